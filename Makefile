@@ -1,0 +1,36 @@
+# Every task of the project. `make demo` and `make test` are all a fresh machine needs; neither needs root.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint type format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with the pinned tools and build the extension in place
+
+$(STAMP): pyproject.toml setup.py hybrid_ep/_version.py $(shell find csrc -type f 2>/dev/null)
+	ci/setup.sh $(PYTHON) $(VENV)
+	@touch $@
+
+demo: setup ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
+	$(BIN)/hybrid-ep demo --out out/demo
+
+test: setup ## Lint, type-check and run every test that this machine can run
+	ci/test.sh $(BIN)
+
+lint: setup ## Check style and layering
+	ci/lint.sh $(BIN)
+
+type: setup ## Check types, strictly
+	$(BIN)/mypy
+
+format: setup ## Rewrite Python and C++ in the house style
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r $(BIN)/clang-format -i
+
+clean: ## Remove everything that was built
+	rm -rf $(VENV) build dist out *.egg-info hybrid_ep/*.so

@@ -1,0 +1,10 @@
+// Each concept of `_C` has one file here that adds its functions to the module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace hybrid_ep::bindings {
+
+void add_layout(pybind11::module_& module);
+
+}  // namespace hybrid_ep::bindings

@@ -1,0 +1,10 @@
+# The `_cuda` module: kernels, and the runtime that launches them.
+if(HYBRID_EP_BUILD_CUDA STREQUAL "off")
+  hybrid_ep_leave_out(_cuda auto "HYBRID_EP_BUILD_CUDA=off")
+  return()
+endif()
+file(GLOB cuda_sources CONFIGURE_DEPENDS kernels/*.cu bindings/cuda/*.cpp runtime/*.cpp)
+if(NOT cuda_sources)
+  hybrid_ep_leave_out(_cuda ${HYBRID_EP_BUILD_CUDA} "this version has no CUDA kernels")
+  return()
+endif()

@@ -1,0 +1,27 @@
+// Which rank owns an expert, for host and device alike: experts are dealt to ranks in equal, contiguous blocks.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define HYBRID_EP_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define HYBRID_EP_HOST_DEVICE inline
+#endif
+
+namespace hybrid_ep {
+
+struct ExpertMap {
+  int num_experts;
+  int num_ranks;
+
+  HYBRID_EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks; }
+  HYBRID_EP_HOST_DEVICE int rank_of(int64_t expert_idx) const {
+    return static_cast<int>(expert_idx / num_local_experts());
+  }
+  HYBRID_EP_HOST_DEVICE int local_idx_of(int64_t expert_idx) const {
+    return static_cast<int>(expert_idx % num_local_experts());
+  }
+};
+
+}  // namespace hybrid_ep

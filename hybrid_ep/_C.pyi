@@ -1,0 +1,16 @@
+version: str
+compiler: str
+built: str
+left_out: str
+
+def compute_layout(
+    *,
+    topk_idx: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    num_ranks: int,
+    num_tokens_per_rank: int,
+    num_tokens_per_expert: int,
+    is_token_in_rank: int,
+) -> int: ...

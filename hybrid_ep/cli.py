@@ -1,0 +1,60 @@
+"""The `hybrid-ep` command: a list of subcommands, each loaded from its own room only when it is called.
+
+Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check, 2 = could not tell, or wrong usage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import click
+
+from hybrid_ep import env
+from hybrid_ep._version import __version__
+from hybrid_ep.errors import HybridEPError
+
+__all__ = ["main"]
+
+# Subcommand → (module, attribute, one line of help). The help stands here so that listing the commands imports none.
+COMMANDS = {
+    "demo": ("hybrid_ep.demo.command", "demo", "Run dispatch → experts → combine on a virtual cluster, and check it."),
+    "bench": (
+        "hybrid_ep.bench.command",
+        "bench",
+        "Check, then time, dispatch and combine on whichever engine is there.",
+    ),
+    "info": ("hybrid_ep.info", "info", "Show versions, what was built, and which engine is chosen and why."),
+    "env": ("hybrid_ep.info", "env_table", "Show every environment variable that is read, its value and effect."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except HybridEPError as error:
+            click.echo(f"hybrid-ep: {type(error).__name__}: {error}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hybrid-ep")
+def main() -> None:
+    """Expert-parallel dispatch and combine: try it, measure it, check the node it runs on."""
+    logging.basicConfig(level=env.LOG_LEVEL.get(), format="%(levelname)s %(name)s: %(message)s")

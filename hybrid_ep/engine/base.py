@@ -1,0 +1,304 @@
+"""What an engine does, in tensors and a handle: the one interface that the public buffers stand on.
+
+The buffers check every argument, choose streams and shape the results as the peers' interfaces want them. An engine moves
+tokens: it may trust its arguments, works on the current stream, and must give the same bits as every other engine:
+
+* order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank, then token;
+* sums: the rows of one token's experts on one rank are summed in fp32 in ascending local expert order and rounded once to
+  bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop or the output, and across
+  domains in ascending domain index. Bias is added in fp32 before the last rounding. Low-latency combine multiplies each
+  expert's row by its weight in fp32 and sums in fp32 in top-k order. Weights and probabilities are summed in fp32.
+
+Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted rows,
+M the most tokens that a rank may send in low-latency mode.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.geometry import RankGrid
+from hybrid_ep.quantize import Fp8Format
+
+__all__ = [
+    "Combined",
+    "DispatchHandle",
+    "Dispatched",
+    "Engine",
+    "LowLatencyDispatched",
+    "LowLatencyHandle",
+    "PermuteHandle",
+    "Permuted",
+    "Routing",
+    "Rows",
+]
+
+
+class Rows(NamedTuple):
+    """Token rows as they travel.
+
+    Attributes:
+        data: ``[n, H]`` bf16, or e4m3 when `scales` is given.
+        scales: ``[n, H/128]`` float32, or ``[n, ceil(H/512)]`` int32 of packed UE8M0; None for bf16.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """Where this rank's tokens go.
+
+    Attributes:
+        topk_idx: ``[T, K]`` int64, global expert index or −1; a duplicate in a row counts once (its first place).
+        topk_weights: ``[T, K]`` float32, or None.
+        num_experts: E, a multiple of R.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    num_experts: int
+
+
+class DispatchHandle(NamedTuple):
+    """What `combine` and a cached `dispatch` need to know of a dispatch.
+
+    Attributes:
+        rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
+        recv_src_idx: ``[N]`` int32; index of each received row's token on its source rank.
+        is_token_in_rank: ``[T, R]`` bool.
+        num_experts: E.
+        num_topk: K.
+        grid: the geometry it was made for.
+        state: what the engine keeps for itself.
+    """
+
+    rank_prefix_matrix: Tensor
+    recv_src_idx: Tensor
+    is_token_in_rank: Tensor
+    num_experts: int
+    num_topk: int
+    grid: RankGrid
+    state: Any
+
+
+class PermuteHandle(NamedTuple):
+    """What `combine_permuted` and a cached `dispatch_permuted` need to know.
+
+    Attributes:
+        dispatch: the handle of the dispatch underneath.
+        num_tokens_per_expert: ``[LE]`` int32, pads included.
+        num_permuted: P, rows of the permuted tensor (its bound when `overflow` can be raised).
+        pad_multiple: every expert's block is a multiple of it (1 = no pads).
+        state: what the engine keeps for itself.
+        overflow: ``[1]`` int32, 1 when more rows arrived than the bound; last, as the peer has it.
+    """
+
+    dispatch: DispatchHandle
+    num_tokens_per_expert: Tensor
+    num_permuted: int
+    pad_multiple: int
+    state: Any
+    overflow: Tensor
+
+
+class LowLatencyHandle(NamedTuple):
+    """What `low_latency_combine` needs to know.
+
+    Attributes:
+        src_info: ``[LE, M×R]`` int32; source token of each packed row.
+        layout_range: ``[LE, R]`` int64; ``(begin << 32) | count`` of each source rank's rows.
+        num_max_tokens_per_rank: M.
+        hidden: H.
+        num_experts: E.
+        grid: the geometry it was made for.
+        state: what the engine keeps for itself.
+    """
+
+    src_info: Tensor
+    layout_range: Tensor
+    num_max_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    grid: RankGrid
+    state: Any
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Result of `Engine.dispatch`.
+
+    Attributes:
+        rows: N received rows (exactly `num_recv_bound` when one was given; rows after the last are zero).
+        topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
+        topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
+        num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device.
+        handle: for `combine` and `dispatch_cached`.
+    """
+
+    rows: Rows
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    num_tokens_per_expert: Tensor
+    handle: DispatchHandle
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """Result of `Engine.dispatch_permuted`.
+
+    Attributes:
+        rows: P rows by local expert; pads and rows after the last are zero.
+        probs: ``[P]`` float32, or None when no weights were sent.
+        num_tokens_per_expert: ``[LE]`` int32, pads included; on the device.
+        handle: for `combine_permuted` and a cached `dispatch_permuted`.
+    """
+
+    rows: Rows
+    probs: Tensor | None
+    num_tokens_per_expert: Tensor
+    handle: PermuteHandle
+
+
+class Combined(NamedTuple):
+    """Result of a combine: ``[T, H]`` bf16 and, where weights went in, ``[T, K]`` float32."""
+
+    data: Tensor
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class LowLatencyDispatched:
+    """Result of `Engine.low_latency_dispatch`; complete once `finish` of the call has run.
+
+    Attributes:
+        rows: ``[LE, M×R, H]`` and, for FP8, scales strided column-major; rows after an expert's count are undefined.
+        count: ``[LE]`` int32.
+        handle: for `low_latency_combine`.
+        finish: waits for the rows to arrive on the current stream; call exactly once.
+    """
+
+    rows: Rows
+    count: Tensor
+    handle: LowLatencyHandle
+    finish: Callable[[], None]
+
+
+class Engine(abc.ABC):
+    """Moves tokens between the ranks of one group. Every method is collective unless it says otherwise."""
+
+    name: str
+    grid: RankGrid
+    device: torch.device
+
+    @abc.abstractmethod
+    def dispatch(
+        self,
+        rows: Rows,
+        routing: Routing,
+        *,
+        expert_range: tuple[int, int],
+        num_recv_bound: int | None,
+        num_sms: int | None,
+    ) -> Dispatched:
+        """Sends each row to every rank that owns one of its experts.
+
+        Args:
+            rows: ``[T, H]``.
+            routing: where they go.
+            expert_range: (first, end) global experts whose indices are reported relative to first; others become −1.
+            num_recv_bound: rows of the result; no host sync then. None: exactly what arrives.
+            num_sms: SMs to use; None = the engine's choice.
+
+        Raises:
+            OverflowError: more rows arrived than `num_recv_bound` (an engine that does not sync raises it later).
+            TransportError, TimeoutError: a rank was lost.
+        """
+
+    @abc.abstractmethod
+    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+        """Sends ``[T, H]`` along the routes of an earlier dispatch; returns ``[N, H]``."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        data: Tensor,
+        handle: DispatchHandle,
+        *,
+        weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+        num_sms: int | None,
+    ) -> Combined:
+        """Brings ``[N, H]`` bf16 rows (and ``[N, W]`` float32 weights) back to their source tokens and sums them."""
+
+    @abc.abstractmethod
+    def dispatch_permuted(
+        self,
+        rows: Rows,
+        routing: Routing,
+        *,
+        pad_multiple: int,
+        num_permuted_bound: int | None,
+        num_sms: int | None,
+    ) -> Permuted:
+        """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
+
+        With `num_permuted_bound` there is no host sync, the result has that many rows, rows beyond it are dropped and
+        `handle.overflow` says so.
+        """
+
+    @abc.abstractmethod
+    def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
+        """Sends ``[T, H]`` along the routes of an earlier `dispatch_permuted`; returns ``[P, H]``."""
+
+    @abc.abstractmethod
+    def combine_permuted(
+        self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
+    ) -> Combined:
+        """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
+
+    @abc.abstractmethod
+    def low_latency_dispatch(
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        *,
+        num_max_tokens_per_rank: int,
+        num_experts: int,
+        fp8: Fp8Format | None,
+    ) -> LowLatencyDispatched:
+        """Sends ``[T, H]`` bf16 rows, quantised on the way where `fp8` says so, to packed rows by expert.
+
+        Ranks masked by `set_masked` are neither sent to nor waited for.
+        """
+
+    @abc.abstractmethod
+    def low_latency_combine(
+        self, data: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor
+    ) -> Callable[[], None]:
+        """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
+
+        Returns what waits for the rows; `out` is complete once it has run. Rows of masked ranks count as zero.
+        """
+
+    @abc.abstractmethod
+    def set_masked(self, rank: int, masked: bool) -> None:
+        """Local: leaves `rank` out of low-latency calls, or takes it back in."""
+
+    @abc.abstractmethod
+    def masked(self) -> Tensor:
+        """Local: ``[R]`` int32 on the engine's device, 1 = masked."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Local: gives back everything the engine holds. Later calls are the buffer's mistake."""

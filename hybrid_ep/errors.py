@@ -1,0 +1,79 @@
+"""Every error that hybrid_ep raises on purpose.
+
+    HybridEPError
+    ├── ConfigError (ValueError)       an argument, tensor, handle or variable is not what the call accepts
+    ├── TopologyError                  the machine or the group is not laid out as asked for
+    ├── TransportError                 bytes could not be moved: a peer closed its end
+    │   └── TimeoutError               a peer did not arrive within the configured time
+    ├── OverflowError                  more tokens arrived than the caller gave room for
+    └── ClosedError                    the buffer was used after `close()` or `destroy()`
+
+Messages carry the value that was given and the values that are allowed.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "HybridEPError",
+    "OverflowError",
+    "TimeoutError",
+    "TopologyError",
+    "TransportError",
+]
+
+
+class HybridEPError(Exception):
+    """Base of every error raised by hybrid_ep."""
+
+
+class ConfigError(HybridEPError, ValueError):
+    """An argument, tensor, handle or environment variable is not what the call accepts."""
+
+
+class TopologyError(HybridEPError):
+    """The machine, the domain or the process group is not laid out as the call needs it."""
+
+
+@dataclass(eq=False)
+class TransportError(HybridEPError):
+    """Bytes could not be moved between two ranks.
+
+    Attributes:
+        where: the step that failed, e.g. ``"dispatch: counts within domain"``.
+        rank: the rank that noticed.
+        peer: the rank that is to blame, or None if it could not be told.
+        detail: what the layer underneath said.
+    """
+
+    where: str
+    rank: int
+    peer: int | None
+    detail: str
+
+    def __str__(self) -> str:
+        who = "an unknown rank" if self.peer is None else f"rank {self.peer}"
+        return f"{self.where}: rank {self.rank} lost {who}: {self.detail}"
+
+
+@dataclass(eq=False)
+class TimeoutError(TransportError, builtins.TimeoutError):
+    """A peer did not arrive in time (``HYBRID_EP_TIMEOUT_S`` or the buffer's ``timeout_s``)."""
+
+    timeout_s: float = 0.0
+
+    def __str__(self) -> str:
+        who = "an unknown rank" if self.peer is None else f"rank {self.peer}"
+        return f"{self.where}: rank {self.rank} waited {self.timeout_s:g} s for {who}: {self.detail}"
+
+
+class OverflowError(HybridEPError, builtins.OverflowError):
+    """More tokens arrived than the bound that the caller gave (``num_worst_tokens``, ``num_permuted_tokens`` …)."""
+
+
+class ClosedError(HybridEPError):
+    """The buffer was used after ``close()`` or ``destroy()``."""

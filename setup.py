@@ -1,0 +1,46 @@
+"""Builds the extension modules with CMake; everything else about the package is in pyproject.toml.
+
+`csrc/CMakeLists.txt` decides which modules can be built here and prints one line that says what was built and what was
+left out and why. This file only calls it and puts the modules beside the Python files.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """One CMake project builds all modules; setuptools only has to know that there is something to build."""
+
+    def run(self) -> None:
+        package_dir = Path(self.get_ext_fullpath("hybrid_ep._C")).resolve().parent
+        build_dir = Path(self.build_temp).resolve()
+        build_dir.mkdir(parents=True, exist_ok=True)
+        options = {
+            "CMAKE_BUILD_TYPE": "Release",
+            "CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(package_dir),
+            "Python_EXECUTABLE": sys.executable,
+            "pybind11_DIR": pybind11.get_cmake_dir(),
+            "HYBRID_EP_VERSION": self.distribution.get_version(),
+            "HYBRID_EP_BUILD_CUDA": os.environ.get("HYBRID_EP_BUILD_CUDA") or "auto",
+            "HYBRID_EP_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0 10.0",
+        }
+        definitions = [f"-D{name}={value}" for name, value in options.items()]
+        jobs = str(self.parallel or os.cpu_count() or 1)
+        subprocess.check_call(["cmake", "-S", ROOT / "csrc", "-B", build_dir, "-G", "Ninja", *definitions])
+        subprocess.check_call(["cmake", "--build", build_dir, "--parallel", jobs])
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in Path(self.build_lib, "hybrid_ep").glob("_*.so")]
+
+
+setup(ext_modules=[Extension("hybrid_ep._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
