@@ -32,6 +32,8 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "HYBRID_EP_VERSION": self.distribution.get_version(),
             "HYBRID_EP_BUILD_CUDA": os.environ.get("HYBRID_EP_BUILD_CUDA") or "auto",
+            "HYBRID_EP_BUILD_NVML": os.environ.get("HYBRID_EP_BUILD_NVML") or "auto",
+            "HYBRID_EP_BUILD_VERBS": "on" if os.environ.get("HYBRID_EP_MULTINODE") == "1" else "auto",
             "HYBRID_EP_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0 10.0",
         }
         definitions = [f"-D{name}={value}" for name, value in options.items()]

@@ -15,9 +15,14 @@ from hybrid_ep.errors import ConfigError
 __all__ = [
     "ARCH_LIST",
     "BUILD_CUDA",
+    "BUILD_NVML",
     "ENGINE",
     "LOG_LEVEL",
+    "MULTINODE",
+    "NICS",
     "NUM_RANKS_PER_DOMAIN",
+    "NVML_STUB",
+    "RDMA_CORE_HOME",
     "TIMEOUT_S",
     "VARIABLES",
     "Variable",
@@ -84,6 +89,13 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError(text)
+    return names
+
+
 ENGINE = Variable(
     "HYBRID_EP_ENGINE",
     "auto",
@@ -113,12 +125,51 @@ LOG_LEVEL = Variable(
     "How much the `hybrid-ep` command logs to stderr.",
 )
 
+NICS: Variable[tuple[str, ...] | None] = Variable(
+    "HYBRID_EP_NICS",
+    None,
+    _names,
+    "names of RDMA devices, separated by commas",
+    "The NIC of each GPU, in the order of gpu_idx and starting over at the end; unset, each GPU takes a nearest one.",
+)
+NVML_STUB = Variable(
+    "HYBRID_EP_NVML_STUB",
+    "",
+    str,
+    "a file with one `key value` per line",
+    "What the stub of libnvidia-ml.so.1 answers on a simulated or recorded node; the driver's library ignores it.",
+)
+
 BUILD_CUDA = Variable(
     "HYBRID_EP_BUILD_CUDA",
     "auto",
     _choice("auto", "on", "off"),
     "auto, on or off",
     "The `_cuda` module: `auto` builds it where nvcc is found, `on` makes a missing nvcc an error.",
+    "build",
+)
+BUILD_NVML = Variable(
+    "HYBRID_EP_BUILD_NVML",
+    "auto",
+    _choice("auto", "on", "off"),
+    "auto, on or off",
+    "The `_nvml` module: `auto` builds it where nvml.h is found, `on` makes a missing nvml.h an error.",
+    "build",
+)
+MULTINODE = Variable(
+    "HYBRID_EP_MULTINODE",
+    "0",
+    _choice("0", "1"),
+    "0 or 1",
+    "1 makes a missing libibverbs an error, so that the `_verbs` module is sure to be there.",
+    "build",
+)
+RDMA_CORE_HOME = Variable(
+    "RDMA_CORE_HOME",
+    "",
+    str,
+    "a folder with include/ and lib/",
+    "Where rdma-core is installed, if not in the system's folders.",
     "build",
 )
 ARCH_LIST = Variable(
@@ -135,6 +186,11 @@ VARIABLES: tuple[Variable[Any], ...] = (
     TIMEOUT_S,
     NUM_RANKS_PER_DOMAIN,
     LOG_LEVEL,
+    NICS,
+    NVML_STUB,
     BUILD_CUDA,
+    BUILD_NVML,
+    MULTINODE,
+    RDMA_CORE_HOME,
     ARCH_LIST,
 )

@@ -6,5 +6,6 @@
 namespace hybrid_ep::bindings {
 
 void add_layout(pybind11::module_& module);
+void add_topology(pybind11::module_& module);
 
 }  // namespace hybrid_ep::bindings

@@ -1,0 +1,46 @@
+// What NVML says about the GPUs of this node: the part of the topology that only the driver knows.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace hybrid_ep::topology {
+
+struct NvLink {
+  int link = 0;
+  bool active = false;
+  std::string remote_type;  // "gpu", "switch", "npu" or "unknown"; empty where NVML does not say
+  std::string remote_pci;   // PCI address of the other end, where NVML says
+};
+
+struct Fabric {
+  std::string cluster_uuid;  // 32 hexadecimal digits; all zero: not part of a multi-node domain
+  uint32_t clique = 0;
+  int state = 0;   // NVML_GPU_FABRIC_STATE_*; 3 = completed
+  int status = 0;  // an nvmlReturn_t; meaningful when completed
+};
+
+struct Gpu {
+  int gpu_idx = 0;
+  std::string name;
+  std::string uuid;
+  std::string pci_address;  // in the form that /sys uses
+  uint64_t memory_bytes = 0;
+  std::vector<NvLink> links;
+  std::optional<Fabric> fabric;   // none where the driver or the GPU has no fabric
+  std::vector<int> nvlink_peers;  // gpu_idx of the GPUs that NVML calls reachable over NVLink
+};
+
+struct NvmlNode {
+  std::string driver_version;
+  std::string nvml_version;
+  int cuda_driver_version = 0;  // 13000 = 13.0
+  std::vector<Gpu> gpus;
+};
+
+// Asks NVML once and shuts it down again. Throws std::runtime_error with NVML's own words when it does not start.
+NvmlNode probe_nvml();
+
+}  // namespace hybrid_ep::topology

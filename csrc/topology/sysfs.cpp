@@ -1,0 +1,164 @@
+#include "topology/sysfs.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <fstream>
+
+namespace hybrid_ep::topology {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kNvidia = 0x10de;
+constexpr int kBaseClassNetwork = 0x02;
+constexpr int kClassVga = 0x0300;
+constexpr int kClass3d = 0x0302;
+constexpr int kClassBridge = 0x0604;
+
+// The first line of a file without its newline, or an empty string.
+std::string read_line(const fs::path& file) {
+  std::ifstream stream(file);
+  std::string line;
+  std::getline(stream, line);
+  return line;
+}
+
+// The number a file holds ("0x10de", "-1", "400"), or `otherwise`.
+int read_int(const fs::path& file, int otherwise) {
+  const std::string line = read_line(file);
+  char* end = nullptr;
+  const long value = std::strtol(line.c_str(), &end, 0);
+  return end == line.c_str() ? otherwise : static_cast<int>(value);
+}
+
+// Entries of a directory by name; none where it is missing or closed to us.
+std::vector<std::string> list(const fs::path& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// True where a stands before b when runs of digits compare as numbers.
+bool natural_less(const std::string& a, const std::string& b) {
+  size_t i = 0;
+  size_t j = 0;
+  const auto digit = [](char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0; };
+  while (i < a.size() && j < b.size()) {
+    if (digit(a[i]) && digit(b[j])) {
+      size_t i_end = i;
+      size_t j_end = j;
+      while (i_end < a.size() && digit(a[i_end])) ++i_end;
+      while (j_end < b.size() && digit(b[j_end])) ++j_end;
+      const long left = std::strtol(a.substr(i, i_end - i).c_str(), nullptr, 10);
+      const long right = std::strtol(b.substr(j, j_end - j).c_str(), nullptr, 10);
+      if (left != right) return left < right;
+      i = i_end;
+      j = j_end;
+    } else {
+      if (a[i] != b[j]) return a[i] < b[j];
+      ++i;
+      ++j;
+    }
+  }
+  return a.size() - i < b.size() - j;
+}
+
+// The chain of bridges above a device: what stands after "devices" in the place that its link resolves to.
+std::vector<std::string> bridges_above(const fs::path& link, const std::string& address) {
+  std::error_code error;
+  const fs::path place = fs::canonical(link, error);
+  std::vector<std::string> chain;
+  bool below_host_bridge = false;
+  for (const fs::path& part : place) {
+    below_host_bridge = below_host_bridge || part.string().rfind("pci", 0) == 0;
+    if (below_host_bridge) chain.push_back(part.string());
+  }
+  if (chain.empty()) chain.push_back(address);
+  return chain;
+}
+
+// "4: ACTIVE" → "ACTIVE".
+std::string after_colon(const std::string& text) {
+  const size_t colon = text.find(": ");
+  return colon == std::string::npos ? text : text.substr(colon + 2);
+}
+
+NicPort read_port(const fs::path& directory, int port) {
+  NicPort result;
+  result.port = port;
+  result.state = after_colon(read_line(directory / "state"));
+  result.phys_state = after_colon(read_line(directory / "phys_state"));
+  result.link_layer = read_line(directory / "link_layer");
+  result.rate_gbps = std::strtod(read_line(directory / "rate").c_str(), nullptr);  // "400 Gb/sec (4X NDR)"
+  result.sm_lid = read_int(directory / "sm_lid", -1);
+  return result;
+}
+
+}  // namespace
+
+bool is_gpu(const PciDevice& device) {
+  return device.vendor == kNvidia && (device.class_code == kClassVga || device.class_code == kClass3d);
+}
+
+bool is_bridge(const PciDevice& device) { return device.class_code == kClassBridge; }
+
+std::vector<PciDevice> scan_pci(const fs::path& sysroot) {
+  const fs::path devices = sysroot / "sys/bus/pci/devices";
+  std::vector<PciDevice> result;
+  for (const std::string& address : list(devices)) {
+    const fs::path device = devices / address;
+    PciDevice found;
+    found.address = address;
+    found.vendor = read_int(device / "vendor", -1);
+    const int full_class = read_int(device / "class", -1);
+    found.class_code = full_class < 0 ? -1 : full_class >> 8;  // the low byte is the programming interface
+    const int base_class = found.class_code >> 8;
+    if (!is_gpu(found) && !is_bridge(found) && base_class != kBaseClassNetwork) continue;
+    found.numa_node = read_int(device / "numa_node", -1);
+    found.path = bridges_above(device, address);
+    result.push_back(std::move(found));
+  }
+  return result;
+}
+
+std::vector<Nic> scan_nics(const fs::path& sysroot) {
+  const fs::path devices = sysroot / "sys/class/infiniband";
+  std::vector<std::string> names = list(devices);
+  std::sort(names.begin(), names.end(), natural_less);
+  std::vector<Nic> result;
+  for (const std::string& name : names) {
+    const fs::path device = devices / name;
+    Nic nic;
+    nic.name = name;
+    nic.node_guid = read_line(device / "node_guid");
+    nic.firmware = read_line(device / "fw_ver");
+    std::error_code error;
+    const fs::path function = fs::canonical(device / "device", error);
+    // A software device hangs below a network device or nothing at all, not below a PCI function.
+    if (!error && fs::exists(function / "vendor", error)) {
+      nic.pci_address = function.filename().string();
+      nic.numa_node = read_int(function / "numa_node", -1);
+      nic.netdevs = list(function / "net");
+    }
+    for (const std::string& port : list(device / "ports")) {
+      nic.ports.push_back(read_port(device / "ports" / port, std::atoi(port.c_str())));
+    }
+    result.push_back(std::move(nic));
+  }
+  return result;
+}
+
+int count_numa_nodes(const fs::path& sysroot) {
+  int nodes = 0;
+  for (const std::string& name : list(sysroot / "sys/devices/system/node")) {
+    if (name.size() > 4 && name.rfind("node", 0) == 0 && std::isdigit(static_cast<unsigned char>(name[4]))) ++nodes;
+  }
+  return std::max(nodes, 1);
+}
+
+}  // namespace hybrid_ep::topology

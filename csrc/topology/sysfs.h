@@ -1,0 +1,53 @@
+// What the kernel says about PCI devices, NUMA nodes and RDMA NICs, read from /sys below a root directory.
+//
+// Nothing here needs a driver library, so it works on every Linux, on a recorded node and on a simulated one. A file
+// that is missing or unreadable is a normal answer: the field keeps its "not known" value.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace hybrid_ep::topology {
+
+// A PCI function of interest: an NVIDIA GPU, an RDMA NIC's function, or a bridge.
+struct PciDevice {
+  std::string address;            // "0000:18:00.0": domain of four digits, lower case
+  int vendor = -1;                // 0x10de is NVIDIA
+  int class_code = -1;            // base class and subclass, e.g. 0x0302 for a 3D controller
+  int numa_node = -1;             // −1: the firmware does not say
+  std::vector<std::string> path;  // host bridge first, the device itself last; only itself where /sys hides the tree
+};
+
+bool is_gpu(const PciDevice& device);
+bool is_bridge(const PciDevice& device);
+
+struct NicPort {
+  int port = 0;
+  std::string state;       // "ACTIVE", "DOWN", …; empty where unreadable
+  std::string phys_state;  // "LinkUp", "Disabled", …
+  std::string link_layer;  // "InfiniBand" or "Ethernet"
+  double rate_gbps = 0;    // 0: not known
+  int sm_lid = -1;         // −1: not known; 0 on Ethernet
+};
+
+struct Nic {
+  std::string name;         // RDMA device, e.g. "mlx5_0"
+  std::string pci_address;  // empty for a device without PCI function (Soft-RoCE)
+  int numa_node = -1;
+  std::string node_guid;
+  std::string firmware;
+  std::vector<std::string> netdevs;
+  std::vector<NicPort> ports;
+};
+
+// GPUs (vendor 0x10de, class 0x0300 or 0x0302), NICs' functions and bridges, ordered by address.
+std::vector<PciDevice> scan_pci(const std::filesystem::path& sysroot);
+
+// Every device of class/infiniband, ordered by name with numbers compared as numbers (mlx5_2 before mlx5_10).
+std::vector<Nic> scan_nics(const std::filesystem::path& sysroot);
+
+// Number of NUMA nodes that are online; 1 where /sys does not say.
+int count_numa_nodes(const std::filesystem::path& sysroot);
+
+}  // namespace hybrid_ep::topology
