@@ -1,4 +1,66 @@
-"""hybrid_ep moves the tokens of Mixture-of-Experts models between ranks: dispatch and combine."""
+"""hybrid_ep moves the tokens of Mixture-of-Experts models between ranks: dispatch and combine.
+
+The public names are loaded when they are first used, so that commands which need no tensors (`hybrid-ep doctor`) start
+without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hybrid_ep._version import __version__
+from hybrid_ep.errors import (
+    ClosedError,
+    ConfigError,
+    HybridEPError,
+    OverflowError,
+    TimeoutError,
+    TopologyError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from hybrid_ep.buffer import Buffer, topk_idx_t
+    from hybrid_ep.config import Config
+    from hybrid_ep.event import EventHandle, EventOverlap
+    from hybrid_ep.hybrid_buffer import HybridEPBuffer
+    from hybrid_ep.layout import indices_to_map
+
+__all__ = [
+    "Buffer",
+    "ClosedError",
+    "Config",
+    "ConfigError",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEPError",
+    "OverflowError",
+    "TimeoutError",
+    "TopologyError",
+    "TransportError",
+    "__version__",
+    "indices_to_map",
+    "topk_idx_t",
+]
+
+_HOME = {
+    "Buffer": "buffer",
+    "topk_idx_t": "buffer",
+    "Config": "config",
+    "EventHandle": "event",
+    "EventOverlap": "event",
+    "HybridEPBuffer": "hybrid_buffer",
+    "indices_to_map": "layout",
+}
 
 
-from hybrid_ep._version import __version__ as __version__
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

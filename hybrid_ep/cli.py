@@ -24,6 +24,12 @@ COMMANDS = {
         "bench",
         "Check, then time, dispatch and combine on whichever engine is there.",
     ),
+    "doctor": (
+        "hybrid_ep.doctor.command",
+        "doctor",
+        "Check this node: driver, GPUs, NVLink, NICs, GPUDirect, host limits.",
+    ),
+    "topology": ("hybrid_ep.topology.command", "topology", "Print and draw which GPU sits next to which NIC."),
     "info": ("hybrid_ep.info", "info", "Show versions, what was built, and which engine is chosen and why."),
     "env": ("hybrid_ep.info", "env_table", "Show every environment variable that is read, its value and effect."),
 }

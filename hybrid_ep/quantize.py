@@ -1,8 +1,8 @@
 """FP8 for token rows: e4m3 values with one scale for each 128 channels, as float32 or as packed UE8M0 exponents.
 
-A scale is amax / 448 (448 = the largest e4m3 value), so that ``value × scale`` gives the channel back. `round_scale` rounds it
-up to a power of two; UE8M0 then keeps only the biased exponent of that power in a byte, four of them in an int32,
-lowest channel in the lowest byte (source: OCP Microscaling Formats v1.0, sections 5.3 and 5.4.1).
+A scale is amax / 448 (448 = the largest e4m3 value), so that ``value × scale`` gives the channel back. `round_scale`
+rounds it up to a power of two; UE8M0 then keeps only the biased exponent of that power in a byte, four of them in an
+int32, lowest channel in the lowest byte (source: OCP Microscaling Formats v1.0, sections 5.3 and 5.4.1).
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def _check_hidden(hidden: int) -> None:
         raise ConfigError(f"hidden is {hidden}; allowed with FP8: multiples of {CHANNELS_PER_SCALE}")
 
 
+def _blocks(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+
+
 def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor]:
     """Quantises rows.
 
@@ -68,7 +72,7 @@ def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor
     """
     fmt = fmt or Fp8Format()
     _check_hidden(x.shape[-1])
-    blocks = x.float().unflatten(-1, (-1, CHANNELS_PER_SCALE))
+    blocks = _blocks(x.float())
     amax = blocks.abs().amax(-1).clamp_min(_MIN_AMAX)
     scales = amax / E4M3_MAX
     if fmt.round_scale:
@@ -99,7 +103,7 @@ def cast_from_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
         scales = unpack_ue8m0(scales, hidden // CHANNELS_PER_SCALE)
     if scales.shape[-1] != hidden // CHANNELS_PER_SCALE:
         raise ConfigError(f"scales has {scales.shape[-1]} columns; allowed for hidden {hidden}: {hidden // 128}")
-    values = data.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, CHANNELS_PER_SCALE))
+    values = _blocks(data.view(torch.float8_e4m3fn).float())
     return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 

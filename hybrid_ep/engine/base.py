@@ -1,16 +1,19 @@
 """What an engine does, in tensors and a handle: the one interface that the public buffers stand on.
 
-The buffers check every argument, choose streams and shape the results as the peers' interfaces want them. An engine moves
+The buffers check every argument, choose streams and shape the results as the peers' interfaces want them. An engine
+moves
 tokens: it may trust its arguments, works on the current stream, and must give the same bits as every other engine:
 
-* order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank, then token;
-* sums: the rows of one token's experts on one rank are summed in fp32 in ascending local expert order and rounded once to
-  bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop or the output, and across
-  domains in ascending domain index. Bias is added in fp32 before the last rounding. Low-latency combine multiplies each
-  expert's row by its weight in fp32 and sums in fp32 in top-k order. Weights and probabilities are summed in fp32.
+* order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank and
+  token;
+* sums: the rows of one token's experts on one rank are summed in fp32 in ascending local expert order and rounded once
+  to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop or the output, and
+  across domains in ascending domain index. Bias is added in fp32 before the last rounding. Low-latency combine
+  multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order. Weights and probabilities are
+  summed in fp32.
 
-Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted rows,
-M the most tokens that a rank may send in low-latency mode.
+Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
+rows, M the most tokens that a rank may send in low-latency mode.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_ep.errors import OverflowError
 from hybrid_ep.geometry import RankGrid
 from hybrid_ep.quantize import Fp8Format
 
@@ -37,6 +41,7 @@ __all__ = [
     "Permuted",
     "Routing",
     "Rows",
+    "Traffic",
 ]
 
 
@@ -138,7 +143,7 @@ class Dispatched:
         rows: N received rows (exactly `num_recv_bound` when one was given; rows after the last are zero).
         topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
-        num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device.
+        num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device, or on the host where they are known there.
         handle: for `combine` and `dispatch_cached`.
     """
 
@@ -190,12 +195,29 @@ class LowLatencyDispatched:
     finish: Callable[[], None]
 
 
+@dataclass
+class Traffic:
+    """Bytes that this rank sent to other ranks since it was made or `clear`ed: rows with their metadata, and counts.
+
+    Attributes:
+        within_domain: bytes to ranks of the own domain.
+        between_domains: bytes to ranks of other domains.
+    """
+
+    within_domain: int = 0
+    between_domains: int = 0
+
+    def clear(self) -> None:
+        self.within_domain = self.between_domains = 0
+
+
 class Engine(abc.ABC):
     """Moves tokens between the ranks of one group. Every method is collective unless it says otherwise."""
 
     name: str
     grid: RankGrid
-    device: torch.device
+    device: torch.device | None  # where tensors must be; None = anywhere
+    traffic: Traffic
 
     @abc.abstractmethod
     def dispatch(
@@ -264,6 +286,22 @@ class Engine(abc.ABC):
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
 
     @abc.abstractmethod
+    def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
+        """Sends ``[E]`` int32 counts to the experts' ranks; returns the sum over sources, ``[LE]`` int32."""
+
+    def raise_on_overflow(self, handle: PermuteHandle) -> None:
+        """Local: waits for the dispatch of `handle` and raises what its flag says.
+
+        Raises:
+            OverflowError: more rows arrived than the bound.
+        """
+        if int(handle.overflow.item()):
+            arrived = int(handle.num_tokens_per_expert.sum())
+            raise OverflowError(
+                f"{arrived} permuted rows arrived; allowed by num_permuted_tokens: {handle.num_permuted}"
+            )
+
+    @abc.abstractmethod
     def low_latency_dispatch(
         self,
         data: Tensor,
@@ -272,15 +310,24 @@ class Engine(abc.ABC):
         num_max_tokens_per_rank: int,
         num_experts: int,
         fp8: Fp8Format | None,
+        wait_stats: Tensor | None,
     ) -> LowLatencyDispatched:
         """Sends ``[T, H]`` bf16 rows, quantised on the way where `fp8` says so, to packed rows by expert.
 
-        Ranks masked by `set_masked` are neither sent to nor waited for.
+        Ranks masked by `set_masked` are neither sent to nor waited for. `wait_stats` ``[R]`` int64 is added the
+        microseconds that each source rank was waited for.
         """
 
     @abc.abstractmethod
     def low_latency_combine(
-        self, data: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        *,
+        out: Tensor,
+        wait_stats: Tensor | None,
     ) -> Callable[[], None]:
         """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
 

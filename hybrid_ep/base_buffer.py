@@ -1,0 +1,177 @@
+"""What every public buffer shares: its group, its engine, its communication stream, and its end."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hybrid_ep import env
+from hybrid_ep.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.engine.base import Engine, Rows, Traffic
+from hybrid_ep.engine.select import make_engine
+from hybrid_ep.errors import ClosedError, ConfigError
+from hybrid_ep.geometry import RankGrid
+from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
+from hybrid_ep.streams import CommStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["BaseBuffer", "check_rows"]
+
+_FP8_DTYPES = (torch.float8_e4m3fn,)
+
+
+class BaseBuffer:
+    """A group's engine with a life time.
+
+    Args:
+        group: the process group; None = the default group, or a single rank where there is none.
+        comm: an mpi4py communicator instead of a group.
+        engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
+        num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or one domain.
+        timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
+
+    Raises:
+        ConfigError, TopologyError: an argument does not fit the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        comm: Any = None,
+        *,
+        engine: str | None = None,
+        num_ranks_per_domain: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.group = _resolve_group(group, comm)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
+        per_domain = num_ranks_per_domain or env.NUM_RANKS_PER_DOMAIN.get() or self.group_size
+        self.grid = RankGrid(self.rank, self.group_size, per_domain)
+        self._comm_stream = CommStream()
+        self._engine: Engine | None = make_engine(self.group, self.grid, asked=engine, timeout_s=timeout_s)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath.
+
+        Raises:
+            ClosedError: the buffer is closed.
+        """
+        if self._engine is None:
+            raise ClosedError(f"{type(self).__name__} of rank {self.rank} was used after it was closed")
+        return self._engine
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has sent to other ranks; `clear()` starts over."""
+        return self.engine.traffic
+
+    def close(self) -> None:
+        """Gives back what the buffer holds. Local, and harmless when called again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _num_local_experts(self, num_experts: int) -> int:
+        return require_int("num_experts", num_experts, minimum=1, multiple_of=self.group_size) // self.group_size
+
+    def _check_geometry(self, grid: RankGrid) -> None:
+        require(grid == self.grid, "handle", f"made for {grid}", f"handles of {self.grid}")
+
+    def _check_topk(self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> None:
+        require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
+        num_topk = topk_idx.shape[1]
+        limit = min(MAX_TOPK, num_experts)
+        require(1 <= num_topk <= limit, "top-k (columns of topk_idx)", num_topk, f"1 … {limit}")
+        require_expert_indices(topk_idx, num_experts)
+        if topk_weights is not None:
+            shape = tuple(topk_idx.shape)
+            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
+
+
+def _resolve_group(group: dist.ProcessGroup | None, comm: Any) -> dist.ProcessGroup | None:
+    if comm is not None:
+        if group is not None:
+            raise ConfigError("group and comm are both given; allowed: one of them")
+        return _group_of_comm(comm)
+    if group is not None:
+        require(isinstance(group, dist.ProcessGroup), "group", type(group).__name__, "a torch.distributed.ProcessGroup")
+        return group
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
+    """The default process group over an mpi4py communicator; rank 0 opens the store and tells where."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if not dist.is_initialized():
+        host = comm.bcast(_own_address() if rank == 0 else None, root=0)
+        store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+        port = comm.bcast(store.port if store is not None else None, root=0)
+        if store is None:
+            store = TCPStore(host, port, size, is_master=False)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    world = dist.group.WORLD
+    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ConfigError(
+            f"comm has rank {rank} of {size}; allowed beside this process group: {dist.get_rank()} of "
+            f"{dist.get_world_size()}"
+        )
+    return world
+
+
+def _own_address() -> str:
+    import socket
+
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def check_rows(name: str, data: Tensor, scales: Tensor | None, *, hidden: int | None = None) -> Rows:
+    """Checks token rows and returns them with row-major scales.
+
+    Args:
+        name: of the argument, for messages.
+        data: ``[T, H]`` bf16, or float8_e4m3fn with `scales`.
+        scales: ``[T, H/128]`` float32 or ``[T, ceil(H/512)]`` int32 (packed UE8M0), of any strides; None for bf16.
+        hidden: H, if it is known.
+
+    Raises:
+        ConfigError: dtype, shape or hidden does not fit.
+    """
+    if scales is None:
+        require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, hidden))
+        return Rows(data)
+    require_tensor(name, data, dtypes=_FP8_DTYPES, shape=(None, hidden))
+    num_tokens, size = data.shape
+    require(size % CHANNELS_PER_SCALE == 0, f"hidden of {name}", size, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
+    num_scales = size // CHANNELS_PER_SCALE
+    if scales.dtype == torch.int32:
+        num_scales = -(-num_scales // SCALES_PER_WORD)
+    require_tensor(
+        f"scales of {name}",
+        scales,
+        dtypes=(torch.float32, torch.int32),
+        shape=(num_tokens, num_scales),
+        device=data.device,
+        contiguous=False,
+    )
+    return Rows(data, scales.contiguous())

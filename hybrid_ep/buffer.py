@@ -1,0 +1,398 @@
+"""`Buffer`: dispatch and combine with the interface of DeepEP V1.
+
+    layout = buffer.get_dispatch_layout(topk_idx, num_experts)
+    recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event = buffer.dispatch(x, topk_idx=topk_idx, …)
+    combined_x, _, event = buffer.combine(expert_output, handle)
+
+Everything that moves a token is the engine's; this file checks what comes in and shapes what goes out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.base_buffer import check_rows
+from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.config import Config
+from hybrid_ep.engine.base import Dispatched, DispatchHandle, Routing, Rows
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.event import EventHandle, EventOverlap
+from hybrid_ep.layout import compute_layout, map_to_indices
+from hybrid_ep.low_latency import LowLatencyCalls
+
+__all__ = ["Buffer", "topk_idx_t"]
+
+topk_idx_t = torch.int64
+
+DispatchResult = tuple[
+    "Tensor | tuple[Tensor, Tensor]",
+    "Tensor | None",
+    "Tensor | None",
+    "list[int] | None",
+    "DispatchHandle | None",
+    EventOverlap,
+]
+
+
+class Buffer(LowLatencyCalls):
+    """Dispatch and combine for training, prefill and (with `low_latency_mode`) decoding.
+
+    Args:
+        group: the process group; None = the default group, or a single rank where there is none.
+        num_nvl_bytes: bytes for NVLink communication; a bound for the memory that is taken.
+        num_rdma_bytes: bytes for network communication; likewise.
+        low_latency_mode: allow the low-latency calls.
+        num_qps_per_rank: accepted for compatibility; transports choose their own.
+        allow_nvlink_for_low_latency_mode: accepted for compatibility; NVLink is used where it is there.
+        allow_mnnvl: accepted for compatibility; multi-node NVLink domains are used where they are there.
+        use_fabric: accepted for compatibility; memory handles are chosen by what the domain needs.
+        explicitly_destroy: accepted for compatibility; `destroy()` may always be called and need not be.
+        enable_shrink: allow rank masks; a rank lost in a low-latency call is then masked.
+        comm: an mpi4py communicator instead of a group.
+        engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
+        num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or one domain.
+        timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
+
+    Attributes:
+        num_sms: SMs that configurations made by `get_dispatch_config` and `get_combine_config` use.
+        group, rank, group_size: of the process group.
+
+    Raises:
+        ConfigError, TopologyError: an argument does not fit the group.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        engine: str | None = None,
+        num_ranks_per_domain: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, minimum=0)
+        self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, minimum=0)
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._local_memory: dict[bool, Tensor] = {}
+        super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
+
+    def destroy(self) -> None:
+        """Gives back what the buffer holds; the same as `close()`."""
+        self.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Returns whether the GPU kernels are built in."""
+        return importlib.util.find_spec("hybrid_ep._cuda") is not None
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets the SMs that default configurations use, for all buffers of this process."""
+        Buffer.num_sms = require_int("new_num_sms", new_num_sms, minimum=1)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Returns an event on the current stream."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.Stream:
+        """Returns the stream that asynchronous calls run on."""
+        return self._comm_stream.get()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """Returns this rank's communication memory of `num_nvl_bytes` (`num_rdma_bytes`) as a tensor.
+
+        Args:
+            dtype: of the tensor.
+            size: its shape; None = one dimension, all that is left.
+            offset: where it begins, in bytes.
+            use_rdma_buffer: the network buffer instead of the NVLink one.
+
+        Raises:
+            ConfigError: `offset` or `size` reaches past the end.
+        """
+        _ = self.engine
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        require_int("offset", offset, minimum=0, multiple_of=dtype.itemsize)
+        require(offset <= num_bytes, "offset", offset, f"≤ {num_bytes} bytes")
+        if use_rdma_buffer not in self._local_memory:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._local_memory[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        memory = self._local_memory[use_rdma_buffer][offset:]
+        flat = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        if size is None:
+            return flat
+        shape = torch.Size(size)
+        require(shape.numel() <= flat.numel(), "size", list(shape), f"at most {flat.numel()} elements of {dtype}")
+        return flat[: shape.numel()].view(shape)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Returns the configuration for dispatch; any number of ranks."""
+        require_int("num_ranks", num_ranks, minimum=1)
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Returns the configuration for combine; any number of ranks."""
+        require_int("num_ranks", num_ranks, minimum=1)
+        return Config(Buffer.num_sms)
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Counts where this rank's tokens go. Local.
+
+        Args:
+            topk_idx: ``[T, K]`` int64, global expert index or −1.
+            num_experts: E, a multiple of the number of ranks.
+            previous_event: run after it, on the communication stream.
+            async_finish: return before the current stream has waited for the result.
+            allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
+
+        Returns:
+            num_tokens_per_rank ``[R]`` int32, num_tokens_per_rdma_rank ``[D]`` int32 (None in one domain),
+            num_tokens_per_expert ``[E]`` int32, is_token_in_rank ``[T, R]`` bool, and the event.
+
+        Raises:
+            ConfigError: a dtype, a shape, an index outside −1 … E−1, or E not divisible by the ranks.
+        """
+        _ = self.engine
+        self._num_local_experts(num_experts)
+        self._check_topk(topk_idx, None, num_experts)
+        with self._comm_stream.scope(previous_event, async_finish):
+            layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
+        event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
+        per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
+        return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult:
+        """Sends each token to every rank that owns one of its experts. Collective.
+
+        Args:
+            x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, H/128]`` float32 or ``[T, ceil(H/512)]``
+                int32).
+            handle: of an earlier dispatch: take its routes; `topk_idx` and `topk_weights` must then be None.
+            num_tokens_per_rank: ``[R]`` int32, from `get_dispatch_layout`.
+            num_tokens_per_rdma_rank: ``[D]`` int32, from `get_dispatch_layout`.
+            is_token_in_rank: ``[T, R]`` bool, from `get_dispatch_layout`; the routing where `topk_idx` is None.
+            num_tokens_per_expert: ``[E]`` int32, from `get_dispatch_layout`; says what E is.
+            topk_idx: ``[T, K]`` int64, global expert index or −1.
+            topk_weights: ``[T, K]`` float32.
+            expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it.
+            num_worst_tokens: > 0: the result has that many rows and no host sync takes place.
+            config: SMs to use.
+            previous_event: run after it, on the communication stream.
+            async_finish: return before the current stream has waited for the result.
+            allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
+
+        Returns:
+            recv_x (as `x`, N rows, by source rank, then token), recv_topk_idx ``[N, K]`` (local expert or −1),
+            recv_topk_weights ``[N, K]``, num_recv_tokens_per_expert (list of LE; empty with `num_worst_tokens`), the
+            handle, and the event. With `handle`, the second to fifth are None.
+
+        Raises:
+            ConfigError: an argument does not fit.
+            OverflowError: more than `num_worst_tokens` rows arrived.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        engine = self.engine
+        rows = check_rows("x", *(x if isinstance(x, tuple) else (x, None)))
+        num_sms = None if config is None else config.num_sms
+        require_int("expert_alignment", expert_alignment, minimum=1)
+        require_int("num_worst_tokens", num_worst_tokens, minimum=0)
+        if handle is not None:
+            require(
+                topk_idx is None and topk_weights is None, "topk_idx or topk_weights", "given", "None with a handle"
+            )
+            self._check_handle(handle, num_source_rows=rows.data.shape[0])
+            with self._comm_stream.scope(previous_event, async_finish):
+                received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
+            event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
+            return _as_given(received), None, None, None, None, event
+
+        routing = self._routing(
+            rows, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+        )
+        num_local = routing.num_experts // self.group_size
+        first = self.rank * num_local
+        with self._comm_stream.scope(previous_event, async_finish):
+            result = engine.dispatch(
+                rows,
+                routing,
+                expert_range=(first, first + num_local),
+                num_recv_bound=num_worst_tokens or None,
+                num_sms=num_sms,
+            )
+            counts = result.num_tokens_per_expert
+            if topk_idx is None:
+                assert num_tokens_per_expert is not None
+                counts = engine.exchange_expert_counts(num_tokens_per_expert)
+        event = self._comm_stream.finish(
+            previous_event, async_finish, (*rows, *routing[:2], *result.rows, result.topk_idx, result.topk_weights)
+        )
+        return self._shape(result, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Brings rows back to their source tokens and sums them over ranks, without weighting. Collective.
+
+        Args:
+            x: ``[N, H]`` bf16, in the order of `recv_x`.
+            handle: of the dispatch.
+            topk_weights: ``[N, K]`` float32, summed the same way.
+            bias: one or two ``[T, H]`` bf16, added in fp32 before the result is rounded.
+            config: SMs to use.
+            previous_event: run after it, on the communication stream.
+            async_finish: return before the current stream has waited for the result.
+            allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
+
+        Returns:
+            combined_x ``[T, H]`` bf16, combined_topk_weights ``[T, K]`` float32 or None, and the event.
+
+        Raises:
+            ConfigError: an argument does not fit the handle.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        engine = self.engine
+        self._check_handle(handle, num_received_rows=x.shape[0] if isinstance(x, Tensor) else None)
+        check_rows("x", x, None)
+        num_tokens = handle.is_token_in_rank.shape[0]
+        if topk_weights is not None:
+            shape = (x.shape[0], handle.num_topk)
+            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        require(len(biases) <= 2, "number of biases", len(biases), "0, 1 or 2")
+        for term in biases:
+            require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, x.shape[1]), device=x.device)
+        with self._comm_stream.scope(previous_event, async_finish):
+            combined = engine.combine(
+                x, handle, weights=topk_weights, bias=biases, num_sms=None if config is None else config.num_sms
+            )
+        tensors = (x, topk_weights, *biases, combined.data, combined.weights)
+        return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
+
+    # The peers have calls of their own between nodes; here one call serves any number of domains.
+    internode_dispatch = dispatch
+    internode_combine = combine
+
+    def _routing(
+        self,
+        rows: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        is_token_in_rank: Tensor | None,
+        num_tokens_per_rank: Tensor | None,
+        num_tokens_per_expert: Tensor | None,
+    ) -> Routing:
+        """Checks what says where the tokens go, and brings it into the engine's form."""
+        num_tokens = rows.data.shape[0]
+        int32 = (torch.int32,)
+        if num_tokens_per_expert is None or is_token_in_rank is None or num_tokens_per_rank is None:
+            raise ConfigError(
+                "num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert are not all given; allowed without a "
+                "handle: the three results of get_dispatch_layout"
+            )
+        require_tensor("num_tokens_per_expert", num_tokens_per_expert, dtypes=int32, shape=(None,))
+        require_tensor("num_tokens_per_rank", num_tokens_per_rank, dtypes=int32, shape=(self.group_size,))
+        in_rank_shape = (num_tokens, self.group_size)
+        require_tensor("is_token_in_rank", is_token_in_rank, dtypes=(torch.bool,), shape=in_rank_shape)
+        num_experts = num_tokens_per_expert.shape[0]
+        num_local = self._num_local_experts(num_experts)
+        if topk_idx is None:
+            require(topk_weights is None, "topk_weights", "given", "None without topk_idx")
+            ranks, _ = map_to_indices(
+                is_token_in_rank, None, num_topk=self.group_size if self.group_size <= MAX_TOPK else None
+            )
+            return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts)
+        self._check_topk(topk_idx, topk_weights, num_experts)
+        require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+        require(topk_idx.device == rows.data.device, "topk_idx.device", topk_idx.device, str(rows.data.device))
+        if topk_idx.device.type == "cpu":
+            layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
+            same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
+            require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
+        return Routing(topk_idx, topk_weights, num_experts)
+
+    def _check_handle(
+        self, handle: DispatchHandle, *, num_source_rows: int | None = None, num_received_rows: int | None = None
+    ) -> None:
+        require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
+        self._check_geometry(handle.grid)
+        sent, received = handle.is_token_in_rank.shape[0], handle.recv_src_idx.shape[0]
+        if num_source_rows is not None:
+            require(num_source_rows == sent, "rows of x", num_source_rows, f"{sent}, as dispatched with this handle")
+        if num_received_rows is not None:
+            allowed = f"{received}, as received with this handle"
+            require(num_received_rows == received, "rows of x", num_received_rows, allowed)
+
+    @staticmethod
+    def _shape(
+        result: Dispatched, counts: Tensor, has_topk: bool, alignment: int, num_worst_tokens: int, event: EventOverlap
+    ) -> DispatchResult:
+        """The result in the peer's order."""
+        aligned: list[int] = []
+        if num_worst_tokens == 0:
+            aligned = [-(-count // alignment) * alignment for count in counts.tolist()]
+        topk_idx = result.topk_idx if has_topk else None
+        return _as_given(result.rows), topk_idx, result.topk_weights, aligned, result.handle, event
+
+
+def _as_given(rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
+    """One tensor for bf16, a pair with scales."""
+    return rows.data if rows.scales is None else (rows.data, rows.scales)

@@ -1,0 +1,206 @@
+"""A virtual cluster: ranks as processes of this machine, waiting to run functions together.
+
+`hybrid-ep demo`, `hybrid-ep bench` and the tests all start their ranks here. A fork server that has imported torch once
+makes a rank start in milliseconds instead of seconds, and the parent holds the process group's store, so that it
+outlives any rank.
+
+    with VirtualCluster(8) as cluster:
+        results = cluster.run(function, argument)      # function(argument) on every rank, results by rank
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hybrid_ep import env
+from hybrid_ep.errors import ConfigError, HybridEPError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RankError", "VirtualCluster"]
+
+T = TypeVar("T")
+_START_S = 120.0
+_LEAVE_S = 5.0
+
+
+class RankError(HybridEPError):
+    """A function failed on some ranks.
+
+    Attributes:
+        errors: rank → the exception, or None for a rank whose process ended.
+    """
+
+    def __init__(self, errors: dict[int, BaseException | None], text: str) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+class VirtualCluster:
+    """Processes that form one process group.
+
+    Args:
+        num_ranks: how many.
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL; rank r takes GPU r).
+        num_threads: CPU threads of each rank.
+        variables: environment variables to set in every rank.
+
+    Raises:
+        ConfigError: fewer GPUs than ranks, or a number that is not positive.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        device: str = "cpu",
+        num_threads: int = 1,
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        if num_ranks < 1:
+            raise ConfigError(f"num_ranks is {num_ranks}; allowed: ≥ 1")
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(f"device is {device!r}; allowed: 'cpu' or 'cuda'")
+        if device == "cuda" and torch.cuda.device_count() < num_ranks:
+            raise ConfigError(f"num_ranks is {num_ranks}; allowed with cuda: ≤ {torch.cuda.device_count()} GPUs")
+        self.num_ranks = num_ranks
+        self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        # Without CUDA in the parent, ranks can fork from a server that has torch loaded; CUDA must start in each rank
+        # itself.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "hybrid_ep.buffer", "hybrid_ep.hybrid_buffer"])
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            setup = (rank, num_ranks, device, num_threads, self._store.port, variables or {})
+            process = context.Process(target=_serve, args=(there, setup), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._collect(list(range(num_ranks)), _START_S)
+
+    def run(
+        self, function: Callable[..., T], *args: Any, ranks: list[int] | None = None, limit_s: float = 600.0
+    ) -> list[T]:
+        """Runs `function(*args)` on every rank at once and returns the results by rank.
+
+        Args:
+            function: importable by name in the ranks.
+            *args: picklable.
+            ranks: only these ranks.
+            limit_s: how long it may take; ranks that take longer count as failed.
+
+        Raises:
+            RankError: it raised, or its process ended, on at least one rank.
+        """
+        chosen = ranks if ranks is not None else list(range(self.num_ranks))
+        for rank in chosen:
+            self._pipes[rank].send((function, args))
+        return self._collect(chosen, limit_s)
+
+    def process_id(self, rank: int) -> int:
+        """Returns the process id of a rank, to stop or kill it in tests of failures."""
+        pid = self._processes[rank].pid
+        assert isinstance(pid, int)
+        return pid
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(_LEAVE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _collect(self, ranks: list[int], limit_s: float) -> list[Any]:
+        """Waits for one answer from each rank."""
+        answers: dict[int, tuple[bool, Any, str]] = {}
+        pending = {self._pipes[rank]: rank for rank in ranks}
+        while pending:
+            ready = wait(list(pending), limit_s)
+            if not ready:
+                answers |= {r: (False, None, f"no answer within {limit_s:g} s") for r in pending.values()}
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, None, "its process ended")
+        failed = {rank: (value, text) for rank, (ok, value, text) in sorted(answers.items()) if not ok}
+        if failed:
+            text = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
+            raise RankError({rank: error for rank, (error, _) in failed.items()}, text)
+        return [answers[rank][1] for rank in ranks]
+
+
+def _serve(pipe: Connection, setup: tuple[int, int, str, int, int, dict[str, str]]) -> None:
+    """The life of one rank."""
+    rank, num_ranks, device, num_threads, port, variables = setup
+    os.environ.update(variables)
+    torch.set_num_threads(num_threads)
+    _answer(pipe, _join, rank, num_ranks, device, port)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            break
+        if task is None:
+            break
+        function, args = task
+        _answer(pipe, function, *args)
+    # Peers may be dead: leave without the farewells that a process group would wait for.
+    os._exit(0)
+
+
+def _join(rank: int, num_ranks: int, device: str, port: int) -> None:
+    store = TCPStore("127.0.0.1", port, None, is_master=False)
+    timeout = timedelta(seconds=max(env.TIMEOUT_S.get(), 60.0))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=torch.device("cuda", rank)
+        )
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], *args: Any) -> None:
+    """Sends (succeeded, result or exception, text)."""
+    try:
+        answer: tuple[bool, Any, str] = (True, function(*args), "")
+    except Exception as error:
+        answer = (False, error, traceback.format_exc())
+    try:
+        pipe.send(answer)
+    except Exception as error:  # an exception that cannot be pickled still has its text
+        pipe.send((False, None, f"{answer[2]}\n(the result could not be sent: {error})"))

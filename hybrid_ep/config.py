@@ -1,0 +1,61 @@
+"""`Config`: tuning knobs in the shape that DeepEP's callers pass them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_ep.checks import require_int
+
+__all__ = ["Config"]
+
+_ALIGNMENT_BYTES = 128
+_MAX_TOPK_METADATA_BYTES = 32 * (8 + 4)  # an int64 index and a float32 weight for each of at most 32 experts
+
+
+@dataclass(frozen=True)
+class Config:
+    """SM count and chunk sizes of one dispatch or combine.
+
+    Our kernels need no chunk sizes: they are accepted, checked, and count only in the size hints, which stay upper
+    bounds.
+
+    Attributes:
+        num_sms: SMs a call may use.
+        num_max_nvl_chunked_send_tokens: tokens sent at once inside a domain.
+        num_max_nvl_chunked_recv_tokens: tokens buffered inside a domain; more than are sent at once.
+        num_max_rdma_chunked_send_tokens: tokens sent at once between domains.
+        num_max_rdma_chunked_recv_tokens: tokens buffered between domains; more than are sent at once.
+
+    Raises:
+        ConfigError: a number is not a positive integer.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            require_int(name, getattr(self, name), minimum=1)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Returns bytes of NVLink buffer that suffice, an upper bound, for any number of ranks.
+
+        Args:
+            hidden_bytes: bytes of one token row.
+            num_ranks: ranks of the group.
+        """
+        return self._size_hint(hidden_bytes, num_ranks, self.num_max_nvl_chunked_recv_tokens)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Returns bytes of network buffer that suffice, an upper bound, for any number of ranks."""
+        return self._size_hint(hidden_bytes, num_ranks, self.num_max_rdma_chunked_recv_tokens)
+
+    def _size_hint(self, hidden_bytes: int, num_ranks: int, tokens: int) -> int:
+        require_int("hidden_bytes", hidden_bytes, minimum=1)
+        require_int("num_ranks", num_ranks, minimum=1)
+        scales_bytes = hidden_bytes // 32
+        row_bytes = hidden_bytes + scales_bytes + _MAX_TOPK_METADATA_BYTES
+        return -(-self.num_sms * num_ranks * tokens * row_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

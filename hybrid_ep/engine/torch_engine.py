@@ -1,0 +1,335 @@
+"""The torch engine: plain PyTorch on `torch.distributed`. Runs everywhere and is the oracle for every other engine.
+
+A row takes two hops, and both are the same kind of thing (`Hop`): between domains to the peer in each domain that needs
+it, then within the domain to each rank that needs it. In a single domain the first hop is this rank alone. Combine goes
+the same way back.
+
+    dispatch   x[T,H] ─ pack ─► records ─ hop between domains ─► held ─ hop within domain ─► arrived ─ sort ─►
+    recv_x[N,H] combine    out[T,H] ◄─ sum, round ─ hop between domains ◄─ sum, round ─ hop within domain ◄─ unsort ─
+    x[N,H]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.engine.base import (
+    Combined,
+    Dispatched,
+    DispatchHandle,
+    Engine,
+    LowLatencyDispatched,
+    LowLatencyHandle,
+    Permuted,
+    PermuteHandle,
+    Routing,
+    Rows,
+)
+from hybrid_ep.engine.exchange import Exchange
+from hybrid_ep.engine.hop import Hop
+from hybrid_ep.engine.records import RecordFormat
+from hybrid_ep.engine.torch_low_latency import TorchLowLatency
+from hybrid_ep.errors import OverflowError
+from hybrid_ep.geometry import RankGrid
+from hybrid_ep.layout import Permutation, compute_layout, drop_duplicates, permutation_by_expert
+from hybrid_ep.quantize import Fp8Format
+
+__all__ = ["TorchEngine"]
+
+
+class _Route(NamedTuple):
+    """What the torch engine keeps in a DispatchHandle.
+
+    Attributes:
+        between: the hop between domains.
+        within: the hop within the domain.
+        order: ``[N]`` int64; arrival position of each received row.
+        num_recv: rows that really arrived; the result may have more.
+    """
+
+    between: Hop
+    within: Hop
+    order: Tensor
+    num_recv: int
+
+
+class TorchEngine(Engine):
+    """Dispatch and combine with `torch.distributed` point-to-point messages.
+
+    Args:
+        group: any backend that sends and receives; None for a single rank.
+        grid: geometry of the group.
+        timeout_s: how long to wait for a peer (gloo; NCCL's own watchdog rules on GPUs).
+    """
+
+    name = "torch"
+
+    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float) -> None:
+        self.grid = grid
+        self.device = None
+        self._exchange = Exchange(group, grid, timeout_s)
+        self.traffic = self._exchange.traffic
+        self._low_latency = TorchLowLatency(self._exchange)
+
+    def dispatch(
+        self,
+        rows: Rows,
+        routing: Routing,
+        *,
+        expert_range: tuple[int, int],
+        num_recv_bound: int | None,
+        num_sms: int | None,
+    ) -> Dispatched:
+        exchange, grid = self._exchange, self.grid
+        exchange.begin("dispatch")
+        topk_idx = drop_duplicates(routing.topk_idx)
+        num_local = routing.num_experts // grid.num_ranks
+        layout = compute_layout(topk_idx, routing.num_experts, grid.num_ranks, grid.num_ranks_per_domain)
+        sent = exchange.all_gather("counts of all ranks", layout.num_tokens_per_rank)
+
+        # Hop 1: to every domain that needs the token.
+        columns = self._columns(rows, topk_idx, routing.topk_weights)
+        fmt = RecordFormat.of(columns)
+        in_domain = layout.is_token_in_rank.view(-1, grid.num_domains, grid.num_ranks_per_domain).any(-1)
+        between = Hop.plan(exchange, "between domains", list(grid.peers), in_domain)
+        held = between.forward(exchange, fmt.pack(columns))
+
+        # Hop 2: to every rank of this domain that needs it; the record itself says who does.
+        held_topk = fmt.unpack(held)[1]
+        owner = torch.where(held_topk >= 0, held_topk.div(num_local, rounding_mode="floor"), -1)
+        domain = torch.arange(grid.domain.start, grid.domain.stop, device=owner.device)
+        in_rank = (owner.unsqueeze(-1) == domain).any(1)
+        within = Hop.plan(exchange, "within domain", list(grid.domain), in_rank)
+        arrived = within.forward(exchange, held)
+
+        data, global_topk, src, *rest = fmt.unpack(arrived)
+        order = torch.argsort(src[:, 0], stable=True)
+        num_recv = arrived.shape[0]
+        weights = rest.pop(0)[order] if routing.topk_weights is not None else None
+        scales = rest.pop(0)[order] if rows.scales is not None else None
+        reported, reported_weights = _in_expert_range(global_topk[order], weights, expert_range)
+        first = grid.rank * num_local
+        local, _ = _in_expert_range(global_topk, None, (first, first + num_local))
+        counts = torch.bincount(local[local >= 0], minlength=num_local).to(torch.int32)
+        handle = DispatchHandle(
+            rank_prefix_matrix=sent.cumsum(0, dtype=torch.int32),
+            recv_src_idx=src[order, 1],
+            is_token_in_rank=layout.is_token_in_rank,
+            num_experts=routing.num_experts,
+            num_topk=topk_idx.shape[1],
+            grid=grid,
+            state=_Route(between, within, order, num_recv),
+        )
+        result = Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
+        return result if num_recv_bound is None else _padded(result, num_recv_bound)
+
+    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+        self._exchange.begin("dispatch")
+        route: _Route = handle.state
+        columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
+        fmt = RecordFormat.of(columns)
+        held = route.between.forward(self._exchange, fmt.pack(columns))
+        arrived = fmt.unpack(route.within.forward(self._exchange, held))
+        sorted_columns = [_pad(column[route.order], handle.recv_src_idx.shape[0]) for column in arrived]
+        return Rows(*sorted_columns)
+
+    def combine(
+        self,
+        data: Tensor,
+        handle: DispatchHandle,
+        *,
+        weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+        num_sms: int | None,
+    ) -> Combined:
+        self._exchange.begin("combine")
+        route: _Route = handle.state
+        arrived = data[: route.num_recv]
+        partial = torch.empty_like(arrived).index_copy_(0, route.order, arrived)
+        if weights is not None:
+            weights = torch.empty_like(weights[: route.num_recv]).index_copy_(0, route.order, weights[: route.num_recv])
+        held, weights = route.within.backward(self._exchange, partial, weights)
+        if self.grid.num_domains > 1:
+            held = held.to(data.dtype)  # rounded once for the next hop
+        total, weights = route.between.backward(self._exchange, held, weights)
+        for term in bias:
+            total += term.float()
+        return Combined(total.to(data.dtype), weights)
+
+    def dispatch_permuted(
+        self,
+        rows: Rows,
+        routing: Routing,
+        *,
+        pad_multiple: int,
+        num_permuted_bound: int | None,
+        num_sms: int | None,
+    ) -> Permuted:
+        num_local = routing.num_experts // self.grid.num_ranks
+        first = self.grid.rank * num_local
+        received = self.dispatch(
+            rows, routing, expert_range=(first, first + num_local), num_recv_bound=None, num_sms=num_sms
+        )
+        permutation = permutation_by_expert(received.topk_idx, num_local, pad_multiple)
+        needed = int(permutation.num_tokens_per_expert.sum())
+        size = needed if num_permuted_bound is None else num_permuted_bound
+        handle = PermuteHandle(
+            dispatch=received.handle,
+            num_tokens_per_expert=permutation.num_tokens_per_expert,
+            num_permuted=size,
+            pad_multiple=pad_multiple,
+            state=permutation,
+            overflow=torch.full((1,), int(needed > size), dtype=torch.int32, device=rows.data.device),
+        )
+        probs = None
+        if received.topk_weights is not None:
+            probs = _permute(received.topk_weights, handle, weights=True)
+        permuted = _permute_rows(received.rows, handle)
+        return Permuted(permuted, probs, permutation.num_tokens_per_expert, handle)
+
+    def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
+        received = self.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
+        return _permute_rows(received, handle)
+
+    def combine_permuted(
+        self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
+    ) -> Combined:
+        num_recv = handle.dispatch.recv_src_idx.shape[0]
+        permutation: Permutation = handle.state
+        kept = permutation.place < handle.num_permuted
+        row, column, place = permutation.row[kept], permutation.column[kept], permutation.place[kept]
+        # Copies stand by local expert, and an expert has at most one copy of a row: adding up expert by expert is
+        # ascending.
+        sums = data.new_zeros(num_recv, data.shape[1], dtype=torch.float32)
+        block_of = torch.repeat_interleave(handle.num_tokens_per_expert.to(torch.int64))[: handle.num_permuted]
+        for block in torch.split(torch.arange(place.numel(), device=place.device), _run_lengths(block_of[place])):
+            sums.index_add_(0, row[block], data[place[block]].float())
+        weights = None
+        if probs is not None:
+            weights = probs.new_zeros(num_recv, handle.dispatch.num_topk)
+            weights[row, column] = probs[place]
+        return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=(), num_sms=num_sms)
+
+    def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
+        self._exchange.begin("dispatch")
+        num_ranks = self.grid.num_ranks
+        sent = num_tokens_per_expert.contiguous().view(num_ranks, -1)
+        received = torch.empty_like(sent)
+        self._exchange.swap(
+            "counts of experts",
+            {r: sent[r].view(torch.uint8) for r in range(num_ranks)},
+            {r: received[r].view(torch.uint8) for r in range(num_ranks)},
+        )
+        return received.sum(0, dtype=torch.int32)
+
+    def low_latency_dispatch(
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        *,
+        num_max_tokens_per_rank: int,
+        num_experts: int,
+        fp8: Fp8Format | None,
+        wait_stats: Tensor | None,
+    ) -> LowLatencyDispatched:
+        return self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
+
+    def low_latency_combine(
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        *,
+        out: Tensor,
+        wait_stats: Tensor | None,
+    ) -> Callable[[], None]:
+        return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, wait_stats)
+
+    def set_masked(self, rank: int, masked: bool) -> None:
+        (self._exchange.masked.add if masked else self._exchange.masked.discard)(rank)
+
+    def masked(self) -> Tensor:
+        return torch.tensor([int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32)
+
+    def barrier(self) -> None:
+        self._exchange.barrier()
+
+    def close(self) -> None:
+        """Nothing to give back: tensors belong to their users, the group to whoever made it."""
+
+    def _columns(self, rows: Rows, topk_idx: Tensor, weights: Tensor | None) -> list[Tensor]:
+        """The parts of a record: the row, where it goes (int32 is enough), where it comes from, and what is
+        optional.
+        """
+        num_tokens = rows.data.shape[0]
+        src = torch.empty(num_tokens, 2, dtype=torch.int32, device=rows.data.device)
+        src[:, 0] = self.grid.rank
+        src[:, 1] = torch.arange(num_tokens, device=src.device)
+        columns = [rows.data, topk_idx.to(torch.int32), src]
+        if weights is not None:
+            columns.append(weights)
+        if rows.scales is not None:
+            columns.append(rows.scales)
+        return columns
+
+
+def _in_expert_range(
+    topk_idx: Tensor, weights: Tensor | None, expert_range: tuple[int, int]
+) -> tuple[Tensor, Tensor | None]:
+    """Indices relative to the range, as int64; −1 and weight 0 outside it."""
+    first, end = expert_range
+    inside = (topk_idx >= first) & (topk_idx < end)
+    relative = torch.where(inside, topk_idx - first, -1).to(torch.int64)
+    return relative, None if weights is None else torch.where(inside, weights, 0.0)
+
+
+def _pad(tensor: Tensor, num_rows: int, value: int = 0) -> Tensor:
+    if tensor.shape[0] == num_rows:
+        return tensor
+    padded = tensor.new_zeros(num_rows, *tensor.shape[1:])
+    padded[tensor.shape[0] :] = value
+    padded[: tensor.shape[0]] = tensor
+    return padded
+
+
+def _padded(result: Dispatched, bound: int) -> Dispatched:
+    """The same result with exactly `bound` rows."""
+    num_recv = result.rows.data.shape[0]
+    if num_recv > bound:
+        raise OverflowError(f"{num_recv} rows arrived at rank {result.handle.grid.rank}; allowed by the bound: {bound}")
+    data = _pad(result.rows.data.view(torch.uint8), bound).view(result.rows.data.dtype)
+    scales = None if result.rows.scales is None else _pad(result.rows.scales, bound)
+    weights = None if result.topk_weights is None else _pad(result.topk_weights, bound)
+    handle = result.handle._replace(recv_src_idx=_pad(result.handle.recv_src_idx, bound, -1))
+    return Dispatched(
+        Rows(data, scales), _pad(result.topk_idx, bound, -1), weights, result.num_tokens_per_expert, handle
+    )
+
+
+def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) -> Tensor:
+    """``[N, …]`` received rows → ``[P, …]`` (or, for weights, ``[N, K]`` → ``[P]``); pads stay zero."""
+    permutation: Permutation = handle.state
+    kept = permutation.place < handle.num_permuted
+    row, place = permutation.row[kept], permutation.place[kept]
+    copies = received[row, permutation.column[kept]] if weights else received[row]
+    as_bytes = copies.view(torch.uint8) if copies.dtype.itemsize == 1 else copies
+    permuted = as_bytes.new_zeros(handle.num_permuted, *copies.shape[1:])
+    permuted[place] = as_bytes
+    return permuted.view(received.dtype)
+
+
+def _permute_rows(received: Rows, handle: PermuteHandle) -> Rows:
+    scales = None if received.scales is None else _permute(received.scales, handle)
+    return Rows(_permute(received.data, handle), scales)
+
+
+def _run_lengths(sorted_values: Tensor) -> list[int]:
+    """How often each distinct value of a sorted tensor stands in it."""
+    lengths: list[int] = torch.unique_consecutive(sorted_values, return_counts=True)[1].tolist()
+    return lengths

@@ -1,0 +1,169 @@
+"""Low-latency dispatch and combine of the torch engine: one hop straight between all ranks that are not masked.
+
+Everything happens when the returned `finish` is called, so a receive hook and an immediate call run the same lines.
+Ranks that use hooks must call them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
+from hybrid_ep.engine.exchange import Exchange
+from hybrid_ep.engine.hop import Hop
+from hybrid_ep.engine.records import RecordFormat
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.layout import compute_layout, drop_duplicates, permutation_by_expert
+from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
+
+__all__ = ["TorchLowLatency"]
+
+
+class _State(NamedTuple):
+    """Kept in a LowLatencyHandle.
+
+    Attributes:
+        topk_idx: ``[T, K]`` int64 without duplicates, as dispatched.
+        ranks: the ranks that took part.
+    """
+
+    topk_idx: Tensor
+    ranks: list[int]
+
+
+class TorchLowLatency:
+    """The two low-latency calls over one exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def dispatch(
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        num_max_tokens_per_rank: int,
+        num_experts: int,
+        fp8: Fp8Format | None,
+        wait_stats: Tensor | None,
+    ) -> LowLatencyDispatched:
+        exchange, grid = self._exchange, self._exchange.grid
+        num_local, capacity = num_experts // grid.num_ranks, num_max_tokens_per_rank * grid.num_ranks
+        hidden, device = data.shape[1], data.device
+        topk_idx = drop_duplicates(topk_idx)
+        ranks = exchange.active(range(grid.num_ranks))
+        packed = _empty_packed(num_local, capacity, hidden, fp8, device)
+        count = torch.zeros(num_local, dtype=torch.int32, device=device)
+        src_info = torch.full((num_local, capacity), -1, dtype=torch.int32, device=device)
+        layout_range = torch.zeros(num_local, grid.num_ranks, dtype=torch.int64, device=device)
+        handle = LowLatencyHandle(
+            src_info, layout_range, num_max_tokens_per_rank, hidden, num_experts, grid, _State(topk_idx, ranks)
+        )
+
+        def finish() -> None:
+            exchange.begin("low_latency_dispatch")
+            rows = Rows(*cast_to_fp8(data, fp8)) if fp8 is not None else Rows(data)
+            token = torch.arange(data.shape[0], dtype=torch.int32, device=device).unsqueeze(1)
+            columns = [rows.data, topk_idx.to(torch.int32), token]
+            if rows.scales is not None:
+                columns.append(rows.scales)
+            fmt = RecordFormat.of(columns)
+            layout = compute_layout(topk_idx, num_experts, grid.num_ranks, grid.num_ranks_per_domain)
+            hop = Hop.plan(exchange, "between ranks", ranks, layout.is_token_in_rank[:, ranks])
+            arrived = fmt.unpack(hop.forward(exchange, fmt.pack(columns), wait_stats))
+
+            # Rows arrived by source rank, then token; each goes once to every local expert that it names.
+            local = arrived[1].to(torch.int64) - grid.rank * num_local
+            local = torch.where((local >= 0) & (local < num_local), local, -1)
+            copies = permutation_by_expert(local, num_local, 1)
+            count.copy_(copies.num_tokens_per_expert)
+            begin = count.cumsum(0) - count
+            expert = torch.repeat_interleave(torch.arange(num_local, device=device), count)
+            place = torch.arange(expert.numel(), device=device) - begin[expert]
+            for target, column in zip(packed, (arrived[0], *arrived[3:]), strict=False):
+                if target is not None:
+                    _as_storable(target)[expert, place] = _as_storable(column)[copies.row]
+            src_info[expert, place] = arrived[2][copies.row, 0]
+            sources = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(hop.recv_counts)).to(device)
+            counts = torch.zeros_like(layout_range)
+            counts.index_put_((expert, sources[copies.row]), torch.ones_like(expert), accumulate=True)
+            layout_range.copy_(((counts.cumsum(1) - counts) << 32) | counts)
+
+        return LowLatencyDispatched(packed, count, handle, finish)
+
+    def combine(
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        out: Tensor,
+        wait_stats: Tensor | None,
+    ) -> Callable[[], None]:
+        exchange, grid = self._exchange, self._exchange.grid
+        state: _State = handle.state
+        num_local = handle.num_experts // grid.num_ranks
+        sent = drop_duplicates(topk_idx)
+        if not torch.equal(sent, state.topk_idx):
+            raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")
+
+        def finish() -> None:
+            exchange.begin("low_latency_combine")
+            ranks = [r for r in state.ranks if r not in exchange.masked]
+            # Both sides know the order of the rows between two ranks: by local expert, then by token.
+            outgoing = {r: _rows_of_source(data, handle.layout_range, r) for r in ranks}
+            owner = torch.where(sent >= 0, sent.div(num_local, rounding_mode="floor"), -1)
+            wanted = {r: _by_expert_then_token(sent, owner == r) for r in ranks}
+            rows = {r: data.new_empty(token.numel(), handle.hidden) for r, (token, _) in wanted.items()}
+            exchange.swap(
+                "rows between ranks",
+                {r: t.reshape(-1).view(torch.uint8) for r, t in outgoing.items()},
+                {r: t.view(-1).view(torch.uint8) for r, t in rows.items()},
+                wait_stats,
+            )
+            copies = data.new_zeros(*sent.shape, handle.hidden)
+            for r, (token, column) in wanted.items():
+                copies[token, column] = rows[r]
+            total = torch.zeros(sent.shape[0], handle.hidden, device=data.device)
+            for k in range(sent.shape[1]):
+                weight = torch.where(sent[:, k] >= 0, topk_weights[:, k], 0.0)
+                total += copies[:, k].float() * weight.unsqueeze(1)
+            out.copy_(total)
+
+        return finish
+
+
+def _empty_packed(num_local: int, capacity: int, hidden: int, fp8: Fp8Format | None, device: torch.device) -> Rows:
+    """Uninitialised packed rows; scales are strided column-major, as TMA wants them."""
+    if fp8 is None:
+        return Rows(torch.empty(num_local, capacity, hidden, dtype=torch.bfloat16, device=device))
+    data = torch.empty(num_local, capacity, hidden, dtype=torch.float8_e4m3fn, device=device)
+    num_scales = hidden // CHANNELS_PER_SCALE
+    if fp8.ue8m0:
+        words = -(-num_scales // SCALES_PER_WORD)
+        scales = torch.empty(num_local, words, capacity, dtype=torch.int32, device=device)
+    else:
+        scales = torch.empty(num_local, num_scales, capacity, dtype=torch.float32, device=device)
+    return Rows(data, scales.transpose(1, 2))
+
+
+def _as_storable(tensor: Tensor) -> Tensor:
+    """FP8 as uint8: indexed assignment is not implemented for float8 everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _rows_of_source(data: Tensor, layout_range: Tensor, rank: int) -> Tensor:
+    """The packed rows that came from `rank`, by local expert, then token."""
+    ranges = layout_range[:, rank].tolist()
+    parts = [data[e, begin : begin + count] for e, (begin, count) in enumerate(divmod(r, 1 << 32) for r in ranges)]
+    return torch.cat(parts)
+
+
+def _by_expert_then_token(topk_idx: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions (token, column) of the chosen entries, by expert, then token."""
+    token, column = torch.nonzero(chosen, as_tuple=True)
+    order = torch.argsort(topk_idx[token, column], stable=True)
+    return token[order], column[order]

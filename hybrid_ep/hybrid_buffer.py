@@ -1,0 +1,459 @@
+"""`HybridEPBuffer`: dispatch and combine with the interface of Hybrid-EP, plain or fused with the permutation by
+expert.
+
+Routings come as top-k indices or as dense maps; inside, both are top-k indices, and a map only shapes what goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.base_buffer import BaseBuffer, check_rows
+from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.layout import drop_duplicates, first_occurrence, indices_to_map, map_to_indices
+
+__all__ = ["HybridEPBuffer", "HybridHandle", "PermutedHandle", "indices_to_map"]
+
+
+@dataclass
+class BufferConfig:
+    """Sizes that a buffer was made for.
+
+    Attributes:
+        hidden_dim: H.
+        max_num_of_tokens_per_rank: the most tokens that a rank may dispatch at once.
+        num_of_experts_per_rank: LE.
+    """
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+
+
+@dataclass
+class Configurer:
+    """Holds the buffer's configuration where the peer's callers look for it."""
+
+    buffer_config: BufferConfig
+
+
+class HybridHandle(NamedTuple):
+    """Of `dispatch`, for `combine` and for a cached `dispatch`.
+
+    Attributes:
+        topk_idx: ``[T, K]`` int64; this rank's routing, duplicates dropped.
+        recv_topk_idx: ``[N, K]`` int64; experts of each received row, counted from the domain's first, −1 elsewhere.
+        dispatch: the engine's handle.
+        overflow: ``[1]`` int32, always 0: a plain dispatch receives all or raises.
+    """
+
+    topk_idx: Tensor
+    recv_topk_idx: Tensor
+    dispatch: DispatchHandle
+    overflow: Tensor
+
+
+class PermutedHandle(NamedTuple):
+    """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached dispatch.
+
+    Attributes:
+        topk_idx: ``[T, K]`` int64; this rank's routing, duplicates dropped.
+        permute: the engine's handle.
+        tokens_per_expert: ``[LE]``, pads included, as it was returned.
+        overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.
+    """
+
+    topk_idx: Tensor
+    permute: PermuteHandle
+    tokens_per_expert: Tensor
+    overflow: Tensor
+
+
+class HybridEPBuffer(BaseBuffer):
+    """Dispatch and combine with Hybrid-EP's interface.
+
+    Args:
+        group: the process group; None = the default group, or a single rank where there is none.
+        hidden_dim: H, the largest that is sent.
+        max_num_of_tokens_per_rank: the most tokens that a rank sends at once; grows when `update_template_config` says
+            so.
+        num_local_experts: LE, experts of each rank.
+        use_fp8: tokens are e4m3 with a scale for each 128 channels.
+        num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
+        num_sms_combine_api: SMs of combine; None = the engine's choice.
+        num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels, use_shared_buffer,
+            enable_custom_allgather: accepted for compatibility; nothing here depends on them.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or one
+            domain.
+        use_mnnvl: accepted for compatibility; multi-node NVLink domains are used where they are there.
+        engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
+        timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
+
+    Attributes:
+        configurer: `configurer.buffer_config` holds the sizes above.
+
+    Raises:
+        ConfigError, TopologyError: an argument does not fit the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        *,
+        engine: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.configurer = Configurer(
+            BufferConfig(
+                require_int("hidden_dim", hidden_dim, minimum=1),
+                require_int("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, minimum=1),
+                require_int("num_local_experts", num_local_experts, minimum=1),
+            )
+        )
+        self.use_fp8 = use_fp8
+        self._num_sms_dispatch = _num_sms("num_sms_dispatch_api", num_sms_dispatch_api)
+        self._num_sms_combine = _num_sms("num_sms_combine_api", num_sms_combine_api)
+        super().__init__(
+            group, engine=engine, num_ranks_per_domain=num_of_hybrid_ep_ranks_per_nvlink_domain, timeout_s=timeout_s
+        )
+
+    def update_template_config(
+        self,
+        hidden_dim: int | None = None,
+        max_num_of_tokens_per_rank: int | None = None,
+        num_local_experts: int | None = None,
+        use_fp8: bool | None = None,
+    ) -> BufferConfig:
+        """Changes the sizes that later calls may use; None leaves one as it is. Collective. Returns what is in
+        force.
+        """
+        config = self.configurer.buffer_config
+        if hidden_dim is not None:
+            config.hidden_dim = require_int("hidden_dim", hidden_dim, minimum=1)
+        if max_num_of_tokens_per_rank is not None:
+            tokens = require_int("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, minimum=1)
+            config.max_num_of_tokens_per_rank = tokens
+        if num_local_experts is not None:
+            config.num_of_experts_per_rank = require_int("num_local_experts", num_local_experts, minimum=1)
+        if use_fp8 is not None:
+            self.use_fp8 = use_fp8
+        return config
+
+    def empty_jit_cache(self) -> None:
+        """Does nothing: kernels are compiled ahead of time, so there is no cache."""
+
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: HybridHandle | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
+        """Sends each token to every rank that owns one of its experts. Collective.
+
+        Args:
+            hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
+            scaling_factor: ``[T, H/128]`` float32.
+            topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
+            topk_weights: ``[T, K]`` float32.
+            num_of_experts: E; needed with `topk_idx`.
+            probs: ``[T, E]`` float32, with `routing_map`.
+            routing_map: ``[T, E]`` bool.
+            num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host.
+            num_dispatched_tokens: likewise, as a number: the result has that many rows.
+            handle: of an earlier dispatch: take its routes.
+
+        Returns:
+            hidden ``[N, H]`` by source rank, then token; probs ``[N, experts of the domain]`` float32 (None without
+            weights); scaling_factor ``[N, H/128]`` (None for bf16); the handle.
+
+        Raises:
+            ConfigError: an argument does not fit.
+            OverflowError: more rows arrived than `num_dispatched_tokens`.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        engine = self.engine
+        rows, as_bytes = self._rows(hidden, scaling_factor)
+        if handle is not None:
+            require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
+            self._check_handle(handle.dispatch, rows)
+            received = engine.dispatch_cached(rows, handle.dispatch, num_sms=self._num_sms_dispatch)
+            return _given(received.data, as_bytes), None, received.scales, handle
+        routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+        if num_dispatched_tokens is None and num_dispatched_tokens_tensor is not None:
+            num_dispatched_tokens = int(num_dispatched_tokens_tensor.item())
+        num_local = routing.num_experts // self.group_size
+        first, size = self.grid.domain.start * num_local, self.grid.num_ranks_per_domain * num_local
+        result = engine.dispatch(
+            rows,
+            routing,
+            expert_range=(first, first + size),
+            num_recv_bound=num_dispatched_tokens,
+            num_sms=self._num_sms_dispatch,
+        )
+        received_probs = None
+        if result.topk_weights is not None:
+            _, received_probs = indices_to_map(result.topk_idx, result.topk_weights, result.topk_idx.shape[0], size)
+        overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+        made = HybridHandle(drop_duplicates(routing.topk_idx), result.topk_idx, result.handle, overflow)
+        return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
+
+    def combine(
+        self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Brings rows back to their source tokens and sums them over ranks, without weighting. Collective.
+
+        Args:
+            hidden: ``[N, H]`` bf16, in the order of dispatch.
+            probs: ``[N, experts of the domain]`` float32, summed over ranks.
+            handle: of the dispatch; required.
+
+        Returns:
+            hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
+
+        Raises:
+            ConfigError: an argument does not fit the handle.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        engine = self.engine
+        require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
+        assert handle is not None
+        num_recv = handle.recv_topk_idx.shape[0]
+        self._check_geometry(handle.dispatch.grid)
+        check_rows("hidden", hidden, None)
+        require(hidden.shape[0] == num_recv, "rows of hidden", hidden.shape[0], f"{num_recv}, as received")
+        weights = None
+        if probs is not None:
+            num_local = handle.dispatch.num_experts // self.group_size
+            shape = (num_recv, num_local * self.grid.num_ranks_per_domain)
+            require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
+            picked = probs.gather(1, handle.recv_topk_idx.clamp_min(0))
+            weights = torch.where(handle.recv_topk_idx >= 0, picked, 0.0)
+        combined = engine.combine(hidden, handle.dispatch, weights=weights, bias=(), num_sms=self._num_sms_combine)
+        return combined.data, self._to_experts(combined.weights, handle.topk_idx, handle.dispatch.num_experts)
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        handle: PermutedHandle | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
+        """Dispatches and groups the rows by local expert, one copy for each expert of a token. Collective.
+
+        Args:
+            hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
+            topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
+            topk_weights: ``[T, K]`` float32.
+            num_of_experts_per_rank: LE; checked.
+            num_of_experts: E; checked (LE × ranks).
+            use_fp8: whether `hidden` is e4m3; checked.
+            routing_map: ``[T, E]`` bool.
+            probs: ``[T, E]`` float32, with `routing_map`.
+            scaling_factor: ``[T, H/128]`` float32.
+            num_permuted_tokens: rows of the result; then no host sync takes place, and rows beyond it are dropped and
+                reported by ``handle[-1]`` (non_blocking) or raised.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of it.
+            handle: of an earlier dispatch: take its routes; probs are then None.
+            non_blocking: counts stay on the device; needs `num_permuted_tokens`.
+            fuse_permute_dispatch, use_host_meta: accepted for compatibility; the engine takes its fastest way.
+            num_dispatched_tokens: accepted for compatibility; not needed.
+
+        Returns:
+            hidden ``[P, H]`` by local expert, then source rank and token; probs ``[P]`` float32 (None without weights);
+            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` pads included (int64 on the host;
+            with `non_blocking` int32 on the device); the handle, whose last entry is the overflow flag ``[1]`` int32.
+
+        Raises:
+            ConfigError: an argument does not fit.
+            OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        engine = self.engine
+        require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
+                "a number of rows, with non_blocking=True")  # fmt: skip
+        if num_permuted_tokens is not None:
+            require_int("num_permuted_tokens", num_permuted_tokens, minimum=0)
+        pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1)
+        rows, as_bytes = self._rows(hidden, scaling_factor)
+        if use_fp8 is not None:
+            require(
+                use_fp8 == (rows.scales is not None), "use_fp8", use_fp8, f"{rows.scales is not None}, as hidden is"
+            )
+        if handle is not None:
+            require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
+            self._check_handle(handle.permute.dispatch, rows)
+            cached = engine.dispatch_permuted_cached(rows, handle.permute, num_sms=self._num_sms_dispatch)
+            return _given(cached.data, as_bytes), None, cached.scales, handle.tokens_per_expert, handle
+        if num_of_experts is None and num_of_experts_per_rank is not None:
+            num_of_experts = num_of_experts_per_rank * self.group_size
+        routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+        if num_of_experts_per_rank is not None:
+            num_local = routing.num_experts // self.group_size
+            require(
+                num_of_experts_per_rank == num_local, "num_of_experts_per_rank", num_of_experts_per_rank, str(num_local)
+            )
+        result = engine.dispatch_permuted(
+            rows,
+            routing,
+            pad_multiple=pad,
+            num_permuted_bound=num_permuted_tokens,
+            num_sms=self._num_sms_dispatch,
+        )
+        tokens_per_expert = result.num_tokens_per_expert
+        if not non_blocking:
+            tokens_per_expert = tokens_per_expert.to("cpu", torch.int64)
+            engine.raise_on_overflow(result.handle)
+        made = PermutedHandle(
+            drop_duplicates(routing.topk_idx), result.handle, tokens_per_expert, result.handle.overflow
+        )
+        return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: PermutedHandle | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Brings permuted rows back and sums the rows of each token, without weighting. Collective.
+
+        Args:
+            hidden: ``[P, H]`` bf16, in the order of `dispatch_with_permute`.
+            probs: ``[P]`` float32.
+            handle: of the dispatch; required.
+            pad_multiple: checked against the handle.
+            fuse_unpermute_combine: accepted for compatibility; the engine takes its fastest way.
+            num_dispatched_tokens: accepted for compatibility; not needed.
+
+        Returns:
+            hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
+
+        Raises:
+            ConfigError: an argument does not fit the handle.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        engine = self.engine
+        require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
+        assert handle is not None
+        permute = handle.permute
+        self._check_geometry(permute.dispatch.grid)
+        check_rows("hidden", hidden, None)
+        num_permuted = permute.num_permuted
+        require(hidden.shape[0] == num_permuted, "rows of hidden", hidden.shape[0], f"{num_permuted}, as received")
+        if pad_multiple:
+            made_with = permute.pad_multiple
+            require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
+        if probs is not None:
+            require_tensor("probs", probs, dtypes=(torch.float32,), shape=(num_permuted,), device=hidden.device)
+        combined = engine.combine_permuted(hidden, permute, probs=probs, num_sms=self._num_sms_combine)
+        return combined.data, self._to_experts(combined.weights, handle.topk_idx, permute.dispatch.num_experts)
+
+    def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
+        """Checks tokens; says whether they came as uint8, as they shall go out then."""
+        as_bytes = isinstance(hidden, Tensor) and hidden.dtype == torch.uint8 and scaling_factor is not None
+        rows = check_rows("hidden", hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, scaling_factor)
+        config = self.configurer.buffer_config
+        num_tokens, size = rows.data.shape
+        most = config.max_num_of_tokens_per_rank
+        require(num_tokens <= most, "rows of hidden", num_tokens, f"≤ max_num_of_tokens_per_rank = {most}")
+        require(size <= config.hidden_dim, "hidden", size, f"≤ hidden_dim = {config.hidden_dim}")
+        return rows, as_bytes
+
+    def _routing(
+        self,
+        rows: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int | None,
+        probs: Tensor | None,
+        routing_map: Tensor | None,
+    ) -> Routing:
+        if (topk_idx is None) == (routing_map is None):
+            which = "neither" if topk_idx is None else "both"
+            raise ConfigError(f"{which} of topk_idx and routing_map given; allowed: one of them")
+        expected = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        if num_experts is None:
+            num_experts = routing_map.shape[-1] if routing_map is not None else expected
+        allowed = f"{expected} (num_local_experts × ranks)"
+        require(num_experts == expected, "num_of_experts", num_experts, allowed)
+        num_tokens = rows.data.shape[0]
+        if routing_map is not None:
+            shape = (num_tokens, num_experts)
+            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=rows.data.device)
+            if probs is not None:
+                require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=rows.data.device)
+            # A map of few experts has no token with more than all of them; else the widest token decides.
+            num_topk = num_experts if num_experts <= MAX_TOPK else None
+            topk_idx, topk_weights = map_to_indices(routing_map, probs, num_topk=num_topk)
+        else:
+            assert topk_idx is not None
+            require(probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
+        self._check_topk(topk_idx, topk_weights, num_experts)
+        require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
+        return Routing(topk_idx, topk_weights, num_experts)
+
+    def _check_handle(self, handle: DispatchHandle, rows: Rows) -> None:
+        self._check_geometry(handle.grid)
+        sent = handle.is_token_in_rank.shape[0]
+        require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
+
+    @staticmethod
+    def _to_experts(weights: Tensor | None, topk_idx: Tensor, num_experts: int) -> Tensor | None:
+        """``[T, K]`` weights → ``[T, E]``."""
+        if weights is None:
+            return None
+        kept = torch.where(first_occurrence(topk_idx), weights, 0.0)
+        return indices_to_map(topk_idx, kept, topk_idx.shape[0], num_experts)[1]
+
+
+def _num_sms(name: str, value: int | None) -> int | None:
+    return None if value is None else require_int(name, value, minimum=1)
+
+
+def _given(data: Tensor, as_bytes: bool) -> Any:
+    """e4m3 rows go out in the dtype in which they came."""
+    return data.view(torch.uint8) if as_bytes else data

@@ -1,0 +1,190 @@
+"""Pure arithmetic of routings: who gets which token, how many, and where rows stand once they are grouped by expert.
+
+Nothing here talks to another rank. Tensors may be on any device; only the functions that say so wait for a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_ep import _C
+from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+
+__all__ = [
+    "Layout",
+    "Permutation",
+    "compute_layout",
+    "drop_duplicates",
+    "first_occurrence",
+    "indices_to_map",
+    "map_to_indices",
+    "permutation_by_expert",
+]
+
+
+class Layout(NamedTuple):
+    """Counts of one rank's tokens.
+
+    Attributes:
+        num_tokens_per_rank: ``[R]`` int32.
+        num_tokens_per_domain: ``[D]`` int32; tokens with at least one expert in the domain.
+        num_tokens_per_expert: ``[E]`` int32.
+        is_token_in_rank: ``[T, R]`` bool.
+    """
+
+    num_tokens_per_rank: Tensor
+    num_tokens_per_domain: Tensor
+    num_tokens_per_expert: Tensor
+    is_token_in_rank: Tensor
+
+
+def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> Layout:
+    """Counts tokens per rank, domain and expert. A duplicate expert in a row counts once; −1 counts nowhere.
+
+    Args:
+        topk_idx: ``[T, K]`` int64, contiguous, every index in −1 … E−1.
+        num_experts: E, a multiple of R.
+        num_ranks: R.
+        num_ranks_per_domain: divides R.
+
+    Raises:
+        ConfigError: on a CPU tensor, an index outside −1 … E−1.
+    """
+    num_tokens, num_topk = topk_idx.shape
+    device = topk_idx.device
+    if device.type == "cpu":
+        # The same C++ that gives the device code its expert map.
+        per_rank = torch.empty(num_ranks, dtype=torch.int32)
+        per_expert = torch.empty(num_experts, dtype=torch.int32)
+        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool)
+        bad = _C.compute_layout(
+            topk_idx=topk_idx.data_ptr(),
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            num_tokens_per_rank=per_rank.data_ptr(),
+            num_tokens_per_expert=per_expert.data_ptr(),
+            is_token_in_rank=in_rank.data_ptr(),
+        )
+        require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
+    else:
+        routing_map = _scatter_to_map(topk_idx, num_experts)
+        per_expert = routing_map.sum(0, dtype=torch.int32)
+        in_rank = routing_map.view(num_tokens, num_ranks, num_experts // num_ranks).any(-1)
+        per_rank = in_rank.sum(0, dtype=torch.int32)
+    in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
+    return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
+
+
+def first_occurrence(topk_idx: Tensor) -> Tensor:
+    """Returns ``[T, K]`` bool: True where an index ≥ 0 stands for the first time in its row."""
+    same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
+    return ~same.tril(-1).any(2) & (topk_idx >= 0)
+
+
+def drop_duplicates(topk_idx: Tensor) -> Tensor:
+    """Returns `topk_idx` with −1 wherever an index stands in its row for a second time."""
+    return torch.where(first_occurrence(topk_idx), topk_idx, -1)
+
+
+def _scatter_to_map(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """``[T, K]`` indices → ``[T, E]`` bool; index −1 falls into a column that is cut off again."""
+    padded = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
+    padded.scatter_(1, torch.where(topk_idx < 0, num_experts, topk_idx), True)
+    return padded[:, :num_experts]
+
+
+def indices_to_map(
+    topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[Tensor, Tensor | None]:
+    """Turns top-k indices and weights into a dense routing map and probabilities.
+
+    Args:
+        topk_idx: ``[T, K]`` int64, global expert index or −1.
+        topk_weights: ``[T, K]`` float32, or None.
+        num_of_tokens: T.
+        num_of_experts: E.
+
+    Returns:
+        ``[T, E]`` bool, and ``[T, E]`` float32 (None without weights). Of a duplicate, the first weight counts.
+
+    Raises:
+        ConfigError: shapes or dtypes do not fit.
+    """
+    require_int("num_of_tokens", num_of_tokens, minimum=0)
+    require_int("num_of_experts", num_of_experts, minimum=1)
+    require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(num_of_tokens, None))
+    routing_map = _scatter_to_map(topk_idx, num_of_experts)
+    if topk_weights is None:
+        return routing_map, None
+    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=tuple(topk_idx.shape))
+    columns = torch.where(first_occurrence(topk_idx), topk_idx, num_of_experts)
+    probs = topk_weights.new_zeros(num_of_tokens, num_of_experts + 1).scatter_(1, columns, topk_weights)
+    return routing_map, probs[:, :num_of_experts].contiguous()
+
+
+def map_to_indices(routing_map: Tensor, probs: Tensor | None, *, num_topk: int | None) -> tuple[Tensor, Tensor | None]:
+    """Turns a dense routing map into top-k indices: ascending experts, then −1.
+
+    Args:
+        routing_map: ``[T, E]`` bool.
+        probs: ``[T, E]`` float32, or None.
+        num_topk: K; None = the most experts of any token (waits for a GPU).
+
+    Returns:
+        ``[T, K]`` int64, and ``[T, K]`` float32 weights (0 at −1; None without probs).
+
+    Raises:
+        ConfigError: a token has more than 32 experts.
+    """
+    num_experts = routing_map.shape[1]
+    if num_topk is None:
+        num_topk = max(1, int(routing_map.sum(1).max())) if routing_map.shape[0] else 1
+        require(num_topk <= MAX_TOPK, "experts of one token in routing_map", num_topk, f"≤ {MAX_TOPK}")
+    experts = torch.arange(num_experts, device=routing_map.device)
+    columns = torch.where(routing_map, experts, num_experts).sort(1).values[:, :num_topk]
+    topk_idx = torch.where(columns < num_experts, columns, -1)
+    if probs is None:
+        return topk_idx, None
+    weights = probs.gather(1, columns.clamp_max(num_experts - 1))
+    return topk_idx, torch.where(topk_idx >= 0, weights, 0.0)
+
+
+class Permutation(NamedTuple):
+    """Where the copies of N received rows stand once they are grouped by local expert.
+
+    Attributes:
+        row: ``[C]`` int64; the received row of each copy, copies in order of (local expert, row).
+        column: ``[C]`` int64; the top-k column that names the expert of each copy.
+        place: ``[C]`` int64; row of each copy in the permuted tensor.
+        num_tokens_per_expert: ``[LE]`` int32, pads included.
+    """
+
+    row: Tensor
+    column: Tensor
+    place: Tensor
+    num_tokens_per_expert: Tensor
+
+
+def permutation_by_expert(local_topk_idx: Tensor, num_local_experts: int, pad_multiple: int) -> Permutation:
+    """Groups received rows by local expert; a row with several local experts gets a copy for each. Waits for a GPU.
+
+    Args:
+        local_topk_idx: ``[N, K]`` int64, local expert or −1, no duplicates in a row.
+        num_local_experts: LE.
+        pad_multiple: every expert's block is rounded up to a multiple of it.
+    """
+    row, column = torch.nonzero(local_topk_idx >= 0, as_tuple=True)
+    expert = local_topk_idx[row, column]
+    order = torch.argsort(expert, stable=True)
+    row, column, expert = row[order], column[order], expert[order]
+    counts = torch.bincount(expert, minlength=num_local_experts)
+    padded = (counts + pad_multiple - 1) // pad_multiple * pad_multiple
+    # place = where the expert's block begins + how many copies of the same expert stand before.
+    pads_before = (padded - counts).cumsum(0) - (padded - counts)
+    place = torch.arange(row.numel(), device=row.device) + pads_before[expert]
+    return Permutation(row, column, place, padded.to(torch.int32))

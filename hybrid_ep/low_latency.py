@@ -1,0 +1,294 @@
+"""The low-latency calls of `Buffer`: decode-sized batches, packed by local expert, no host sync, rank masks.
+
+recv_x, count, handle, event, hook = buffer.low_latency_dispatch(x, topk_idx, M, E, return_recv_hook=True)
+hook()                                                              # the rows are there from here on
+combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.base_buffer import BaseBuffer
+from hybrid_ep.checks import require, require_int, require_tensor, unsupported
+from hybrid_ep.engine.base import LowLatencyHandle
+from hybrid_ep.errors import ConfigError, TransportError
+from hybrid_ep.event import EventOverlap
+from hybrid_ep.quantize import CHANNELS_PER_SCALE, Fp8Format
+
+if TYPE_CHECKING:
+    Hook = Callable[[], None]
+
+__all__ = ["LowLatencyCalls"]
+
+_SCALE_BYTES = 4
+_SOURCE_BYTES = 16  # source token, padded so that rows stay aligned for bulk copies
+_ALIGNMENT_BYTES = 128
+
+
+class LowLatencyCalls(BaseBuffer):
+    """Mixed into `Buffer`; needs `low_latency_mode=True`."""
+
+    low_latency_mode: bool
+    enable_shrink: bool
+    _combine_buffer: tuple[LowLatencyHandle, Tensor] | None = None
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Returns bytes of buffer that suffice for low-latency calls of this size, an upper bound.
+
+        Two buffers (two micro-batches overlap), each for bf16 rows, scales and sources of every expert in both
+        directions.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: M.
+            hidden: H.
+            num_ranks: R.
+            num_experts: E.
+        """
+        tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
+        require_int("hidden", hidden, minimum=1)
+        require_int("num_ranks", num_ranks, minimum=1)
+        require_int("num_experts", num_experts, minimum=1, multiple_of=num_ranks)
+        row_bytes = 2 * hidden + _SCALE_BYTES * -(-hidden // CHANNELS_PER_SCALE) + _SOURCE_BYTES
+        num_bytes = 2 * 2 * num_experts * tokens * row_bytes
+        return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Sends each token to its experts' ranks, packed by local expert there. Collective, masked ranks excepted.
+
+        Args:
+            x: ``[T, H]`` bf16, T ≤ M; H a multiple of 128 with FP8.
+            topk_idx: ``[T, K]`` int64, global expert index or −1.
+            num_max_dispatch_tokens_per_rank: M, the same on every rank.
+            num_experts: E, a multiple of the number of ranks.
+            cumulative_local_expert_recv_stats: ``[LE]`` int32, is added the rows that each expert receives.
+            dispatch_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
+            use_fp8: quantise to e4m3 with a scale for each 128 channels.
+            round_scale: scales are powers of two.
+            use_ue8m0: scales are packed UE8M0 (needs `round_scale`).
+            async_finish: return before the current stream has waited for the result.
+            return_recv_hook: only send; the returned hook receives. Not together with `async_finish`.
+
+        Returns:
+            packed_recv_x ``[LE, M×R, H]`` bf16, or (float8_e4m3fn, scales ``[LE, M×R, H/128]`` float32 or
+            ``[LE, M×R, ceil(H/512)]`` int32, strided column-major); packed_recv_count ``[LE]`` int32; the handle
+            (source token index ``[LE, M×R]`` int32, layout ``[LE, R]`` int64 of ``(begin << 32) | count``, …); the
+            event; the hook (None unless asked for). Rows stand by source rank, then source token; those after the count
+            are undefined.
+
+        Raises:
+            ConfigError: an argument does not fit, or the buffer is not in low-latency mode.
+            TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
+                without it.
+        """
+        self._require_low_latency()
+        capacity = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
+        num_local = self._num_local_experts(num_experts)
+        fp8 = Fp8Format(round_scale=round_scale, ue8m0=use_ue8m0) if use_fp8 else None
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+        require(x.shape[0] <= capacity, "rows of x", x.shape[0], f"≤ num_max_dispatch_tokens_per_rank = {capacity}")
+        if use_fp8:
+            allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
+            require(x.shape[1] % CHANNELS_PER_SCALE == 0, "hidden of x", x.shape[1], allowed)
+        self._check_topk(topk_idx, None, num_experts)
+        require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
+        self._check_stats(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size)
+        stats = cumulative_local_expert_recv_stats
+        self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local)
+
+        with self._comm_stream.scope(None, async_finish):
+            result = self.engine.low_latency_dispatch(
+                x,
+                topk_idx,
+                num_max_tokens_per_rank=capacity,
+                num_experts=num_experts,
+                fp8=fp8,
+                wait_stats=dispatch_wait_recv_cost_stats,
+            )
+
+        def receive() -> None:
+            result.finish()
+            if stats is not None:
+                stats.add_(result.count)
+
+        packed = result.rows.data if result.rows.scales is None else (result.rows.data, result.rows.scales)
+        hook, event = self._receive(receive, async_finish, return_recv_hook, (x, topk_idx, *result.rows, result.count))
+        return packed, result.count, result.handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Brings the experts' rows back and sums them, weighted, in fp32. Collective, masked ranks excepted.
+
+        Args:
+            x: ``[LE, M×R, H]`` bf16, placed as `low_latency_dispatch` placed its rows.
+            topk_idx: ``[T, K]`` int64, as dispatched.
+            topk_weights: ``[T, K]`` float32; of a duplicate expert only the first weight counts.
+            handle: of the dispatch.
+            use_logfmt: not supported.
+            zero_copy: take the rows from `get_next_low_latency_combine_buffer(handle)` instead of `x`.
+            async_finish: return before the current stream has waited for the result.
+            return_recv_hook: only send; the returned hook receives. Not together with `async_finish`.
+            out: ``[T, H]`` bf16 to write to.
+            combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
+            overlap: start before the experts have finished; not supported.
+            src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms: belong to
+                `overlap`; accepted, and without effect while it is False.
+
+        Returns:
+            combined_x ``[T, H]`` bf16, the event, and the hook (None unless asked for).
+
+        Raises:
+            ConfigError: an argument does not fit the handle.
+            NotImplementedError: `use_logfmt` or `overlap`.
+            TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`.
+        """
+        self._require_low_latency()
+        unsupported(use_logfmt=use_logfmt, overlap=overlap)
+        self._check_low_latency_handle(handle)
+        num_local = handle.num_experts // self.group_size
+        shape = (num_local, handle.num_max_tokens_per_rank * self.group_size, handle.hidden)
+        if zero_copy:
+            if self._combine_buffer is None or self._combine_buffer[0] is not handle:
+                raise ConfigError(
+                    "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
+                )
+            x = self._combine_buffer[1]
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape)
+        self._check_topk(topk_idx, topk_weights, handle.num_experts)
+        if out is None:
+            out = x.new_empty(topk_idx.shape[0], handle.hidden)
+        require_tensor("out", out, dtypes=(torch.bfloat16,), shape=(topk_idx.shape[0], handle.hidden), device=x.device)
+        self._check_stats(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", torch.int64, self.group_size)
+        with self._comm_stream.scope(None, async_finish):
+            receive = self.engine.low_latency_combine(
+                x, topk_idx, topk_weights, handle, out=out, wait_stats=combine_wait_recv_cost_stats
+            )
+        hook, event = self._receive(receive, async_finish, return_recv_hook, (x, topk_idx, topk_weights, out))
+        return out, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """Returns ``[LE, M×R, H]`` bf16 for the experts to write to, for `low_latency_combine(zero_copy=True)`."""
+        self._require_low_latency()
+        self._check_low_latency_handle(handle)
+        num_local = handle.num_experts // self.group_size
+        shape = (num_local, handle.num_max_tokens_per_rank * self.group_size, handle.hidden)
+        buffer = torch.empty(shape, dtype=torch.bfloat16, device=handle.src_info.device)
+        self._combine_buffer = (handle, buffer)
+        return buffer
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank.
+
+        Raises:
+            ConfigError: the buffer is not in low-latency mode, or a size is not positive.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        self._require_low_latency()
+        require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
+        require_int("hidden", hidden, minimum=1)
+        self._num_local_experts(num_experts)
+        self._combine_buffer = None
+        self.engine.barrier()
+
+    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+        """Leaves a rank out of low-latency calls (`mask=True`) or takes it back in. Local: call it on every survivor.
+
+        Raises:
+            ConfigError: the rank does not exist or is this one, or `enable_shrink` is False.
+        """
+        self._require_shrink()
+        ok = isinstance(rank, int) and 0 <= rank < self.group_size and rank != self.rank
+        require(ok, "rank", rank, f"0 … {self.group_size - 1} except this rank, {self.rank}")
+        self.engine.set_masked(rank, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local."""
+        self._require_shrink()
+        require_tensor("mask_status", mask_status, dtypes=(torch.int32,), shape=(self.group_size,))
+        mask_status.copy_(self.engine.masked())
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Takes every rank back in. Local: call it on every rank."""
+        self._require_shrink()
+        for rank in range(self.group_size):
+            self.engine.set_masked(rank, False)
+
+    def _receive(
+        self, receive: Hook, async_finish: bool, return_recv_hook: bool, tensors: tuple[Tensor | None, ...]
+    ) -> tuple[Hook | None, EventOverlap]:
+        """Receives now, or returns the hook that does."""
+        require(
+            not (async_finish and return_recv_hook), "async_finish and return_recv_hook", "both True", "one of them"
+        )
+
+        def receive_and_shrink() -> None:
+            try:
+                receive()
+            except TransportError as error:
+                if self.enable_shrink and error.peer is not None:
+                    self.engine.set_masked(error.peer, True)
+                raise
+
+        if return_recv_hook:
+            return receive_and_shrink, EventOverlap()
+        with self._comm_stream.scope(None, async_finish):
+            receive_and_shrink()
+        return None, self._comm_stream.finish(None, async_finish, tensors)
+
+    def _require_low_latency(self) -> None:
+        _ = self.engine
+        require(self.low_latency_mode, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
+
+    def _require_shrink(self) -> None:
+        self._require_low_latency()
+        require(self.enable_shrink, "enable_shrink", self.enable_shrink, "True for rank masks")
+
+    def _check_low_latency_handle(self, handle: LowLatencyHandle) -> None:
+        allowed = "a handle that low_latency_dispatch returned"
+        require(isinstance(handle, LowLatencyHandle), "handle", type(handle).__name__, allowed)
+        self._check_geometry(handle.grid)
+
+    @staticmethod
+    def _check_stats(stats: Tensor | None, name: str, dtype: torch.dtype, size: int) -> None:
+        if stats is not None:
+            require_tensor(name, stats, dtypes=(dtype,), shape=(size,))

@@ -1,0 +1,74 @@
+"""Which stream a call runs on, and what later work waits for. On a CPU every call is finished when it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from hybrid_ep.event import EventHandle, EventOverlap
+
+__all__ = ["CommStream"]
+
+
+class CommStream:
+    """The communication stream of one buffer, made on first use.
+
+    A call that is neither asynchronous nor waits for an event runs on the current stream, where ordering is free. Any
+    other call runs on this stream, after the event (or, without one, after what the current stream holds).
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def get(self) -> torch.Stream:
+        """Returns the stream; on a machine without a GPU, the CPU's (empty) one."""
+        if not torch.cuda.is_available():
+            return torch.cpu.current_stream()  # type: ignore[return-value]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    @contextlib.contextmanager
+    def scope(self, previous_event: EventOverlap | None, async_finish: bool) -> Iterator[None]:
+        """Runs the block on the stream that the call asks for."""
+        if (previous_event is None and not async_finish) or not torch.cuda.is_available():
+            yield
+            return
+        stream = self.get()
+        assert isinstance(stream, torch.cuda.Stream)
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            if previous_event is not None and previous_event.event is not None:
+                previous_event.event.current_stream_wait()
+            else:
+                stream.wait_stream(current)
+            yield
+        if not async_finish:
+            current.wait_stream(stream)
+
+    def finish(
+        self, previous_event: EventOverlap | None, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]
+    ) -> EventOverlap:
+        """Returns the call's event.
+
+        Args:
+            previous_event: as in `scope`.
+            async_finish: as in `scope`; False gives an event with nothing to wait for.
+            tensors: inputs and outputs of the call, which both streams use.
+        """
+        if previous_event is None and not async_finish:
+            return EventOverlap()
+        if not torch.cuda.is_available():
+            return EventOverlap(EventHandle())
+        stream, current = self.get(), torch.cuda.current_stream()
+        assert isinstance(stream, torch.cuda.Stream)
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
+                tensor.record_stream(current)
+        if not async_finish:
+            return EventOverlap()
+        with torch.cuda.stream(stream):
+            return EventOverlap(EventHandle(), tensors)
