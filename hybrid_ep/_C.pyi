@@ -1,3 +1,5 @@
+from typing import Any
+
 version: str
 compiler: str
 built: str
@@ -14,3 +16,5 @@ def compute_layout(
     num_tokens_per_expert: int,
     is_token_in_rank: int,
 ) -> int: ...
+def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
+    """PCI devices, NICs, NUMA nodes and GPU distances; see `hybrid_ep.topology.probe`."""

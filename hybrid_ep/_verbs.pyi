@@ -1,0 +1,4 @@
+from typing import Any
+
+def probe() -> list[dict[str, Any]]:
+    """RDMA devices; RuntimeError where libibverbs cannot list them."""

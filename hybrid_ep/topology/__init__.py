@@ -1,0 +1,29 @@
+"""What stands in this node and how far apart it is: GPUs, NICs, NUMA nodes, NVLink domains.
+
+`probe` reads a node once into a `Topology`, a tree of frozen dataclasses that the doctor, the `hybrid-ep topology`
+command and the transports share. Nothing here imports torch, and no library has to be there: what could not be read is
+named in `Topology.missing`.
+"""
+
+from __future__ import annotations
+
+from hybrid_ep.topology.choice import choose_nic
+from hybrid_ep.topology.domains import DomainMember, find_domains, gather_domains
+from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Topology
+from hybrid_ep.topology.node_probe import probe
+
+__all__ = [
+    "Distance",
+    "DomainMember",
+    "Fabric",
+    "Gpu",
+    "Nic",
+    "NicPort",
+    "NvLink",
+    "PciDevice",
+    "Topology",
+    "choose_nic",
+    "find_domains",
+    "gather_domains",
+    "probe",
+]

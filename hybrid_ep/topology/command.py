@@ -1,0 +1,38 @@
+"""`hybrid-ep topology`: print and draw which GPU sits next to which NIC."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hybrid_ep.topology.node_probe import probe
+from hybrid_ep.topology.render import render
+from hybrid_ep.topology.svg import draw
+
+__all__ = ["topology"]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tree and the matrix.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the node into this file.")
+@click.option(
+    "--sysroot",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("/"),
+    help="Read /sys below this folder: a recorded or simulated node.",
+)
+def topology(as_json: bool, svg: Path | None, sysroot: Path) -> None:
+    """Print which GPU sits next to which NIC, and what NVLink joins.
+
+    A node without GPUs, NICs or drivers is a normal answer: what could not be asked is listed with the reason.
+    """
+    found = probe(sysroot)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        Console().print(render(found))
+    if svg is not None:
+        svg.write_text(draw(found))

@@ -1,0 +1,205 @@
+"""The topology of one node as frozen dataclasses, and its JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Distance", "Fabric", "Gpu", "Nic", "NicPort", "NvLink", "PciDevice", "Topology"]
+
+
+class Distance(enum.IntEnum):
+    """How far apart two PCI devices are; the names are those of ``nvidia-smi topo``, smaller is nearer."""
+
+    SELF = 0
+    PIX = 1  # at most one PCIe switch between them
+    PXB = 2  # several switches, no host bridge
+    PHB = 3  # one host bridge
+    NODE = 4  # host bridges of one NUMA node
+    SYS = 5  # across NUMA nodes
+
+
+@dataclass(frozen=True)
+class PciDevice:
+    """A GPU, a NIC's function or a bridge, as /sys shows it.
+
+    Attributes:
+        address: ``0000:18:00.0``.
+        vendor: PCI vendor, 0x10de for NVIDIA; −1 where unreadable.
+        class_code: base class and subclass, e.g. 0x0302; −1 where unreadable.
+        numa_node: −1 where the firmware does not say.
+        path: host bridge first, the device last; only the device where /sys hides the tree.
+    """
+
+    address: str
+    vendor: int
+    class_code: int
+    numa_node: int
+    path: tuple[str, ...]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.vendor == 0x10DE and self.class_code in (0x0300, 0x0302)
+
+    @property
+    def is_bridge(self) -> bool:
+        return self.class_code == 0x0604
+
+
+@dataclass(frozen=True)
+class NvLink:
+    """One NVLink of a GPU.
+
+    Attributes:
+        link: its number on the GPU.
+        active: whether it is up.
+        remote_type: ``gpu``, ``switch``, ``npu``, ``unknown``, or empty where NVML does not say.
+        remote_pci: PCI address of the other end, or empty.
+    """
+
+    link: int
+    active: bool
+    remote_type: str
+    remote_pci: str
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What NVML knows of the NVLink fabric that a GPU belongs to.
+
+    Attributes:
+        cluster_uuid: 32 hexadecimal digits; all zero outside a multi-node domain.
+        clique: GPUs of one cluster and one clique can map each other's memory.
+        state: 1 = not started, 2 = in progress, 3 = completed.
+        status: an ``nvmlReturn_t``; 0 = success. Meaningful when completed.
+    """
+
+    cluster_uuid: str
+    clique: int
+    state: int
+    status: int
+
+    @property
+    def is_multi_node(self) -> bool:
+        return self.state == 3 and self.status == 0 and self.cluster_uuid.strip("0") != ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        gpu_idx: NVML's index; the order of PCI addresses where NVML is missing.
+        name, uuid, memory_bytes: as NVML says; empty or 0 where it is missing.
+        pci_address: in the form of /sys.
+        numa_node: −1 where not known.
+        links: its NVLinks, up or down.
+        fabric: None where driver or GPU has no fabric.
+        nvlink_peers: `gpu_idx` of the GPUs of this node reached over NVLink.
+    """
+
+    gpu_idx: int
+    name: str
+    uuid: str
+    pci_address: str
+    numa_node: int
+    memory_bytes: int
+    links: tuple[NvLink, ...]
+    fabric: Fabric | None
+    nvlink_peers: tuple[int, ...]
+
+    @property
+    def num_active_links(self) -> int:
+        return sum(link.active for link in self.links)
+
+
+@dataclass(frozen=True)
+class NicPort:
+    """One port of a NIC.
+
+    Attributes:
+        port: its number, from 1.
+        state, phys_state: ``ACTIVE``, ``LinkUp`` …; empty where unreadable.
+        link_layer: ``InfiniBand`` or ``Ethernet``.
+        rate_gbps: signalling rate in Gb/s; 0 where not known.
+        sm_lid: LID of the subnet manager; 0 on Ethernet, −1 where not known.
+        active_mtu_bytes: RDMA MTU in force, from libibverbs; None without it.
+    """
+
+    port: int
+    state: str
+    phys_state: str
+    link_layer: str
+    rate_gbps: float
+    sm_lid: int
+    active_mtu_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One RDMA device.
+
+    Attributes:
+        name: e.g. ``mlx5_0``.
+        pci_address: empty for a device without a PCI function (Soft-RoCE).
+        numa_node: −1 where not known.
+        node_guid, firmware: as the driver says.
+        netdevs: network interfaces on the same function.
+        ports: its ports.
+        dmabuf: whether the driver registers dma-buf memory, from libibverbs; None where that could not be told.
+    """
+
+    name: str
+    pci_address: str
+    numa_node: int
+    node_guid: str
+    firmware: str
+    netdevs: tuple[str, ...]
+    ports: tuple[NicPort, ...]
+    dmabuf: bool | None
+
+    @property
+    def is_active(self) -> bool:
+        return any(port.state == "ACTIVE" for port in self.ports)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One node.
+
+    Attributes:
+        gpus: by `gpu_idx`.
+        nics: by name.
+        pci: GPUs, network functions and bridges as /sys lists them, whether a driver has them or not.
+        nic_distances: ``[gpu][nic]``, in the order of `gpus` and `nics`.
+        gpu_distances: ``[gpu][gpu]`` over PCIe; NVLink is in `Gpu.nvlink_peers`.
+        num_numa_nodes: NUMA nodes online.
+        driver_version, nvml_version: empty without NVML.
+        cuda_driver_version: 13000 for 13.0; 0 without NVML.
+        missing: what could not be asked, and why: ``{"nvml": "libnvidia-ml.so.1: cannot open …"}``.
+    """
+
+    gpus: tuple[Gpu, ...]
+    nics: tuple[Nic, ...]
+    pci: tuple[PciDevice, ...]
+    nic_distances: tuple[tuple[Distance, ...], ...]
+    gpu_distances: tuple[tuple[Distance, ...], ...]
+    num_numa_nodes: int
+    driver_version: str
+    nvml_version: str
+    cuda_driver_version: int
+    missing: dict[str, str]
+
+    @property
+    def pci_gpus(self) -> tuple[PciDevice, ...]:
+        return tuple(device for device in self.pci if device.is_gpu)
+
+    def to_json(self) -> dict[str, Any]:
+        """A tree of plain values; distances by name, bridges left out."""
+        tree = dataclasses.asdict(self)
+        tree["pci"] = [dataclasses.asdict(device) for device in self.pci if not device.is_bridge]
+        for key in ("nic_distances", "gpu_distances"):
+            tree[key] = [[distance.name for distance in row] for row in tree[key]]
+        return tree

@@ -1,0 +1,102 @@
+"""Reads one node into a `Topology`: /sys through `_C`, NVML through `_nvml`, verbs through `_verbs`.
+
+A module that is not built, a library that is not installed and a driver that does not answer all end the same way: the
+part stays empty and `Topology.missing` says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Topology
+from hybrid_ep.topology.recording import read_facts
+
+__all__ = ["probe"]
+
+
+def probe(sysroot: str | Path = "/") -> Topology:
+    """Reads a node.
+
+    Args:
+        sysroot: /sys is read below this folder. NVML comes from whichever ``libnvidia-ml.so.1`` the loader finds; of
+            any root but ``/`` the verbs part comes from the recording's facts.
+    """
+    from hybrid_ep import _C
+
+    root = Path(sysroot)
+    raw = _C.scan_sysfs(sysroot=str(root))
+    missing: dict[str, str] = {}
+    nvml = _ask("_nvml", "nvml", missing) or {}
+    live = root == Path("/")
+    verbs = (_ask("_verbs", "verbs", missing) or []) if live else read_facts(root).get("verbs", [])
+    pci = tuple(PciDevice(**{**device, "path": tuple(device["path"])}) for device in raw["pci"])
+    numa_nodes = {device.address: device.numa_node for device in pci}
+    known = nvml.get("gpus")
+    gpus = tuple(_gpu(gpu, numa_nodes) for gpu in known) if known else _gpus_without_nvml(pci)
+    nics = tuple(_nic(nic, verbs) for nic in raw["nics"])
+
+    def distance(gpu: Gpu, address: str) -> Distance:
+        return Distance[raw["distances"].get((gpu.pci_address, address), "SYS")]
+
+    return Topology(
+        gpus=gpus,
+        nics=nics,
+        pci=pci,
+        nic_distances=tuple(tuple(distance(gpu, nic.pci_address) for nic in nics) for gpu in gpus),
+        gpu_distances=tuple(tuple(distance(gpu, other.pci_address) for other in gpus) for gpu in gpus),
+        num_numa_nodes=raw["num_numa_nodes"],
+        driver_version=nvml.get("driver_version", ""),
+        nvml_version=nvml.get("nvml_version", ""),
+        cuda_driver_version=nvml.get("cuda_driver_version", 0),
+        missing=missing,
+    )
+
+
+def _ask(module: str, name: str, missing: dict[str, str]) -> Any:
+    """Returns what the module's `probe` says, or None with the reason in `missing`."""
+    try:
+        return importlib.import_module(f"hybrid_ep.{module}").probe()
+    except ModuleNotFoundError:
+        missing[name] = f"hybrid_ep.{module} was not built (see `hybrid-ep info`)"
+    except (ImportError, RuntimeError) as error:
+        missing[name] = str(error)
+    return None
+
+
+def _gpu(raw: dict[str, Any], numa_nodes: dict[str, int]) -> Gpu:
+    fields = {
+        **raw,
+        "numa_node": numa_nodes.get(raw["pci_address"], -1),
+        "links": tuple(NvLink(**link) for link in raw["links"]),
+        "fabric": Fabric(**raw["fabric"]) if raw["fabric"] else None,
+        "nvlink_peers": tuple(raw["nvlink_peers"]),
+    }
+    return Gpu(**fields)
+
+
+def _gpus_without_nvml(pci: tuple[PciDevice, ...]) -> tuple[Gpu, ...]:
+    devices = [device for device in pci if device.is_gpu]
+    return tuple(
+        Gpu(
+            gpu_idx=gpu_idx,
+            name="",
+            uuid="",
+            pci_address=device.address,
+            numa_node=device.numa_node,
+            memory_bytes=0,
+            links=(),
+            fabric=None,
+            nvlink_peers=(),
+        )
+        for gpu_idx, device in enumerate(devices)
+    )
+
+
+def _nic(raw: dict[str, Any], verbs: list[dict[str, Any]]) -> Nic:
+    said = next((device for device in verbs if device["name"] == raw["name"]), None)
+    mtu = {port["port"]: port["active_mtu_bytes"] for port in said["ports"]} if said else {}
+    ports = tuple(NicPort(**port, active_mtu_bytes=mtu.get(port["port"])) for port in raw["ports"])
+    fields = {**raw, "netdevs": tuple(raw["netdevs"]), "ports": ports, "dmabuf": said["dmabuf"] if said else None}
+    return Nic(**fields)
