@@ -1,0 +1,148 @@
+"""The oracle: what every rank must end up with, computed from all ranks' inputs at once, without an engine.
+
+Loops over tokens and experts in plain Python on purpose: slow, short, and with nothing in common with an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Copy", "Reference", "dense_moe"]
+
+
+class Copy(NamedTuple):
+    """One token as it stands with one of its experts.
+
+    Attributes:
+        src_rank: where it comes from.
+        token: its index there.
+        column: the top-k column that names the expert (the first one, of duplicates).
+        expert: global index.
+    """
+
+    src_rank: int
+    token: int
+    column: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A routing of all ranks.
+
+    Attributes:
+        topk_idx: for each rank, ``[T_r, K]`` int64.
+        num_experts: E.
+        num_ranks_per_domain: ranks of a domain.
+    """
+
+    topk_idx: list[Tensor]
+    num_experts: int
+    num_ranks_per_domain: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.topk_idx)
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def copies(self, rank: int) -> list[Copy]:
+        """Every (token, expert) pair whose expert lives on `rank`: by source rank, token, then expert."""
+        found = []
+        for src_rank, topk in enumerate(self.topk_idx):
+            for token, row in enumerate(topk.tolist()):
+                for expert in range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts):
+                    if expert in row:
+                        found.append(Copy(src_rank, token, row.index(expert), expert))
+        return found
+
+    def received(self, rank: int) -> list[tuple[int, int]]:
+        """(source rank, token) of each row that `rank` receives, in order."""
+        return list(dict.fromkeys((copy.src_rank, copy.token) for copy in self.copies(rank)))
+
+    def received_topk(self, rank: int) -> Tensor:
+        """``[N, K]`` int64: local expert of each received row's columns, or −1."""
+        rows = self.received(rank)
+        place = {row: n for n, row in enumerate(rows)}
+        result = torch.full((len(rows), self.topk_idx[0].shape[1]), -1, dtype=torch.int64)
+        for copy in self.copies(rank):
+            result[place[copy.src_rank, copy.token], copy.column] = copy.expert - rank * self.num_local_experts
+        return result
+
+    def permuted(self, rank: int, pad_multiple: int = 1) -> list[Copy | None]:
+        """The copy in each row of the permuted tensor of `rank`; None where a pad stands."""
+        copies = self.copies(rank)
+        rows: list[Copy | None] = []
+        for expert in range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts):
+            rows += [copy for copy in copies if copy.expert == expert]
+            rows += [None] * (-len(rows) % pad_multiple)
+        return rows
+
+    def tokens_per_expert(self, rank: int) -> list[int]:
+        """How many tokens each local expert of `rank` receives."""
+        experts = [copy.expert for copy in self.copies(rank)]
+        return [experts.count(rank * self.num_local_experts + e) for e in range(self.num_local_experts)]
+
+    def combined(
+        self,
+        rank: int,
+        hidden: int,
+        row: Callable[[int, int, int], Tensor],
+        bias: tuple[Tensor, ...] = (),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """What combine returns on `rank`, by the arithmetic contract of `engine/base.py`, bit for bit.
+
+        Args:
+            rank: the source rank.
+            hidden: H.
+            row: (expert rank, source rank, token) → the ``[H]`` row that comes back.
+            bias: added in float32 before the last rounding.
+            dtype: of rows on the wire and of the result (float32 for weights).
+        """
+        topk = self.topk_idx[rank].tolist()
+        result = torch.zeros(len(topk), hidden, dtype=dtype)
+        num_domains = self.num_ranks // self.num_ranks_per_domain
+        for token, experts in enumerate(topk):
+            ranks = sorted({expert // self.num_local_experts for expert in experts if expert >= 0})
+            total = torch.zeros(hidden)
+            for domain in range(num_domains):
+                members = [r for r in ranks if r // self.num_ranks_per_domain == domain]
+                partial = torch.zeros(hidden)
+                for member in members:
+                    partial += row(member, rank, token).float()
+                total += partial.to(dtype).float() if num_domains > 1 else partial
+            for term in bias:
+                total += term[token].float()
+            result[token] = total.to(dtype)
+        return result
+
+
+def dense_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """A mixture of experts in float64 on one process, without any dispatch.
+
+    Args:
+        x: ``[T, H]``, any float dtype.
+        topk_idx: ``[T, K]`` int64, global expert or −1; of a duplicate, the first weight counts.
+        topk_weights: ``[T, K]``.
+        expert: (global expert, ``[n, H]`` float64) → ``[n, H']`` float64.
+
+    Returns:
+        ``[T, H']`` float64: Σ_k weight × expert(x).
+    """
+    x = x.double()
+    probe = expert(0, x[:0])
+    total = torch.zeros(x.shape[0], probe.shape[1], dtype=torch.float64)
+    for index in sorted({int(e) for e in topk_idx.flatten().tolist() if e >= 0}):
+        chosen = topk_idx == index
+        tokens = torch.nonzero(chosen.any(1)).flatten()
+        column = chosen[tokens].int().argmax(1)
+        total[tokens] += expert(index, x[tokens]) * topk_weights[tokens, column].double().unsqueeze(1)
+    return total
