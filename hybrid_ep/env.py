@@ -51,6 +51,11 @@ class Variable(Generic[T]):
     effect: str
     phase: str = "run"
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the environment holds text for it."""
+        return bool(os.environ.get(self.name))
+
     def get(self) -> T:
         """Returns the value in force.
 

@@ -1,0 +1,186 @@
+"""`hybrid-ep info` and `hybrid-ep env`: what is installed, what was built, which engine is chosen, what can be set."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hybrid_ep import env
+from hybrid_ep._version import __version__
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["Info", "collect", "env_table", "info"]
+
+_DISTRIBUTIONS = ("numpy", "click", "rich", "matplotlib", "nvidia-ml-py", "mpi4py")
+
+
+@dataclass(frozen=True)
+class Info:
+    """What this installation is.
+
+    Attributes:
+        versions: component → version, or None where it is not there.
+        built: optional parts of the extension that were built.
+        left_out: the others, each with the reason.
+        engine: the engine that is chosen, or None if the one asked for cannot run.
+        reason: why.
+        gpus: names of the visible GPUs.
+        python: the interpreter.
+        package: where hybrid_ep was imported from.
+    """
+
+    versions: dict[str, str | None]
+    built: str
+    left_out: str
+    engine: str | None
+    reason: str
+    gpus: list[str]
+    python: str
+    package: str
+
+
+def collect() -> Info:
+    """Looks at this process. Touches no GPU beyond asking for its name."""
+    import torch
+
+    from hybrid_ep import _C
+    from hybrid_ep.engine.select import choose_engine
+
+    engine: str | None = None
+    try:
+        engine, reason = choose_engine()
+    except ConfigError as error:
+        reason = str(error)
+    has_gpu = torch.cuda.is_available()
+    versions = {
+        "hybrid_ep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA (torch)": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else None,
+        "NVSHMEM": _nvshmem_version(),
+        "compiler of _C": _C.compiler,
+        **{name: _distribution_version(name) for name in _DISTRIBUTIONS},
+        "linux": platform.release(),
+    }
+    return Info(
+        versions=versions,
+        built=_C.built,
+        left_out=_C.left_out.rstrip("; "),
+        engine=engine,
+        reason=reason,
+        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if has_gpu else [],
+        python=sys.executable,
+        package=str(Path(__file__).resolve().parent),
+    )
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nvshmem_version() -> str | None:
+    """The version of NVIDIA's wheels, whichever CUDA they are for."""
+    found = (_distribution_version(name) for name in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12", "nvshmem4py-cu13"))
+    return next((version for version in found if version), None)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
+@click.pass_context
+def info(ctx: click.Context, as_json: bool) -> None:
+    """Show versions, what was built, and which engine is chosen and why.
+
+    Exits with 1 if the engine that HYBRID_EP_ENGINE asks for cannot run here.
+    """
+    found = collect()
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=2))
+    else:
+        Console().print(_render(found))
+    ctx.exit(0 if found.engine else 1)
+
+
+def _render(found: Info) -> Table:
+    table = Table(show_header=False, title="hybrid_ep on this machine", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    engine = f"[green]{found.engine}[/]" if found.engine else "[red]none[/]"
+    table.add_row("engine", f"{engine} — {escape(found.reason)}")
+    table.add_row("built", escape(found.built or "nothing optional"))
+    table.add_row("left out", escape(found.left_out or "nothing"))
+    table.add_row("GPUs", escape(", ".join(found.gpus)) or "[dim]none visible[/]")
+    table.add_section()
+    for name, version in found.versions.items():
+        table.add_row(name, escape(version) if version else "[dim]not there[/]")
+    table.add_section()
+    table.add_row("interpreter", escape(found.python))
+    table.add_row("package", escape(found.package))
+    return table
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
+def env_table(as_json: bool) -> None:
+    """Show every environment variable that is read: its value here, its default, what it takes and what it does.
+
+    Exits with 1 if a value is not allowed.
+    """
+    rows = [_describe(variable) for variable in env.VARIABLES]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        Console().print(_render_variables(rows))
+    if any(row["error"] for row in rows):
+        raise click.exceptions.Exit(1)
+
+
+def _describe(variable: env.Variable[Any]) -> dict[str, Any]:
+    """One variable as JSON; `value` is what is in force, `error` why it cannot be."""
+    value, error = None, None
+    try:
+        value = variable.get()
+    except ConfigError as problem:
+        error = str(problem)
+    return {
+        "name": variable.name,
+        "value": value,
+        "is_set": variable.is_set,
+        "default": variable.default,
+        "allowed": variable.allowed,
+        "effect": variable.effect,
+        "phase": variable.phase,
+        "error": error,
+    }
+
+
+def _render_variables(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="environment variables; bold = set here", title_justify="left", show_lines=True)
+    table.add_column("variable", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("takes")
+    table.add_column("effect", ratio=1)
+    table.add_column("read by")
+    for row in rows:
+        shown = "[dim]unset[/]" if row["value"] in (None, "") else escape(str(row["value"]))
+        if row["error"]:
+            shown = f"[red]{escape(row['error'])}[/]"
+        elif row["is_set"]:
+            shown = f"[bold green]{shown}[/]"
+        reader = "setup.py" if row["phase"] == "build" else "hybrid_ep"
+        name = f"[bold]{row['name']}[/]" if row["is_set"] else row["name"]
+        table.add_row(name, shown, escape(row["allowed"]), escape(row["effect"]), reader)
+    return table
