@@ -1,0 +1,192 @@
+"""Records a real node, so that its checks can be replayed anywhere (`Recording`, ``--sysroot``).
+
+A recording holds the files that the checks and the topology probe read, and nothing else: no host keys, no environment,
+no addresses but the GIDs of RDMA ports. The kernel log is reduced to the driver's lines. It stays well below 1 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.topology.recording import Recording, encode
+
+__all__ = ["capture"]
+
+_PCI = ("vendor", "class", "numa_node", "current_link_width", "current_link_speed", "max_link_width", "max_link_speed")
+_PORT = ("state", "phys_state", "link_layer", "rate", "sm_lid", "counters/*", "hw_counters/*", "gids/*")
+_FILES = (
+    *(f"/sys/class/infiniband/*/{name}" for name in ("node_guid", "fw_ver")),
+    *(f"/sys/class/infiniband/*/ports/*/{name}" for name in (*_PORT, "gid_attrs/types/*", "gid_attrs/ndevs/*")),
+    "/sys/class/infiniband_verbs/uverbs*/ibdev",
+    "/sys/class/infiniband_mad/umad*/ibdev",
+    "/sys/class/infiniband_mad/umad*/port",
+    "/sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs",
+    "/sys/kernel/iommu_groups/*/type",
+    "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
+    "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
+    "/proc/driver/nvidia/version",
+    "/proc/driver/nvidia/params",
+    "/proc/sys/kernel/numa_balancing",
+    "/proc/sys/kernel/random/boot_id",
+    "/proc/devices",
+    "/proc/self/limits",
+    "/proc/self/mounts",
+    "/proc/meminfo",
+)
+# Folders that matter by being there, even when nothing inside is recorded.
+_FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nvidia_peermem", "/sys/devices/system/node/node*")
+_DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
+_GIDS_KEPT = 16  # of up to 256 entries of a port's table
+_LOG_WORDS = ("NVRM", "nvidia", "SXid")
+_LOG_LINES_KEPT = 400
+
+
+def capture(node: Node) -> Recording:
+    """Records what this node's checks read; call it after they ran, so that NVML's answers are complete."""
+    recording = Recording()
+    for pattern in _FILES:
+        for path in _glob(node, pattern):
+            _add_file(recording, node, path)
+    _add_pci(recording, node)
+    _add_cpuinfo(recording, node)
+    for pattern in _FOLDERS:
+        for path in _glob(node, pattern):
+            recording.files[f"{path}/.present"] = ""
+    for pattern in _DEVICES:
+        for path in _glob(node, pattern):
+            _add_device(recording, node, path)
+    _add_kernel_log(recording, node)
+    recording.nvml.update(_nvml_answers(node))
+    recording.facts.update(_facts(node))
+    return recording
+
+
+def _glob(node: Node, pattern: str) -> Iterator[str]:
+    for place in sorted(node.root.glob(pattern.lstrip("/"))):
+        yield "/" + str(place.relative_to(node.root))
+
+
+def _add_file(recording: Recording, node: Node, path: str) -> None:
+    name, _, index = path.rpartition("/")
+    if ("/gids" in name or "/gid_attrs/" in name) and index.isdigit() and int(index) >= _GIDS_KEPT:
+        return
+    try:
+        recording.files[path] = encode(node.read_bytes(path))
+    except Unreadable:
+        return  # an unreadable file is absent from the recording, and its check says unknown there too
+
+
+def _add_pci(recording: Recording, node: Node) -> None:
+    """GPUs, NICs and bridges: their place in the tree, their links, and the attributes that are read."""
+    for device in node.topology.pci:
+        link = f"/sys/bus/pci/devices/{device.address}"
+        place = "/sys/devices/" + "/".join(device.path)
+        recording.links[link] = "../../../devices/" + "/".join(device.path)
+        for name in _PCI:
+            try:
+                recording.files[f"{place}/{name}"] = node.read(f"{link}/{name}") + "\n"
+            except Unreadable:
+                continue
+    for nic in node.topology.nics:
+        if nic.pci_address:
+            path = next(device.path for device in node.topology.pci if device.address == nic.pci_address)
+            recording.links[f"/sys/class/infiniband/{nic.name}/device"] = "../../../devices/" + "/".join(path)
+            for netdev in nic.netdevs:
+                mtu = f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu"
+                recording.files[mtu] = recording.files[f"/sys/class/net/{netdev}/mtu"] = _read(node, netdev)
+
+
+def _read(node: Node, netdev: str) -> str:
+    try:
+        return node.read(f"/sys/class/net/{netdev}/mtu") + "\n"
+    except Unreadable:
+        return ""
+
+
+def _add_cpuinfo(recording: Recording, node: Node) -> None:
+    """Of /proc/cpuinfo only the first flags line: it says whether this is a virtual machine."""
+    try:
+        lines = node.read("/proc/cpuinfo").splitlines()
+    except Unreadable:
+        return
+    recording.files["/proc/cpuinfo"] = "".join(f"{line}\n" for line in lines if line.startswith("flags"))[:8192]
+
+
+def _add_device(recording: Recording, node: Node, path: str) -> None:
+    found = (node.root / path.lstrip("/")).stat()
+    if stat.S_ISCHR(found.st_mode):
+        recording.devices[path] = f"char {os.major(found.st_rdev)}:{os.minor(found.st_rdev)}\n"
+
+
+def _add_kernel_log(recording: Recording, node: Node) -> None:
+    """The first record, which tells whether the log reaches back to the boot, and the driver's lines."""
+    try:
+        records = list(node.kernel_log())
+    except Unreadable:
+        return
+    kept = [record for record in records[1:] if any(word in record[1] for word in _LOG_WORDS)][-_LOG_LINES_KEPT:]
+    first = [(records[0][0], "first record")] if records else []
+    recording.files["/dev/kmsg"] = "".join(f"6,{number},0,-;{message}\n" for number, message in [*first, *kept])
+
+
+def _nvml_answers(node: Node) -> dict[str, str]:
+    """What the checks asked, and what only the topology probe asks."""
+    try:
+        nvml = node.nvml
+        for gpu_idx in nvml.gpus:
+            for key in ("name", "uuid", "pci_address", "memory_bytes"):
+                _quietly(partial(nvml.gpu, gpu_idx, key))
+            for link in nvml.links(gpu_idx):
+                _quietly(partial(nvml.link, gpu_idx, link, "remote_pci"))
+    except Unreadable:
+        return {}
+    return dict(nvml.log)
+
+
+def _quietly(read: Callable[[], Any]) -> None:
+    """NVML's refusals are part of the log as well."""
+    try:
+        read()
+    except Unreadable:
+        return
+
+
+def _facts(node: Node) -> dict[str, Any]:
+    facts: dict[str, Any] = {"hostname": "recorded-node"}
+    readers: dict[str, Callable[[], Any]] = {
+        "clock": lambda: asdict(node.clock()),
+        "cuda": lambda: asdict(node.cuda()),
+        "packages": node.packages,
+    }
+    for name, read in readers.items():
+        try:
+            facts[name] = read()
+        except Unreadable:
+            continue
+    facts["verbs"] = [
+        {
+            "name": nic.name,
+            "dmabuf": nic.dmabuf,
+            "ports": [{"port": port.port, "active_mtu_bytes": port.active_mtu_bytes} for port in nic.ports],
+        }
+        for nic in node.topology.nics
+        if nic.dmabuf is not None or any(port.active_mtu_bytes for port in nic.ports)
+    ]
+    facts["commands"] = {
+        line: text for line in ("nvidia-imex-ctl -N -j",) if (text := _command(node, line)) is not None
+    }
+    return facts
+
+
+def _command(node: Node, line: str) -> str | None:
+    try:
+        return node.command(*line.split())
+    except Unreadable:
+        return None

@@ -1,0 +1,41 @@
+"""Whether each GPU has its NIC near by."""
+
+from __future__ import annotations
+
+from hybrid_ep.doctor.checks.nic import wanted_nics
+from hybrid_ep.doctor.model import Finding, Status
+from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.profile import Profile
+from hybrid_ep.doctor.registry import check
+from hybrid_ep.topology import Distance
+
+
+@check(
+    "affinity.gpu_nic",
+    title="distance between GPUs and NICs",
+    source="PCI paths and NUMA nodes in /sys",
+    expectation="every GPU has a NIC, and every NIC a GPU, at {affinity.max_distance} or nearer",
+    remedy="Bare metal: check the slots. Virtual machine: pass the PCIe topology through, or give NCCL a topology file "
+    "and set HYBRID_EP_NICS.",
+    wants="affinity.max_distance",
+)
+def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
+    most = Distance[profile["affinity.max_distance"]]
+    topology = node.topology
+    wanted = {nic.name for nic in wanted_nics(node, profile)}
+    columns = [column for column, nic in enumerate(topology.nics) if nic.name in wanted]
+    if not topology.gpus or not columns:
+        what = "GPU" if not topology.gpus else "NIC"
+        return Finding(Status.UNKNOWN, f"no {what} to measure from")
+    faults = []
+    # Something that is missing is named by its own count; what is left over without a partner is no second fault.
+    if len(columns) >= profile["nic.count"]:
+        for gpu, row in zip(topology.gpus, topology.nic_distances, strict=True):
+            nearest = min(row[column] for column in columns)
+            faults += [f"GPU {gpu.gpu_idx}: nearest NIC at {nearest.name}"] if nearest > most else []
+    if len(topology.gpus) >= profile["gpu.count"]:
+        for column in columns:
+            nearest = min(row[column] for row in topology.nic_distances)
+            name = topology.nics[column].name
+            faults += [f"{name}: nearest GPU at {nearest.name}"] if nearest > most else []
+    return Finding.judge(faults, f"all at {most.name} or nearer")

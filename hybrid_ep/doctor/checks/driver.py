@@ -1,0 +1,60 @@
+"""The driver, NVML and CUDA: whether they answer and are new enough."""
+
+from __future__ import annotations
+
+import re
+
+from hybrid_ep.doctor.model import Finding, Status
+from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.profile import Profile
+from hybrid_ep.doctor.registry import check
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def _at_least(seen: str, least: str) -> Finding:
+    return Finding(Status.PASS if _version(seen) >= _version(least) else Status.FAIL, seen)
+
+
+@check(
+    "driver.version",
+    title="NVIDIA driver version",
+    source="NVML SystemGetDriverVersion",
+    expectation="≥ {driver.min_version}",
+    remedy="Install an NVIDIA driver of at least that version and reboot.",
+    wants="driver.min_version",
+)
+def driver_version(node: Node, profile: Profile) -> Finding:
+    return _at_least(str(node.nvml.system("driver_version")), profile["driver.min_version"])
+
+
+@check(
+    "driver.nvml",
+    title="NVML belongs to the loaded driver",
+    source="NVML SystemGetNVMLVersion; /proc/driver/nvidia/version",
+    expectation="the library's driver version is that of the kernel module",
+    remedy="Library and kernel module differ after an update: reboot, or install the matching user-space driver.",
+    wants="driver.min_version",
+)
+def driver_nvml(node: Node, profile: Profile) -> Finding:
+    library = str(node.nvml.system("driver_version"))
+    module = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", node.read("/proc/driver/nvidia/version"))
+    if module is None:
+        return Finding(Status.UNKNOWN, "/proc/driver/nvidia/version names no kernel module version")
+    seen = f"library {library}, kernel module {module[1]}, NVML {node.nvml.system('nvml_version')}"
+    return Finding(Status.PASS if module[1] == library else Status.FAIL, seen)
+
+
+@check(
+    "driver.cuda",
+    title="CUDA version of the driver",
+    source="NVML SystemGetCudaDriverVersion_v2",
+    expectation="≥ {driver.min_cuda}",
+    remedy="Install a driver that supports this CUDA version, or the forward-compatibility package.",
+    wants="driver.min_cuda",
+)
+def driver_cuda(node: Node, profile: Profile) -> Finding:
+    number = int(node.nvml.system("cuda_driver_version"))
+    return _at_least(f"{number // 1000}.{number % 1000 // 10}", profile["driver.min_cuda"])

@@ -1,0 +1,201 @@
+"""NVLink inside the node: links, errors, pairs, and the fabric that joins them."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pynvml
+
+from hybrid_ep.doctor.model import Counters, Finding, Status
+from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.nvml import FABRIC_COMPLETED, LINK_REMOTE_SWITCH, P2P_NVLINK, P2P_OK
+from hybrid_ep.doctor.profile import Profile
+from hybrid_ep.doctor.registry import check, counters
+from hybrid_ep.doctor.survey import survey
+from hybrid_ep.doctor.unreadable import Unreadable
+
+_LINK_COUNT = int(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT)  # field 91
+_LINK_SPEED = int(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)  # field 164, MB/s per direction, scope = link
+_FABRIC_STATES = {1: "not started", 2: "in progress", 3: "completed"}
+# NVLink 5 counts per link in fields; earlier generations answer nvmlDeviceGetNvLinkErrorCounter instead. Left out of
+# 206–222: 213 and 215 count successful recoveries with 214, and 216–218, 220, 222 are error rates, not counters.
+_NVLINK5_COUNTERS = {
+    int(getattr(pynvml, f"NVML_FI_DEV_NVLINK_COUNT_{name}")): name.lower()
+    for name in (
+        "MALFORMED_PACKET_ERRORS",
+        "BUFFER_OVERRUN_ERRORS",
+        "RCV_ERRORS",
+        "RCV_REMOTE_ERRORS",
+        "RCV_GENERAL_ERRORS",
+        "LOCAL_LINK_INTEGRITY_ERRORS",
+        "XMIT_DISCARDS",
+        "LINK_RECOVERY_FAILED_EVENTS",
+        "LINK_RECOVERY_EVENTS",
+        "EFFECTIVE_ERRORS",
+        "SYMBOL_ERRORS",
+    )
+}
+_NVLINK4_COUNTERS = {
+    int(pynvml.NVML_NVLINK_ERROR_DL_REPLAY): "replay",
+    int(pynvml.NVML_NVLINK_ERROR_DL_RECOVERY): "recovery",
+    int(pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT): "crc_flit",
+    int(pynvml.NVML_NVLINK_ERROR_DL_CRC_DATA): "crc_data",
+}
+
+
+def _name(gpu_idx: int) -> str:
+    return f"GPU {gpu_idx}"
+
+
+def _active_links(node: Node, gpu_idx: int) -> list[int]:
+    return [link for link in node.nvml.links(gpu_idx) if node.nvml.link(gpu_idx, link, "state")]
+
+
+@check(
+    "nvlink.links",
+    title="links up",
+    source="NVML DeviceGetNvLinkState per link; field 91 (link count)",
+    expectation="{nvlink.links} links of every GPU are up",
+    remedy="Reset the GPUs and restart the fabric manager; a link that stays down needs service (baseboard, NVSwitch).",
+    wants="nvlink.links",
+)
+def nvlink_links(node: Node, profile: Profile) -> Finding:
+    want = profile["nvlink.links"]
+
+    def fault(gpu_idx: int) -> str | None:
+        there, up = node.nvml.links(gpu_idx), _active_links(node, gpu_idx)
+        down = [str(link) for link in there if link not in up]
+        if down:
+            return f"{len(up)} of {want} links up, down: {', '.join(down)}"
+        counted = node.nvml.field(gpu_idx, _LINK_COUNT)
+        return None if len(up) == counted == want else f"{len(up)} links up, {counted} by the driver's count"
+
+    return survey(node.nvml.gpus, _name, fault, f"{want} links up on every GPU")
+
+
+@check(
+    "nvlink.speed",
+    title="link speed",
+    source="NVML field 164 (NVLINK_GET_SPEED) per link",
+    expectation="{nvlink.mb_per_s} MB/s on every link that is up",
+    remedy="Reset the GPUs; a link that trains slowly again needs service (baseboard, NVSwitch, cables of the rack).",
+    wants="nvlink.mb_per_s",
+)
+def nvlink_speed(node: Node, profile: Profile) -> Finding:
+    want = profile["nvlink.mb_per_s"]
+
+    def fault(gpu_idx: int) -> str | None:
+        speeds = {link: node.nvml.field(gpu_idx, _LINK_SPEED, link) for link in _active_links(node, gpu_idx)}
+        slow = [f"link {link} {speed} MB/s" for link, speed in speeds.items() if speed != want]
+        return ", ".join(slow) or None
+
+    return survey(node.nvml.gpus, _name, fault, f"{want} MB/s on every link")
+
+
+@counters(
+    "nvlink.errors",
+    title="link error counters, read twice",
+    source="NVML fields 206–212, 214, 215, 219, 221 (NVLink 5) or DeviceGetNvLinkErrorCounter (before)",
+    expectation="no counter rises by more than {nvlink.error_rise}",
+    remedy="Rising errors mean a bad link: reset the GPUs, then have baseboard, NVSwitch or cable serviced.",
+    wants="nvlink.links",
+    allowed_rise="nvlink.error_rise",
+)
+def nvlink_errors(node: Node, profile: Profile) -> Counters:
+    found: dict[str, int] = {}
+    for gpu_idx in node.nvml.gpus:
+        for link in _active_links(node, gpu_idx):
+            found.update(_link_counters(node, gpu_idx, link))
+    return found
+
+
+def _link_counters(node: Node, gpu_idx: int, link: int) -> Counters:
+    found: dict[str, int] = {}
+    refusal: Unreadable | None = None
+    for field, name in _NVLINK5_COUNTERS.items():
+        try:
+            found[f"GPU {gpu_idx} link {link} {name}"] = node.nvml.field(gpu_idx, field, link)
+        except Unreadable as error:
+            if not found:
+                refusal = error
+                break
+    if found:
+        return found
+    for counter, name in _NVLINK4_COUNTERS.items():
+        try:
+            found[f"GPU {gpu_idx} link {link} {name}"] = int(node.nvml.link(gpu_idx, link, f"error.{counter}"))
+        except Unreadable as error:
+            refusal = error
+    if not found and refusal:
+        raise refusal
+    return found
+
+
+@check(
+    "nvlink.pairs",
+    title="every pair of GPUs reaches each other over NVLink",
+    source="NVML DeviceGetP2PStatus (NVLINK)",
+    expectation="all pairs OK",
+    remedy="Check nvlink.links and the fabric manager; in a container, give it all GPUs of the node.",
+    wants="nvlink.links",
+)
+def nvlink_pairs(node: Node, profile: Profile) -> Finding:
+    def fault(pair: tuple[int, int]) -> str | None:
+        status = node.nvml.p2p(*pair, P2P_NVLINK)
+        return None if status == P2P_OK else f"NVLink P2P status {status}"
+
+    pairs = list(permutations(node.nvml.gpus, 2))
+    return survey(pairs, lambda pair: f"GPU {pair[0]} → GPU {pair[1]}", fault, f"{len(pairs)} pairs OK")
+
+
+@check(
+    "nvlink.remote",
+    title="what the links end at",
+    source="NVML DeviceGetNvLinkRemoteDeviceType",
+    expectation="an NVSwitch on every link that is up",
+    remedy="The profile does not fit (a bridge or direct links instead of NVSwitch), or the fabric is mis-cabled.",
+    wants="nvlink.switch",
+)
+def nvlink_remote(node: Node, profile: Profile) -> Finding:
+    def fault(gpu_idx: int) -> str | None:
+        links = _active_links(node, gpu_idx)
+        wrong = [link for link in links if node.nvml.link(gpu_idx, link, "remote_type") != LINK_REMOTE_SWITCH]
+        return f"no switch at links {', '.join(map(str, wrong))}" if wrong else None
+
+    return survey(node.nvml.gpus, _name, fault, "NVSwitch on every link")
+
+
+@check(
+    "nvlink.fabric_manager",
+    title="fabric manager",
+    source="systemd's cgroup of nvidia-fabricmanager.service",
+    expectation="running",
+    remedy="systemctl enable --now nvidia-fabricmanager (its version must be the driver's).",
+    wants="nvlink.fabric_manager",
+)
+def nvlink_fabric_manager(node: Node, profile: Profile) -> Finding:
+    services = "/sys/fs/cgroup/system.slice"
+    if not node.exists(services):
+        return Finding(Status.UNKNOWN, f"{services}: not there (a container, or no systemd)")
+    unit = f"{services}/nvidia-fabricmanager.service"
+    running = node.exists(unit) and node.read(f"{unit}/cgroup.procs").split()
+    return Finding(Status.PASS, "running") if running else Finding(Status.FAIL, "not running")
+
+
+@check(
+    "nvlink.fabric_state",
+    title="GPUs are registered with the fabric",
+    source="NVML DeviceGetGpuFabricInfoV",
+    expectation="state completed, status 0",
+    remedy="Restart the fabric manager (HGX) or check the NVLink switch trays (NVL72); then reset the GPUs.",
+    wants="nvlink.fabric_state",
+)
+def nvlink_fabric_state(node: Node, profile: Profile) -> Finding:
+    def fault(gpu_idx: int) -> str | None:
+        state = node.nvml.gpu(gpu_idx, "fabric.state")
+        if state != FABRIC_COMPLETED:
+            return f"state {_FABRIC_STATES.get(state, state)}"
+        status = node.nvml.gpu(gpu_idx, "fabric.status")
+        return f"completed with status {status}" if status else None
+
+    return survey(node.nvml.gpus, _name, fault, "completed on every GPU")

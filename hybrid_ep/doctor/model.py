@@ -1,0 +1,171 @@
+"""What a check is and what it says.
+
+Every check ends in one of three ways: `pass`, `fail` (a confirmed fault) or `unknown` (a tool is missing, a file may
+not be read). A check of severity `warning` is reported like any other and shown as "warn" when it fails, but does not
+decide the exit code, because the node can do its work: only `error` checks do.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_ep.doctor.node import Node
+    from hybrid_ep.doctor.profile import Profile
+
+__all__ = ["Check", "Counters", "Finding", "Report", "Result", "Severity", "Status"]
+
+
+class Status(str, enum.Enum):
+    """How a check ended."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNKNOWN = "unknown"
+
+
+class Severity(str, enum.Enum):
+    """Whether a check decides the exit code."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check function returns.
+
+    Attributes:
+        status: how it ended.
+        seen: what was found, in one line; for `unknown`, why it could not be.
+    """
+
+    status: Status
+    seen: str
+
+    @classmethod
+    def judge(cls, faults: list[str], seen_if_good: str) -> Finding:
+        """Fails with all faults in one line, or passes."""
+        return cls(Status.FAIL, "; ".join(faults)) if faults else cls(Status.PASS, seen_if_good)
+
+
+Counters = Mapping[str, int]
+Examine = Callable[["Node", "Profile"], Finding]
+Sample = Callable[["Node", "Profile"], Counters]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        id: ``group.name``.
+        title: what it looks at, in a few words.
+        severity: `warning` checks do not decide the exit code; a profile may change it.
+        privilege: what reading needs beyond an ordinary user, or empty.
+        source: where the facts are read.
+        expectation: a template over the profile: ``{gpu.count}``.
+        remedy: what to do when it fails.
+        wants: key of the profile that must be set (not null, false or 0) for the check to apply; empty: always applies.
+        zero_is_wish: 0 is an expectation, too: no such thing may be there.
+        quick: part of ``--quick``: no second sample, no other program.
+        examine: for plain checks: reads and judges.
+        sample: for counters: reads them; the runner reads twice and judges the rise.
+        allowed_rise: for counters: key of the profile with the greatest rise that is no fault.
+    """
+
+    id: str
+    title: str
+    severity: Severity
+    privilege: str
+    source: str
+    expectation: str
+    remedy: str
+    wants: str
+    quick: bool
+    examine: Examine | None = None
+    sample: Sample | None = None
+    allowed_rise: str = ""
+    zero_is_wish: bool = False
+
+    @property
+    def group(self) -> str:
+        return self.id.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check's outcome on one node; plain values, as in the JSON report."""
+
+    id: str
+    group: str
+    title: str
+    status: Status
+    severity: Severity
+    seen: str
+    expected: str
+    source: str
+    remedy: str
+
+    @property
+    def shown_as(self) -> str:
+        """``pass``, ``fail``, ``warn`` or ``unknown``."""
+        return "warn" if self.status is Status.FAIL and self.severity is Severity.WARNING else self.status.value
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that one run found.
+
+    Attributes:
+        hybrid_ep: version of the package.
+        host: host name, or the folder of a recorded node.
+        profile: name of the profile.
+        profile_source: why that one.
+        duration_s: how long the checks took.
+        results: in the order of the checks.
+        not_applicable: ids of checks that the profile does not ask for.
+        facts: what `compare` needs of a node.
+    """
+
+    hybrid_ep: str
+    host: str
+    profile: str
+    profile_source: str
+    duration_s: float
+    results: tuple[Result, ...]
+    not_applicable: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """`fail` if any error check failed, else `unknown` if any could not be answered, else `pass`."""
+        decisive = {result.status for result in self.results if result.severity is Severity.ERROR}
+        return next((status for status in (Status.FAIL, Status.UNKNOWN) if status in decisive), Status.PASS)
+
+    @property
+    def exit_code(self) -> int:
+        """0 = pass, 1 = fail, 2 = unknown."""
+        return {Status.PASS: 0, Status.FAIL: 1, Status.UNKNOWN: 2}[self.status]
+
+    def to_json(self) -> dict[str, Any]:
+        """A tree of plain values; `from_json` reads it back."""
+        return {"schema": 1, "status": self.status.value, "exit_code": self.exit_code, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Report:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no report of this version.
+        """
+        fields = {name: tree[name] for name in cls.__dataclass_fields__}
+        fields["results"] = tuple(
+            Result(**{**result, "status": Status(result["status"]), "severity": Severity(result["severity"])})
+            for result in tree["results"]
+        )
+        fields["not_applicable"] = tuple(tree["not_applicable"])
+        return cls(**fields)

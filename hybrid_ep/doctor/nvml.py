@@ -1,0 +1,165 @@
+"""NVML through nvidia-ml-py, one key per value.
+
+The keys are those of the NVML stub (csrc/topology/nvml_stub.c), so what was read can be replayed: `log` has it all.
+An NVML error, a missing library and a function that the driver does not have all raise `Unreadable` with NVML's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+from hybrid_ep.doctor.unreadable import Unreadable
+
+__all__ = ["FABRIC_COMPLETED", "LINK_REMOTE_SWITCH", "P2P_NVLINK", "P2P_OK", "Nvml"]
+
+P2P_NVLINK = int(pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+P2P_OK = int(pynvml.NVML_P2P_STATUS_OK)
+LINK_REMOTE_SWITCH = int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
+FABRIC_COMPLETED = int(pynvml.NVML_GPU_FABRIC_STATE_COMPLETED)
+
+_SYSTEM: dict[str, Callable[[], Any]] = {
+    "driver_version": pynvml.nvmlSystemGetDriverVersion,
+    "nvml_version": pynvml.nvmlSystemGetNVMLVersion,
+    "cuda_driver_version": pynvml.nvmlSystemGetCudaDriverVersion_v2,
+    "gpu_count": pynvml.nvmlDeviceGetCount,
+}
+_GPU: dict[str, Callable[[Any], Any]] = {
+    "name": pynvml.nvmlDeviceGetName,
+    "uuid": pynvml.nvmlDeviceGetUUID,
+    "pci_address": lambda gpu: pynvml.nvmlDeviceGetPciInfo(gpu).busId,
+    "memory_bytes": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    "ecc_mode": lambda gpu: pynvml.nvmlDeviceGetEccMode(gpu)[0],
+    "ecc_errors.1.0": lambda gpu: pynvml.nvmlDeviceGetTotalEccErrors(
+        gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    ),
+    "row_remap_pending": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[2],
+    "row_remap_failed": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[3],
+    "persistence_mode": pynvml.nvmlDeviceGetPersistenceMode,
+    "clocks_event_reasons": pynvml.nvmlDeviceGetCurrentClocksEventReasons,
+    "utilization": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
+    "pcie_width_max": pynvml.nvmlDeviceGetMaxPcieLinkWidth,
+    "pcie_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
+    "pcie_generation_max": pynvml.nvmlDeviceGetMaxPcieLinkGeneration,
+    "fabric.state": lambda gpu: _fabric(gpu).state,
+    "fabric.status": lambda gpu: _fabric(gpu).status,
+    "fabric.clique": lambda gpu: _fabric(gpu).cliqueId,
+    "fabric.health_mask": lambda gpu: _fabric(gpu).healthMask,
+    "fabric.cluster_uuid": lambda gpu: bytes(_fabric(gpu).clusterUuid).hex(),
+}
+
+
+def _error_counter(counter: int, gpu: Any, link: int) -> Any:
+    return pynvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, counter)
+
+
+_LINK: dict[str, Callable[[Any, int], Any]] = {
+    "state": pynvml.nvmlDeviceGetNvLinkState,
+    "remote_type": lambda gpu, link: pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link),
+    "remote_pci": lambda gpu, link: pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId,
+    # Replay, recovery, CRC flit, CRC data.
+    **{f"error.{counter}": partial(_error_counter, counter) for counter in range(4)},
+}
+# nvmlFieldValue_t says by valueType which member of its union holds the value.
+_FIELD_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+
+def _fabric(gpu: Any) -> Any:
+    """The versioned struct goes in by reference, with its version set."""
+    info = pynvml.c_nvmlGpuFabricInfo_v2_t()
+    info.version = pynvml.nvmlGpuFabricInfo_v2
+    pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, pynvml.byref(info))
+    return info
+
+
+class Nvml:
+    """One open NVML session.
+
+    Attributes:
+        log: key → value as the stub writes it, of everything that was asked.
+
+    Raises:
+        Unreadable: the library is not there or does not start.
+    """
+
+    def __init__(self) -> None:
+        self.log: dict[str, str] = {}
+        self._handles: dict[int, Any] = {}
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise Unreadable(f"NVML: {error}") from None
+
+    def close(self) -> None:
+        """Shuts NVML down; the object must not be used afterwards."""
+        pynvml.nvmlShutdown()
+
+    @property
+    def gpus(self) -> range:
+        """Indices of the GPUs that the driver counts."""
+        return range(self.system("gpu_count"))
+
+    def system(self, key: str) -> Any:
+        """A value of the node: ``driver_version`` …"""
+        return self._ask(key, lambda: _SYSTEM[key]())
+
+    def gpu(self, gpu_idx: int, key: str) -> Any:
+        """A value of a GPU: ``name``, ``ecc_mode`` …"""
+        return self._ask(f"gpu.{gpu_idx}.{key}", lambda: _GPU[key](self._handle(gpu_idx)))
+
+    def link(self, gpu_idx: int, link: int, key: str) -> Any:
+        """A value of one NVLink: ``state``, ``remote_type``, ``remote_pci``, ``error.0`` …"""
+        return self._ask(f"gpu.{gpu_idx}.link.{link}.{key}", lambda: _LINK[key](self._handle(gpu_idx), link))
+
+    def links(self, gpu_idx: int) -> list[int]:
+        """Links that the GPU has, up or down. NVML_NVLINK_MAX_LINKS is more than exist: the first refusal ends them."""
+        found = []
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                self.link(gpu_idx, link, "state")
+            except Unreadable as error:
+                if error.nvml_code in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT):
+                    break
+                raise
+            found.append(link)
+        return found
+
+    def field(self, gpu_idx: int, field_id: int, scope: int = 0) -> int:
+        """The value of one NVML_FI_DEV_* field."""
+
+        def ask() -> int:
+            value = pynvml.nvmlDeviceGetFieldValues(self._handle(gpu_idx), [(field_id, scope)])[0]
+            if value.nvmlReturn != pynvml.NVML_SUCCESS:
+                raise pynvml.NVMLError(value.nvmlReturn)
+            return int(getattr(value.value, _FIELD_MEMBERS[value.valueType]))
+
+        result: int = self._ask(f"gpu.{gpu_idx}.field.{field_id}.{scope}", ask)
+        return result
+
+    def p2p(self, gpu_idx: int, other_idx: int, capability: int) -> int:
+        """NVML_P2P_STATUS_* of a pair."""
+
+        def ask() -> int:
+            pair = self._handle(gpu_idx), self._handle(other_idx)
+            return int(pynvml.nvmlDeviceGetP2PStatus(*pair, capability))
+
+        result: int = self._ask(f"gpu.{gpu_idx}.p2p.{other_idx}.{capability}", ask)
+        return result
+
+    def _handle(self, gpu_idx: int) -> Any:
+        if gpu_idx not in self._handles:
+            self._handles[gpu_idx] = pynvml.nvmlDeviceGetHandleByIndex(gpu_idx)
+        return self._handles[gpu_idx]
+
+    def _ask(self, key: str, call: Callable[[], Any]) -> Any:
+        try:
+            value = call()
+        except pynvml.NVMLError as error:
+            self.log[key] = f"!{error.value}"
+            raise Unreadable(f"NVML {key}: {error}", nvml_code=error.value) from None
+        value = value.decode() if isinstance(value, bytes) else value
+        self.log[key] = str(value)
+        return value
