@@ -69,7 +69,7 @@ class Check:
         source: where the facts are read.
         expectation: a template over the profile: ``{gpu.count}``.
         remedy: what to do when it fails.
-        wants: key of the profile that must be set (not null, false or 0) for the check to apply; empty: always applies.
+        wants: keys of the profile that must be set (not null, false or 0) for the check to apply; none: always applies.
         zero_is_wish: 0 is an expectation, too: no such thing may be there.
         quick: part of ``--quick``: no second sample, no other program.
         examine: for plain checks: reads and judges.
@@ -84,7 +84,7 @@ class Check:
     source: str
     expectation: str
     remedy: str
-    wants: str
+    wants: tuple[str, ...]
     quick: bool
     examine: Examine | None = None
     sample: Sample | None = None

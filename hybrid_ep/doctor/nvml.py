@@ -7,6 +7,7 @@ An NVML error, a missing library and a function that the driver does not have al
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pynvml

@@ -34,10 +34,10 @@ def check(
     quick: bool = True,
     zero_is_wish: bool = False,
 ) -> Callable[[Examine], Examine]:
-    """Registers a function that reads and judges; the arguments are the fields of `Check`."""
+    """Registers a function that reads and judges; the arguments are the fields of `Check`, `wants` split by spaces."""
 
     def register(examine: Examine) -> Examine:
-        facts = (id, title, severity, privilege, source, expectation, remedy, wants, quick)
+        facts = (id, title, severity, privilege, source, expectation, remedy, tuple(wants.split()), quick)
         _add(Check(*facts, examine=examine, zero_is_wish=zero_is_wish))
         return examine
 
@@ -50,7 +50,7 @@ def counters(
     """Registers a function that reads counters; `allowed_rise` is the profile's key for the rise that is no fault."""
 
     def register(sample: Sample) -> Sample:
-        facts = (id, title, Severity.ERROR, "", source, expectation, remedy, wants)
+        facts = (id, title, Severity.ERROR, "", source, expectation, remedy, tuple(wants.split()))
         _add(Check(*facts, quick=False, sample=sample, allowed_rise=allowed_rise))
         return sample
 

@@ -97,9 +97,7 @@ def examine(
 def _applies(check: Check, profile: Profile) -> bool:
     if profile.severity_of(check.id) == "off":
         return False
-    if not check.wants or (check.zero_is_wish and profile[check.wants] == 0):
-        return True
-    return bool(profile[check.wants])
+    return all(profile[key] or (check.zero_is_wish and profile[key] == 0) for key in check.wants)
 
 
 def _examine(check: Check, node: Node, profile: Profile) -> Finding:

@@ -29,8 +29,8 @@ def survey(
         name: how a thing is called in the report.
         fault: what is wrong with it, or None; may raise Unreadable.
         good: what to say when nothing is wrong.
-        if_none: passes with these words where there is nothing to examine; None: that is `unknown`, because a check that
-            looked at nothing has confirmed nothing.
+        if_none: passes with these words where there is nothing to examine; None: that is `unknown`, because a check
+            that looked at nothing has confirmed nothing.
 
     Returns:
         `fail` with every fault, else `unknown` if anything could not be read, else `pass`.

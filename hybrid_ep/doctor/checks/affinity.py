@@ -17,7 +17,7 @@ from hybrid_ep.topology import Distance
     expectation="every GPU has a NIC, and every NIC a GPU, at {affinity.max_distance} or nearer",
     remedy="Bare metal: check the slots. Virtual machine: pass the PCIe topology through, or give NCCL a topology file "
     "and set HYBRID_EP_NICS.",
-    wants="affinity.max_distance",
+    wants="nic.count affinity.max_distance",
 )
 def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
     most = Distance[profile["affinity.max_distance"]]

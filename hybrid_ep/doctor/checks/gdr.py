@@ -18,7 +18,7 @@ from hybrid_ep.doctor.unreadable import Unreadable
     expectation="either",
     remedy="modprobe nvidia_peermem (after the NIC's driver), or use the open kernel modules and a NIC driver with "
     "dma-buf.",
-    wants="gdr.peer_memory",
+    wants="nic.count gdr.peer_memory",
 )
 def gdr_peer_memory(node: Node, profile: Profile) -> Finding:
     if node.exists("/sys/module/nvidia_peermem"):
@@ -47,7 +47,7 @@ def gdr_peer_memory(node: Node, profile: Profile) -> Finding:
     remedy='options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;" in '
     "/etc/modprobe.d, rebuild the initramfs, reboot. Without it NVSHMEM falls back to a CPU-assisted handler: slower, "
     "still correct.",
-    wants="gdr.ibgda",
+    wants="nic.count gdr.ibgda",
     severity=Severity.WARNING,
 )
 def gdr_ibgda(node: Node, profile: Profile) -> Finding:
@@ -66,7 +66,7 @@ def gdr_ibgda(node: Node, profile: Profile) -> Finding:
     source="/dev/gdrdrv",
     expectation="present",
     remedy="Install and load the gdrdrv module; in a container, add --device /dev/gdrdrv.",
-    wants="gdr.gdrcopy",
+    wants="nic.count gdr.gdrcopy",
 )
 def gdr_gdrcopy(node: Node, profile: Profile) -> Finding:
     device = node.char_device("/dev/gdrdrv")

@@ -92,7 +92,7 @@ def nic_state(node: Node, profile: Profile) -> Finding:
     source=f"{_CLASS}/*/ports/*/rate",
     expectation="{nic.rate_gbps} Gb/s on every port that is up",
     remedy="Check cable, transceiver, lanes and the switch port's speed; auto-negotiation may have fallen back.",
-    wants="nic.rate_gbps",
+    wants="nic.count nic.rate_gbps",
 )
 def nic_rate(node: Node, profile: Profile) -> Finding:
     want = profile["nic.rate_gbps"]
@@ -109,7 +109,7 @@ def nic_rate(node: Node, profile: Profile) -> Finding:
     source=f"{_CLASS}/*/ports/*/link_layer",
     expectation="{nic.link_layer}, the same on every port",
     remedy="mlxconfig -d DEVICE set LINK_TYPE_P1=1 (InfiniBand) or 2 (Ethernet), then reset the NIC.",
-    wants="nic.link_layer",
+    wants="nic.count nic.link_layer",
 )
 def nic_link_layer(node: Node, profile: Profile) -> Finding:
     layers = sorted({port.link_layer for _, port in _ports(node, profile)})
@@ -128,7 +128,7 @@ def nic_link_layer(node: Node, profile: Profile) -> Finding:
     expectation="{nic.mtu} bytes on every port that is up",
     remedy="Ethernet: ip link set dev IFACE mtu 9000 (4200 at least for 4096), on the switches too. InfiniBand: set "
     "the MTU in the subnet manager's partition.",
-    wants="nic.mtu",
+    wants="nic.count nic.mtu",
 )
 def nic_mtu(node: Node, profile: Profile) -> Finding:
     def fault(port: Port) -> str | None:
@@ -162,7 +162,7 @@ def _netdev(node: Node, port: Port) -> str:
     expectation="index {nic.roce_gid_index} is a RoCE v2 GID (Ethernet ports only)",
     remedy="Give the network interface an address, or set NCCL_IB_GID_INDEX, NVSHMEM_IB_GID_INDEX and the profile to "
     "the index that `show_gids` lists as v2.",
-    wants="nic.roce_gid_index",
+    wants="nic.count nic.roce_gid_index",
 )
 def nic_gid(node: Node, profile: Profile) -> Finding:
     index = profile["nic.roce_gid_index"]
@@ -185,7 +185,7 @@ def nic_gid(node: Node, profile: Profile) -> Finding:
     source=f"{_CLASS}/*/fw_ver",
     expectation="{nic.firmware}",
     remedy="Update the firmware (mlxfwmanager or the vendor's tool) and reset the NIC.",
-    wants="nic.firmware",
+    wants="nic.count nic.firmware",
 )
 def nic_firmware(node: Node, profile: Profile) -> Finding:
     def fault(nic: Nic) -> str | None:
@@ -272,7 +272,7 @@ def nic_uverbs(node: Node, profile: Profile) -> Finding:
     source="/sys/class/infiniband_mad, /dev/infiniband",
     expectation="one /dev/infiniband/umad* for each InfiniBand port",
     remedy="modprobe ib_umad.",
-    wants="nic.umad",
+    wants="nic.count nic.umad",
 )
 def nic_umad(node: Node, profile: Profile) -> Finding:
     mads = "/sys/class/infiniband_mad"
