@@ -23,7 +23,7 @@ from hybrid_ep.config import Config
 from hybrid_ep.engine.base import Dispatched, DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.event import EventHandle, EventOverlap
-from hybrid_ep.layout import compute_layout, map_to_indices
+from hybrid_ep.layout import compute_layout, map_to_indices, widest_token
 from hybrid_ep.low_latency import LowLatencyCalls
 
 __all__ = ["Buffer", "topk_idx_t"]
@@ -356,9 +356,10 @@ class Buffer(LowLatencyCalls):
         num_local = self._num_local_experts(num_experts)
         if topk_idx is None:
             require(topk_weights is None, "topk_weights", "given", "None without topk_idx")
-            ranks, _ = map_to_indices(
-                is_token_in_rank, None, num_topk=self.group_size if self.group_size <= MAX_TOPK else None
-            )
+            if self.group_size > MAX_TOPK:
+                widest = int(widest_token(is_token_in_rank))
+                require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
+            ranks, _ = map_to_indices(is_token_in_rank, None)
             return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts)
         self._check_topk(topk_idx, topk_weights, num_experts)
         require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")

@@ -14,7 +14,8 @@ Messages carry the value that was given and the values that are allowed.
 from __future__ import annotations
 
 import builtins
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 __all__ = [
     "ClosedError",
@@ -58,6 +59,9 @@ class TransportError(HybridEPError):
     def __str__(self) -> str:
         who = "an unknown rank" if self.peer is None else f"rank {self.peer}"
         return f"{self.where}: rank {self.rank} lost {who}: {self.detail}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), astuple(self)
 
 
 @dataclass(eq=False)

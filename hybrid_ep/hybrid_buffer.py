@@ -17,7 +17,7 @@ from hybrid_ep.base_buffer import BaseBuffer, check_rows
 from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.layout import drop_duplicates, first_occurrence, indices_to_map, map_to_indices
+from hybrid_ep.layout import drop_duplicates, first_occurrence, indices_to_map, map_to_indices, widest_token
 
 __all__ = ["HybridEPBuffer", "HybridHandle", "PermutedHandle", "indices_to_map"]
 
@@ -327,7 +327,7 @@ class HybridEPBuffer(BaseBuffer):
             return _given(cached.data, as_bytes), None, cached.scales, handle.tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
-        routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+        routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map, no_sync=non_blocking)
         if num_of_experts_per_rank is not None:
             num_local = routing.num_experts // self.group_size
             require(
@@ -341,6 +341,9 @@ class HybridEPBuffer(BaseBuffer):
             num_sms=self._num_sms_dispatch,
         )
         tokens_per_expert = result.num_tokens_per_expert
+        if non_blocking and routing_map is not None and routing.num_experts > MAX_TOPK:
+            # What a blocking call raises for a token with too many experts, this one reports as it reports lost rows.
+            result.handle.overflow.bitwise_or_(widest_token(routing_map) > MAX_TOPK)
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu", torch.int64)
             engine.raise_on_overflow(result.handle)
@@ -411,6 +414,8 @@ class HybridEPBuffer(BaseBuffer):
         num_experts: int | None,
         probs: Tensor | None,
         routing_map: Tensor | None,
+        *,
+        no_sync: bool = False,
     ) -> Routing:
         if (topk_idx is None) == (routing_map is None):
             which = "neither" if topk_idx is None else "both"
@@ -426,9 +431,10 @@ class HybridEPBuffer(BaseBuffer):
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=rows.data.device)
             if probs is not None:
                 require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=rows.data.device)
-            # A map of few experts has no token with more than all of them; else the widest token decides.
-            num_topk = num_experts if num_experts <= MAX_TOPK else None
-            topk_idx, topk_weights = map_to_indices(routing_map, probs, num_topk=num_topk)
+            if num_experts > MAX_TOPK and not (no_sync and routing_map.is_cuda):
+                widest = int(widest_token(routing_map))
+                require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, f"≤ {MAX_TOPK}")
+            topk_idx, topk_weights = map_to_indices(routing_map, probs)
         else:
             assert topk_idx is not None
             require(probs is None, "probs", "given with topk_idx", "None (give topk_weights)")

@@ -22,6 +22,7 @@ __all__ = [
     "indices_to_map",
     "map_to_indices",
     "permutation_by_expert",
+    "widest_token",
 ]
 
 
@@ -95,7 +96,7 @@ def _scatter_to_map(topk_idx: Tensor, num_experts: int) -> Tensor:
     """``[T, K]`` indices → ``[T, E]`` bool; index −1 falls into a column that is cut off again."""
     padded = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
     padded.scatter_(1, torch.where(topk_idx < 0, num_experts, topk_idx), True)
-    return padded[:, :num_experts]
+    return padded[:, :num_experts].contiguous()
 
 
 def indices_to_map(
@@ -127,24 +128,19 @@ def indices_to_map(
     return routing_map, probs[:, :num_of_experts].contiguous()
 
 
-def map_to_indices(routing_map: Tensor, probs: Tensor | None, *, num_topk: int | None) -> tuple[Tensor, Tensor | None]:
+def map_to_indices(routing_map: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Turns a dense routing map into top-k indices: ascending experts, then −1.
 
     Args:
         routing_map: ``[T, E]`` bool.
         probs: ``[T, E]`` float32, or None.
-        num_topk: K; None = the most experts of any token (waits for a GPU).
 
     Returns:
-        ``[T, K]`` int64, and ``[T, K]`` float32 weights (0 at −1; None without probs).
-
-    Raises:
-        ConfigError: a token has more than 32 experts.
+        ``[T, K]`` int64, and ``[T, K]`` float32 weights (0 at −1; None without probs). K = min(E, 32): the same on
+        every rank, whatever its tokens. Experts of a token beyond 32 are left out: see `widest_token`.
     """
     num_experts = routing_map.shape[1]
-    if num_topk is None:
-        num_topk = max(1, int(routing_map.sum(1).max())) if routing_map.shape[0] else 1
-        require(num_topk <= MAX_TOPK, "experts of one token in routing_map", num_topk, f"≤ {MAX_TOPK}")
+    num_topk = min(num_experts, MAX_TOPK)
     experts = torch.arange(num_experts, device=routing_map.device)
     columns = torch.where(routing_map, experts, num_experts).sort(1).values[:, :num_topk]
     topk_idx = torch.where(columns < num_experts, columns, -1)
@@ -152,6 +148,11 @@ def map_to_indices(routing_map: Tensor, probs: Tensor | None, *, num_topk: int |
         return topk_idx, None
     weights = probs.gather(1, columns.clamp_max(num_experts - 1))
     return topk_idx, torch.where(topk_idx >= 0, weights, 0.0)
+
+
+def widest_token(routing_map: Tensor) -> Tensor:
+    """Returns, as a scalar tensor, the most experts (columns) that any token of a ``[T, E]`` bool map has."""
+    return routing_map.sum(1).max() if routing_map.shape[0] else torch.zeros((), dtype=torch.int64)
 
 
 class Permutation(NamedTuple):

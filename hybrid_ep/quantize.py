@@ -54,7 +54,7 @@ def _check_hidden(hidden: int) -> None:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    return x.reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // CHANNELS_PER_SCALE, CHANNELS_PER_SCALE)
 
 
 def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor]:

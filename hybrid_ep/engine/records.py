@@ -21,6 +21,11 @@ class RecordFormat:
         """The format of ``[n, width]`` tensors side by side."""
         return cls(tuple((tensor.dtype, tensor.shape[1]) for tensor in tensors))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one record."""
+        return sum(dtype.itemsize * width for dtype, width in self.columns)
+
     def pack(self, tensors: list[Tensor]) -> Tensor:
         """``[n, width]`` tensors → ``[n, bytes]`` uint8."""
         num_rows = tensors[0].shape[0]

@@ -96,7 +96,7 @@ class TorchEngine(Engine):
         columns = self._columns(rows, topk_idx, routing.topk_weights)
         fmt = RecordFormat.of(columns)
         in_domain = layout.is_token_in_rank.view(-1, grid.num_domains, grid.num_ranks_per_domain).any(-1)
-        between = Hop.plan(exchange, "between domains", list(grid.peers), in_domain)
+        between = Hop.plan(exchange, "between domains", list(grid.peers), in_domain, fmt.num_bytes)
         held = between.forward(exchange, fmt.pack(columns))
 
         # Hop 2: to every rank of this domain that needs it; the record itself says who does.
@@ -104,7 +104,7 @@ class TorchEngine(Engine):
         owner = torch.where(held_topk >= 0, held_topk.div(num_local, rounding_mode="floor"), -1)
         domain = torch.arange(grid.domain.start, grid.domain.stop, device=owner.device)
         in_rank = (owner.unsqueeze(-1) == domain).any(1)
-        within = Hop.plan(exchange, "within domain", list(grid.domain), in_rank)
+        within = Hop.plan(exchange, "within domain", list(grid.domain), in_rank, fmt.num_bytes)
         arrived = within.forward(exchange, held)
 
         data, global_topk, src, *rest = fmt.unpack(arrived)

@@ -72,7 +72,8 @@ class TorchLowLatency:
                 columns.append(rows.scales)
             fmt = RecordFormat.of(columns)
             layout = compute_layout(topk_idx, num_experts, grid.num_ranks, grid.num_ranks_per_domain)
-            hop = Hop.plan(exchange, "between ranks", ranks, layout.is_token_in_rank[:, ranks])
+            goes = layout.is_token_in_rank[:, ranks]
+            hop = Hop.plan(exchange, "between ranks", ranks, goes, fmt.num_bytes)
             arrived = fmt.unpack(hop.forward(exchange, fmt.pack(columns), wait_stats))
 
             # Rows arrived by source rank, then token; each goes once to every local expert that it names.

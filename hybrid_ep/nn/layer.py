@@ -66,7 +66,7 @@ class MoELayer(nn.Module):
         require_tensor("x", x, dtypes=(torch.float32, torch.bfloat16), shape=(None, self.hidden))
         topk_idx, topk_weights = self.route(x)
         tokens = self.dispatch(x.to(torch.bfloat16).contiguous(), topk_idx, topk_weights)
-        combined = self.combine(self.experts(tokens), tokens.handle)
+        combined: Tensor = self.combine(self.experts(tokens), tokens.handle)
         return combined.to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

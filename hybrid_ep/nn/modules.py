@@ -107,7 +107,8 @@ class MoEDispatch(nn.Module):
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.dispatch`.
         """
-        return DispatchedTokens(*_Dispatch.apply(self.buffer, self.num_experts, x, topk_idx, topk_weights))
+        parts = _Dispatch.apply(self.buffer, self.num_experts, x, topk_idx, topk_weights)  # type: ignore[no-untyped-call]
+        return DispatchedTokens(*parts)
 
 
 class MoECombine(nn.Module):
@@ -127,5 +128,5 @@ class MoECombine(nn.Module):
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.combine`.
         """
-        combined: Tensor = _Combine.apply(self.buffer, handle, x)
+        combined: Tensor = _Combine.apply(self.buffer, handle, x)  # type: ignore[no-untyped-call]
         return combined

@@ -1,0 +1,194 @@
+"""Checks of `HybridEPBuffer`. Each runs on every rank of a group and asserts bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybrid_ep
+from hybrid_ep.layout import indices_to_map
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
+from hybrid_ep.reference import Copy
+from tests.battery.cases import Case, row_of
+from tests.battery.normal import equal, gather_rows, on, returned
+
+__all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain"]
+
+
+def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
+    return hybrid_ep.HybridEPBuffer(
+        dist.group.WORLD,
+        case.hidden,
+        case.max_tokens,
+        case.num_experts // case.num_ranks,
+        num_of_hybrid_ep_ranks_per_nvlink_domain=case.num_ranks_per_domain,
+        **options,
+    )
+
+
+def routings(case: Case, device: str) -> list[dict[str, Any]]:
+    """The same routing as indices and as a map."""
+    inputs = on(device, case.inputs(dist.get_rank()))
+    routing_map, probs = indices_to_map(
+        inputs.topk_idx, inputs.topk_weights, inputs.topk_idx.shape[0], case.num_experts
+    )
+    return [
+        {"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts},
+        {"routing_map": routing_map, "probs": probs},
+    ]
+
+
+def probs_of(case: Case, rank: int) -> Tensor:
+    """``[T, E]`` of any rank."""
+    inputs = case.inputs(rank)
+    _, probs = indices_to_map(inputs.topk_idx, inputs.topk_weights, inputs.topk_idx.shape[0], case.num_experts)
+    assert probs is not None
+    return probs
+
+
+def check_plain(case: Case, device: str = "cpu") -> None:
+    """Dispatch and combine without permutation, by indices and by map, then with a cached handle."""
+    rank = dist.get_rank()
+    inputs, reference = on(device, case.inputs(rank)), case.reference()
+    rows = reference.received(rank)
+    num_local = case.num_experts // case.num_ranks
+    domain = rank // case.per_domain
+    first, size = domain * case.per_domain * num_local, case.per_domain * num_local
+    sources = [case.inputs(r).x for r in range(case.num_ranks)]
+    all_probs = [probs_of(case, r)[:, first : first + size] for r in range(case.num_ranks)]
+    with make_buffer(case) as buffer:
+        for routing in routings(case, device):
+            hidden, probs, scales, handle = buffer.dispatch(inputs.x, **routing)
+            assert scales is None
+            equal(hidden, gather_rows(case, rows, sources), "hidden")
+            equal(probs, gather_rows(case, rows, all_probs), "probs")
+            again, no_probs, _, _ = buffer.dispatch(inputs.x * 2, handle=handle)
+            assert no_probs is None
+            equal(again, gather_rows(case, rows, [s * 2 for s in sources]), "hidden of a cached dispatch")
+
+            # Each rank sends home the probabilities of its own experts, as a training step does.
+            own = torch.zeros_like(probs)
+            begin = rank * num_local - first
+            own[:, begin : begin + num_local] = probs[:, begin : begin + num_local]
+            combined, probs_home = buffer.combine(returned(case, rank, rows).to(device), own, handle)
+            want = reference.combined(
+                rank, case.hidden, lambda dst, src, token: row_of(case.seed, dst, src, token, case.hidden)
+            )
+            equal(combined, want, "combined hidden")
+            equal(probs_home, probs_of(case, rank), "combined probs")
+
+
+def _permuted(copies: list[Copy | None], tensors: list[Tensor]) -> Tensor:
+    """Rows of per-rank tensors in permuted order, zero where a pad stands."""
+    if not copies:
+        return tensors[0][:0]
+    zero = torch.zeros(tensors[0].shape[1:], dtype=tensors[0].dtype)
+    return torch.stack([zero if c is None else tensors[c.src_rank][c.token] for c in copies])
+
+
+def _expert_rows(case: Case, copies: list[Copy | None]) -> Tensor:
+    """What the experts return, pads poisoned: they must not be read."""
+    poison = torch.full((case.hidden,), float("nan"), dtype=torch.bfloat16)
+    rows = [poison if c is None else row_of(case.seed, c.expert, c.src_rank, c.token, case.hidden) for c in copies]
+    return torch.stack(rows) if rows else torch.empty(0, case.hidden, dtype=torch.bfloat16)
+
+
+def expected_unpermuted(case: Case, rank: int) -> Tensor:
+    """Experts of one rank are summed in ascending order and rounded once; then as a plain combine."""
+    reference = case.reference()
+    num_local = case.num_experts // case.num_ranks
+
+    def row(dst: int, src: int, token: int) -> Tensor:
+        chosen = set(reference.topk_idx[src][token].tolist())
+        total = torch.zeros(case.hidden)
+        for expert in range(dst * num_local, (dst + 1) * num_local):
+            if expert in chosen:
+                total += row_of(case.seed, expert, src, token, case.hidden).float()
+        return total.to(torch.bfloat16)
+
+    return reference.combined(rank, case.hidden, row)
+
+
+def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False) -> None:
+    """Permute-fused dispatch and combine, with and without pads, blocking and not."""
+    rank = dist.get_rank()
+    reference = case.reference()
+    sources = [cast_to_fp8(case.inputs(r).x) if fp8 else (case.inputs(r).x, None) for r in range(case.num_ranks)]
+    data, scale = sources[rank]
+    given = {"hidden": data.view(torch.uint8).to(device) if fp8 else data.to(device)}
+    if fp8:
+        assert scale is not None
+        given["scaling_factor"] = scale.to(device)
+    with make_buffer(case, use_fp8=fp8) as buffer:
+        for pad in (None, 16):
+            copies = reference.permuted(rank, pad or 1)
+            for routing in routings(case, device):
+                for non_blocking in (False, True):
+                    bound = len(copies) + 5 if non_blocking else None
+                    hidden, probs, scales, counts, handle = buffer.dispatch_with_permute(
+                        **given, **routing, pad_multiple=pad, num_permuted_tokens=bound, non_blocking=non_blocking
+                    )
+                    n = len(copies)
+                    assert hidden.shape[0] == (n if bound is None else bound)
+                    want = _permuted(copies, [s[0].view(torch.uint8) if fp8 else s[0] for s in sources])
+                    equal(hidden[:n], want, "permuted hidden")
+                    assert not bool(hidden[n:].view(torch.uint8).any())
+                    if fp8:
+                        equal(scales[:n], _permuted(copies, [s[1] for s in sources]), "permuted scales")
+                    want_probs = [
+                        0.0 if c is None else case.inputs(c.src_rank).topk_weights[c.token, c.column] for c in copies
+                    ]
+                    equal(probs[:n], torch.tensor(want_probs, dtype=torch.float32), "permuted probs")
+                    experts = reference.tokens_per_expert(rank)
+                    assert counts.tolist() == [-(-e // (pad or 1)) * (pad or 1) for e in experts]
+                    assert int(handle[-1].item()) == 0
+
+                    y = torch.full((hidden.shape[0], case.hidden), float("nan"), dtype=torch.bfloat16)
+                    y[:n] = _expert_rows(case, copies)
+                    combined, probs_home = buffer.combine_with_unpermute(
+                        hidden=y.to(device), probs=probs, handle=handle, pad_multiple=pad
+                    )
+                    equal(combined, expected_unpermuted(case, rank), "combined hidden")
+                    equal(probs_home, probs_of(case, rank), "combined probs")
+
+
+def check_permuted_cached(case: Case, device: str = "cpu") -> None:
+    """The handle of a permuted dispatch carries other tokens along the same routes."""
+    rank = dist.get_rank()
+    copies = case.reference().permuted(rank, 8)
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as buffer:
+        routing = routings(case, device)[0]
+        *_, handle = buffer.dispatch_with_permute(hidden=inputs.x, **routing, pad_multiple=8)
+        hidden, no_probs, _, _, _ = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle)
+        assert no_probs is None
+        equal(hidden, _permuted(copies, [case.inputs(r).x * 2 for r in range(case.num_ranks)]), "permuted hidden")
+
+
+def check_overflow(case: Case, device: str = "cpu") -> None:
+    """A bound that is too small sets the flag (non-blocking) or raises; what fits is still right."""
+    rank = dist.get_rank()
+    copies = case.reference().permuted(rank)
+    bound = max(0, len(copies) - 3)
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as buffer:
+        given = {"hidden": inputs.x, **routings(case, device)[0], "num_permuted_tokens": bound}
+        hidden, _, _, _, handle = buffer.dispatch_with_permute(**given, non_blocking=True)
+        assert int(handle[-1].item()) == int(len(copies) > bound)
+        equal(hidden, _permuted(copies[:bound], [case.inputs(r).x for r in range(case.num_ranks)]), "permuted hidden")
+        if len(copies) > bound:
+            try:
+                buffer.dispatch_with_permute(**given)
+            except hybrid_ep.OverflowError as error:
+                assert str(len(copies)) in str(error)
+            else:
+                raise AssertionError("a bound that is too small was not reported")
+
+
+def max_fp8_error(x: Tensor) -> float:
+    """Largest relative error of one FP8 round trip, for a test of the helpers."""
+    data, scales = cast_to_fp8(x)
+    return float(((cast_from_fp8(data, scales, torch.float32) - x.float()).abs() / x.float().abs().amax()).max())

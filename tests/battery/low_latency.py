@@ -1,0 +1,141 @@
+"""Checks of the low-latency calls. Each runs on every rank of a group and asserts bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.quantize import Fp8Format, cast_to_fp8
+from hybrid_ep.reference import Copy
+from tests.battery.cases import Case, row_of
+from tests.battery.normal import equal, make_buffer, on
+
+__all__ = ["FORMATS", "check_low_latency", "check_overlapping_batches"]
+
+FORMATS: dict[str, Fp8Format | None] = {
+    "bf16": None,
+    "fp8": Fp8Format(),
+    "fp8_rounded": Fp8Format(round_scale=True),
+    "fp8_ue8m0": Fp8Format(round_scale=True, ue8m0=True),
+}
+
+
+def expert_copies(case: Case, rank: int) -> list[list[Copy]]:
+    """For each local expert of `rank`, its copies by source rank, then token."""
+    num_local = case.num_experts // case.num_ranks
+    copies = case.reference().copies(rank)
+    return [[c for c in copies if c.expert == rank * num_local + e] for e in range(num_local)]
+
+
+def expert_output(case: Case, rank: int, capacity: int) -> Tensor:
+    """``[LE, M×R, H]``: what the experts return, poisoned where no row stands."""
+    copies = expert_copies(case, rank)
+    y = torch.full((len(copies), capacity, case.hidden), float("nan"), dtype=torch.bfloat16)
+    for e, rows in enumerate(copies):
+        for place, c in enumerate(rows):
+            y[e, place] = row_of(case.seed, c.expert, c.src_rank, c.token, case.hidden)
+    return y
+
+
+def expected_combine(case: Case, rank: int) -> Tensor:
+    """Σ_k weight × row in float32, in top-k order, rounded once."""
+    inputs = case.inputs(rank)
+    result = torch.zeros(inputs.x.shape, dtype=torch.bfloat16)
+    for token, experts in enumerate(inputs.topk_idx.tolist()):
+        total = torch.zeros(case.hidden)
+        for column, expert in enumerate(experts):
+            if expert >= 0 and experts.index(expert) == column:
+                row = row_of(case.seed, expert, rank, token, case.hidden)
+                total += row.float() * inputs.topk_weights[token, column]
+        result[token] = total.to(torch.bfloat16)
+    return result
+
+
+def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None:
+    """Dispatch and combine, at once and with hooks, with statistics and with the caller's output and input buffers."""
+    rank, fmt = dist.get_rank(), FORMATS[format_name]
+    inputs = on(device, case.inputs(rank))
+    sent = [case.inputs(r).x if fmt is None else cast_to_fp8(case.inputs(r).x, fmt) for r in range(case.num_ranks)]
+    copies = expert_copies(case, rank)
+    num_tokens, capacity = case.max_tokens, case.max_tokens * case.num_ranks
+    stats = torch.ones(len(copies), dtype=torch.int32, device=device)
+    waited = torch.zeros(case.num_ranks, dtype=torch.int64, device=device)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        for hooked in (False, True):
+            received, count, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x,
+                inputs.topk_idx,
+                num_tokens,
+                case.num_experts,
+                cumulative_local_expert_recv_stats=stats,
+                dispatch_wait_recv_cost_stats=waited,
+                use_fp8=fmt is not None,
+                round_scale=fmt is not None and fmt.round_scale,
+                use_ue8m0=fmt is not None and fmt.ue8m0,
+                return_recv_hook=hooked,
+            )
+            assert (hook is not None) == hooked
+            if hook is not None:
+                hook()
+            equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "packed_recv_count")
+            _check_packed(case, copies, sent, received, handle)
+
+            x = expert_output(case, rank, capacity).to(device)
+            out = torch.empty_like(inputs.x) if hooked else None
+            if hooked:
+                buffer.get_next_low_latency_combine_buffer(handle).copy_(x)
+            combined, _, hook = buffer.low_latency_combine(
+                x, inputs.topk_idx, inputs.topk_weights, handle, zero_copy=hooked, return_recv_hook=hooked, out=out
+            )
+            if hook is not None:
+                hook()
+                assert combined is out
+            equal(combined, expected_combine(case, rank), "combined_x")
+        equal(stats, 1 + 2 * torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "receive statistics")
+        assert bool((waited >= 0).all())
+
+
+def _check_packed(case: Case, copies: list[list[Copy]], sent: list, received: object, handle: tuple) -> None:
+    """Rows, scales, source indices and ranges of every local expert."""
+    data, scales = received if isinstance(received, tuple) else (received, None)
+    if scales is not None:
+        assert scales.stride(-2) == 1, f"scales have strides {scales.stride()}, expected column-major"
+    for e, rows in enumerate(copies):
+        for place, c in enumerate(rows):
+            source = sent[c.src_rank]
+            want = source[0] if isinstance(source, tuple) else source
+            as_bytes = data[e, place].view(torch.uint8).cpu(), want[c.token].view(torch.uint8)
+            assert torch.equal(*as_bytes), f"expert {e}, row {place}: not that of {c}"
+            if scales is not None:
+                assert torch.equal(scales[e, place].cpu(), source[1][c.token]), f"expert {e}, row {place}: scales"
+        tokens = torch.tensor([c.token for c in rows], dtype=torch.int32)
+        equal(handle[0][e, : len(rows)], tokens, "handle[0]")
+        for src in range(case.num_ranks):
+            begin, count = divmod(int(handle[1][e, src]), 1 << 32)
+            assert [c.src_rank for c in rows[begin : begin + count]] == [src] * count
+            assert count == sum(c.src_rank == src for c in rows)
+
+
+def check_overlapping_batches(case: Case, device: str = "cpu") -> None:
+    """Two micro-batches are in flight at once."""
+    rank = dist.get_rank()
+    inputs = on(device, case.inputs(rank))
+    x = expert_output(case, rank, case.max_tokens * case.num_ranks).to(device)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        _, _, first, _, receive_1 = buffer.low_latency_dispatch(*send, use_fp8=False, return_recv_hook=True)
+        _, _, second, _, receive_2 = buffer.low_latency_dispatch(*send, use_fp8=False, return_recv_hook=True)
+        assert receive_1 is not None
+        assert receive_2 is not None
+        receive_1()
+        receive_2()
+        back = (x, inputs.topk_idx, inputs.topk_weights)
+        out_1, _, hook_1 = buffer.low_latency_combine(*back, first, return_recv_hook=True)
+        out_2, _, hook_2 = buffer.low_latency_combine(*back, second, return_recv_hook=True)
+        assert hook_1 is not None
+        assert hook_2 is not None
+        hook_1()
+        hook_2()
+        equal(out_1, expected_combine(case, rank), "first batch")
+        equal(out_2, expected_combine(case, rank), "second batch")

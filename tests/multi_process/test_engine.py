@@ -1,0 +1,56 @@
+"""The torch engine passes every case, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.battery import hybrid, low_latency, normal
+from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
+from tests.conftest import RunRanks
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+fp8_cases = pytest.mark.parametrize("case", [c for c in CASES if c.hidden % 128 == 0], ids=lambda case: case.id)
+
+
+@every_case
+@pytest.mark.parametrize("check", [normal.check_round_trip, normal.check_cached, normal.check_bound])
+def test_normal(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
+    run_ranks(case.num_ranks, check, case)
+
+
+@fp8_cases
+def test_normal_fp8(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, normal.check_fp8, case)
+
+
+def test_two_buffers(run_ranks: RunRanks) -> None:
+    run_ranks(4, normal.check_two_buffers, Case("two_buffers", 4, 20))
+
+
+@every_case
+@pytest.mark.parametrize(
+    "check", [hybrid.check_plain, hybrid.check_permuted, hybrid.check_permuted_cached, hybrid.check_overflow]
+)
+def test_hybrid(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
+    run_ranks(case.num_ranks, check, case)
+
+
+@fp8_cases
+def test_hybrid_fp8(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, _permuted_fp8, case)
+
+
+def _permuted_fp8(case: Case) -> None:
+    hybrid.check_permuted(case, fp8=True)
+
+
+@pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("format_name", low_latency.FORMATS)
+def test_low_latency(run_ranks: RunRanks, case: Case, format_name: str) -> None:
+    run_ranks(case.num_ranks, low_latency.check_low_latency, case, format_name)
+
+
+def test_low_latency_batches_overlap(run_ranks: RunRanks) -> None:
+    run_ranks(4, low_latency.check_overlapping_batches, Case("overlap", 4, 12))
