@@ -1,0 +1,122 @@
+"""The four pictures of the demo, each drawn from a `DemoResult` alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from hybrid_ep.demo.results import DemoResult, WireResult
+from hybrid_ep.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    SKY,
+    VERMILION,
+    Picture,
+    label_bars,
+    new_figure,
+    theme,
+    to_png,
+)
+from hybrid_ep.report.units import format_bytes
+
+__all__ = ["draw_all"]
+
+_PHASE_COLOURS = {"dispatch": BLUE, "experts": GREY, "combine": ORANGE}
+_WAYS = {
+    "all_gather": ("all-gather", GREY),
+    "all_to_all": ("all-to-all of top-k copies", SKY),
+    "measured": ("hybrid_ep", BLUE),
+}
+
+
+def draw_all(result: DemoResult) -> dict[str, Picture]:
+    """Draws every picture; name → picture."""
+    with theme():
+        pictures = [_wire(result), _load(result), _time(result), _loss(result)]
+    return {picture.name: picture for picture in pictures}
+
+
+def _wire(result: DemoResult) -> Picture:
+    steps = [item for item in result.wire if item.routing == "skewed"]
+    hops = [("between_domains", "between domains (network)"), ("within_domain", "within domains (NVLink)")]
+    if result.settings.num_domains == 1:
+        hops = hops[1:]
+    figure, axes = new_figure(
+        1, len(hops), size=(12, 5.2), title="Bytes on the wire, skewed routing, all ranks together", grid="y"
+    )
+    for axis, (hop, name) in zip(axes[0], hops, strict=True):
+        _wire_panel(axis, steps, hop)
+        axis.set_title(name)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return Picture("wire", to_png(figure), "Bytes sent per hop by hybrid_ep, a plain all-to-all and an all-gather")
+
+
+def _wire_panel(axis: Any, steps: list[WireResult], hop: str) -> None:
+    width = 0.27
+    for place, (way, (label, colour)) in enumerate(_WAYS.items()):
+        sent = [getattr(getattr(item, way), hop) for item in steps]
+        at = [x + (place - 1) * width for x in range(len(steps))]
+        bars = axis.bar(at, sent, width * 0.92, label=label, color=colour)
+        label_bars(axis, bars, [format_bytes(value) for value in sent])
+    axis.set_xticks(range(len(steps)), [item.step for item in steps])
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axis.yaxis.set_major_locator(MaxNLocator(5))
+    axis.margins(y=0.12)
+
+
+def _load(result: DemoResult) -> Picture:
+    figure, axes = new_figure(2, 1, size=(12, 6), title="Tokens of each expert", sharex=True, sharey=True)
+    num_local = result.settings.num_local_experts
+    for axis, (routing, tokens) in zip(axes[:, 0], result.load.items(), strict=True):
+        mean = sum(tokens) / len(tokens)
+        colours = [BLUE if expert // num_local % 2 == 0 else SKY for expert in range(len(tokens))]
+        axis.bar(range(len(tokens)), tokens, 0.82, color=colours)
+        axis.axhline(mean, color=VERMILION, linewidth=1.5, linestyle="--")
+        axis.set_title(f"{routing} routing: the busiest expert has {max(tokens) / mean:.1f} × the mean")
+        axis.set_ylabel("tokens")
+        axis.text(1.005, mean, f"mean\n{mean:.0f}", transform=axis.get_yaxis_transform(), va="center", color=VERMILION)
+    axes[-1, 0].set_xlabel("expert (each shade is one rank's share)")
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    axes[-1, 0].set_xlim(-0.6, result.settings.num_experts - 0.4)
+    return Picture("load", to_png(figure), "Tokens of each expert under skewed and uniform routing")
+
+
+def _time(result: DemoResult) -> Picture:
+    paths = [item for item in result.paths if item.routing == "skewed"][::-1]
+    figure, axes = new_figure(1, 1, size=(12, 5), title="Where the time goes, skewed routing", grid="x")
+    axis = axes[0, 0]
+    names = [f"{item.path.title}\n{item.path.dtype} tokens" for item in paths]
+    left = [0.0] * len(paths)
+    for phase, colour in _PHASE_COLOURS.items():
+        spent = [item.milliseconds[phase] for item in paths]
+        bars = axis.barh(names, spent, 0.62, left=left, label=phase, color=colour)
+        widest = max(sum(item.milliseconds.values()) for item in paths)
+        shown = [f"{value:.0f}" if value > 0.035 * widest else "" for value in spent]
+        axis.bar_label(bars, labels=shown, label_type="center", fontsize=10, color="white" if colour == BLUE else INK)
+        left = [a + b for a, b in zip(left, spent, strict=True)]
+    axis.set_xlabel(f"ms, median over {result.settings.num_ranks} processes that share this machine's CPU cores")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return Picture("time", to_png(figure), "Milliseconds of dispatch, experts and combine on each path")
+
+
+def _loss(result: DemoResult) -> Picture:
+    figure, axes = new_figure(1, 1, size=(12, 4.6), title="A small MoE layer learns through dispatch and combine")
+    axis = axes[0, 0]
+    steps = range(1, len(result.losses) + 1)
+    axis.plot(steps, result.losses, color=GREEN, linewidth=2.5)
+    axis.set_yscale("log")
+    for step, loss, side in ((1, result.losses[0], "left"), (len(result.losses), result.losses[-1], "right")):
+        axis.plot([step], [loss], "o", color=GREEN, markersize=7)
+        axis.annotate(f"{loss:.3g}", (step, loss), (0, 10), textcoords="offset points", ha=side, fontweight="bold")
+    axis.margins(y=0.15)
+    axis.set_xlabel("training step")
+    axis.set_ylabel("error / variance of the targets")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    return Picture("loss", to_png(figure), "The training loss over the steps")

@@ -1,0 +1,114 @@
+"""The demo as one page: what was asked, whether it is right, what it sends, and the pictures."""
+
+from __future__ import annotations
+
+from hybrid_ep._version import __version__
+from hybrid_ep.demo.results import DemoResult, WireResult
+from hybrid_ep.demo.tables import describe_cluster
+from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
+from hybrid_ep.report.charts import Picture
+from hybrid_ep.report.page import Cell, Page
+from hybrid_ep.report.units import format_bytes, format_ratio
+
+__all__ = ["render_page"]
+
+
+def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
+    """Returns the HTML document."""
+    page = Page(
+        "hybrid_ep demo",
+        "Mixture-of-experts layers send each token to a few experts that live on other ranks (*dispatch*), and bring "
+        "the experts' outputs back and sum them (*combine*). This page shows both at work on a virtual cluster: "
+        f"{describe_cluster(result)}.".replace("*", ""),
+    )
+    page.cards(_cards(result))
+    page.section(
+        "Is it right?",
+        "Every rank compares its output with a dense float64 computation that dispatches nothing. The allowed error "
+        "is derived from the dtype: each place where a row is rounded to bf16 on its way may cost 2⁻⁸ of the "
+        "magnitudes that add up to a value. `of allowed` is the worst value of all, as a share of that. fp8 tokens are "
+        "held to the same bound after quantisation; the quantisation itself may move the whole output by "
+        f"{FP8_ALLOWED_RMS:.1%} (rms).",
+    )
+    for problem in result.problems:
+        page.section("Failed", problem)
+    page.table(
+        ["through", "tokens", "routing", "max error", "of allowed", "rms", "verdict"],
+        [
+            [
+                row.path.title,
+                row.path.dtype,
+                row.routing,
+                f"{row.max_error:.2g}",
+                f"{row.worst_of_allowed:.0%}",
+                f"{row.rms_error:.2%}",
+                Cell("wrong", False) if row.problems else Cell("ok", True),
+            ]
+            for row in result.paths
+        ],
+        num_text_columns=3,
+    )
+    page.section(
+        "What crosses the wire",
+        "A token with several experts in one remote domain crosses the network once and is spread inside that domain; "
+        "partial sums come back the same way. The bars of hybrid_ep are bytes that were counted as they were sent, "
+        "metadata included. The other two are computed from the same routing and count bare rows: one copy for each "
+        "expert straight to its rank, and every token to every rank at the fewest crossings possible.",
+    )
+    _add(page, pictures, "wire")
+    page.table(
+        ["step", "routing", "hop", "hybrid_ep", "all-to-all", "all-gather", "vs all-to-all", "vs all-gather"],
+        [row for item in result.wire for row in _wire_rows(item, result.settings.num_domains)],
+        num_text_columns=3,
+    )
+    page.section(
+        "Load of the experts",
+        "The skewed routing looks like that of a trained router: the popularity of experts falls off as in Zipf's law "
+        "(exponent 0.6), and every token has its own noise on top.",
+    )
+    _add(page, pictures, "load")
+    page.section(
+        "Where the time goes",
+        "All ranks share the CPU cores of one machine, and experts compute in float64 so that every error above was "
+        "made on the wire. Read this as proportions of the demo; it says nothing about a GPU.",
+    )
+    _add(page, pictures, "time")
+    page.section(
+        "Training",
+        "A `MoELayer` with its experts spread over all ranks learns a made-up task: the backward pass of dispatch is "
+        "a combine, and that of combine a dispatch.",
+    )
+    _add(page, pictures, "loss")
+    return page.render(
+        f"hybrid_ep {__version__}, `hybrid-ep demo`, seed {result.settings.seed}, {result.seconds:.0f} s in all."
+    )
+
+
+def _cards(result: DemoResult) -> list[tuple[Cell, str]]:
+    num_good = sum(not row.problems for row in result.paths)
+    first, last = result.losses[0], result.losses[-1]
+    cards = [
+        (Cell(f"{num_good} of {len(result.paths)}", num_good == len(result.paths)), "paths match the reference"),
+        (Cell(f"{result.largest_error('bf16').max_error:.2g}"), "max error against float64, bf16 tokens"),
+        (Cell(f"{result.largest_error('fp8').max_error:.2g}"), "max error against float64, fp8 tokens"),
+        (Cell(f"{first:.2f} → {last:.2f}", last < first), f"training loss in {len(result.losses)} steps"),
+    ]
+    if result.settings.num_domains > 1:
+        item = result.wire[0]
+        saved = 1 - item.measured.between_domains / max(1, item.all_to_all.between_domains)
+        cards.insert(1, (Cell(f"{saved:.0%}", saved > 0), "fewer bytes between domains than an all-to-all of copies"))
+    return cards
+
+
+def _wire_rows(item: WireResult, num_domains: int) -> list[list[str]]:
+    rows = []
+    for hop, name in (("between_domains", "between domains"), ("within_domain", "within domains")):
+        if hop == "within_domain" or num_domains > 1:
+            ours, plain, gather = (getattr(way, hop) for way in (item.measured, item.all_to_all, item.all_gather))
+            shown = [format_bytes(ours), format_bytes(plain), format_bytes(gather)]
+            rows.append([item.step, item.routing, name, *shown, format_ratio(ours, plain), format_ratio(ours, gather)])
+    return rows
+
+
+def _add(page: Page, pictures: dict[str, Picture], name: str) -> None:
+    page.picture(pictures[name].png, pictures[name].description)

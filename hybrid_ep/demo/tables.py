@@ -1,0 +1,113 @@
+"""The result in the terminal: three tables and a verdict that need no prior knowledge."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from hybrid_ep.demo.results import DemoResult, PathResult
+from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
+from hybrid_ep.report.units import format_bytes, format_ratio
+
+__all__ = ["describe_cluster", "print_result"]
+
+
+def print_result(console: Console, result: DemoResult) -> None:
+    """Prints tables and verdict."""
+    console.print(
+        Group(
+            Text(describe_cluster(result), style="dim"),
+            Text(),
+            _checks(result),
+            Text(),
+            _wire(result),
+            Text(),
+            _load_and_training(result),
+            Text(),
+            _verdict(result),
+        )
+    )
+
+
+def describe_cluster(result: DemoResult) -> str:
+    """One line: what ran on what."""
+    asked = result.settings
+    domains = "1 domain" if asked.num_domains == 1 else f"{asked.num_domains} domains"
+    return (
+        f"{asked.num_ranks} ranks in {domains}, {asked.num_tokens} tokens per rank, hidden {asked.hidden}, "
+        f"top-{asked.num_topk} of {asked.num_experts} experts, engine {result.engine} ({result.engine_reason})"
+    )
+
+
+def _checks(result: DemoResult) -> Table:
+    table = Table(
+        title="Is it right?  dispatch → experts → combine on every rank against a dense float64 reference",
+        title_justify="left",
+        caption="max error: largest difference of any value · of allowed: the worst value, as a share of what rounding "
+        f"to bf16 on the way may cost it · rms: of the whole output (allowed for fp8: {FP8_ALLOWED_RMS:.1%})",
+        caption_justify="left",
+    )
+    for name in ("through", "tokens", "routing"):
+        table.add_column(name, no_wrap=True)
+    for name in ("max error", "of allowed", "rms", "dispatch", "experts", "combine"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in result.paths:
+        times = [f"{row.milliseconds[phase]:.0f} ms" for phase in ("dispatch", "experts", "combine")]
+        error = [f"{row.max_error:.2g}", f"{row.worst_of_allowed:.0%}", f"{row.rms_error:.2%}"]
+        table.add_row(row.path.title, row.path.dtype, row.routing, *error, *times, _mark(row))
+        if row is not result.paths[-1] and result.paths[result.paths.index(row) + 1].routing != row.routing:
+            table.add_section()
+    return table
+
+
+def _mark(row: PathResult) -> Text:
+    return Text("wrong", style="bold red") if row.problems else Text("ok", style="bold green")
+
+
+def _wire(result: DemoResult) -> Table:
+    table = Table(
+        title="What crosses the wire?  bytes of all ranks together, and how much less than the other ways",
+        title_justify="left",
+        caption="measured with all metadata; the other ways count bare rows · all-to-all: a copy of a token for each "
+        "of its experts · all-gather: every token to every rank, once to each domain",
+        caption_justify="left",
+    )
+    for name in ("step", "routing", "hop"):
+        table.add_column(name, no_wrap=True)
+    for name in ("hybrid_ep", "all-to-all", "all-gather", "vs all-to-all", "vs all-gather"):
+        table.add_column(name, justify="right", no_wrap=True)
+    hops = {"between_domains": "between domains", "within_domain": "within domains"}
+    if result.settings.num_domains == 1:
+        del hops["between_domains"]
+    for item in result.wire:
+        for hop, name in hops.items():
+            ours, plain, gather = (getattr(way, hop) for way in (item.measured, item.all_to_all, item.all_gather))
+            shown = [format_bytes(ours), format_bytes(plain), format_bytes(gather)]
+            table.add_row(item.step, item.routing, name, *shown, format_ratio(ours, plain), format_ratio(ours, gather))
+        table.add_section()
+    return table
+
+
+def _load_and_training(result: DemoResult) -> RenderableType:
+    lines = []
+    for routing, tokens in result.load.items():
+        mean = sum(tokens) / len(tokens)
+        lines.append(
+            f"load      {routing} routing: the busiest of {len(tokens)} experts has {max(tokens)} tokens, "
+            f"{max(tokens) / mean:.1f} × the mean"
+        )
+    first, last = result.losses[0], result.losses[-1]
+    lines.append(f"training  a small MoE layer: loss {first:.3g} → {last:.3g} in {len(result.losses)} steps")
+    return Text("\n".join(lines))
+
+
+def _verdict(result: DemoResult) -> RenderableType:
+    if not result.ok:
+        return Group(*(Text.from_markup(f"[bold red]failed[/]  {escape(problem)}") for problem in result.problems))
+    worst = ", ".join(f"{dtype} {result.largest_error(dtype).max_error:.2g}" for dtype in ("bf16", "fp8"))
+    return Text.from_markup(
+        f"[bold green]all checks passed[/]  max error against float64: {worst}  ·  {result.seconds:.0f} s"
+    )

@@ -1,0 +1,78 @@
+"""What other ways of moving the same tokens would send, counted exactly from the same routing.
+
+Counted as the library counts its own traffic: bytes that leave a rank for another rank, by whether that rank is in the
+same domain. Only the rows themselves are counted for the alternatives (fp8 scales included), while the library's
+measured bytes carry its metadata (routing, weights, counts) too: the comparison leans against the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.layout import drop_duplicates
+
+__all__ = ["HopBytes", "all_gather_bytes", "all_to_all_bytes", "tokens_per_expert"]
+
+
+@dataclass(frozen=True)
+class HopBytes:
+    """Bytes sent by all ranks together.
+
+    Attributes:
+        within_domain: to ranks of the same domain.
+        between_domains: to ranks of other domains.
+    """
+
+    within_domain: int
+    between_domains: int
+
+
+def all_to_all_bytes(topk_idx: list[Tensor], num_experts: int, num_ranks_per_domain: int, row_bytes: int) -> HopBytes:
+    """A plain all-to-all: one copy of a row for each of its experts, straight to the expert's rank.
+
+    Args:
+        topk_idx: for each rank, ``[T, K]`` int64, global expert or −1; a duplicate in a row counts once.
+        num_experts: E, a multiple of the ranks.
+        num_ranks_per_domain: divides the ranks.
+        row_bytes: bytes of one row.
+
+    Returns:
+        Σ over ranks r and copies of (row_bytes where the expert's rank ≠ r), by domain. Combine sends as much back,
+        with the bytes of its own rows.
+    """
+    num_local_experts = num_experts // len(topk_idx)
+    within = between = 0
+    for rank, routing in enumerate(topk_idx):
+        kept = drop_duplicates(routing)
+        owner = kept[kept >= 0] // num_local_experts
+        same_domain = owner // num_ranks_per_domain == rank // num_ranks_per_domain
+        within += int((same_domain & (owner != rank)).sum())
+        between += int((~same_domain).sum())
+    return HopBytes(within * row_bytes, between * row_bytes)
+
+
+def all_gather_bytes(num_tokens: list[int], num_ranks_per_domain: int, row_bytes: int) -> HopBytes:
+    """An all-gather at its best: every row goes once to every other domain, and from there to all ranks within it.
+
+    Args:
+        num_tokens: of each rank.
+        num_ranks_per_domain: divides the ranks.
+        row_bytes: bytes of one row.
+
+    Returns:
+        (D − 1) crossings between domains and D × (R/D − 1) within them for each token. The way back, a reduce-scatter,
+        sends as much, with the bytes of its own rows.
+    """
+    num_domains = len(num_tokens) // num_ranks_per_domain
+    total = sum(num_tokens) * row_bytes
+    return HopBytes(total * num_domains * (num_ranks_per_domain - 1), total * (num_domains - 1))
+
+
+def tokens_per_expert(topk_idx: list[Tensor], num_experts: int) -> list[int]:
+    """How many tokens of all ranks choose each expert."""
+    chosen = torch.cat([drop_duplicates(routing).flatten() for routing in topk_idx])
+    counts: list[int] = torch.bincount(chosen[chosen >= 0], minlength=num_experts).tolist()
+    return counts

@@ -1,0 +1,126 @@
+"""On every rank: what dispatch → experts → combine gave, against the dense float64 reference, and what is allowed.
+
+The allowed error is derived, not tuned. A result is a sum of weighted expert rows whose magnitudes add up to S. Every
+place where a row is rounded to bf16 (8 significant bits) costs at most 2⁻⁸ of it, and every float32 addition or product
+at most 2⁻²⁴:
+
+    |result − reference| ≤ ((1 + 2⁻⁸)ⁿ (1 + 2⁻²⁴)ᵐ − 1) · S    for each element
+
+with n roundings on the way (each path of `_num_roundings` lists them) and m = top-k + ranks + 2. fp8 tokens are held to
+the same bound against the reference of the tokens as they were quantised. Against the tokens before quantisation,
+e4m3 (4 significant bits) moves each channel by at most 2⁻⁴ of itself; experts with normally distributed weights pass
+that on at no more than the steepest slope of GELU, so the root-mean-square error is held to 1.13 · 2⁻⁴ of the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.demo.experts import make_experts
+from hybrid_ep.demo.paths import travel
+from hybrid_ep.demo.settings import Path, Settings
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
+from hybrid_ep.reference import dense_moe
+from hybrid_ep.workload import Workload, make_batch
+
+__all__ = ["FP8_ALLOWED_RMS", "RankCheck", "allowed_fraction", "check_path", "num_roundings"]
+
+_BF16_UNIT = 2.0**-8
+_FP32_UNIT = 2.0**-24
+_GELU_SLOPE = 1.13
+FP8_ALLOWED_RMS = _GELU_SLOPE * 2.0**-4
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """What one rank found.
+
+    Attributes:
+        max_error: largest |result − reference|, reference of the tokens before quantisation.
+        squared_error: Σ (result − reference)², same reference.
+        squared_reference: Σ reference².
+        worst_of_allowed: largest |result − reference| as a fraction of what the element is allowed, reference of the
+            tokens as they were sent; good up to 1.
+        num_tokens_per_expert: tokens that each local expert received.
+        num_expected_per_expert: tokens that all ranks' routings send there.
+        seconds: phase → seconds.
+        sent_bytes: phase → (bytes within the domain, bytes between domains).
+    """
+
+    max_error: float
+    squared_error: float
+    squared_reference: float
+    worst_of_allowed: float
+    num_tokens_per_expert: list[int]
+    num_expected_per_expert: list[int]
+    seconds: dict[str, float]
+    sent_bytes: dict[str, tuple[int, int]]
+
+
+def num_roundings(flavour: str, num_domains: int) -> int:
+    """How often a row is rounded to bf16 between an expert and the result."""
+    between_domains = 1 if num_domains > 1 else 0
+    return {
+        "buffer": 2 + between_domains,  # a rank's sum of experts; the result
+        "permuted": 3 + between_domains,  # each expert's row; a rank's sum of them; the result
+        "low-latency": 2,  # each expert's row; the result
+    }[flavour]
+
+
+def allowed_fraction(flavour: str, settings: Settings) -> float:
+    """The allowed error of an element as a fraction of S (see above)."""
+    num_float32 = settings.num_topk + settings.num_ranks + 2
+    roundings = num_roundings(flavour, settings.num_domains)
+    return float((1 + _BF16_UNIT) ** roundings * (1 + _FP32_UNIT) ** num_float32 - 1)
+
+
+def check_path(path: Path, routing: str, settings: Settings) -> RankCheck:
+    """Takes this rank's tokens along `path` and compares. Collective."""
+    rank = dist.get_rank()
+    workload = settings.workload(routing, path.dtype)
+    experts = make_experts(settings.num_experts, settings.hidden, settings.ffn_hidden, settings.seed)
+    passage = travel(path, settings, make_batch(workload, rank), experts)
+    result = passage.output.double()
+
+    reference, _ = _reference(settings, routing, "bf16", rank)
+    sent_reference, magnitude = _reference(settings, routing, path.dtype, rank)
+    allowed = allowed_fraction(path.flavour, settings) * magnitude + torch.finfo(torch.bfloat16).tiny
+    error = (result - reference).abs()
+    return RankCheck(
+        max_error=error.max().item(),
+        squared_error=error.square().sum().item(),
+        squared_reference=reference.square().sum().item(),
+        worst_of_allowed=((result - sent_reference).abs() / allowed).max().item(),
+        num_tokens_per_expert=passage.num_tokens_per_expert,
+        num_expected_per_expert=_expected_tokens_per_expert(workload, settings, rank),
+        seconds=passage.log.seconds,
+        sent_bytes=passage.log.sent_bytes,
+    )
+
+
+@lru_cache(maxsize=2)
+def _reference(settings: Settings, routing: str, dtype: str, rank: int) -> tuple[Tensor, Tensor]:
+    """The dense result ``[T, H]`` float64 of this rank's tokens, and S, its magnitudes added up, ``[T, H]`` float64."""
+    batch = make_batch(settings.workload(routing, dtype), rank)
+    experts = make_experts(settings.num_experts, settings.hidden, settings.ffn_hidden, settings.seed)
+    x = cast_from_fp8(*cast_to_fp8(batch.x), torch.float64) if dtype == "fp8" else batch.x
+
+    def output_and_magnitude(expert: int, rows: Tensor) -> Tensor:
+        output = experts(expert, rows)
+        return torch.cat([output, output.abs()], dim=1)
+
+    both = dense_moe(x, batch.topk_idx, batch.topk_weights, output_and_magnitude)
+    reference, magnitude = both.split(settings.hidden, dim=1)
+    return reference, magnitude
+
+
+def _expected_tokens_per_expert(workload: Workload, settings: Settings, rank: int) -> list[int]:
+    chosen = torch.cat([make_batch(workload, source).topk_idx.flatten() for source in range(settings.num_ranks)])
+    first = rank * settings.num_local_experts
+    counts: list[int] = torch.bincount(chosen, minlength=settings.num_experts).tolist()
+    return counts[first : first + settings.num_local_experts]
