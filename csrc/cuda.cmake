@@ -1,10 +1,40 @@
 # The `_cuda` module: kernels, and the runtime that launches them.
+#
+# The CUDA runtime is linked statically, so that the module meets whatever version torch brings. Warnings are errors, and
+# so are register spills: ptxas says so where a kernel needs local memory.
 if(HYBRID_EP_BUILD_CUDA STREQUAL "off")
   hybrid_ep_leave_out(_cuda auto "HYBRID_EP_BUILD_CUDA=off")
   return()
 endif()
-file(GLOB cuda_sources CONFIGURE_DEPENDS kernels/*.cu bindings/cuda/*.cpp runtime/*.cpp)
-if(NOT cuda_sources)
-  hybrid_ep_leave_out(_cuda ${HYBRID_EP_BUILD_CUDA} "this version has no CUDA kernels")
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  hybrid_ep_leave_out(_cuda ${HYBRID_EP_BUILD_CUDA} "nvcc was not found")
   return()
 endif()
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # -gencode is written below, from the same list that torch's builds take
+endif()
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  hybrid_ep_leave_out(_cuda ${HYBRID_EP_BUILD_CUDA} "nvcc is ${CMAKE_CUDA_COMPILER_VERSION}, below 12.8")
+  return()
+endif()
+find_package(CUDAToolkit REQUIRED)
+
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+string(REPLACE " " ";" arch_list "${HYBRID_EP_CUDA_ARCH_LIST}")
+set(gencode "")
+foreach(arch IN LISTS arch_list)
+  string(REPLACE "." "" sm "${arch}")
+  string(REPLACE "+PTX" "" sm "${sm}")
+  list(APPEND gencode "-gencode=arch=compute_${sm},code=sm_${sm}")
+endforeach()
+# One function for both: nvcc does not know every warning flag of the host compiler.
+file(GLOB cuda_kernels CONFIGURE_DEPENDS kernels/*.cu)
+file(GLOB cuda_hosts CONFIGURE_DEPENDS bindings/cuda/*.cpp runtime/*.cpp)
+hybrid_ep_module(_cuda ${cuda_kernels} ${cuda_hosts})
+target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${gencode} -Werror=all-warnings -Xptxas=--warn-on-spills
+                                     -Xptxas=--warning-as-error -Xcompiler=-Wall,-Wextra,-Werror>)
+target_link_libraries(_cuda PRIVATE CUDA::cudart_static)

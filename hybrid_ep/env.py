@@ -21,6 +21,7 @@ __all__ = [
     "MULTINODE",
     "NICS",
     "NUM_RANKS_PER_DOMAIN",
+    "POOL_SLOTS",
     "NVML_STUB",
     "RDMA_CORE_HOME",
     "TIMEOUT_S",
@@ -122,6 +123,13 @@ NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "an integer ≥ 1 that divides the number of ranks",
     "Forces the size of a domain, so that one host can stand for several; unset, the whole group is one domain.",
 )
+POOL_SLOTS = Variable(
+    "HYBRID_EP_POOL_SLOTS",
+    2,
+    _positive_int,
+    "an integer ≥ 1",
+    "Cuda engine: results of dispatch that can be out at a time without a copy; each costs a receive slot of memory.",
+)
 LOG_LEVEL = Variable(
     "HYBRID_EP_LOG_LEVEL",
     "WARNING",
@@ -190,6 +198,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
     NUM_RANKS_PER_DOMAIN,
+    POOL_SLOTS,
     LOG_LEVEL,
     NICS,
     NVML_STUB,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def _cuda_obstacle() -> str | None:
 def make_engine(
     group: dist.ProcessGroup | None, grid: RankGrid, *, asked: str | None = None, timeout_s: float | None = None
 ) -> Engine:
-    """Makes the engine for a group. Collective: all ranks agree on one.
+    """Makes the engine for a group. Collective: with ``auto`` all ranks agree on one.
 
     Args:
         group: the process group; None for a single rank.
@@ -75,8 +76,34 @@ def make_engine(
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
     if not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s}; allowed: a number of seconds > 0")
+    asked = env.ENGINE.get() if asked is None else asked
     choice = choose_engine(asked)
+    if asked == "auto":
+        choice = _agree(group, grid, choice)
     if choice.name not in _said:
         _said.add(choice.name)
         _LOG.info("engine %s: %s", choice.name, choice.reason)
-    return TorchEngine(group, grid, timeout_s)
+    if choice.name == "torch":
+        return TorchEngine(group, grid, timeout_s)
+    # Only here, because the extension need not be there.
+    from hybrid_ep.engine.cuda_engine import CudaEngine
+
+    return CudaEngine(group, grid, timeout_s)
+
+
+def _agree(group: dist.ProcessGroup | None, grid: RankGrid, choice: Choice) -> Choice:
+    """Returns the same engine at every rank: cuda only where each could serve with it and all share one domain."""
+    if choice.name == "cuda" and grid.num_domains > 1:
+        choice = Choice("torch", f"{grid.num_domains} domains are asked for, and the cuda engine serves one")
+    if group is None or dist.get_world_size(group) == 1:
+        return choice
+    mine = (choice.name, choice.reason, socket.gethostname())
+    votes: list[tuple[str, str, str]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(votes, mine, group)
+    for rank, (name, reason, _) in enumerate(votes):
+        if name == "torch":
+            return Choice("torch", f"rank {rank}: {reason}")
+    num_hosts = len({host for _, _, host in votes})
+    if num_hosts > 1:
+        return Choice("torch", f"the ranks are on {num_hosts} hosts; engine='cuda' says that NVLink joins them")
+    return choice

@@ -1,0 +1,23 @@
+// Each concept of `_cuda` has one file here that adds its part to the module. Pointers and streams come as integers;
+// the caller keeps the tensors alive and checks dtypes and shapes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+
+namespace hybrid_ep::bindings {
+
+void add_communicator(pybind11::module_& module);
+void add_local_kernels(pybind11::module_& module);
+void add_slot_pool(pybind11::module_& module);
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+inline cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+}  // namespace hybrid_ep::bindings

@@ -1,0 +1,19 @@
+// `hybrid_ep._cuda`: the kernels for NVLink domains and what launches them.
+#include "bindings/cuda/bindings.h"
+#include "common/cuda_check.h"
+#include "layout/control_block.h"
+
+PYBIND11_MODULE(_cuda, module) {
+  namespace py = pybind11;
+  py::register_exception<hybrid_ep::CudaError>(module, "CudaError", PyExc_RuntimeError);
+  module.attr("version") = HYBRID_EP_VERSION;
+  module.attr("control_bytes") = sizeof(hybrid_ep::ControlBlock);
+  module.attr("max_ranks") = hybrid_ep::kMaxRanks;
+  module.attr("max_experts") = hybrid_ep::kMaxExperts;
+  module.attr("max_tokens") = hybrid_ep::kMaxTokens;
+  module.attr("max_row_bytes") = hybrid_ep::kMaxRowBytes;
+  module.attr("row_align_bytes") = hybrid_ep::kRowAlignBytes;
+  hybrid_ep::bindings::add_communicator(module);
+  hybrid_ep::bindings::add_local_kernels(module);
+  hybrid_ep::bindings::add_slot_pool(module);
+}

@@ -1,0 +1,35 @@
+// bf16 pairs in a 32-bit word, to fp32 and back.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace hybrid_ep {
+
+// A bf16 is the upper half of the fp32 with the same value.
+__device__ __forceinline__ float bf16_low(uint32_t word) { return __uint_as_float(word << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+
+// Rounds eight sums to nearest even.
+__device__ __forceinline__ uint4 round_to_bf16(const float (&sum)[8]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+    words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Adds 16 bytes of bf16 to eight sums.
+__device__ __forceinline__ void add_bf16(float (&sum)[8], const uint4& vector) {
+  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] += bf16_low(words[i]);
+    sum[2 * i + 1] += bf16_high(words[i]);
+  }
+}
+
+}  // namespace hybrid_ep

@@ -1,0 +1,65 @@
+// A warp's ring of row-sized stages in shared memory: rows come in by bulk loads and leave by bulk stores of all lanes.
+//
+//     fetch(row i + S − kStoresInFlight) ─► stage ─► wait(i) ─► each lane stores to its destination ─► release(i)
+//
+// Lane 0 loads; every lane may store and waits for its own stores. A stage is loaded again once the stores of the row
+// that it held have been read, which is known kStoresInFlight rows later: that many rows leave while the others come
+// in.
+#pragma once
+
+#include "device/ptx/bulk_copy.cuh"
+#include "device/row_ring_limits.h"
+
+namespace hybrid_ep {
+
+class RowRing {
+ public:
+  // Collective over the warp. `stages` has num_stages rows of row_bytes; `barriers` one barrier for each.
+  __device__ RowRing(uint8_t* stages, uint64_t* barriers, int num_stages, int row_bytes, int lane)
+      : stages_(stages), barriers_(barriers), num_stages_(num_stages), row_bytes_(row_bytes), lane_(lane) {
+    if (lane_ == 0) {
+      for (int i = 0; i < num_stages_; ++i) ptx::barrier_init(barriers_ + i, 1);
+      ptx::fence_barrier_init();
+    }
+    __syncwarp();
+  }
+
+  __device__ int num_ahead() const { return num_stages_ - kStoresInFlight; }
+
+  // Lane 0 asks for a row; the others do nothing. At most num_ahead() rows may be asked for and not yet released.
+  __device__ void fetch(const uint8_t* row) {
+    if (lane_ == 0) {
+      ptx::barrier_expect(barriers_ + load_stage_, row_bytes_);
+      ptx::bulk_load(stages_ + static_cast<int64_t>(load_stage_) * row_bytes_, row, row_bytes_,
+                     barriers_ + load_stage_);
+    }
+    if (++load_stage_ == num_stages_) load_stage_ = 0;
+  }
+
+  // Waits for the next row and returns where it stands.
+  __device__ const uint8_t* wait() const {
+    ptx::barrier_wait(barriers_ + stage_, parity_);
+    return stages_ + static_cast<int64_t>(stage_) * row_bytes_;
+  }
+
+  // Ends the row: the calling lane's stores of it are one group. Afterwards one more row may be fetched.
+  __device__ void release() {
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<kStoresInFlight>();
+    __syncwarp();
+    if (++stage_ == num_stages_) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  uint8_t* stages_;
+  uint64_t* barriers_;
+  int num_stages_, row_bytes_, lane_;
+  int load_stage_ = 0;
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+}  // namespace hybrid_ep

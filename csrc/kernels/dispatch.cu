@@ -1,0 +1,477 @@
+// Dispatch inside a domain: layout, count exchange and push in one persistent launch.
+//
+//     topk_idx ─ count ─► send_slot ─ grid barrier ─► totals ─► every rank's control block ─ wait ─► first rows
+//     x[t] ─ bulk load ─► shared memory ─ one bulk store per rank ─► row of every receiver ─► rows_epoch
+//     experts, weights, scales, source index of the same tokens ─ coalesced stores ─► the parts beside the rows
+//
+// A CTA owns a contiguous block of tokens from beginning to end, so that what it counted it also sends. Its first warps
+// send rows, the others send what goes with them. Legend: T tokens, K top-k, E experts, R ranks, N received rows.
+#include <cuda_runtime.h>
+
+#include "device/epilogue.cuh"
+#include "device/row_ring.cuh"
+#include "device/wait.cuh"
+#include "kernels/launch.h"
+#include "kernels/params.h"
+#include "layout/expert_map.h"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int kWarps = kDispatchThreads / 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// What a CTA knows about the call once the counts are exchanged.
+struct Routes {
+  int warp_counts[kWarps][kMaxRanks];  // tokens per rank; turned into exclusive sums over warps
+  int token_row[kWarps][kMaxRanks];    // one token's row of an output that is written by whole lines
+  int cta_base[kMaxRanks];             // tokens to r in the CTAs before
+  int cta_count[kMaxRanks];            // tokens to r in this CTA
+  int recv_base[kMaxRanks];            // this rank's first row at r
+  int row_limit[kMaxRanks];            // rows that r takes
+  int sent[kMaxRanks];                 // tokens from this rank to r
+  int needed[kMaxRanks];               // rows that r's slot must hold
+  uint8_t* slot[kMaxRanks];            // r's slot, as this rank maps it
+  int num_recv, max_sent, max_recv;
+};
+
+struct Range {
+  int begin, end;
+};
+
+__device__ Range share_of(int total, int part, int num_parts) {
+  return {static_cast<int>(static_cast<int64_t>(total) * part / num_parts),
+          static_cast<int>(static_cast<int64_t>(total) * (part + 1) / num_parts)};
+}
+
+// Dynamic shared memory: expert counters while routes are made, then the rings.
+__device__ int* warp_expert_counts(uint8_t* shared, int warp, int num_experts) {
+  return reinterpret_cast<int*>(shared) + warp * num_experts;
+}
+
+// Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
+__device__ void count_tokens(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
+  const ExpertMap experts{params.num_experts, num_ranks};
+  int* rank_counts = routes.warp_counts[warp];
+  int* places = routes.token_row[warp];
+  int* expert_counts = warp_expert_counts(shared, warp, params.num_experts);
+  for (int r = lane; r < num_ranks; r += 32) rank_counts[r] = 0;
+  for (int e = lane; e < params.num_experts; e += 32) expert_counts[e] = 0;
+  __syncwarp();
+
+  const auto load_expert = [&](int token) -> int64_t {
+    return token < tokens.end && lane < num_topk ? params.topk_idx[static_cast<int64_t>(token) * num_topk + lane] : -1;
+  };
+  int64_t next = load_expert(tokens.begin);
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    int64_t expert = next;
+    next = load_expert(token + 1);
+    if (expert < -1 || expert >= params.num_experts) {
+      report_fault(params.domain.fault, FaultKind::kBadExpert, KernelName::kDispatch, WaitTag::kCounts,
+                   params.domain.rank, -1, params.num_experts, expert);
+      expert = -1;
+    }
+    const int same_expert = __match_any_sync(kAllLanes, static_cast<int>(expert));
+    const bool is_first = expert >= 0 && __ffs(same_expert) - 1 == lane;
+    const int rank = is_first ? experts.rank_of(expert) : -1;
+    const int same_rank = __match_any_sync(kAllLanes, rank);
+    const unsigned first_mask = __ballot_sync(kAllLanes, is_first);
+    for (int r = lane; r < num_ranks; r += 32) places[r] = -1;
+    __syncwarp();
+    if (is_first && __ffs(same_rank) - 1 == lane) places[rank] = rank_counts[rank]++;
+    int expert_place = -1;
+    if (is_first) expert_place = expert_counts[expert]++;
+    __syncwarp();
+    for (int r = lane; r < num_ranks; r += 32) {
+      params.send_slot[static_cast<int64_t>(token) * num_ranks + r] = places[r];
+      params.is_token_in_rank[static_cast<int64_t>(token) * num_ranks + r] = places[r] >= 0;
+    }
+    if (params.pad_multiple > 0 && lane < num_topk) {
+      params.expert_place[static_cast<int64_t>(token) * num_topk + lane] = expert_place;
+    }
+    if (lane == 0) params.first_mask[token] = first_mask;
+    __syncwarp();
+  }
+}
+
+// Turns the warps' counts into exclusive sums and publishes the CTA's totals to the grid.
+__device__ void sum_over_warps(const DispatchParams& params, Routes& routes, uint8_t* shared) {
+  ControlBlock& own = *params.domain.control[params.domain.rank];
+  const int num_ranks = params.domain.num_ranks;
+  for (int i = threadIdx.x; i < num_ranks + params.num_experts; i += kDispatchThreads) {
+    int sum = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      int& count =
+          i < num_ranks ? routes.warp_counts[w][i] : warp_expert_counts(shared, w, params.num_experts)[i - num_ranks];
+      const int warp_count = count;
+      count = sum;
+      sum += warp_count;
+    }
+    own.cta_counts[blockIdx.x][i] = sum;
+    if (i < num_ranks) routes.cta_count[i] = sum;
+  }
+}
+
+__device__ int sum_over_ctas(const ControlBlock& own, int column, int num_ctas) {
+  int sum = 0;
+#pragma unroll 8
+  for (int c = 0; c < num_ctas; ++c) sum += __ldcg(&own.cta_counts[c][column]);
+  return sum;
+}
+
+// Tells every rank what this rank sends, and where its own rows shall land. The CTAs share the ranks among them.
+__device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
+  const Domain& domain = params.domain;
+  const ControlBlock& own = *domain.control[domain.rank];
+  for (int peer = blockIdx.x; peer < domain.num_ranks; peer += gridDim.x) {
+    CountRow& row = domain.control[peer]->counts[domain.rank];
+    for (int i = threadIdx.x; i < domain.num_ranks; i += kDispatchThreads) {
+      row.num_tokens_per_rank[i] =
+          params.topk_idx == nullptr
+              ? params.rank_prefix[domain.rank * domain.num_ranks + i] -
+                    (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * domain.num_ranks + i] : 0)
+              : sum_over_ctas(own, i, gridDim.x);
+    }
+    if (params.topk_idx != nullptr) {
+      for (int e = threadIdx.x; e < params.num_experts; e += kDispatchThreads) {
+        row.num_tokens_per_expert[e] = sum_over_ctas(own, domain.num_ranks + e, gridDim.x);
+      }
+    }
+    if (threadIdx.x == 0) {
+      row.slot_idx = params.slot_idx;
+      row.row_limit = params.row_limit;
+      row.is_bound = params.is_bound;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::fence_acq_rel_system();
+      ptx::store_release_system(&domain.control[peer]->counts_epoch[domain.rank], epoch);
+    }
+  }
+}
+
+// Reads what all ranks have told and finds where this rank's rows begin at each of them. Every CTA does it for itself.
+// Expert-major: expert_base[e] becomes the row, at its rank, of this CTA's first copy for expert e.
+__device__ void find_bases(const DispatchParams& params, Routes& routes, int* expert_base) {
+  const Domain& domain = params.domain;
+  const ControlBlock& own = *domain.control[domain.rank];
+  const int num_ranks = domain.num_ranks;
+  for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
+    int before_me = 0, total = 0, sent_by_r = 0;
+#pragma unroll 4
+    for (int i = 0; i < num_ranks; ++i) {
+      const int count = __ldcg(&own.counts[i].num_tokens_per_rank[r]);
+      if (i < domain.rank) before_me += count;
+      if (i == domain.rank) routes.sent[r] = count;
+      total += count;
+      sent_by_r += __ldcg(&own.counts[r].num_tokens_per_rank[i]);
+      if (blockIdx.x == 0 && params.topk_idx != nullptr) params.rank_prefix[i * num_ranks + r] = total;
+    }
+    routes.recv_base[r] = before_me;
+    routes.row_limit[r] = __ldcg(&own.counts[r].row_limit);
+    routes.slot[r] = domain.arena[r] + __ldcg(&own.counts[r].slot_idx) * domain.slot_bytes;
+    routes.needed[r] = total;
+    if (params.topk_idx != nullptr) {
+      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
+    } else {
+      const Range slots = share_of(routes.sent[r], blockIdx.x, gridDim.x);
+      routes.cta_base[r] = slots.begin;
+      routes.cta_count[r] = slots.end - slots.begin;
+    }
+    if (r == domain.rank) routes.num_recv = total;
+    atomicMax(&routes.max_recv, total);
+    atomicMax(&routes.max_sent, sent_by_r);
+  }
+  if (params.topk_idx == nullptr || params.pad_multiple == 0) return;
+
+  const ExpertMap experts{params.num_experts, num_ranks};
+  for (int e = threadIdx.x; e < params.num_experts; e += kDispatchThreads) {
+    int before_me = 0, total = 0;
+#pragma unroll 4
+    for (int i = 0; i < num_ranks; ++i) {
+      const int count = __ldcg(&own.counts[i].num_tokens_per_expert[e]);
+      if (i < domain.rank) before_me += count;
+      total += count;
+    }
+    // NOTE: the upper array holds the block sizes until the sums over them are made.
+    expert_base[e] = before_me + sum_over_ctas(own, num_ranks + e, blockIdx.x);
+    expert_base[params.num_experts + e] = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
+    int begin = 0;
+    for (int l = 0; l < experts.num_local_experts(); ++l) {
+      const int e = r * experts.num_local_experts() + l;
+      expert_base[e] += begin;
+      begin += expert_base[params.num_experts + e];
+    }
+    routes.needed[r] = begin;
+  }
+}
+
+// Writes what the host and later calls need to know. One CTA.
+__device__ void report_counts(const DispatchParams& params, const Routes& routes, MailStatus status) {
+  const Domain& domain = params.domain;
+  const ControlBlock& own = *domain.control[domain.rank];
+  const int num_local = params.num_experts / domain.num_ranks;
+  for (int l = threadIdx.x; l < num_local && params.topk_idx != nullptr && status != kFailed; l += kDispatchThreads) {
+    int total = 0;
+#pragma unroll 4
+    for (int i = 0; i < domain.num_ranks; ++i) {
+      total += __ldcg(&own.counts[i].num_tokens_per_expert[domain.rank * num_local + l]);
+    }
+    if (params.pad_multiple > 0) {
+      params.num_tokens_per_expert[num_local + l] = total;
+      total = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
+    }
+    params.num_tokens_per_expert[l] = total;
+    if (params.mailbox != nullptr) params.mailbox->num_tokens_per_expert[l] = total;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const int needed = routes.needed[domain.rank], limit = routes.row_limit[domain.rank];
+  if (params.overflow != nullptr) {
+    *params.overflow = status == kSent && needed > limit;
+  } else if (status == kSent && needed > limit) {
+    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, -1, limit,
+                 needed);
+  }
+  if (params.mailbox == nullptr) return;
+  Mailbox& mailbox = *params.mailbox;
+  mailbox.status = status;
+  if (status != kFailed) {
+    int sent_away = 0, max_rows = 0;
+    for (int r = 0; r < domain.num_ranks; ++r) {
+      if (r != domain.rank) sent_away += routes.sent[r];
+      max_rows = max(max_rows, routes.needed[r]);
+    }
+    mailbox.num_recv = routes.num_recv;
+    mailbox.num_permuted = params.pad_multiple > 0 ? needed : 0;
+    mailbox.num_sent_away = sent_away;
+    mailbox.num_kept = routes.sent[domain.rank];
+    mailbox.max_recv = routes.max_recv;
+    mailbox.max_sent = routes.max_sent;
+    mailbox.max_rows = max_rows;
+  }
+  __threadfence_system();
+  ptx::store_release_system(&mailbox.ticket, params.ticket);
+}
+
+// Makes places final: among all that this rank sends to r, and for expert-major output the row at r.
+__device__ void finish_routes(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared,
+                              const int* expert_base) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
+  const ExpertMap experts{params.num_experts, num_ranks};
+  const int* warp_experts = warp_expert_counts(shared, warp, params.num_experts);
+  int* rows = routes.token_row[warp];
+  const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+  for (int cell = lane; cell < num_cells; cell += 32) {
+    const int token = tokens.begin + cell / num_ranks, r = cell % num_ranks;
+    int32_t& slot = params.send_slot[static_cast<int64_t>(token) * num_ranks + r];
+    if (slot < 0) continue;
+    slot += routes.cta_base[r] + routes.warp_counts[warp][r];
+    params.send_list[static_cast<int64_t>(r) * params.num_tokens + slot] = token;
+  }
+  if (params.pad_multiple == 0) return;
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    for (int r = lane; r < num_ranks; r += 32) rows[r] = INT32_MAX;
+    __syncwarp();
+    if (lane < num_topk) {
+      const int64_t cell = static_cast<int64_t>(token) * num_topk + lane;
+      int place = params.expert_place[cell];
+      if (place >= 0) {
+        const int64_t expert = params.topk_idx[cell];
+        place += expert_base[expert] + warp_experts[expert];
+        params.expert_place[cell] = place;
+        atomicMin(&rows[experts.rank_of(expert)], place);
+      }
+    }
+    __syncwarp();
+    for (int r = lane; r < num_ranks; r += 32) {
+      params.dst_row[static_cast<int64_t>(token) * num_ranks + r] = rows[r] == INT32_MAX ? -1 : rows[r];
+    }
+    __syncwarp();
+  }
+}
+
+// Sends this CTA's rows: each lane stores a row to the ranks that the lane stands for.
+__device__ void send_rows(const DispatchParams& params, const Range tokens, const Routes& routes, uint8_t* shared,
+                          uint64_t* barriers) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_ranks = params.domain.num_ranks, stride = params.num_send_warps;
+  const int first = tokens.begin + warp;
+  const int count = first < tokens.end ? (tokens.end - first + stride - 1) / stride : 0;
+  RowRing ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
+               barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
+  const auto row_of = [&](int i) { return params.rows + static_cast<int64_t>(first + i * stride) * params.row_bytes; };
+  const int32_t* dst = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
+  const auto load_dst = [&](int i, int r) {
+    return i < count && r < num_ranks ? dst[static_cast<int64_t>(first + i * stride) * num_ranks + r] : -1;
+  };
+  constexpr int kRanksPerLane = (kMaxRanks + 31) / 32;
+  int next[kRanksPerLane];
+
+  for (int i = 0; i < min(count, ring.num_ahead()); ++i) ring.fetch(row_of(i));
+#pragma unroll
+  for (int q = 0; q < kRanksPerLane; ++q) next[q] = load_dst(0, lane + 32 * q);
+  for (int i = 0; i < count; ++i) {
+    int row[kRanksPerLane];
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      row[q] = next[q];
+      next[q] = load_dst(i + 1, lane + 32 * q);
+    }
+    const uint8_t* stage = ring.wait();
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      const int r = lane + 32 * q;
+      if (row[q] < 0) continue;
+      if (params.pad_multiple == 0) row[q] += routes.recv_base[r];
+      if (row[q] >= routes.row_limit[r]) continue;
+      ptx::bulk_store(routes.slot[r] + params.slot.rows + static_cast<int64_t>(row[q]) * params.row_bytes, stage,
+                      params.row_bytes);
+    }
+    ring.release();
+    if (i + ring.num_ahead() < count) ring.fetch(row_of(i + ring.num_ahead()));
+  }
+  ptx::bulk_wait_written();
+}
+
+// Sends what goes with the rows. What this CTA sends to one rank is one run of rows there, so stores are coalesced.
+__device__ void send_metadata(const DispatchParams& params, const Routes& routes) {
+  const Domain& domain = params.domain;
+  const int thread = threadIdx.x - params.num_send_warps * 32;
+  const int num_threads = kDispatchThreads - params.num_send_warps * 32;
+  const int num_topk = params.num_topk;
+  for (int i = 0; i < domain.num_ranks; ++i) {
+    const int peer = (domain.rank + i) % domain.num_ranks;
+    uint8_t* slot = routes.slot[peer];
+    const int32_t* list = params.send_list + static_cast<int64_t>(peer) * params.num_tokens + routes.cta_base[peer];
+    const int64_t first_row = routes.recv_base[peer] + routes.cta_base[peer];
+    // The bound of expert-major output counts copies; what goes with the rows stands once per row.
+    const int64_t limit = params.pad_multiple > 0 ? params.slot.capacity : routes.row_limit[peer];
+    const int count = static_cast<int>(min(static_cast<int64_t>(routes.cta_count[peer]), limit - first_row));
+    if (params.scales != nullptr) {
+      auto* scales = reinterpret_cast<uint32_t*>(slot + params.slot.scales) + first_row * params.num_scales;
+      for (int j = thread; j < count * params.num_scales; j += num_threads) {
+        const int row = j / params.num_scales;
+        scales[j] = params.scales[static_cast<int64_t>(list[row]) * params.num_scales + j - row * params.num_scales];
+      }
+    }
+    if (params.topk_idx == nullptr) continue;
+    auto* src_idx = reinterpret_cast<int32_t*>(slot + params.slot.src_idx) + first_row;
+    for (int row = thread; row < count; row += num_threads) src_idx[row] = list[row];
+    auto* topk_idx = reinterpret_cast<int64_t*>(slot + params.slot.experts) + first_row * num_topk;
+    auto* places = reinterpret_cast<int32_t*>(slot + params.slot.experts) + first_row * num_topk;
+    auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + first_row * num_topk;
+    const int first_expert = params.range_first + peer * params.range_step;
+    for (int j = thread; j < count * num_topk; j += num_threads) {
+      const int row = j / num_topk, k = j - row * num_topk, token = list[row];
+      const int64_t cell = static_cast<int64_t>(token) * num_topk + k;
+      const int64_t expert = params.topk_idx[cell] - first_expert;
+      const bool inside = (params.first_mask[token] >> k & 1) && expert >= 0 && expert < params.range_size;
+      if (params.pad_multiple > 0) {
+        places[j] = inside ? params.expert_place[cell] : -1;
+      } else {
+        topk_idx[j] = inside ? expert : -1;
+      }
+      if (params.topk_weights != nullptr) weights[j] = inside ? params.topk_weights[cell] : 0.0f;
+    }
+  }
+  if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
+  // Rows between what arrives and the bound: nobody sends them, so they are marked here.
+  const int64_t limit = params.row_limit;
+  const int64_t first_free = min(static_cast<int64_t>(routes.num_recv), limit);
+  uint8_t* slot = routes.slot[domain.rank];
+  const int64_t offset = static_cast<int64_t>(blockIdx.x) * num_threads + thread;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * num_threads;
+  for (int64_t row = first_free + offset; row < limit; row += step) {
+    reinterpret_cast<int32_t*>(slot + params.slot.src_idx)[row] = -1;
+  }
+  for (int64_t j = first_free * num_topk + offset; j < limit * num_topk; j += step) {
+    reinterpret_cast<int64_t*>(slot + params.slot.experts)[j] = -1;
+    if (params.topk_weights != nullptr) reinterpret_cast<float*>(slot + params.slot.weights)[j] = 0.0f;
+  }
+}
+
+__global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ Routes routes;
+  __shared__ uint64_t barriers[kMaxSendWarps * kMaxStages];
+  const Domain& domain = params.domain;
+  ControlBlock& own = *domain.control[domain.rank];
+  const Waiter waiter(domain.fault, KernelName::kDispatch, domain.rank, domain.timeout_ns);
+  const uint32_t epoch = ptx::load_acquire_gpu(&own.dispatch_epoch) + 1;
+  const int warp = threadIdx.x / 32;
+  const bool makes_route = params.topk_idx != nullptr;
+
+  const Range cta_tokens = share_of(params.num_tokens, blockIdx.x, gridDim.x);
+  const Range split = share_of(cta_tokens.end - cta_tokens.begin, warp, kWarps);
+  const Range warp_tokens{cta_tokens.begin + split.begin, cta_tokens.begin + split.end};
+  int* expert_base = warp_expert_counts(shared, kWarps, params.num_experts);
+
+  // Count, and tell every rank.
+  bool ok = true;
+  if (threadIdx.x == 0) routes.max_recv = routes.max_sent = 0;
+  if (makes_route) {
+    count_tokens(params, warp_tokens, routes, shared);
+    __syncthreads();
+    sum_over_warps(params, routes, shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::add_acq_rel_gpu(&own.arrived_ctas, 1);
+      ok = waiter.until_count(&own.arrived_ctas, gridDim.x, WaitTag::kGrid);
+    }
+    ok = __syncthreads_and(ok);
+  }
+  send_counts(params, epoch);
+
+  // Learn from every rank, and decide alike: if a slot is too small, nobody sends.
+  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
+    ok &= waiter.until_epoch(&own.counts_epoch[r], epoch, r, WaitTag::kCounts);
+  }
+  ok = __syncthreads_and(ok);
+  bool lacks_room = false;
+  if (ok) {
+    find_bases(params, routes, expert_base);
+    __syncthreads();
+    for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
+      lacks_room |= __ldcg(&own.counts[r].is_bound) == 0 && routes.needed[r] > routes.row_limit[r];
+    }
+  }
+  lacks_room = __syncthreads_or(lacks_room);
+  if (blockIdx.x == 0) report_counts(params, routes, !ok ? kFailed : lacks_room ? kNeedsRoom : kSent);
+
+  // Send.
+  if (ok && !lacks_room) {
+    if (makes_route) finish_routes(params, warp_tokens, routes, shared, expert_base);
+    ptx::fence_shared_for_bulk();  // the rings take over the expert counters' memory
+    __syncthreads();
+    if (warp < params.num_send_warps) {
+      send_rows(params, cta_tokens, routes, shared, barriers);
+    } else {
+      send_metadata(params, routes);
+    }
+  }
+
+  // The last CTA tells every rank that all is sent, and waits until all has arrived. What failed is not called sent.
+  if (!finish_cta(own, ok)) return;
+  for (int r = threadIdx.x; r < domain.num_ranks && own.failed == 0; r += kDispatchThreads) {
+    ptx::store_release_system(&domain.control[r]->rows_epoch[domain.rank], epoch);
+  }
+  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
+    waiter.until_epoch(&own.rows_epoch[r], epoch, r, WaitTag::kRows);
+  }
+  end_kernel(own, own.dispatch_epoch, epoch);
+}
+
+}  // namespace
+
+void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream) {
+  launch_cooperative(dispatch_kernel, params, num_sms, kDispatchThreads, shared_bytes, stream);
+}
+
+}  // namespace hybrid_ep

@@ -1,0 +1,45 @@
+// How the runtime starts the kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/cuda_check.h"
+#include "kernels/params.h"
+
+namespace hybrid_ep {
+
+constexpr int kDispatchThreads = 256;
+constexpr int kCombineThreads = 512;
+constexpr int kMaxSendWarps = 4;
+
+// Shared memory that a CTA may ask for beside what the kernels declare.
+constexpr int kDynamicSharedBytes = 216 * 1024;
+
+// Each launches on the stream and returns; shared_bytes is dynamic shared memory for the rings and the counters.
+// Throws CudaError if the launch is refused.
+void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
+void launch_combine(const CombineParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
+void launch_duplicate(const DuplicateParams& params, cudaStream_t stream);
+void launch_reduce_local(const ReduceLocalParams& params, cudaStream_t stream);
+void launch_layout(const LayoutParams& params, cudaStream_t stream);
+
+// A cooperative launch: all CTAs run at once or the kernel waits, so that CTAs may wait for each other.
+template <typename Params>
+void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ctas, int num_threads, int shared_bytes,
+                        cudaStream_t stream) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+             "cudaFuncSetAttribute");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(num_ctas);
+  config.blockDim = dim3(num_threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");
+}
+
+}  // namespace hybrid_ep

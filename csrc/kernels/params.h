@@ -1,0 +1,122 @@
+// One parameter struct per kernel, filled by the runtime. Legend: T tokens of this rank, K top-k, E experts, LE local
+// experts, R ranks, N received rows, P permuted rows, H hidden, W columns of weights.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/control_block.h"
+#include "layout/fault.h"
+#include "layout/slot_layout.h"
+
+namespace hybrid_ep {
+
+// What the host reads when it must know sizes: pinned memory, one per communicator.
+struct Mailbox {
+  uint32_t ticket;        // of the call that wrote it, written last
+  int32_t status;         // MailStatus
+  int32_t num_recv;       // N of this rank
+  int32_t num_permuted;   // P of this rank; 0 for a plain dispatch
+  int32_t num_sent_away;  // rows that this rank sends to others
+  int32_t num_kept;       // rows that this rank sends to itself
+  int32_t max_recv;       // most rows that any rank receives
+  int32_t max_sent;       // most rows that any rank sends
+  int32_t max_rows;       // most rows that any rank's slot must hold
+  int32_t num_tokens_per_expert[kMaxExperts];
+};
+enum MailStatus : int32_t { kSent = 0, kNeedsRoom = 1, kFailed = 2 };
+
+// The ranks of a domain and what one call may use of their memory.
+struct Domain {
+  int rank, num_ranks;
+  uint64_t timeout_ns;
+  FaultRecord* fault;
+  int64_t slot_bytes;
+  ControlBlock* control[kMaxRanks];
+  uint8_t* arena[kMaxRanks];
+};
+
+struct DispatchParams {
+  Domain domain;
+  // What is sent.
+  const uint8_t* rows;        // [T, row_bytes]
+  const int64_t* topk_idx;    // [T, K]; nullptr: the route below is taken as it is
+  const float* topk_weights;  // [T, K] or nullptr
+  const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
+  int num_tokens, num_topk, num_experts, row_bytes, num_scales;
+  // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
+  int range_first, range_step, range_size;
+  // Where this rank's rows land.
+  int slot_idx, row_limit;
+  bool is_bound;
+  SlotLayout slot;
+  // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.
+  int pad_multiple;
+  // The route: written, or read when topk_idx is nullptr.
+  int32_t* send_slot;    // [T, R] place among what this rank sends to r, or −1
+  int32_t* send_list;    // [R, T] the token at each place
+  int32_t* dst_row;      // [T, R] row at r, expert-major output only, or −1
+  int32_t* rank_prefix;  // [R, R] rows that ranks 0…i send to j
+  // Written unless the route is read.
+  int32_t* expert_place;   // [T, K] scratch, expert-major output only
+  uint32_t* first_mask;    // [T] scratch: bit k set where topk_idx[k] is an expert that the row has not named before
+  bool* is_token_in_rank;  // [T, R]
+  int32_t* num_tokens_per_expert;  // [LE], pads included
+  int32_t* overflow;               // [1], or nullptr
+  Mailbox* mailbox;                // nullptr: the host does not wait
+  uint32_t ticket;
+  // Shape of the launch.
+  int num_send_warps, num_stages;
+};
+
+struct CombineParams {
+  Domain domain;
+  const uint8_t* rows;         // [N, H] bf16
+  const float* weights;        // [N, W] or nullptr
+  const uint8_t* bias[2];      // [T, H] bf16 or nullptr
+  uint8_t* out;                // [T, H] bf16
+  float* out_weights;          // [T, W] or nullptr
+  const int32_t* send_slot;    // [T, R]
+  const int32_t* rank_prefix;  // [R, R]
+  int num_tokens, num_rows, num_weights, row_bytes;
+  SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
+  int num_send_warps, num_stages;
+};
+
+// Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not
+// write.
+struct DuplicateParams {
+  uint8_t* rows;                         // [P, row_bytes]; the copy with the lowest place is there
+  const int32_t* places;                 // [N, K] row of each copy, or −1
+  const float* weights;                  // [N, K] or nullptr
+  const uint32_t* scales;                // [N, num_scales] or nullptr
+  float* probs;                          // [P] or nullptr
+  uint32_t* permuted_scales;             // [P, num_scales] or nullptr
+  const int32_t* rank_prefix;            // [R, R], for N
+  const int32_t* num_tokens_per_expert;  // [LE], pads included
+  const int32_t* num_rows_per_expert;    // [LE], pads not included
+  int rank, num_ranks, num_topk, num_local_experts, row_bytes, num_scales;
+  int row_limit;   // rows of the output
+  int recv_limit;  // rows of places
+};
+
+// The way back: sums a token's local experts in ascending order, rounds once, and gives its weights their columns.
+struct ReduceLocalParams {
+  const uint8_t* rows;         // [P, H] bf16
+  const float* probs;          // [P] or nullptr
+  const int32_t* places;       // [N, K]
+  const int32_t* rank_prefix;  // [R, R], for N
+  uint8_t* out;                // [N, H] bf16
+  float* out_weights;          // [N, K] or nullptr
+  int rank, num_ranks, num_topk, row_bytes, row_limit, recv_limit;
+};
+
+// Counts of this rank's tokens, for `get_dispatch_layout`.
+struct LayoutParams {
+  const int64_t* topk_idx;         // [T, K]
+  int32_t* num_tokens_per_rank;    // [R], zero before
+  int32_t* num_tokens_per_expert;  // [E], zero before
+  bool* is_token_in_rank;          // [T, R]
+  int num_tokens, num_topk, num_experts, num_ranks;
+};
+
+}  // namespace hybrid_ep

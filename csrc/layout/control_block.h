@@ -1,0 +1,41 @@
+// The small symmetric memory of a rank: counts and flags that its peers write, and counters of its own kernels.
+//
+// Epochs number the calls of a kind and live here, not in launch arguments, so that a CUDA graph can be replayed. Flags
+// hold the epoch they were raised in and are never reset. One copy of each is enough: a rank begins call n + 1 only
+// after every peer has ended call n (dispatch) or after the peer has said that it is ready for call n + 1 (combine).
+#pragma once
+
+#include <cstdint>
+
+#include "layout/limits.h"
+
+namespace hybrid_ep {
+
+// What rank i tells every rank at the start of a dispatch.
+struct CountRow {
+  int32_t num_tokens_per_rank[kMaxRanks];      // tokens that i sends to each rank
+  int32_t num_tokens_per_expert[kMaxExperts];  // copies that i sends to each expert
+  int32_t slot_idx;                            // where in i's arena this call's rows land
+  int32_t row_limit;                           // rows that fit there
+  int32_t is_bound;                            // 1: rows beyond the limit are dropped; 0: nobody sends, all make room
+  int32_t padding;
+};
+
+struct ControlBlock {
+  // Written by peers.
+  CountRow counts[kMaxRanks];
+  uint32_t counts_epoch[kMaxRanks];  // raised after counts[i]
+  uint32_t rows_epoch[kMaxRanks];    // raised by i when all its rows of a dispatch stand in this rank's arena
+  uint32_t ready_epoch[kMaxRanks];   // raised by i when its arena may be written by this rank's combine
+  uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
+
+  // Written by this rank.
+  uint32_t dispatch_epoch;
+  uint32_t combine_epoch;
+  uint32_t arrived_ctas;   // at the grid barrier; 0 between kernels
+  uint32_t finished_ctas;  // 0 between kernels
+  uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
+  int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,26 @@
+// What went wrong inside a kernel, as the host reads it: one record in pinned memory, written once.
+#pragma once
+
+#include <cstdint>
+
+namespace hybrid_ep {
+
+enum class FaultKind : int32_t { kNone = 0, kTimeout = 1, kBadExpert = 2, kOverflow = 3 };
+enum class KernelName : int32_t { kDispatch = 0, kCombine = 1 };
+
+// What a wait waits for. The names that people read are in fault_names.h.
+enum class WaitTag : int32_t { kGrid = 0, kCounts = 1, kRows = 2, kReady = 3, kPartialRows = 4 };
+
+struct FaultRecord {
+  uint32_t claimed;  // the first fault takes the record; later ones are dropped
+  uint32_t written;  // 1 once the fields below can be read
+  FaultKind kind;
+  KernelName kernel;
+  WaitTag tag;
+  int32_t rank;
+  int32_t peer;      // −1 where no single rank is to blame
+  int64_t expected;  // epoch waited for, or what is allowed
+  int64_t seen;      // epoch seen, or the value found
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,15 @@
+// The largest sizes that the CUDA engine takes. They fix the size of the control block and nothing else.
+#pragma once
+
+namespace hybrid_ep {
+
+constexpr int kMaxRanks = 72;      // one NVL72 domain
+constexpr int kMaxExperts = 4096;  // of all ranks together
+constexpr int kMaxTopk = 32;       // one lane of a warp per expert of a token
+constexpr int kMaxTokens = 65536;  // of one rank in one call
+constexpr int kMaxCtas = 160;      // SMs of the largest supported GPU, rounded up
+constexpr int kMaxRowBytes = 32768;
+constexpr int kRowAlignBytes = 16;  // what the bulk copy engine moves
+constexpr int kRowsPerChunk = 8;    // rows of combine that share one arrival flag
+
+}  // namespace hybrid_ep

@@ -1,0 +1,50 @@
+// Where the parts of a dispatch's result, or of a combine's incoming partial rows, stand in a slot of the arena.
+//
+// Every part has room for the same number of rows, which follows from the slot's size and the bytes of a row. Both are
+// equal at all ranks of a call, so a sender knows where a receiver keeps each part.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/expert_map.h"
+
+namespace hybrid_ep {
+
+constexpr int64_t kPartAlignBytes = 128;
+
+struct SlotLayout {
+  int64_t rows, experts, weights, scales, src_idx;  // byte offsets in the slot
+  int32_t capacity;                                 // rows
+};
+
+// Bytes per row of each part; a part that is not there has 0.
+struct RowWidths {
+  int64_t rows, experts, weights, scales, src_idx;
+
+  int64_t total() const { return rows + experts + weights + scales + src_idx; }
+};
+
+inline SlotLayout make_slot_layout(const RowWidths& widths, int64_t slot_bytes) {
+  const int64_t capacity = (slot_bytes - 5 * kPartAlignBytes) / widths.total();
+  SlotLayout layout{};
+  layout.capacity = static_cast<int32_t>(capacity < 0 ? 0 : capacity > INT32_MAX ? INT32_MAX : capacity);
+  int64_t offset = 0;
+  const auto place = [&](int64_t width) {
+    const int64_t begin = offset;
+    offset += (layout.capacity * width + kPartAlignBytes - 1) / kPartAlignBytes * kPartAlignBytes;
+    return begin;
+  };
+  layout.rows = place(widths.rows);
+  layout.experts = place(widths.experts);
+  layout.weights = place(widths.weights);
+  layout.scales = place(widths.scales);
+  layout.src_idx = place(widths.src_idx);
+  return layout;
+}
+
+// The slot size from which `num_rows` rows fit.
+inline int64_t slot_bytes_for(const RowWidths& widths, int64_t num_rows) {
+  return num_rows * widths.total() + 5 * kPartAlignBytes;
+}
+
+}  // namespace hybrid_ep

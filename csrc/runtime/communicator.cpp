@@ -1,0 +1,124 @@
+#include "runtime/communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "common/check.h"
+#include "common/cuda_check.h"
+#include "kernels/launch.h"
+#include "runtime/sm_model.h"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr double kMailboxGraceS = 10;  // for the kernel to start, on top of its own time
+
+const char* name_of(KernelName kernel) { return kernel == KernelName::kDispatch ? "dispatch" : "combine"; }
+
+const char* name_of(WaitTag tag) {
+  switch (tag) {
+    case WaitTag::kGrid:
+      return "CTAs of the own grid";
+    case WaitTag::kCounts:
+      return "counts";
+    case WaitTag::kRows:
+      return "rows";
+    case WaitTag::kReady:
+      return "ready for partial rows";
+    case WaitTag::kPartialRows:
+      return "partial rows";
+  }
+  return "unknown";
+}
+
+template <typename T>
+T* pinned() {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  return new (memory) T{};
+}
+
+}  // namespace
+
+Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int device, double timeout_s)
+    : device_(device), timeout_s_(timeout_s) {
+  const int num_ranks = static_cast<int>(control.size());
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
+  require(rank >= 0 && rank < num_ranks, "rank", rank, "a rank of the domain");
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  check_cuda(cudaDeviceGetAttribute(&num_device_sms_, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  mailbox_ = pinned<Mailbox>();
+  fault_ = pinned<FaultRecord>();
+  domain_.rank = rank;
+  domain_.num_ranks = num_ranks;
+  domain_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  domain_.fault = fault_;
+  for (int r = 0; r < num_ranks; ++r) domain_.control[r] = reinterpret_cast<ControlBlock*>(control[r]);
+}
+
+Communicator::~Communicator() {
+  cudaFreeHost(mailbox_);
+  cudaFreeHost(fault_);
+}
+
+void Communicator::set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes) {
+  require(static_cast<int>(arena.size()) == domain_.num_ranks, "addresses of the arena", arena.size(),
+          "one for each rank");
+  domain_.slot_bytes = slot_bytes;
+  for (int r = 0; r < domain_.num_ranks; ++r) domain_.arena[r] = reinterpret_cast<uint8_t*>(arena[r]);
+}
+
+SlotLayout Communicator::slot_layout(const RowWidths& widths) const {
+  return make_slot_layout(widths, domain_.slot_bytes);
+}
+
+uint32_t Communicator::dispatch(DispatchParams& params, const RowWidths& widths, bool has_mailbox, int num_sms,
+                                cudaStream_t stream) {
+  params.domain = domain_;
+  params.slot = slot_layout(widths);
+  // A call that waits for the host takes whatever fits; the host makes room if that is not enough.
+  if (!params.is_bound) params.row_limit = params.slot.capacity;
+  params.mailbox = has_mailbox ? mailbox_ : nullptr;
+  params.ticket = has_mailbox ? ++ticket_ : 0;
+  const int counter_bytes =
+      params.topk_idx == nullptr ? 0 : (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int));
+  const LaunchShape shape = dispatch_shape(params.row_bytes, num_sms, num_device_sms_);
+  params.num_send_warps = shape.num_send_warps;
+  params.num_stages = shape.num_stages;
+  launch_dispatch(params, shape.num_sms, std::max(counter_bytes, shape.ring_bytes), stream);
+  return params.ticket;
+}
+
+void Communicator::combine(CombineParams& params, const RowWidths& widths, int num_sms, cudaStream_t stream) {
+  params.domain = domain_;
+  params.slot = slot_layout(widths);
+  const LaunchShape shape = combine_shape(params.row_bytes, num_sms, num_device_sms_);
+  params.num_send_warps = shape.num_send_warps;
+  params.num_stages = shape.num_stages;
+  launch_combine(params, shape.num_sms, shape.ring_bytes, stream);
+}
+
+bool Communicator::wait_mailbox(uint32_t ticket) const {
+  const auto* written = reinterpret_cast<const volatile uint32_t*>(&mailbox_->ticket);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s_ + kMailboxGraceS);
+  while (*written != ticket) {
+    for (int i = 0; i < 64 && *written != ticket; ++i) std::this_thread::yield();
+    if (std::chrono::steady_clock::now() > deadline) return false;
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return true;
+}
+
+std::optional<Fault> Communicator::take_fault() {
+  if (*reinterpret_cast<const volatile uint32_t*>(&fault_->written) == 0) return std::nullopt;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const Fault fault{fault_->kind, name_of(fault_->kernel), name_of(fault_->tag),
+                    fault_->peer, fault_->expected,        fault_->seen};
+  *fault_ = FaultRecord{};
+  return fault;
+}
+
+}  // namespace hybrid_ep

@@ -1,0 +1,65 @@
+// One rank's end of a domain on the GPU: whose memory is where, the pinned mailbox and fault record, and the launches.
+//
+// Calls are collective and in the same order at all ranks; one communicator runs one call at a time, which the caller
+// ensures by stream order. Nothing here allocates device memory or synchronises the device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/params.h"
+
+namespace hybrid_ep {
+
+// A fault, in words that an error message can use.
+struct Fault {
+  FaultKind kind;
+  std::string kernel, tag;
+  int peer;
+  int64_t expected, seen;
+};
+
+class Communicator {
+ public:
+  // `control` are the ranks' control blocks as this process maps them; they are zero before any rank makes its first
+  // call.
+  Communicator(int rank, const std::vector<uintptr_t>& control, int device, double timeout_s);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Names the arena that later calls use: each rank's base address, and the bytes of a slot.
+  void set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes);
+
+  // The layout that a slot of the arena has for rows of these widths.
+  SlotLayout slot_layout(const RowWidths& widths) const;
+
+  // The caller fills everything but the domain, the slot layout and the shape of the launch. num_sms 0 = the default.
+  // Returns the ticket that the mailbox will show if the call has one.
+  uint32_t dispatch(DispatchParams& params, const RowWidths& widths, bool has_mailbox, int num_sms,
+                    cudaStream_t stream);
+  void combine(CombineParams& params, const RowWidths& widths, int num_sms, cudaStream_t stream);
+
+  // Waits, without a device synchronisation, until the call with this ticket has written the mailbox. Returns false
+  // when it has not by long after the kernel's own deadline.
+  bool wait_mailbox(uint32_t ticket) const;
+  const Mailbox& mailbox() const { return *mailbox_; }
+
+  // The first fault since the last call of this function, if any. Does not synchronise.
+  std::optional<Fault> take_fault();
+
+ private:
+  Domain domain_{};
+  int device_;
+  int num_device_sms_ = 0;
+  double timeout_s_;
+  Mailbox* mailbox_ = nullptr;
+  FaultRecord* fault_ = nullptr;
+  uint32_t ticket_ = 0;
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,17 @@
+// How many SMs, warps and stages a call gets. The figures behind the model are in docs/cuda_engine.md.
+#pragma once
+
+namespace hybrid_ep {
+
+struct LaunchShape {
+  int num_sms;
+  int num_send_warps;  // of a CTA
+  int num_stages;      // of a sending warp's ring
+  int ring_bytes;      // of a CTA
+};
+
+// `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has.
+LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms);
+LaunchShape combine_shape(int row_bytes, int asked, int num_device_sms);
+
+}  // namespace hybrid_ep

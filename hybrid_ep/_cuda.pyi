@@ -1,0 +1,207 @@
+"""The CUDA kernels and what launches them. Pointers and streams are integers; the caller keeps tensors alive."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+version: str
+control_bytes: int
+max_ranks: int
+max_experts: int
+max_tokens: int
+max_row_bytes: int
+row_align_bytes: int
+
+class CudaError(RuntimeError): ...
+
+class RowWidths:
+    @property
+    def total(self) -> int: ...
+    def slot_bytes_for(self, num_rows: int) -> int: ...
+
+def dispatch_widths(
+    row_bytes: int, num_scales: int, num_topk: int, has_weights: bool, is_permuted: bool
+) -> RowWidths: ...
+def combine_widths(row_bytes: int, num_weights: int) -> RowWidths: ...
+
+class SlotLayout:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def scales(self) -> int: ...
+    @property
+    def src_idx(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+class FaultKind(Enum):
+    TIMEOUT = ...
+    BAD_EXPERT = ...
+    OVERFLOW = ...
+
+class Fault:
+    @property
+    def kind(self) -> FaultKind: ...
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def tag(self) -> str: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+    @property
+    def seen(self) -> int: ...
+
+class Mail:
+    @property
+    def needs_room(self) -> bool: ...
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def num_recv(self) -> int: ...
+    @property
+    def num_permuted(self) -> int: ...
+    @property
+    def num_sent_away(self) -> int: ...
+    @property
+    def num_kept(self) -> int: ...
+    @property
+    def max_recv(self) -> int: ...
+    @property
+    def max_sent(self) -> int: ...
+    @property
+    def max_rows(self) -> int: ...
+    def num_tokens_per_expert(self, num_local_experts: int) -> list[int]: ...
+
+class Communicator:
+    def __init__(self, *, rank: int, control: list[int], device: int, timeout_s: float) -> None: ...
+    def set_arena(self, arena: list[int], slot_bytes: int) -> None: ...
+    def slot_layout(self, widths: RowWidths) -> SlotLayout: ...
+    def dispatch(
+        self,
+        *,
+        widths: RowWidths,
+        rows: int,
+        topk_idx: int,
+        topk_weights: int,
+        scales: int,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        row_bytes: int,
+        num_scales: int,
+        range_first: int,
+        range_step: int,
+        range_size: int,
+        slot_idx: int,
+        row_limit: int,
+        pad_multiple: int,
+        send_slot: int,
+        send_list: int,
+        dst_row: int,
+        rank_prefix: int,
+        expert_place: int,
+        first_mask: int,
+        is_token_in_rank: int,
+        num_tokens_per_expert: int,
+        overflow: int,
+        waits_for_counts: bool,
+        num_sms: int,
+        stream: int,
+    ) -> int: ...
+    def combine(
+        self,
+        *,
+        widths: RowWidths,
+        rows: int,
+        weights: int,
+        bias_0: int,
+        bias_1: int,
+        out: int,
+        out_weights: int,
+        send_slot: int,
+        rank_prefix: int,
+        num_tokens: int,
+        num_rows: int,
+        num_weights: int,
+        row_bytes: int,
+        num_sms: int,
+        stream: int,
+    ) -> None: ...
+    def wait_mailbox(self, ticket: int) -> bool: ...
+    @property
+    def mail(self) -> Mail: ...
+    def take_fault(self) -> Fault | None: ...
+
+class SlotPool:
+    def __init__(
+        self,
+        *,
+        base: int,
+        slot_bytes: int,
+        num_slots: int,
+        device: int,
+        memory: object,
+        current_stream: Callable[[int], int],
+    ) -> None: ...
+    def take(self, stream: int) -> int: ...
+    def release(self, slot_idx: int) -> None: ...
+    def tensor(self, slot_idx: int, offset: int, shape: tuple[int, ...], code: int, bits: int) -> Any: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+def duplicate(
+    *,
+    rows: int,
+    places: int,
+    weights: int,
+    scales: int,
+    probs: int,
+    permuted_scales: int,
+    rank_prefix: int,
+    num_tokens_per_expert: int,
+    rank: int,
+    num_ranks: int,
+    num_topk: int,
+    num_local_experts: int,
+    row_bytes: int,
+    num_scales: int,
+    row_limit: int,
+    recv_limit: int,
+    stream: int,
+) -> None: ...
+def reduce_local(
+    *,
+    rows: int,
+    probs: int,
+    places: int,
+    rank_prefix: int,
+    out: int,
+    out_weights: int,
+    rank: int,
+    num_ranks: int,
+    num_topk: int,
+    row_bytes: int,
+    row_limit: int,
+    recv_limit: int,
+    stream: int,
+) -> None: ...
+def layout(
+    *,
+    topk_idx: int,
+    num_tokens_per_rank: int,
+    num_tokens_per_expert: int,
+    is_token_in_rank: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    num_ranks: int,
+    stream: int,
+) -> None: ...

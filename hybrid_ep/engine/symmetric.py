@@ -1,0 +1,73 @@
+"""Memory that every rank of a domain can write: the one file that touches torch's symmetric memory.
+
+torch covers POSIX handles inside a node and fabric handles across a multi-node NVLink domain, so no handle code of our
+own is needed. Only plain peer pointers are used: multicast stays off, so that a crash can do no harm to a switch that
+others share.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.errors import TopologyError
+
+__all__ = ["SymmetricMemory"]
+
+# torch reads this when it allocates; a value that the user has set is left alone.
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """The same number of bytes at every rank of a group, mapped by all.
+
+    Attributes:
+        local: ``[num_bytes]`` uint8, this rank's part; zero at first.
+        addresses: where this process sees each rank's part, by rank.
+        handle: torch's handle, which keeps the mappings alive; None for a single rank.
+    """
+
+    local: Tensor
+    addresses: list[int]
+    handle: Any
+
+    @classmethod
+    def allocate(cls, num_bytes: int, group: dist.ProcessGroup | None, device: torch.device) -> SymmetricMemory:
+        """Allocates and maps; collective. When it returns, every rank's part is zero and may be written.
+
+        Args:
+            num_bytes: equal at all ranks.
+            group: the ranks; None for a single one.
+            device: this rank's GPU.
+
+        Raises:
+            TopologyError: the ranks cannot map each other's memory.
+        """
+        if group is None or dist.get_world_size(group) == 1:
+            local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            return cls(local, [local.data_ptr()], None)
+        import torch.distributed._symmetric_memory as symm_mem
+
+        os.environ.setdefault(_NO_MULTICAST, "1")
+        try:
+            local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+            local.zero_()
+            handle = symm_mem.rendezvous(local, group)
+        except RuntimeError as error:
+            raise TopologyError(
+                f"the {dist.get_world_size(group)} ranks of the group cannot map each other's GPU memory: {error}; "
+                "allowed: ranks of one NVLink domain"
+            ) from error
+        rank = dist.get_rank(group)
+        # A handle is of an allocation, which may hold more than this tensor.
+        offset = local.data_ptr() - handle.buffer_ptrs[rank]
+        addresses = [address + offset for address in handle.buffer_ptrs]
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+        return cls(local, addresses, handle)

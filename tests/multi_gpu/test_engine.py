@@ -1,0 +1,82 @@
+"""The cuda engine passes every case that the torch engine passes, bit for bit, on one process per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hybrid_ep.cluster import RankError, VirtualCluster
+from tests.battery import hybrid, normal
+from tests.battery.cases import CASES, Case
+from tests.battery.cases import select as select_cases
+from tests.multi_gpu import random_routings
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
+
+FITTING = select_cases(CASES, num_ranks=max(NUM_GPUS, 1), one_domain=True)
+every_case = pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
+fp8_cases = pytest.mark.parametrize("case", [c for c in FITTING if c.hidden % 128 == 0], ids=lambda case: case.id)
+
+RunGpus = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def run_gpus() -> Iterator[RunGpus]:
+    """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
+    started: dict[int, VirtualCluster] = {}
+
+    def run(num_ranks: int, function: Callable[..., None], *args: object) -> None:
+        if num_ranks not in started:
+            for cluster in started.values():
+                cluster.close()
+            started.clear()
+            variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
+            started[num_ranks] = VirtualCluster(num_ranks, device="cuda", variables=variables)
+        try:
+            started[num_ranks].run(function, *args, limit_s=120)
+        except RankError:
+            started.pop(num_ranks).close()
+            raise
+
+    yield run
+    for cluster in started.values():
+        cluster.close()
+
+
+@pytest.mark.parametrize("check", [normal.check_round_trip, normal.check_cached, normal.check_bound])
+@every_case
+def test_normal(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+    run_gpus(case.num_ranks, check, case, "cuda")
+
+
+@fp8_cases
+def test_normal_fp8(run_gpus: RunGpus, case: Case) -> None:
+    run_gpus(case.num_ranks, normal.check_fp8, case, "cuda")
+
+
+@pytest.mark.parametrize(
+    "check", [hybrid.check_plain, hybrid.check_permuted, hybrid.check_permuted_cached, hybrid.check_overflow]
+)
+@every_case
+def test_hybrid(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+    run_gpus(case.num_ranks, check, case, "cuda")
+
+
+@fp8_cases
+def test_hybrid_fp8(run_gpus: RunGpus, case: Case) -> None:
+    run_gpus(case.num_ranks, _permuted_fp8, case)
+
+
+def _permuted_fp8(case: Case) -> None:
+    hybrid.check_permuted(case, "cuda", fp8=True)
+
+
+def test_two_buffers(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, normal.check_two_buffers, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")
+
+
+def test_random_routings(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, random_routings.check_random_routings, 2000)
