@@ -17,15 +17,23 @@ __all__ = [
     "BUILD_CUDA",
     "BUILD_NVML",
     "ENGINE",
+    "LOCAL_RANK",
     "LOG_LEVEL",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MPI_LOCAL_RANK",
+    "MPI_RANK",
+    "MPI_SIZE",
     "MULTINODE",
     "NICS",
     "NUM_RANKS_PER_DOMAIN",
-    "POOL_SLOTS",
     "NVML_STUB",
+    "POOL_SLOTS",
+    "RANK",
     "RDMA_CORE_HOME",
     "TIMEOUT_S",
     "VARIABLES",
+    "WORLD_SIZE",
     "Variable",
 ]
 
@@ -194,6 +202,40 @@ ARCH_LIST = Variable(
     "build",
 )
 
+
+def _rank(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+# Set by torchrun and mpirun: who this process is. `hybrid-ep bench` joins such a group instead of starting its own.
+RANK: Variable[int | None] = Variable("RANK", None, _rank, "an integer ≥ 0", "This process's rank, set by torchrun.")
+WORLD_SIZE: Variable[int | None] = Variable(
+    "WORLD_SIZE", None, _positive_int, "an integer ≥ 1", "How many ranks there are, set by torchrun."
+)
+LOCAL_RANK: Variable[int | None] = Variable(
+    "LOCAL_RANK", None, _rank, "an integer ≥ 0", "This process's rank within its node, set by torchrun."
+)
+MPI_RANK: Variable[int | None] = Variable(
+    "OMPI_COMM_WORLD_RANK", None, _rank, "an integer ≥ 0", "This process's rank, set by Open MPI's mpirun."
+)
+MPI_SIZE: Variable[int | None] = Variable(
+    "OMPI_COMM_WORLD_SIZE", None, _positive_int, "an integer ≥ 1", "How many ranks there are, set by Open MPI's mpirun."
+)
+MPI_LOCAL_RANK: Variable[int | None] = Variable(
+    "OMPI_COMM_WORLD_LOCAL_RANK", None, _rank, "an integer ≥ 0", "The rank within its node, set by Open MPI's mpirun."
+)
+MASTER_ADDR = Variable(
+    "MASTER_ADDR",
+    "127.0.0.1",
+    str,
+    "a host name or address",
+    "Where rank 0 can be reached; needed by mpirun on several nodes.",
+)
+MASTER_PORT = Variable("MASTER_PORT", 29500, _positive_int, "a port", "The port of rank 0, for the ranks to meet.")
+
 VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
@@ -202,6 +244,14 @@ VARIABLES: tuple[Variable[Any], ...] = (
     LOG_LEVEL,
     NICS,
     NVML_STUB,
+    RANK,
+    WORLD_SIZE,
+    LOCAL_RANK,
+    MPI_RANK,
+    MPI_SIZE,
+    MPI_LOCAL_RANK,
+    MASTER_ADDR,
+    MASTER_PORT,
     BUILD_CUDA,
     BUILD_NVML,
     MULTINODE,

@@ -21,7 +21,7 @@ from hybrid_ep.report.charts import (
     theme,
     to_png,
 )
-from hybrid_ep.report.units import format_bytes
+from hybrid_ep.report.units import unit_of_bytes
 
 __all__ = ["draw_all"]
 
@@ -31,6 +31,7 @@ _WAYS = {
     "all_to_all": ("all-to-all of top-k copies", SKY),
     "measured": ("hybrid_ep", BLUE),
 }
+_MOST_RANK_LABELS = 16
 
 
 def draw_all(result: DemoResult) -> dict[str, Picture]:
@@ -46,7 +47,7 @@ def _wire(result: DemoResult) -> Picture:
     if result.settings.num_domains == 1:
         hops = hops[1:]
     figure, axes = new_figure(
-        1, len(hops), size=(12, 5.2), title="Bytes on the wire, skewed routing, all ranks together", grid="y"
+        1, len(hops), size=(10, 4.6), title="Bytes on the wire, skewed routing, all ranks together", grid="y"
     )
     for axis, (hop, name) in zip(axes[0], hops, strict=True):
         _wire_panel(axis, steps, hop)
@@ -57,20 +58,23 @@ def _wire(result: DemoResult) -> Picture:
 
 
 def _wire_panel(axis: Any, steps: list[WireResult], hop: str) -> None:
-    width = 0.27
+    width = 0.3
+    most = max(getattr(getattr(item, way), hop) for item in steps for way in _WAYS)
+    factor, unit = unit_of_bytes(most)
     for place, (way, (label, colour)) in enumerate(_WAYS.items()):
         sent = [getattr(getattr(item, way), hop) for item in steps]
         at = [x + (place - 1) * width for x in range(len(steps))]
         bars = axis.bar(at, sent, width * 0.92, label=label, color=colour)
-        label_bars(axis, bars, [format_bytes(value) for value in sent])
+        label_bars(axis, bars, [f"{value / factor:#.3g}" for value in sent])
     axis.set_xticks(range(len(steps)), [item.step for item in steps])
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / factor:g}"))
+    axis.set_ylabel(unit)
     axis.yaxis.set_major_locator(MaxNLocator(5))
     axis.margins(y=0.12)
 
 
 def _load(result: DemoResult) -> Picture:
-    figure, axes = new_figure(2, 1, size=(12, 6), title="Tokens of each expert", sharex=True, sharey=True)
+    figure, axes = new_figure(2, 1, size=(10, 5.6), title="Tokens of each expert", sharex=True, sharey=True)
     num_local = result.settings.num_local_experts
     for axis, (routing, tokens) in zip(axes[:, 0], result.load.items(), strict=True):
         mean = sum(tokens) / len(tokens)
@@ -80,15 +84,22 @@ def _load(result: DemoResult) -> Picture:
         axis.set_title(f"{routing} routing: the busiest expert has {max(tokens) / mean:.1f} × the mean")
         axis.set_ylabel("tokens")
         axis.text(1.005, mean, f"mean\n{mean:.0f}", transform=axis.get_yaxis_transform(), va="center", color=VERMILION)
-    axes[-1, 0].set_xlabel("expert (each shade is one rank's share)")
-    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    every = -(-result.settings.num_ranks // _MOST_RANK_LABELS)
+    ranks = range(0, result.settings.num_ranks, every)
+    names = [f"rank {r}\n{_span(r * num_local, (r + 1) * num_local - 1)}" for r in ranks]
+    axes[-1, 0].set_xticks([(rank + 0.5) * num_local - 0.5 for rank in ranks], names)
+    axes[-1, 0].set_xlabel("experts by the rank that owns them")
     axes[-1, 0].set_xlim(-0.6, result.settings.num_experts - 0.4)
     return Picture("load", to_png(figure), "Tokens of each expert under skewed and uniform routing")
 
 
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
 def _time(result: DemoResult) -> Picture:
     paths = [item for item in result.paths if item.routing == "skewed"][::-1]
-    figure, axes = new_figure(1, 1, size=(12, 5), title="Where the time goes, skewed routing", grid="x")
+    figure, axes = new_figure(1, 1, size=(10, 4.8), title="Where the time goes, skewed routing", grid="x")
     axis = axes[0, 0]
     names = [f"{item.path.title}\n{item.path.dtype} tokens" for item in paths]
     left = [0.0] * len(paths)
@@ -105,18 +116,17 @@ def _time(result: DemoResult) -> Picture:
 
 
 def _loss(result: DemoResult) -> Picture:
-    figure, axes = new_figure(1, 1, size=(12, 4.6), title="A small MoE layer learns through dispatch and combine")
+    figure, axes = new_figure(1, 1, size=(10, 4), title="A small MoE layer learns through dispatch and combine")
     axis = axes[0, 0]
     steps = range(1, len(result.losses) + 1)
     axis.plot(steps, result.losses, color=GREEN, linewidth=2.5)
-    axis.set_yscale("log")
+    axis.axhline(1, color=GREY, linewidth=1.5, linestyle="--")
+    axis.text(len(result.losses), 1, "answering 0 ", ha="right", va="bottom", color=INK, fontsize=11)
     for step, loss, side in ((1, result.losses[0], "left"), (len(result.losses), result.losses[-1], "right")):
         axis.plot([step], [loss], "o", color=GREEN, markersize=7)
         axis.annotate(f"{loss:.3g}", (step, loss), (0, 10), textcoords="offset points", ha=side, fontweight="bold")
-    axis.margins(y=0.15)
+    axis.set_ylim(0, 1.15 * max(1.0, *result.losses))
     axis.set_xlabel("training step")
-    axis.set_ylabel("error / variance of the targets")
+    axis.set_ylabel("mean squared error\n/ mean square of the targets")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     return Picture("loss", to_png(figure), "The training loss over the steps")

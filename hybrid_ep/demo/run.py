@@ -51,7 +51,8 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
         load[routing] = tokens_per_expert(topk_idx, settings.num_experts)
     engine, reason = choose_engine()
     seconds = time.perf_counter() - begin
-    return DemoResult(settings, engine, reason, tuple(paths), tuple(wire), load, losses, seconds)
+    in_order = sorted(wire, key=lambda item: (ROUTINGS.index(item.routing), item.step.startswith("combine")))
+    return DemoResult(settings, engine, reason, tuple(paths), tuple(in_order), load, losses, seconds)
 
 
 def _path_result(path: Path, routing: str, checks: list[RankCheck]) -> PathResult:

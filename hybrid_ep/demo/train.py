@@ -30,7 +30,7 @@ def train(settings: Settings) -> list[float]:
     """Trains for `settings.num_steps` steps. Collective.
 
     Returns:
-        The mean squared error over all ranks' tokens at each step, as a fraction of the targets' variance.
+        The mean squared error over all ranks' tokens at each step, as a fraction of the targets' mean square.
     """
     shared = torch.Generator().manual_seed(settings.seed)
     centers = torch.randn(_NUM_CLUSTERS, HIDDEN, generator=shared)

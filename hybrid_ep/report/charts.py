@@ -62,6 +62,8 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 11,
     "figure.facecolor": "white",
+    "figure.constrained_layout.h_pad": 0.12,
+    "figure.constrained_layout.w_pad": 0.12,
 }
 
 

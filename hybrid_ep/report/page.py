@@ -22,9 +22,9 @@ h1{font-size:34px;line-height:1.2;margin:0 0 8px;letter-spacing:-.02em}
 h2{font-size:22px;margin:56px 0 8px;letter-spacing:-.01em}
 p{margin:0 0 16px;max-width:74ch} .lead{font-size:18px;color:var(--muted)}
 code{font:.9em ui-monospace,SFMono-Regular,Menlo,monospace;background:var(--panel);padding:.1em .35em;border-radius:4px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(210px,1fr));gap:14px;margin:28px 0 8px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(176px,1fr));gap:14px;margin:28px 0 8px}
 .card{background:var(--panel);border:1px solid var(--line);border-radius:12px;padding:16px 18px}
-.card b{display:block;font-size:26px;line-height:1.25;letter-spacing:-.01em}
+.card b{display:block;font-size:23px;white-space:nowrap;line-height:1.3;letter-spacing:-.01em}
 .card span{color:var(--muted);font-size:14px}
 .good{color:var(--good)} .bad{color:var(--bad)}
 .scroll{overflow-x:auto;margin:16px 0 8px}

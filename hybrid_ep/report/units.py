@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_microseconds", "format_ratio"]
+__all__ = ["format_bytes", "format_microseconds", "format_ratio", "unit_of_bytes"]
 
 
 def format_bytes(num_bytes: float) -> str:
     """``1234567`` → ``1.23 MB`` (decimal units: networks and NVLink are sold in them)."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= factor:
-            return (
-                f"{num_bytes / factor:.3g} {unit}" if num_bytes < 1e3 * factor else f"{num_bytes / factor:.0f} {unit}"
-            )
-    return f"{num_bytes:.0f} B"
+    factor, unit = unit_of_bytes(num_bytes)
+    return f"{_three_digits(num_bytes / factor)} {unit}" if factor > 1 else f"{num_bytes:.0f} B"
+
+
+def unit_of_bytes(num_bytes: float) -> tuple[float, str]:
+    """The largest unit in which `num_bytes` is at least 1, as (bytes, name)."""
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((factor, unit) for factor, unit in units if num_bytes >= factor), (1.0, "B"))
 
 
 def format_microseconds(microseconds: float) -> str:
-    """``1234`` → ``1.23 ms``, ``12.3`` → ``12.3 µs``."""
+    """``12345`` → ``12.3 ms``, ``1234`` → ``1234 µs``, ``12.3`` → ``12.3 µs``."""
     if microseconds >= 1e6:
-        return f"{microseconds / 1e6:.3g} s"
+        return f"{_three_digits(microseconds / 1e6)} s"
     if microseconds >= 1e4:
-        return f"{microseconds / 1e3:.3g} ms"
-    return f"{microseconds:.0f} µs" if microseconds >= 100 else f"{microseconds:.3g} µs"
+        return f"{_three_digits(microseconds / 1e3)} ms"
+    return f"{_three_digits(microseconds)} µs"
 
 
 def format_ratio(part: float, whole: float) -> str:
     """``1, 2`` → ``0.50×``; ``–`` where there is nothing to compare with."""
     return f"{part / whole:.2f}×" if whole else "–"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, or all digits before the point."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
