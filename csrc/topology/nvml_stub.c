@@ -1,6 +1,6 @@
 /* A stand-in for libnvidia-ml.so.1: link-time stub of `_nvml`, and the NVML of simulated and recorded nodes.
  *
- * It answers from a text file, named by HYBRID_EP_NVML_STUB and read again by every nvmlInit. One line is "key value":
+ * It answers from a text file, named by HYBRID_EP_NVML_STUB and read by nvmlInit. One line is "key value":
  *
  *   driver_version 580.95.05        gpu.0.name NVIDIA H200        gpu.0.link.3.state 1        gpu.0.p2p.1.2 0
  *
@@ -25,6 +25,7 @@ struct entry {
 
 static struct entry* entries;
 static size_t num_entries;
+static unsigned sessions; /* the file is read by the first of nested nvmlInit calls */
 
 static void forget(void) {
   for (size_t i = 0; i < num_entries; ++i) {
@@ -37,6 +38,10 @@ static void forget(void) {
 }
 
 static nvmlReturn_t load(void) {
+  if (sessions > 0) {
+    ++sessions;
+    return NVML_SUCCESS;
+  }
   const char* path = getenv("HYBRID_EP_NVML_STUB");
   FILE* file = path == NULL ? NULL : fopen(path, "r");
   if (file == NULL) return NVML_ERROR_DRIVER_NOT_LOADED;
@@ -53,6 +58,7 @@ static nvmlReturn_t load(void) {
     entries[num_entries++] = (struct entry){strdup(line), strdup(space + 1), 0};
   }
   fclose(file);
+  sessions = 1;
   return NVML_SUCCESS;
 }
 
@@ -134,7 +140,10 @@ nvmlReturn_t nvmlInitWithFlags(unsigned flags) {
   return load();
 }
 nvmlReturn_t nvmlInit_v2(void) { return load(); }
-nvmlReturn_t nvmlShutdown(void) { return NVML_SUCCESS; }
+nvmlReturn_t nvmlShutdown(void) {
+  if (sessions > 0) --sessions;
+  return NVML_SUCCESS;
+}
 
 const char* nvmlErrorString(nvmlReturn_t result) {
   switch (result) {

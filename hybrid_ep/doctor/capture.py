@@ -6,8 +6,7 @@ no addresses but the GIDs of RDMA ports. The kernel log is reduced to the driver
 
 from __future__ import annotations
 
-import os
-import stat
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -34,12 +33,14 @@ _FILES = (
     "/proc/driver/nvidia/version",
     "/proc/driver/nvidia/params",
     "/proc/sys/kernel/numa_balancing",
-    "/proc/sys/kernel/random/boot_id",
-    "/proc/devices",
-    "/proc/self/limits",
-    "/proc/self/mounts",
-    "/proc/meminfo",
 )
+_EXCERPTS = {
+    "/proc/cpuinfo": r"^flags\s*:",
+    "/proc/devices": r"nvidia",
+    "/proc/meminfo": r"^MemTotal:",
+    "/proc/self/limits": r"^Max locked memory",
+    "/proc/self/mounts": r"^\S+ /dev/shm ",
+}
 # Folders that matter by being there, even when nothing inside is recorded.
 _FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nvidia_peermem", "/sys/devices/system/node/node*")
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
@@ -55,7 +56,7 @@ def capture(node: Node) -> Recording:
         for path in _glob(node, pattern):
             _add_file(recording, node, path)
     _add_pci(recording, node)
-    _add_cpuinfo(recording, node)
+    _add_excerpts(recording, node)
     for pattern in _FOLDERS:
         for path in _glob(node, pattern):
             recording.files[f"{path}/.present"] = ""
@@ -110,19 +111,21 @@ def _read(node: Node, netdev: str) -> str:
         return ""
 
 
-def _add_cpuinfo(recording: Recording, node: Node) -> None:
-    """Of /proc/cpuinfo only the first flags line: it says whether this is a virtual machine."""
-    try:
-        lines = node.read("/proc/cpuinfo").splitlines()
-    except Unreadable:
-        return
-    recording.files["/proc/cpuinfo"] = "".join(f"{line}\n" for line in lines if line.startswith("flags"))[:8192]
+def _add_excerpts(recording: Recording, node: Node) -> None:
+    """Files of which only a few lines are read, and whose other lines would tell more than they should."""
+    for path, pattern in _EXCERPTS.items():
+        try:
+            lines = node.read(path).splitlines()
+        except Unreadable:
+            continue
+        kept = list(dict.fromkeys(line for line in lines if re.search(pattern, line)))
+        recording.files[path] = "".join(f"{line}\n" for line in kept)
 
 
 def _add_device(recording: Recording, node: Node, path: str) -> None:
-    found = (node.root / path.lstrip("/")).stat()
-    if stat.S_ISCHR(found.st_mode):
-        recording.devices[path] = f"char {os.major(found.st_rdev)}:{os.minor(found.st_rdev)}\n"
+    device = node.char_device(path)
+    if device is not None:
+        recording.devices[path] = f"char {device[0]}:{device[1]}\n"
 
 
 def _add_kernel_log(recording: Recording, node: Node) -> None:
@@ -147,7 +150,12 @@ def _nvml_answers(node: Node) -> dict[str, str]:
                 _quietly(partial(nvml.link, gpu_idx, link, "remote_pci"))
     except Unreadable:
         return {}
-    return dict(nvml.log)
+    # Which GPUs these were is nobody's business; that they differ is all that counts.
+    return {key: _numbered_uuid(key) if key.endswith(".uuid") else value for key, value in nvml.log.items()}
+
+
+def _numbered_uuid(key: str) -> str:
+    return f"GPU-00000000-0000-0000-0000-{int(key.split('.')[1]):012d}"
 
 
 def _quietly(read: Callable[[], Any]) -> None:

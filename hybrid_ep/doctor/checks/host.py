@@ -18,10 +18,10 @@ _ACS_CONTROL = 6
 _ACS_REDIRECTS = 0b11101
 
 
-def _acs_control(config: bytes, address: str) -> int | None:
+def _acs_control(config: bytes) -> int | None:
     """The ACS control register of a bridge's configuration space, or None where it has no ACS."""
     if len(config) < 4096:
-        raise Unreadable(f"{address}: extended configuration space needs root (got {len(config)} of 4096 bytes)")
+        raise Unreadable(f"extended configuration space needs root (got {len(config)} of 4096 bytes)")
     offset = _EXTENDED_CAPABILITIES
     while offset:
         header = int.from_bytes(config[offset : offset + 4], "little")
@@ -49,7 +49,7 @@ def host_acs(node: Node, profile: Profile) -> Finding:
     bridges = [device.address for device in node.topology.pci if device.is_bridge]
 
     def fault(address: str) -> str | None:
-        control = _acs_control(node.read_bytes(f"/sys/bus/pci/devices/{address}/config"), address)
+        control = _acs_control(node.read_bytes(f"/sys/bus/pci/devices/{address}/config"))
         return f"ACS is on ({control:#06x})" if control and control & _ACS_REDIRECTS else None
 
     return survey(bridges, str, fault, f"off on {len(bridges)} bridges")

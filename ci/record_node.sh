@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Records a real GPU node: OUT=FOLDER ci/record_node.sh
+#
+# Builds the extension beside the sources (no CUDA kernels), runs the doctor and the topology command, and leaves in $OUT:
+# doctor.{json,txt,xml}, topology.{json,txt,svg}, recording.json (everything that was read; replayable, below 1 MB), build.log.
+# Needs python3 with pybind11, click, rich, pyyaml and nvidia-ml-py, plus cmake and ninja. What is missing of Python packages
+# is taken from wheels in $WHEELS (default .whl), without a network. The exit status says whether the record is complete,
+# not whether the node is healthy.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+: "${OUT:?folder for the results}"
+python=${PYTHON:-python3} wheels=${WHEELS:-.whl}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$OUT"
+export PYTHONPATH=$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}
+# A file of wheels cannot be imported where a wheel holds a compiled module, so they are installed into a folder.
+for package in jsonschema:jsonschema pynvml:nvidia-ml-py yaml:pyyaml click:click rich:rich pybind11:pybind11; do
+  "$python" -c "import ${package%%:*}" 2>/dev/null ||
+    "$python" -m pip install --quiet --target "$work/site" --no-index --find-links "$wheels" "${package##*:}"
+done
+
+{
+  cmake -S csrc -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/hybrid_ep" \
+    -DPython_EXECUTABLE="$(command -v "$python")" -DHYBRID_EP_BUILD_CUDA=off \
+    -Dpybind11_DIR="$("$python" -c 'import pybind11; print(pybind11.get_cmake_dir())')" \
+    -DHYBRID_EP_VERSION="$("$python" -c 'import hybrid_ep; print(hybrid_ep.__version__)')"
+  cmake --build "$work/build"
+} >"$OUT/build.log" 2>&1 || { tail -n 20 "$OUT/build.log"; exit 1; }
+grep '^-- hybrid_ep' "$OUT/build.log"
+
+hybrid_ep() { "$python" -c 'from hybrid_ep.cli import main; main(prog_name="hybrid-ep")' "$@"; }
+export COLUMNS=160
+hybrid_ep topology --svg "$OUT/topology.svg" | tee "$OUT/topology.txt"
+hybrid_ep topology --json >"$OUT/topology.json"
+status=0
+hybrid_ep doctor --json --junit "$OUT/doctor.xml" --record "$OUT/recording.json" >"$OUT/doctor.json" || status=$?
+hybrid_ep doctor >"$OUT/doctor.txt" || true
+cat "$OUT/doctor.txt"
+echo "doctor's exit status: $status; recording: $(stat -c %s "$OUT/recording.json") bytes"
+[ "$status" -le 2 ] && [ -s "$OUT/recording.json" ] && [ -s "$OUT/topology.svg" ]

@@ -1,0 +1,272 @@
+"""Healthy nodes of every shipped profile, built from what the hardware is, not from what the profile expects.
+
+host bridge ─ root port ─ switch ─┬─ GPU          HGX: one such tree for each GPU, half of them on each socket
+                                  └─ NIC
+host bridge ─ root port ─ GPU, host bridge ─ root port ─ NIC          NVL72 tray: a tree of its own for each device
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+from hybrid_ep.topology.recording import Recording
+
+_CLUSTER = "0123456789abcdef0123456789abcdef"
+_PORT_COUNTERS = ("link_downed", "symbol_error", "link_error_recovery", "port_rcv_errors")
+_HW_COUNTERS = (
+    "local_ack_timeout_err",
+    "packet_seq_err",
+    "out_of_sequence",
+    "rnr_nak_retry_err",
+    "roce_adp_retrans_to",
+)
+_NVLINK4_COUNTERS = range(4)
+_NVLINK5_FIELDS = (206, 207, 208, 209, 210, 211, 212, 214, 215, 219, 221)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One kind of node; the numbers are the hardware's.
+
+    Attributes:
+        gpu_name: as NVML says it.
+        num_gpus, links, mb_per_s: GPUs, NVLinks of each, MB/s of each link.
+        nvlink5: error counters are fields per link, not nvmlDeviceGetNvLinkErrorCounter.
+        driver, cuda: versions.
+        rate: of each NIC's port, as /sys writes it.
+        link_layer: of the NICs.
+        fabric: NVML reports the fabric (Hopper and later).
+        tray: a compute tray of an NVL72 rack.
+    """
+
+    gpu_name: str
+    num_gpus: int
+    links: int
+    mb_per_s: int
+    nvlink5: bool
+    driver: str
+    cuda: int
+    rate: str
+    link_layer: str
+    fabric: bool = True
+    tray: bool = False
+
+
+PLATFORMS = {
+    "dgx-a100": Platform(
+        "NVIDIA A100-SXM4-80GB", 8, 12, 25000, False, "535.216.03", 12020, "200 Gb/sec (4X HDR)", "InfiniBand", False
+    ),
+    "hgx-h100": Platform(
+        "NVIDIA H100 80GB HBM3", 8, 18, 26562, False, "550.144.03", 12040, "400 Gb/sec (4X NDR)", "InfiniBand"
+    ),
+    "hgx-h200": Platform("NVIDIA H200", 8, 18, 26562, False, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet"),
+    "hgx-b200": Platform("NVIDIA B200", 8, 18, 53125, True, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet"),
+    "gb200-nvl72": Platform(
+        "NVIDIA GB200", 4, 18, 53125, True, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "InfiniBand", tray=True
+    ),
+    "gb300-nvl72": Platform(
+        "NVIDIA GB300", 4, 18, 53125, True, "580.95.05", 13000, "800 Gb/sec (4X XDR)", "Ethernet", tray=True
+    ),
+}
+
+
+def healthy(name: str) -> Recording:
+    """A node of this profile with nothing wrong."""
+    node = Recording()
+    _add_host(node)
+    if name == "cpu":
+        return node
+    platform = PLATFORMS[name]
+    for idx in range(platform.num_gpus):
+        _add_devices(node, platform, idx)
+    _add_driver(node, platform)
+    return node
+
+
+def _numa_node(platform: Platform, idx: int) -> int:
+    return idx * 2 // platform.num_gpus
+
+
+def gpu_address(platform: Platform, idx: int) -> str:
+    """PCI address of a GPU."""
+    return f"{0x8 + idx:04x}:01:00.0" if platform.tray else f"0000:{0x13 + 0x10 * idx:02x}:00.0"
+
+
+def _add_host(node: Recording) -> None:
+    node.files |= {
+        "/proc/cpuinfo": "flags\t\t: fpu sse2 avx512f\n",
+        "/proc/devices": "Character devices:\n  1 mem\n",
+        "/proc/meminfo": "MemTotal:       2113000000 kB\n",
+        "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes     \n",
+        "/proc/self/mounts": "tmpfs /dev/shm tmpfs rw,nosuid,nodev 0 0\n",
+        "/proc/sys/kernel/numa_balancing": "0\n",
+        "/proc/sys/kernel/random/boot_id": "6d2a3c1e-0000-4000-8000-000000000001\n",
+        "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "0\n",
+        "/sys/module/ib_core/.present": "",
+        "/dev/kmsg": "6,0,0,-;Linux version 6.8.0\n6,1,9,-;nvidia: loading out-of-tree module\n",
+        "/sys/fs/cgroup/cgroup.controllers": "cpu memory pids\n",
+        "/sys/fs/cgroup/system.slice/sshd.service/cgroup.procs": "812\n",
+    }
+    for numa_node in range(2):
+        node.files[f"/sys/devices/system/node/node{numa_node}/cpulist"] = ""
+    for cpu in range(4):
+        node.files[f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"] = "performance\n"
+    node.facts |= {
+        "hostname": "simulated",
+        "clock": {"synchronized": True, "max_error_us": 2000},
+        "cuda": {"dmabuf": True, "fabric_handles": False},
+        "packages": {"torch": "2.11.0", "hybrid-ep": "0.1.0"},
+        "commands": {},
+        "verbs": [],
+    }
+
+
+def _add_pci(node: Recording, path: list[str], class_code: str, vendor: str, numa_node: int) -> None:
+    place = "/sys/devices/" + "/".join(path)
+    node.links[f"/sys/bus/pci/devices/{path[-1]}"] = "../../../devices/" + "/".join(path)
+    node.files |= {
+        f"{place}/class": f"{class_code}\n",
+        f"{place}/vendor": f"{vendor}\n",
+        f"{place}/numa_node": f"{numa_node}\n",
+        f"{place}/current_link_width": "16\n",
+        f"{place}/max_link_width": "16\n",
+        f"{place}/current_link_speed": "32.0 GT/s PCIe\n",
+        f"{place}/max_link_speed": "32.0 GT/s PCIe\n",
+    }
+    if class_code == "0x060400":
+        node.files[f"{place}/config"] = bridge_config(acs_control=0)
+
+
+def bridge_config(acs_control: int) -> str:
+    """Configuration space of a bridge: AER at 0x100 is followed by ACS at 0x148."""
+    config = bytearray(4096)
+    config[0x100:0x104] = (0x148 << 20 | 1 << 16 | 0x0001).to_bytes(4, "little")
+    config[0x148:0x14C] = (1 << 16 | 0x000D).to_bytes(4, "little")
+    config[0x14E:0x150] = acs_control.to_bytes(2, "little")
+    return "base64:" + base64.b64encode(bytes(config)).decode()
+
+
+def _add_devices(node: Recording, platform: Platform, idx: int) -> None:
+    numa_node = _numa_node(platform, idx)
+    gpu = gpu_address(platform, idx)
+    if platform.tray:
+        trees = [[f"pci{domain:04x}:00", f"{domain:04x}:00:00.0"] for domain in (8 + idx, idx)]
+        for tree in trees:
+            _add_pci(node, tree, "0x060400", "0x10de", numa_node)
+        gpu_path, nic_path = [*trees[0], gpu], [*trees[1], f"{idx:04x}:03:00.0"]
+    else:
+        bus = 0x10 + 0x10 * idx
+        trunk = [f"pci0000:{bus:02x}", f"0000:{bus:02x}:01.0", f"0000:{bus + 1:02x}:00.0"]
+        ports = [[*trunk, f"0000:{bus + 2:02x}:{port:02x}.0"] for port in (0, 1)]
+        for path in (trunk[:2], trunk, *ports):
+            _add_pci(node, path, "0x060400", "0x1000", numa_node)
+        gpu_path, nic_path = [*ports[0], gpu], [*ports[1], f"0000:{bus + 4:02x}:00.0"]
+    _add_pci(node, gpu_path, "0x030200", "0x10de", numa_node)
+    _add_pci(node, nic_path, "0x020700" if platform.link_layer == "InfiniBand" else "0x020000", "0x15b3", numa_node)
+    _add_nic(node, platform, idx, nic_path)
+    _add_gpu(node, platform, idx)
+
+
+def _add_nic(node: Recording, platform: Platform, idx: int, path: list[str]) -> None:
+    device = f"/sys/class/infiniband/mlx5_{idx}"
+    port = f"{device}/ports/1"
+    infiniband = platform.link_layer == "InfiniBand"
+    netdev = f"ib{idx}" if infiniband else f"eth{idx}"
+    node.links[f"{device}/device"] = "../../../devices/" + "/".join(path)
+    node.files |= {
+        f"{device}/node_guid": f"a088:c203:0000:{idx:04x}\n",
+        f"{device}/fw_ver": "28.43.2026\n",
+        f"{port}/state": "4: ACTIVE\n",
+        f"{port}/phys_state": "5: LinkUp\n",
+        f"{port}/link_layer": f"{platform.link_layer}\n",
+        f"{port}/rate": f"{platform.rate}\n",
+        f"{port}/sm_lid": "0x1\n" if infiniband else "0x0\n",
+        f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu": "2044\n" if infiniband else "9000\n",
+        f"/sys/class/net/{netdev}/mtu": "2044\n" if infiniband else "9000\n",
+        f"/sys/class/infiniband_verbs/uverbs{idx}/ibdev": f"mlx5_{idx}\n",
+    }
+    node.files |= {f"{port}/counters/{name}": "3\n" for name in _PORT_COUNTERS}
+    node.files |= {f"{port}/hw_counters/{name}": "7\n" for name in _HW_COUNTERS}
+    for index in range(4):
+        address = (
+            f"fe80:0000:0000:0000:a288:c2ff:fe03:{idx:04x}"
+            if index < 2
+            else f"0000:0000:0000:0000:0000:ffff:0a00:{idx + 1:04x}"
+        )
+        node.files[f"{port}/gids/{index}"] = f"{address}\n"
+        node.files[f"{port}/gid_attrs/types/{index}"] = "RoCE v2\n" if index % 2 else "IB/RoCE v1\n"
+    node.files[f"{port}/gid_attrs/ndevs/0"] = f"{netdev}\n"
+    node.devices[f"/dev/infiniband/uverbs{idx}"] = f"char 231:{192 + idx}\n"
+    if infiniband:
+        node.files[f"/sys/class/infiniband_mad/umad{idx}/ibdev"] = f"mlx5_{idx}\n"
+        node.files[f"/sys/class/infiniband_mad/umad{idx}/port"] = "1\n"
+        node.devices[f"/dev/infiniband/umad{idx}"] = f"char 231:{idx}\n"
+    # On InfiniBand only libibverbs knows the active MTU; on Ethernet the network interface tells.
+    ports = [{"port": 1, "active_mtu_bytes": 4096 if infiniband else None}]
+    node.facts["verbs"].append({"name": f"mlx5_{idx}", "dmabuf": True, "ports": ports})
+
+
+def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
+    gpu = f"gpu.{idx}"
+    node.nvml |= {
+        f"{gpu}.name": platform.gpu_name,
+        f"{gpu}.uuid": f"GPU-00000000-0000-0000-0000-{idx:012d}",
+        f"{gpu}.pci_address": gpu_address(platform, idx),
+        f"{gpu}.memory_bytes": str(80 << 30),
+        f"{gpu}.ecc_mode": "1",
+        f"{gpu}.ecc_errors.1.0": "0",
+        f"{gpu}.row_remap_pending": "0",
+        f"{gpu}.row_remap_failed": "0",
+        f"{gpu}.persistence_mode": "1",
+        f"{gpu}.clocks_event_reasons": "1",  # idle: a reason, not a slowdown
+        f"{gpu}.utilization": "0",
+        f"{gpu}.pcie_width": "16",
+        f"{gpu}.pcie_width_max": "16",
+        f"{gpu}.pcie_generation": "1",  # an idle link slows down
+        f"{gpu}.pcie_generation_max": "5",
+        f"{gpu}.field.91.0": str(platform.links),
+    }
+    if platform.fabric:
+        node.nvml |= {f"{gpu}.field.230.0": "0", f"{gpu}.fabric.state": "3", f"{gpu}.fabric.status": "0"}
+        node.nvml[f"{gpu}.fabric.cluster_uuid"] = _CLUSTER if platform.tray else "0" * 32
+        node.nvml[f"{gpu}.fabric.clique"] = "1" if platform.tray else "0"
+    for link in range(platform.links):
+        node.nvml |= {
+            f"{gpu}.link.{link}.state": "1",
+            f"{gpu}.link.{link}.remote_type": "2",
+            f"{gpu}.link.{link}.remote_pci": "0000:c0:00.0",
+            f"{gpu}.field.164.{link}": str(platform.mb_per_s),
+        }
+        if platform.nvlink5:
+            node.nvml |= {f"{gpu}.field.{field}.{link}": "0" for field in _NVLINK5_FIELDS}
+        else:
+            node.nvml |= {f"{gpu}.link.{link}.error.{counter}": "2" for counter in _NVLINK4_COUNTERS}
+    for other in range(platform.num_gpus):
+        if other != idx:
+            node.nvml[f"{gpu}.p2p.{other}.2"] = "0"
+
+
+def _add_driver(node: Recording, platform: Platform) -> None:
+    node.nvml |= {
+        "driver_version": platform.driver,
+        "nvml_version": f"{platform.cuda // 1000}.{platform.driver}",
+        "cuda_driver_version": str(platform.cuda),
+        "gpu_count": str(platform.num_gpus),
+    }
+    node.files |= {
+        "/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  "
+        f"{platform.driver}  Release Build\n",
+        "/proc/driver/nvidia/params": 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
+        "/sys/module/nvidia_peermem/refcnt": "0\n",
+    }
+    if platform.tray:
+        node.files["/proc/devices"] += "501 nvidia-caps-imex-channels\n"
+        node.devices["/dev/nvidia-caps-imex-channels/channel0"] = "char 501:0\n"
+        node.facts["cuda"]["fabric_handles"] = True
+        node.facts["commands"]["nvidia-imex-ctl -N -j"] = (
+            '{"nodes": {"0": {"status": "READY", "host": "10.0.0.1"}, "1": {"status": "READY", "host": "10.0.0.2"}}, '
+            '"status": "UP"}'
+        )
+    else:
+        node.files["/sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"] = "2101\n"

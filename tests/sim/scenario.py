@@ -1,0 +1,158 @@
+"""Scenarios as data, and the one process that runs them all against the NVML stub.
+
+The stub has the soname of the driver's library, so it must not be loaded into a process that also uses a real driver:
+`run_all` starts ``python -m tests.sim.scenario`` with the stub first on the loader's path and reads the reports back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybrid_ep.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
+from hybrid_ep.doctor.capture import capture
+from hybrid_ep.topology.recording import Recording, decode
+from tests.sim.platforms import PLATFORMS, bridge_config, healthy
+
+ROOT = Path(__file__).resolve().parents[2]
+HEALTHY = (*PLATFORMS, "cpu")
+# A simulated node is hundreds of tiny files; they need no disk.
+_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One entry of scenarios.yaml; see the head of that file. `acs_on` is a bridge's configuration space."""
+
+    name: str
+    platform: str
+    finds: str = ""
+    unknown: str = ""
+    seen: str = ""
+    remedy: str = ""
+    nvml: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str | None] = field(default_factory=dict)
+    later: dict[str, str] = field(default_factory=dict)
+    devices: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    remove: tuple[str, ...] = ()
+    acs_on: str = ""
+    site: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> dict[str, Status]:
+        """Check id → status of every check that does not pass."""
+        return {
+            **{check_id: Status.FAIL for check_id in self.finds.split()},
+            **{check_id: Status.UNKNOWN for check_id in self.unknown.split()},
+        }
+
+    def build(self) -> Recording:
+        """The healthy platform with this scenario's fault."""
+        node = healthy(self.platform)
+        for table in (node.files, node.links, node.devices):
+            for path in [path for path in table if any(f"{path}/".startswith(f"{gone}/") for gone in self.remove)]:
+                del table[path]
+        changes = {**self.files, **({self.acs_on: bridge_config(acs_control=0x1D)} if self.acs_on else {})}
+        for table, change in ((node.nvml, self.nvml), (node.files, changes), (node.devices, self.devices)):
+            for key, value in change.items():
+                if value is None:
+                    del table[key]
+                else:
+                    table[key] = str(value)
+        node.facts |= {key: value for key, value in self.facts.items() if key != "verbs"}
+        for device in self.facts.get("verbs", []):
+            node.facts["verbs"] = [other for other in node.facts["verbs"] if other["name"] != device["name"]] + [device]
+        return node
+
+
+def load_scenarios() -> list[Scenario]:
+    """The scenarios of scenarios.yaml, faults and unknowns."""
+    return [Scenario(**entry) for entry in yaml.safe_load((Path(__file__).parent / "scenarios.yaml").read_text())]
+
+
+def run(scenario: Scenario, root: Path) -> Report:
+    """Lays the node out below `root` and examines it; only in a process that found the stub."""
+    scenario.build().write(root)
+    os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
+
+    def pause(seconds: float) -> None:
+        for path, content in scenario.later.items():
+            (root / path.lstrip("/")).write_bytes(decode(content))
+
+    with closing(Node(root)) as node:
+        try:
+            names = [str(node.nvml.gpu(gpu_idx, "name")) for gpu_idx in node.nvml.gpus]
+        except Unreadable:
+            names = []
+        name, source = propose_profile(names, len(node.topology.pci_gpus))
+        if scenario.site:
+            site = root / "site.yaml"
+            site.write_text(yaml.safe_dump({"extends": name, **scenario.site}))
+            name = str(site)
+        return examine(node, load_profile(name), source, pause=pause)
+
+
+def build_stub(folder: Path) -> Path:
+    """Compiles the NVML stub into `folder`, for LD_LIBRARY_PATH."""
+    headers = sorted(Path(sysconfig.get_paths()["platlib"]).glob("nvidia/*/include/nvml.h"))
+    assert headers, "nvml.h comes with nvidia-nvml-dev, which the dev extra installs"
+    source = ROOT / "csrc" / "topology" / "nvml_stub.c"
+    target = folder / "libnvidia-ml.so.1"
+    options = ["-shared", "-fPIC", "-O1", f"-I{headers[0].parent}", "-Wl,-soname,libnvidia-ml.so.1"]
+    subprocess.run(["cc", *options, str(source), "-o", str(target)], check=True)
+    return folder
+
+
+def stub_environment(stub: Path, nvml_conf: Path | None = None) -> dict[str, str]:
+    """The environment of a process on a simulated node."""
+    found = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT)}
+    return {**found, "HYBRID_EP_NVML_STUB": str(nvml_conf)} if nvml_conf else found
+
+
+def run_all(stub: Path) -> dict[str, Report]:
+    """Reports of every healthy platform (by its name) and every scenario (by its name)."""
+    command = [sys.executable, "-m", "tests.sim.scenario"]
+    done = subprocess.run(command, env=stub_environment(stub), capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: Report.from_json(report) for name, report in json.loads(done.stdout).items()}
+
+
+def run_recording(recording: Recording, profile: str, root: Path) -> Report:
+    """Examines a recorded node below `root`; only in a process that found the stub."""
+    recording.write(root)
+    os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
+    with closing(Node(root)) as node:
+        return examine(node, load_profile(profile), "given", pause=lambda seconds: None)
+
+
+def main() -> None:
+    """Prints the reports of all scenarios, and of recordings taken from the healthy ones, as one JSON object."""
+    scenarios = [Scenario(name=name, platform=name) for name in HEALTHY] + load_scenarios()
+    reports = {}
+    for scenario in scenarios:
+        with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+            reports[scenario.name] = run(scenario, Path(folder)).to_json()
+    for name in HEALTHY:
+        with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+            healthy(name).write(Path(folder, "node"))
+            os.environ["HYBRID_EP_NVML_STUB"] = str(Path(folder, "node", "hybrid_ep", "nvml.conf"))
+            with closing(Node(Path(folder, "node"))) as node:
+                examine(node, load_profile(name), "given", pause=lambda seconds: None)
+                recording = capture(node)
+            reports[f"recorded {name}"] = run_recording(recording, name, Path(folder, "again")).to_json()
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every healthy node passes, and every fault is found by exactly the check that is meant for it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_ep.doctor import Report, Status
+from hybrid_ep.doctor.registry import all_checks
+from tests.sim.scenario import HEALTHY, Scenario, build_stub, load_scenarios, run_all
+
+SCENARIOS = load_scenarios()
+Reports = dict[str, Report]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Reports of all scenarios, from one process on the stub."""
+    return run_all(build_stub(tmp_path_factory.mktemp("stub")))
+
+
+def _not_passed(report: Report) -> dict[str, Status]:
+    return {result.id: result.status for result in report.results if result.status is not Status.PASS}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_node_raises_no_alarm(reports: Reports, name: str) -> None:
+    report = reports[name]
+    assert _not_passed(report) == {}
+    assert report.profile == name
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_recording_says_what_the_node_said(reports: Reports, name: str) -> None:
+    seen = {result.id: (result.status, result.seen) for result in reports[name].results}
+    again = {result.id: (result.status, result.seen) for result in reports[f"recorded {name}"].results}
+    # A recording holds no configuration space: that would make it large, and only root could have read it.
+    if "host.acs" in seen:
+        assert again.pop("host.acs")[0] is Status.UNKNOWN
+        seen.pop("host.acs")
+    assert again == seen
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name.replace(" ", "-"))
+def test_fault_is_found_by_its_check_alone(reports: Reports, scenario: Scenario) -> None:
+    report = reports[scenario.name]
+    assert _not_passed(report) == scenario.expected
+    results = [result for result in report.results if result.id in scenario.expected]
+    assert scenario.seen in "; ".join(result.seen for result in results)
+    assert scenario.remedy in "; ".join(result.remedy for result in results)
+    errors = {status for result in results for status in [result.status] if result.shown_as != "warn"}
+    assert report.exit_code == (1 if Status.FAIL in errors else 2 if errors else 0)
+
+
+def test_every_check_has_been_seen_failing() -> None:
+    """A check that no scenario can make fail may compare a threshold with the wrong field."""
+    found = {check_id for scenario in SCENARIOS for check_id in scenario.finds.split()}
+    assert found == {check.id for check in all_checks()}
+
+
+def test_matrix_of_faults_and_checks(reports: Reports, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the matrix, one line for each scenario."""
+    table = Table("scenario", "platform", "check", "result", "seen", title="faults × checks")
+    for scenario in SCENARIOS:
+        for result in reports[scenario.name].results:
+            if result.status is not Status.PASS:
+                table.add_row(scenario.name, scenario.platform, result.id, result.shown_as, result.seen)
+    text = io.StringIO()
+    Console(file=text, width=150).print(table)
+    with capsys.disabled():
+        print("\n" + text.getvalue())
+    assert table.row_count == sum(len(scenario.expected) for scenario in SCENARIOS)
+    assert sum(bool(scenario.finds) for scenario in SCENARIOS) >= 20
+
+
+def test_stub_is_the_library_that_the_loader_knows(tmp_path: Path) -> None:
+    """The name inside the stub is what `_nvml` needs at run time."""
+    content = (build_stub(tmp_path) / "libnvidia-ml.so.1").read_bytes()
+    assert b"libnvidia-ml.so.1\0" in content
