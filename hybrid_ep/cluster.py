@@ -91,26 +91,26 @@ class VirtualCluster:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self._collect(list(range(num_ranks)), _START_S)
+        self.collect(limit_s=_START_S)
 
-    def run(
-        self, function: Callable[..., T], *args: Any, ranks: list[int] | None = None, limit_s: float = 600.0
-    ) -> list[T]:
+    def run(self, function: Callable[..., T], *args: Any, limit_s: float = 600.0) -> list[T]:
         """Runs `function(*args)` on every rank at once and returns the results by rank.
 
         Args:
             function: importable by name in the ranks.
             *args: picklable.
-            ranks: only these ranks.
             limit_s: how long it may take; ranks that take longer count as failed.
 
         Raises:
             RankError: it raised, or its process ended, on at least one rank.
         """
-        chosen = ranks if ranks is not None else list(range(self.num_ranks))
-        for rank in chosen:
-            self._pipes[rank].send((function, args))
-        return self._collect(chosen, limit_s)
+        self.start(function, *args)
+        return self.collect(limit_s=limit_s)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Starts `function(*args)` on every rank; `collect` gets the results."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
 
     def process_id(self, rank: int) -> int:
         """Returns the process id of a rank, to stop or kill it in tests of failures."""
@@ -140,8 +140,13 @@ class VirtualCluster:
     ) -> None:
         self.close()
 
-    def _collect(self, ranks: list[int], limit_s: float) -> list[Any]:
-        """Waits for one answer from each rank."""
+    def collect(self, ranks: list[int] | None = None, *, limit_s: float) -> list[Any]:
+        """Waits for one answer from each of `ranks` (default: all) and returns them in that order.
+
+        Raises:
+            RankError: as `run`.
+        """
+        ranks = ranks if ranks is not None else list(range(self.num_ranks))
         answers: dict[int, tuple[bool, Any, str]] = {}
         pending = {self._pipes[rank]: rank for rank in ranks}
         while pending:

@@ -17,6 +17,7 @@ __all__ = [
     "Layout",
     "Permutation",
     "compute_layout",
+    "compute_layout_on_device",
     "drop_duplicates",
     "first_occurrence",
     "indices_to_map",
@@ -73,12 +74,16 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
     else:
-        routing_map = _scatter_to_map(topk_idx, num_experts)
-        per_expert = routing_map.sum(0, dtype=torch.int32)
-        in_rank = routing_map.view(num_tokens, num_ranks, num_experts // num_ranks).any(-1)
-        per_rank = in_rank.sum(0, dtype=torch.int32)
+        per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
     in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
     return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
+
+
+def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens per rank, per expert, and the ranks of each token, in torch operations that never wait for the device."""
+    routing_map = _scatter_to_map(topk_idx, num_experts)
+    in_rank = routing_map.view(topk_idx.shape[0], num_ranks, num_experts // num_ranks).any(-1)
+    return in_rank.sum(0, dtype=torch.int32), routing_map.sum(0, dtype=torch.int32), in_rank
 
 
 def first_occurrence(topk_idx: Tensor) -> Tensor:

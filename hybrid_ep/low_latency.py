@@ -217,7 +217,9 @@ class LowLatencyCalls(BaseBuffer):
         return buffer
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank.
+        """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank not masked.
+
+        A rank that was masked and comes back must come through here with the others before the next call.
 
         Raises:
             ConfigError: the buffer is not in low-latency mode, or a size is not positive.
@@ -248,7 +250,7 @@ class LowLatencyCalls(BaseBuffer):
         mask_status.copy_(self.engine.masked())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes every rank back in. Local: call it on every rank."""
+        """Takes every rank back in. Local: call it on every rank, then `clean_low_latency_buffer` together."""
         self._require_shrink()
         for rank in range(self.group_size):
             self.engine.set_masked(rank, False)

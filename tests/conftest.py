@@ -9,7 +9,6 @@ import pytest
 
 from hybrid_ep.cluster import RankError, VirtualCluster
 
-
 RunRanks = Callable[..., list[Any]]
 
 

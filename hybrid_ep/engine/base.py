@@ -344,7 +344,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Returns when every rank that is not masked has called it; a rank that was masked joins again here."""
 
     @abc.abstractmethod
     def close(self) -> None:

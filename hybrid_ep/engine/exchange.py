@@ -107,9 +107,8 @@ class Exchange:
             if staged[r] is not tensor:
                 tensor.copy_(staged[r])
 
-    def all_gather(self, step: str, tensor: Tensor, ranks: range | None = None) -> Tensor:
-        """Returns ``[len(ranks), *shape]``: the same small tensor from every rank of `ranks` (default: all)."""
-        ranks = ranks if ranks is not None else range(self.grid.num_ranks)
+    def all_gather(self, step: str, tensor: Tensor, ranks: list[int]) -> Tensor:
+        """Returns ``[len(ranks), *shape]``: the same small tensor from every rank of `ranks`."""
         mine = tensor.contiguous()
         gathered = mine.new_empty(len(ranks), *mine.shape)
         self.swap(step, dict.fromkeys(ranks, _bytes(mine)), {r: _bytes(gathered[i]) for i, r in enumerate(ranks)})
@@ -120,9 +119,13 @@ class Exchange:
         return [r for r in ranks if r not in self.masked]
 
     def barrier(self) -> None:
-        """Returns when every rank of the group has called it."""
-        self.begin("barrier")
-        self.all_gather("arrive", torch.ones(1, dtype=torch.uint8))
+        """Returns when every rank that is not masked has called it.
+
+        Ranks agree here on the number of the call: one that was masked has counted fewer, and may join again.
+        """
+        call = torch.tensor([self._call])
+        self._call, self._step, self._label = 0, 0, "barrier"
+        self._call = int(self.all_gather("arrive", call, self.active(range(self.grid.num_ranks))).max())
 
     def _stage(self, tensor: Tensor) -> Tensor:
         assert self.group is not None

@@ -30,7 +30,7 @@ class RecordFormat:
         """``[n, width]`` tensors → ``[n, bytes]`` uint8."""
         num_rows = tensors[0].shape[0]
         parts = [
-            tensor.contiguous().view(torch.uint8).view(num_rows, width * dtype.itemsize)
+            tensor.reshape(-1).view(torch.uint8).view(num_rows, width * dtype.itemsize)
             for tensor, (dtype, width) in zip(tensors, self.columns, strict=True)
         ]
         return torch.cat(parts, 1)
@@ -39,6 +39,6 @@ class RecordFormat:
         """``[n, bytes]`` uint8 → the ``[n, width]`` tensors, contiguous."""
         widths = [width * dtype.itemsize for dtype, width in self.columns]
         return [
-            part.clone(memory_format=torch.contiguous_format).view(dtype).view(records.shape[0], width)
+            part.reshape(-1).clone().view(dtype).view(records.shape[0], width)
             for part, (dtype, width) in zip(records.split(widths, 1), self.columns, strict=True)
         ]

@@ -90,7 +90,7 @@ class TorchEngine(Engine):
         topk_idx = drop_duplicates(routing.topk_idx)
         num_local = routing.num_experts // grid.num_ranks
         layout = compute_layout(topk_idx, routing.num_experts, grid.num_ranks, grid.num_ranks_per_domain)
-        sent = exchange.all_gather("counts of all ranks", layout.num_tokens_per_rank)
+        sent = exchange.all_gather("counts of all ranks", layout.num_tokens_per_rank, list(range(grid.num_ranks)))
 
         # Hop 1: to every domain that needs the token.
         columns = self._columns(rows, topk_idx, routing.topk_weights)

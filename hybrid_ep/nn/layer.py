@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
             row, column = torch.nonzero(tokens.topk_idx == expert, as_tuple=True)
             inner = F.gelu(tokens.x[row].float() @ self.up[expert].t())
             weighted = inner @ self.down[expert].t() * tokens.topk_weights[row, column].unsqueeze(1)
-            total = total.index_add(0, row, weighted)
+            total = torch.index_add(total, 0, row, weighted)
         return total.to(torch.bfloat16)
 
     def sync_router_gradients(self) -> None:
@@ -99,4 +99,5 @@ class MoELayer(nn.Module):
 
 def _normal(seed: int, shape: tuple[int, int], fan_in: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed % (1 << 63))
-    return torch.randn(shape, generator=generator) / fan_in**0.5
+    weights: Tensor = torch.randn(shape, generator=generator) / fan_in**0.5
+    return weights

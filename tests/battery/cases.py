@@ -24,8 +24,9 @@ class Case:
         hidden: H.
         topk: K.
         num_experts: E.
-        routing: ``uniform``, ``hot`` (one expert takes every token), ``holes`` (half of the entries are −1, some rows all −1),
-            ``duplicates`` (rows name an expert more than once), ``local`` (every token stays) or ``empty`` (all −1).
+        routing: ``uniform``, ``hot`` (one expert takes every token), ``holes`` (half of the entries are −1, some rows
+            all −1), ``duplicates`` (rows name an expert more than once), ``local`` (every token stays) or ``empty``
+            (all −1).
         num_ranks_per_domain: None = one domain.
         seed: of the inputs.
     """
@@ -91,7 +92,9 @@ class Inputs(NamedTuple):
 
 
 def row_of(seed: int, rank: int, src_rank: int, token: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The row that `rank`'s experts return for a token: the same wherever it is computed, and different for every place."""
+    """The row that `rank`'s experts return for a token: the same wherever it is computed, and different for every
+    place.
+    """
     generator = torch.Generator().manual_seed(((seed * 73 + rank) * 73 + src_rank) * 100_003 + token)
     return torch.randn(size, generator=generator).to(dtype)
 

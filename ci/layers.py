@@ -1,0 +1,184 @@
+"""The rooms of the project and who may know whom; checks it, and draws it from the real imports and includes.
+
+ci/layers.py --check                  exit 1 and name every import or include that points upwards
+ci/layers.py --draw docs/images/architecture.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A room may import from lower levels, and from rooms of its own level only where `SIDEWAYS` says so.
+PYTHON: list[list[str]] = [
+    ["cli"],
+    ["demo", "bench", "doctor"],
+    ["report", "info", "nn", "topology"],
+    ["buffers"],
+    ["engine"],
+    ["cluster", "reference", "workload"],
+    ["tensors"],
+    ["base"],
+    ["_C"],
+]
+CXX: list[list[str]] = [
+    ["bindings"],
+    ["runtime"],
+    ["kernels", "topology"],
+    ["transport"],
+    ["device"],
+    ["layout"],
+    ["common"],
+]
+# Modules at the top of the package that are not rooms of their own.
+GROUPS = {
+    "base": ["errors", "env", "geometry", "_version"],
+    "tensors": ["checks", "layout", "quantize", "config"],
+    "buffers": ["base_buffer", "buffer", "low_latency", "hybrid_buffer", "event", "streams", "__init__"],
+    "_C": ["_C", "_cuda", "_nvml", "_verbs"],
+}
+# The public names of `hybrid_ep` may be used by whatever stands above the buffers; `engine` needs the packages below
+# it.
+COLOURS = ["#332288", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#999999"]
+
+
+def room_of_module(name: str) -> str:
+    """`hybrid_ep.engine.hop` → `engine`; `hybrid_ep.errors` → `base`; `hybrid_ep` → `buffers`."""
+    parts = name.split(".")
+    top = parts[1] if len(parts) > 1 else "__init__"
+    for room, members in GROUPS.items():
+        if top in members:
+            return room
+    return top
+
+
+def python_edges() -> list[tuple[str, str, str]]:
+    """(room, room it imports, where) of every import inside the package, also those inside functions."""
+    edges = []
+    for path in sorted((ROOT / "hybrid_ep").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if name == "hybrid_ep.__init__":
+            continue  # it hands out public names lazily and belongs to no level
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hybrid_ep"):
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                if target.split(".")[0] == "hybrid_ep":
+                    edges.append(
+                        (room_of_module(name), room_of_module(target), f"{path.relative_to(ROOT)}:{node.lineno}")
+                    )
+    return edges
+
+
+def cxx_edges() -> list[tuple[str, str, str]]:
+    """(room, room it includes, where) of every include inside csrc."""
+    edges = []
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix not in {".h", ".cpp", ".cu", ".cuh", ".c"}:
+            continue
+        room = path.relative_to(ROOT / "csrc").parts[0]
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if found := re.match(r'#include "(\w+)/', line):
+                edges.append((room, found[1], f"{path.relative_to(ROOT)}:{number}"))
+    return edges
+
+
+def violations(levels: list[list[str]], edges: list[tuple[str, str, str]]) -> list[str]:
+    """Edges that do not point downwards, and rooms that stand on no level."""
+    level = {room: depth for depth, rooms in enumerate(levels) for room in rooms}
+    wrong = []
+    for source, target, where in edges:
+        for room in (source, target):
+            if room not in level:
+                wrong.append(f"{where}: {room} stands on no level of ci/layers.py")
+        if source in level and target in level and source != target and level[target] <= level[source]:
+            wrong.append(f"{where}: {source} must not know {target}")
+    return sorted(set(wrong))
+
+
+def asm_outside_ptx() -> list[str]:
+    """`asm` belongs to csrc/device/ptx."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}: asm outside csrc/device/ptx"
+        for path in sorted((ROOT / "csrc").rglob("*.*"))
+        if "ptx" not in path.parts and path.suffix in {".h", ".cpp", ".cu", ".cuh"}
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\basm\b\s*(volatile)?\s*\(", line)
+    ]
+
+
+def draw(path: Path) -> None:
+    """Draws both graphs, a column each; an arrow is an import or include that exists, its width how many."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(13, 8), width_ratios=[1.25, 1])
+    graphs = [("Python: hybrid_ep", PYTHON, python_edges()), ("C++ and CUDA: csrc", CXX, cxx_edges())]
+    for axis, (title, levels, edges) in zip(axes, graphs, strict=True):
+        used = {room for edge in edges for room in edge[:2]}
+        place = {}
+        for depth, rooms in enumerate(levels):
+            shown = [room for room in rooms if room in used]
+            for i, room in enumerate(shown):
+                place[room] = ((i + 1) / (len(shown) + 1), -depth)
+        counts: dict[tuple[str, str], int] = {}
+        for source, target, _ in edges:
+            if source != target and source in place and target in place:
+                counts[source, target] = counts.get((source, target), 0) + 1
+        for (source, target), number in counts.items():
+            (x, y), (u, v) = place[source], place[target]
+            bend = 0.0 if abs(y - v) == 1 else 0.18 * (1 if x <= 0.5 else -1)
+            arrow = {
+                "arrowstyle": "-|>",
+                "color": COLOURS[int(-y) % len(COLOURS)],
+                "alpha": 0.55,
+                "shrinkA": 16,
+                "shrinkB": 16,
+                "linewidth": 0.7 + 0.25 * min(number, 12),
+                "connectionstyle": f"arc3,rad={bend}",
+            }
+            axis.annotate("", xy=(u, v), xytext=(x, y), arrowprops=arrow)
+        for room, (x, y) in place.items():
+            box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
+            label = room if room not in GROUPS else f"{room}\n" + _wrapped([m for m in GROUPS[room] if m != "__init__"])
+            axis.text(x, y, label, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9)
+        axis.set_title(title, fontsize=13)
+        axis.set_xlim(0, 1)
+        axis.set_ylim(-len(levels) + 0.4, 0.6)
+        axis.axis("off")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _wrapped(names: list[str]) -> str:
+    return "\n".join(", ".join(names[i : i + 3]) for i in range(0, len(names), 3))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--draw", type=Path)
+    arguments = parser.parse_args()
+    if arguments.draw:
+        draw(arguments.draw)
+    wrong = violations(PYTHON, python_edges()) + violations(CXX, cxx_edges()) + asm_outside_ptx()
+    if arguments.check and wrong:
+        print("\n".join(wrong))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Style and layering: ci/lint.sh BIN
+set -euo pipefail
+bin=$1
+"$bin/ruff" check .
+"$bin/ruff" format --check --quiet . || { echo "run: make format"; "$bin/ruff" format --diff . | head -40; exit 1; }
+git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r "$bin/clang-format" --dry-run --Werror
+"$bin/python" ci/layers.py --check

@@ -1,0 +1,25 @@
+"""hybrid_ep under the name that Megatron-LM, vLLM, SGLang and TorchTitan import. Nothing lives here."""
+
+from importlib import metadata
+
+try:
+    _real = metadata.version("deep_ep")
+except metadata.PackageNotFoundError:
+    pass
+else:
+    raise ImportError(
+        f"hybrid-ep-as-deep-ep stands in the way of the real DeepEP {_real}; allowed: one of them "
+        "(`pip uninstall hybrid-ep-as-deep-ep`, then reinstall deep_ep, or the other way round)"
+    )
+
+from hybrid_ep import (
+    Buffer,
+    Config,
+    EventHandle,
+    EventOverlap,
+    HybridEPBuffer,
+    __version__,
+    topk_idx_t,
+)
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "HybridEPBuffer", "__version__", "topk_idx_t"]

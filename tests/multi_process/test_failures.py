@@ -1,0 +1,145 @@
+"""A rank that dies, and a rank that never comes: every survivor is told who it was, in time, and can go on without
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import Buffer, TimeoutError, TransportError
+from hybrid_ep.cluster import RankError, VirtualCluster
+from tests.battery import low_latency, normal
+from tests.battery.cases import Case
+
+TIMEOUT_S = 3.0
+CASE = Case("survivors", 4, 16)
+VICTIM = 2
+
+
+@pytest.fixture
+def cluster() -> Iterator[VirtualCluster]:
+    with VirtualCluster(CASE.num_ranks, variables={"HYBRID_EP_TIMEOUT_S": str(TIMEOUT_S)}) as made:
+        yield made
+
+
+def _lose(case: Case, how: str) -> tuple[str, int | None, float]:
+    """Dispatches once with everybody, then once more without the victim. Returns what the survivor was told, and
+    when.
+    """
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    with normal.make_buffer(case) as buffer:
+        normal.dispatch(buffer, case, inputs)
+        if rank == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        begin = time.monotonic()
+        try:
+            normal.dispatch(buffer, case, inputs)
+        except TransportError as error:
+            return type(error).__name__, error.peer, time.monotonic() - begin
+    return "nothing", None, 0.0
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("num_ranks_per_domain", [None, 2], ids=["one_domain", "two_domains"])
+def test_every_survivor_names_the_lost_rank(
+    cluster: VirtualCluster, how: str, num_ranks_per_domain: int | None
+) -> None:
+    case = Case("lost", 4, 16, num_ranks_per_domain=num_ranks_per_domain)
+    pid = cluster.process_id(VICTIM)
+    survivors = [rank for rank in range(case.num_ranks) if rank != VICTIM]
+    try:
+        cluster.start(_lose, case, how)
+        told = cluster.collect(survivors, limit_s=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name, peer, waited in told:
+        assert name in {TimeoutError.__name__, TransportError.__name__}
+        assert peer == VICTIM
+        # Two waits at most: its own, and that for a survivor which is itself about to say whom it lost.
+        assert waited < 2 * TIMEOUT_S + 2
+
+
+def _low_latency_without(case: Case, victim: int) -> tuple[int | None, list[int]]:
+    """The victim dies before a low-latency call; the survivors' next call succeeds without it."""
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        buffer.low_latency_dispatch(*send, use_fp8=False)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        blamed = None
+        try:
+            buffer.low_latency_dispatch(*send, use_fp8=False)
+        except TransportError as error:
+            blamed = error.peer
+        status = torch.zeros(case.num_ranks, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        check_masked(buffer, case, victim)
+    return blamed, status.tolist()
+
+
+def check_masked(buffer: Buffer, case: Case, victim: int) -> None:
+    """A dispatch and combine in which `victim` is masked: its rows do not come, its experts count as zero."""
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    num_local = case.num_experts // case.num_ranks
+    _, count, handle, _, _ = buffer.low_latency_dispatch(
+        inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+    )
+    copies = [[c for c in rows if c.src_rank != victim] for rows in low_latency.expert_copies(case, rank)]
+    assert count.tolist() == [len(rows) for rows in copies]
+    y = torch.zeros(num_local, case.max_tokens * case.num_ranks, case.hidden, dtype=torch.bfloat16)
+    for e, rows in enumerate(copies):
+        y[e, : len(rows)] = 1.0
+    out, _, _ = buffer.low_latency_combine(y, inputs.topk_idx, inputs.topk_weights, handle)
+    alive = inputs.topk_idx.div(num_local, rounding_mode="floor") != victim
+    expected = torch.zeros(inputs.topk_idx.shape[0])
+    for k in range(case.topk):
+        expected += torch.where(alive[:, k], inputs.topk_weights[:, k], 0.0)
+    normal.equal(out, expected.to(torch.bfloat16).unsqueeze(1).expand_as(out), "combined_x without the masked rank")
+
+
+def test_a_dead_rank_is_masked_and_the_others_go_on(cluster: VirtualCluster) -> None:
+    survivors = [rank for rank in range(CASE.num_ranks) if rank != VICTIM]
+    cluster.start(_low_latency_without, CASE, VICTIM)
+    with pytest.raises(RankError) as ended:
+        cluster.collect([VICTIM], limit_s=60)
+    assert list(ended.value.errors) == [VICTIM]
+    for blamed, status in cluster.collect(survivors, limit_s=60):
+        assert blamed == VICTIM
+        assert status == [int(rank == VICTIM) for rank in range(CASE.num_ranks)]
+
+
+def _mask_by_hand(case: Case, victim: int) -> list[int]:
+    """All agree to leave a rank out, which does not take part; then they take it back in."""
+    rank = dist.get_rank()
+    with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+        if rank != victim:
+            buffer.low_latency_update_mask_buffer(victim, True)
+            check_masked(buffer, case, victim)
+        buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        status = torch.ones(case.num_ranks, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        inputs = case.inputs(rank)
+        _, count, *_ = buffer.low_latency_dispatch(
+            inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+        )
+        assert count.tolist() == [len(rows) for rows in low_latency.expert_copies(case, rank)]
+    return status.tolist()
+
+
+def test_masks_by_hand(cluster: VirtualCluster) -> None:
+    for status in cluster.run(_mask_by_hand, CASE, VICTIM):
+        assert status == [0] * CASE.num_ranks

@@ -1,0 +1,49 @@
+"""Random routings, geometries and sizes, drawn by hypothesis, against the reference."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.battery import hybrid, low_latency, normal
+from tests.battery.cases import Case
+from tests.conftest import RunRanks
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks = draw(st.sampled_from([1, 2, 4, 8]))
+    per_domain = draw(st.sampled_from([n for n in (1, 2, 4, 8) if num_ranks % n == 0]))
+    num_experts = num_ranks * draw(st.integers(1, 9))
+    return Case(
+        "random",
+        num_ranks,
+        tuple(draw(st.lists(st.integers(0, 20), min_size=num_ranks, max_size=num_ranks))),
+        hidden=8 * draw(st.integers(1, 20)),
+        topk=draw(st.integers(1, min(8, num_experts))),
+        num_experts=num_experts,
+        routing=draw(st.sampled_from(["uniform", "hot", "holes", "duplicates", "local"])),
+        num_ranks_per_domain=per_domain,
+        seed=draw(st.integers(0, 10_000)),
+    )
+
+
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(case=cases())
+@few
+def test_normal(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, normal.check_round_trip, case)
+
+
+@given(case=cases())
+@few
+def test_permuted(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, hybrid.check_permuted, case)
+
+
+@given(case=cases())
+@few
+def test_low_latency(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, low_latency.check_low_latency, case, "bf16")

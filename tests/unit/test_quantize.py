@@ -1,0 +1,76 @@
+"""FP8 helpers: bounds of the error, exact powers of two, packing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_ep import ConfigError
+from hybrid_ep.quantize import E4M3_MAX, Fp8Format, cast_from_fp8, cast_to_fp8, pack_ue8m0, unpack_ue8m0
+
+FORMATS = [Fp8Format(), Fp8Format(round_scale=True), Fp8Format(round_scale=True, ue8m0=True)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@given(num_blocks=st.integers(1, 9), exponent=st.integers(-12, 12), seed=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_round_trip_is_within_the_format(fmt: Fp8Format, num_blocks: int, exponent: int, seed: int) -> None:
+    x = torch.randn(3, num_blocks * 128, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    x = x.to(torch.bfloat16)
+    data, scales = cast_to_fp8(x, fmt)
+    assert data.dtype == torch.float8_e4m3fn
+    back = cast_from_fp8(data, scales, torch.float32)
+    # e4m3 has 3 mantissa bits: half a step is 2^-4 of the value, and 2^-10 of the scale below the smallest normal.
+    scale = scales if scales.dtype == torch.float32 else unpack_ue8m0(scales, num_blocks)
+    subnormal = scale.repeat_interleave(128, 1) * 2.0**-10
+    assert bool(((back - x.float()).abs() <= x.float().abs() * 2.0**-4 + subnormal).all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS[1:])
+def test_rounded_scales_are_powers_of_two_that_do_not_overflow(fmt: Fp8Format) -> None:
+    x = torch.randn(64, 512) * torch.logspace(-3, 5, 64).unsqueeze(1)
+    data, scales = cast_to_fp8(x, fmt)
+    if fmt.ue8m0:
+        assert scales.dtype == torch.int32
+        assert scales.shape == (64, 1)
+        scales = unpack_ue8m0(scales, 4)
+    assert bool((torch.frexp(scales).mantissa == 0.5).all())
+    amax = x.view(64, 4, 128).abs().amax(-1)
+    assert bool((amax / scales <= E4M3_MAX).all())
+    assert bool((amax / scales > E4M3_MAX / 2 - 1).all())
+    assert bool(data.float().isfinite().all())
+
+
+def test_zeros_stay_zeros() -> None:
+    data, scales = cast_to_fp8(torch.zeros(2, 256, dtype=torch.bfloat16))
+    assert not bool(cast_from_fp8(data, scales).any())
+
+
+@given(st.integers(1, 13))
+def test_packing_is_reversible(num_scales: int) -> None:
+    scales = 2.0 ** torch.randint(-20, 20, (5, num_scales)).float()
+    packed = pack_ue8m0(scales)
+    assert packed.shape == (5, -(-num_scales // 4))
+    assert torch.equal(unpack_ue8m0(packed, num_scales), scales)
+
+
+def test_lowest_channel_lies_in_the_lowest_byte() -> None:
+    packed = pack_ue8m0(torch.tensor([[1.0, 2.0, 4.0, 8.0]]))
+    assert packed.view(torch.uint8).tolist() == [[127, 128, 129, 130]]
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 64, 129, 200])
+def test_hidden_must_be_divisible(hidden: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{hidden}.*multiples of 128"):
+        cast_to_fp8(torch.zeros(1, hidden))
+
+
+def test_bad_formats_and_scales() -> None:
+    with pytest.raises(ConfigError, match="round_scale"):
+        Fp8Format(ue8m0=True)
+    data, scales = cast_to_fp8(torch.ones(2, 256))
+    with pytest.raises(ConfigError, match="3 columns"):
+        cast_from_fp8(data, torch.ones(2, 3))
+    assert scales.shape == (2, 2)
