@@ -142,7 +142,7 @@ def draw(path: Path) -> None:
             arrow = {
                 "arrowstyle": "-|>",
                 "color": COLOURS[int(-y) % len(COLOURS)],
-                "alpha": 0.55,
+                "alpha": 0.8 if abs(y - v) == 1 else 0.35,
                 "shrinkA": 16,
                 "shrinkB": 16,
                 "linewidth": 0.7 + 0.25 * min(number, 12),
@@ -151,8 +151,9 @@ def draw(path: Path) -> None:
             axis.annotate("", xy=(u, v), xytext=(x, y), arrowprops=arrow)
         for room, (x, y) in place.items():
             box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
+            # Arrows pass behind the boxes.
             label = room if room not in GROUPS else f"{room}\n" + _wrapped([m for m in GROUPS[room] if m != "__init__"])
-            axis.text(x, y, label, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9)
+            axis.text(x, y, label, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9, zorder=5)
         axis.set_title(title, fontsize=13)
         axis.set_xlim(0, 1)
         axis.set_ylim(-len(levels) + 0.4, 0.6)
