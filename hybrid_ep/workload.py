@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid_ep.checks import MAX_TOPK, require, require_int
 from hybrid_ep.quantize import CHANNELS_PER_SCALE
 
-__all__ = ["DTYPES", "ROUTINGS", "Batch", "Workload", "make_batch"]
+__all__ = ["DTYPES", "ROUTINGS", "Batch", "Workload", "make_batch", "make_routing"]
 
 DTYPES = ("bf16", "fp8")
 ROUTINGS = ("uniform", "skewed", "hot")
@@ -100,19 +100,25 @@ def make_batch(workload: Workload, rank: int, device: str | torch.device = "cpu"
     The routing is made on the CPU, so it is the same on every device; `x` is made where it is needed.
     """
     device = torch.device(device)
-    seed = (workload.seed << 20) + rank
-    topk_idx, topk_weights = _route(workload, torch.Generator().manual_seed(seed))
-    generator = torch.Generator(device).manual_seed(seed)
+    topk_idx, topk_weights = make_routing(workload, rank)
+    generator = torch.Generator(device).manual_seed(_seed(workload, rank))
     x = torch.randn(workload.num_tokens, workload.hidden, generator=generator, device=device).to(torch.bfloat16)
     return Batch(x, topk_idx.to(device), topk_weights.to(device))
 
 
-def _route(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Picks experts by adding Gumbel noise to their log-popularity and taking the top-k.
+def _seed(workload: Workload, rank: int) -> int:
+    return (workload.seed << 20) + rank
+
+
+def make_routing(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
+    """Makes the routing of `rank` alone: `Batch.topk_idx` and `Batch.topk_weights` on the CPU.
+
+    Picks experts by adding Gumbel noise to their log-popularity and taking the top-k.
 
     That samples without replacement in proportion to popularity (source: Kool, van Hoof and Welling, "Stochastic Beams
     and Where to Find Them", 2019, section 2.3).
     """
+    generator = torch.Generator().manual_seed(_seed(workload, rank))
     num_tokens, num_experts = workload.num_tokens, workload.num_experts
     noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64).clamp_min(1e-300)
     logits = -torch.log(-torch.log(noise))

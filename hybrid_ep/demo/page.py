@@ -53,8 +53,8 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
         "A token with several experts in one remote domain crosses the network once and is spread inside that domain; "
         "partial sums come back the same way. The bars of hybrid_ep are bytes that were counted as they were sent, "
         "metadata included. The other two are computed from the same routing and count bare rows: one copy for each "
-        "expert straight to its rank, and every token to every rank at the fewest crossings possible. What is saved between domains is paid for within "
-        "them, where links are several times faster.",
+        "expert straight to its rank, and every token to every rank at the fewest crossings possible.",
+        "What is saved between domains is paid for within them, where links are several times faster.",
     )
     _add(page, pictures, "wire")
     page.table(

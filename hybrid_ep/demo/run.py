@@ -13,7 +13,7 @@ from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes,
 from hybrid_ep.demo.train import train
 from hybrid_ep.demo.verify import RankCheck, check_path
 from hybrid_ep.engine.select import choose_engine
-from hybrid_ep.workload import Workload, make_batch
+from hybrid_ep.workload import Workload, make_routing
 
 __all__ = ["NUM_PHASES", "run_demo"]
 
@@ -47,7 +47,7 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
     load = {}
     for routing in ROUTINGS:
         workload = settings.workload(routing, "bf16")
-        topk_idx = [make_batch(workload, rank).topk_idx for rank in range(settings.num_ranks)]
+        topk_idx = [make_routing(workload, rank)[0] for rank in range(settings.num_ranks)]
         load[routing] = tokens_per_expert(topk_idx, settings.num_experts)
     engine, reason = choose_engine()
     seconds = time.perf_counter() - begin
@@ -72,7 +72,7 @@ def _path_result(path: Path, routing: str, checks: list[RankCheck]) -> PathResul
 
 def _wire_results(workload: Workload, settings: Settings, checks: list[RankCheck]) -> Iterator[WireResult]:
     """Dispatch in the workload's dtype and, once, combine, which is bf16 whatever was dispatched."""
-    topk_idx = [make_batch(workload, rank).topk_idx for rank in range(settings.num_ranks)]
+    topk_idx = [make_routing(workload, rank)[0] for rank in range(settings.num_ranks)]
     num_tokens = [routing.shape[0] for routing in topk_idx]
     steps = {"dispatch": workload.row_bytes}
     if workload.dtype == "bf16":

@@ -26,7 +26,7 @@ from hybrid_ep.demo.paths import travel
 from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.reference import dense_moe
-from hybrid_ep.workload import Workload, make_batch
+from hybrid_ep.workload import Workload, make_batch, make_routing
 
 __all__ = ["FP8_ALLOWED_RMS", "RankCheck", "allowed_fraction", "check_path", "num_roundings"]
 
@@ -120,7 +120,7 @@ def _reference(settings: Settings, routing: str, dtype: str, rank: int) -> tuple
 
 
 def _expected_tokens_per_expert(workload: Workload, settings: Settings, rank: int) -> list[int]:
-    chosen = torch.cat([make_batch(workload, source).topk_idx.flatten() for source in range(settings.num_ranks)])
+    chosen = torch.cat([make_routing(workload, source)[0].flatten() for source in range(settings.num_ranks)])
     first = rank * settings.num_local_experts
     counts: list[int] = torch.bincount(chosen, minlength=settings.num_experts).tolist()
     return counts[first : first + settings.num_local_experts]

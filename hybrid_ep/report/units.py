@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_microseconds", "format_ratio", "unit_of_bytes"]
+__all__ = ["format_bytes", "format_ratio", "unit_of_bytes", "unit_of_microseconds"]
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -17,13 +17,9 @@ def unit_of_bytes(num_bytes: float) -> tuple[float, str]:
     return next(((factor, unit) for factor, unit in units if num_bytes >= factor), (1.0, "B"))
 
 
-def format_microseconds(microseconds: float) -> str:
-    """``12345`` → ``12.3 ms``, ``1234`` → ``1234 µs``, ``12.3`` → ``12.3 µs``."""
-    if microseconds >= 1e6:
-        return f"{_three_digits(microseconds / 1e6)} s"
-    if microseconds >= 1e4:
-        return f"{_three_digits(microseconds / 1e3)} ms"
-    return f"{_three_digits(microseconds)} µs"
+def unit_of_microseconds(microseconds: float) -> tuple[float, str]:
+    """The unit in which a time reads well, as (µs, name): ms only from 10 ms on."""
+    return (1e3, "ms") if microseconds >= 1e4 else (1.0, "µs")
 
 
 def format_ratio(part: float, whole: float) -> str:

@@ -1,0 +1,185 @@
+"""`hybrid-ep bench`: options, progress, what is printed and written, exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hybrid_ep.bench.launch import Launcher, find_launcher, measure_all
+from hybrid_ep.bench.plan import MODES, BenchPlan, Candidate, default_workload_sizes
+from hybrid_ep.bench.results import BenchResult, summarize
+from hybrid_ep.bench.subjects import BASELINE, require_known
+from hybrid_ep.bench.tables import print_result, render_markdown
+from hybrid_ep.checks import require_int
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.workload import DTYPES, ROUTINGS, Workload
+
+__all__ = ["bench"]
+
+_DEFAULT_RANKS_ON_CPU = 4
+_DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
+
+
+@click.command()
+@click.option("--ranks", type=int, help="Processes to start; default: all GPUs, or 4 on a CPU. Not under a launcher.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--mode", type=click.Choice(MODES), default="normal", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Of dispatched tokens.")
+@click.option("--routing", type=click.Choice(ROUTINGS), default="uniform", show_default=True)
+@click.option("--tokens", type=int, help="Tokens of each rank; default: 4096 on GPUs (128 in low-latency mode).")
+@click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs.")
+@click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs.")
+@click.option("--experts", type=int, help="Experts of all ranks together; default: 256 on GPUs.")
+@click.option("--seed", default=0, show_default=True, help="Of tokens and routing.")
+@click.option(
+    "--impl",
+    "implementations",
+    multiple=True,
+    default=("hybrid_ep",),
+    show_default=True,
+    help=f"hybrid_ep, {BASELINE} (plain all_to_all_single; gloo on a CPU), or a module with DeepEP's or Hybrid-EP's "
+    "interface. Give it several times for a comparison.",
+)
+@click.option("--num-sms", help="SMs to use, separated by commas, e.g. 8,16,24; default: each one's own choice.")
+@click.option("--no-sync", is_flag=True, help="Give upper bounds of received rows, so that no call waits for the host.")
+@click.option("--warmups", default=3, show_default=True, help="Calls before timing.")
+@click.option("--runs", type=int, help="Timed calls; default: 30 on GPUs, 10 on a CPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, Markdown and a picture here."
+)
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    ranks: int | None,
+    device: str,
+    mode: str,
+    dtype: str,
+    routing: str,
+    tokens: int | None,
+    hidden: int | None,
+    topk: int | None,
+    experts: int | None,
+    seed: int,
+    implementations: tuple[str, ...],
+    num_sms: str | None,
+    no_sync: bool,
+    warmups: int,
+    runs: int | None,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    """Check, then time, dispatch and combine on whichever engine is there.
+
+    Started by hand it starts its own ranks; under torchrun or mpirun it joins theirs. Every implementation gets the
+    same tensors and the same timer, and is timed only if every row arrived and came back right.
+
+    Exits with 1 if any did not.
+    """
+    try:
+        launcher = find_launcher()
+        device = _device(device)
+        num_ranks = _num_ranks(ranks, device, launcher)
+        asked = {"tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
+        sizes = default_workload_sizes(device, mode) | {name: n for name, n in asked.items() if n is not None}
+        require_int("experts", sizes["experts"], minimum=num_ranks, multiple_of=num_ranks)
+        for implementation in implementations:
+            require_known(implementation, mode)
+        plan = BenchPlan(
+            workload=Workload(
+                num_tokens=sizes["tokens"],
+                hidden=sizes["hidden"],
+                num_topk=sizes["topk"],
+                num_experts=sizes["experts"],
+                dtype=dtype,
+                routing=routing,
+                seed=seed,
+            ),
+            mode=mode,
+            candidates=_candidates(implementations, num_sms, mode),
+            num_warmups=warmups,
+            num_runs=_DEFAULT_RUNS[device] if runs is None else runs,
+            no_sync=no_sync,
+            device=device,
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    result = _measure_with_progress(plan, num_ranks, launcher)
+    if launcher is None or launcher.rank == 0:
+        if as_json:
+            click.echo(json.dumps(result.to_json(), indent=2))
+        else:
+            print_result(Console(), result)
+        if out is not None:
+            _write(result, out)
+    ctx.exit(0 if result.ok else 1)
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but no GPU is visible; allowed here: auto or cpu")
+    return asked
+
+
+def _num_ranks(asked: int | None, device: str, launcher: Launcher | None) -> int:
+    import torch
+
+    if launcher is not None:
+        if asked not in (None, launcher.num_ranks):
+            raise ConfigError(f"ranks is {asked}; allowed under {launcher.name}: {launcher.num_ranks}, or leave it out")
+        return launcher.num_ranks
+    if asked is not None:
+        return require_int("ranks", asked, minimum=1)
+    return torch.cuda.device_count() if device == "cuda" else _DEFAULT_RANKS_ON_CPU
+
+
+def _candidates(implementations: tuple[str, ...], num_sms: str | None, mode: str) -> tuple[Candidate, ...]:
+    sweep: list[int | None] = [None]
+    if num_sms is not None:
+        if mode == "low-latency":
+            raise ConfigError(f"num-sms is {num_sms!r} in low-latency mode; allowed there: leave it out")
+        try:
+            sweep = [require_int("num-sms", int(text), minimum=1) for text in num_sms.split(",")]
+        except ValueError:
+            raise ConfigError(f"num-sms is {num_sms!r}; allowed: integers ≥ 1, separated by commas") from None
+    return tuple(
+        Candidate(implementation, count)
+        for implementation in dict.fromkeys(implementations)
+        for count in ([None] if implementation == BASELINE else sweep)
+    )
+
+
+def _measure_with_progress(plan: BenchPlan, num_ranks: int, launcher: Launcher | None) -> BenchResult:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    quiet = launcher is not None and launcher.rank != 0
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task(f"starting {num_ranks} ranks", total=len(plan.candidates))
+        begun = 0
+
+        def begin(candidate: Candidate) -> None:
+            nonlocal begun
+            progress.update(task, description=f"measuring {candidate.title}", completed=begun)
+            begun += 1
+
+        return summarize(plan, measure_all(plan, num_ranks, launcher, begin))
+
+
+def _write(result: BenchResult, folder: Path) -> None:
+    # Drawing is loaded only when something is drawn.
+    from hybrid_ep.bench.figures import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    (folder / "result.md").write_text(render_markdown(result), encoding="utf-8")
+    if any(outcome.operations for outcome in result.outcomes):
+        picture = draw(result)
+        (folder / f"{picture.name}.png").write_bytes(picture.png)
+    Console(stderr=True).print(f"the result is in {folder}/")

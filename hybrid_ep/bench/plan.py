@@ -1,0 +1,75 @@
+"""What a benchmark is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.workload import Workload
+
+__all__ = ["MODES", "BenchPlan", "Candidate", "default_workload_sizes"]
+
+MODES = ("normal", "permute", "low-latency")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the comparison.
+
+    Attributes:
+        implementation: ``hybrid_ep``, ``torch-nccl``, or a module with DeepEP's or Hybrid-EP's interface.
+        num_sms: SMs that it may use; None = its own choice.
+    """
+
+    implementation: str
+    num_sms: int | None = None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.implementation if self.num_sms is None else f"{self.implementation}, {self.num_sms} SMs"
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """A workload and how it is measured; the same tensors and the same timer for every candidate.
+
+    Attributes:
+        workload: of each rank.
+        mode: ``normal`` (`Buffer`), ``permute`` (`HybridEPBuffer`, rows grouped by expert) or ``low-latency``.
+        candidates: who takes part.
+        num_warmups: calls before timing.
+        num_runs: timed calls.
+        no_sync: give the upper bound of received rows, so that no call waits for the host.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    workload: Workload
+    mode: str
+    candidates: tuple[Candidate, ...]
+    num_warmups: int
+    num_runs: int
+    no_sync: bool
+    device: str
+
+    def __post_init__(self) -> None:
+        require(self.mode in MODES, "mode", self.mode, ", ".join(MODES))
+        require_int("warmups", self.num_warmups, minimum=0)
+        require_int("runs", self.num_runs, minimum=1)
+        if self.mode == "low-latency":
+            require(self.workload.num_tokens > 0, "tokens", 0, "≥ 1 in low-latency mode")
+
+    def row_bytes(self, operation: str) -> int:
+        """Bytes of one row in an operation, ``dispatch`` or ``combine``."""
+        return self.workload.row_bytes if operation == "dispatch" else self.workload.combine_row_bytes
+
+
+def default_workload_sizes(device: str, mode: str) -> dict[str, int]:
+    """Sizes for what the caller leaves open: those of large models on GPUs, small ones on a CPU."""
+    decode = mode == "low-latency"
+    if device == "cuda":
+        return {"tokens": 128 if decode else 4096, "hidden": 7168, "topk": 8, "experts": 256}
+    return {"tokens": 32 if decode else 256, "hidden": 1024, "topk": 4, "experts": 32}

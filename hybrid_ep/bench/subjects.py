@@ -1,0 +1,305 @@
+"""Implementations behind one small interface: those with DeepEP's or Hybrid-EP's interface, whatever module has it.
+
+A subject is driven as a model would drive it. `dispatch` and `combine` are what is timed and do nothing else;
+`received` and `outputs` prepare what the check and the combine need, outside the timing.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
+from hybrid_ep.workload import Batch
+
+__all__ = [
+    "BASELINE",
+    "LowLatencySubject",
+    "NormalSubject",
+    "PermuteSubject",
+    "Received",
+    "Subject",
+    "as_float32",
+    "open_subject",
+    "require_known",
+]
+
+BASELINE = "torch-nccl"
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a dispatch brought, in a form that can be compared.
+
+    Attributes:
+        rows: ``[n, H]`` float32, dequantised, pads left out; in any order.
+        labels: ``[n, W]`` float64, what else is known of each row: its experts and weights, or where it comes from.
+    """
+
+    rows: Tensor
+    labels: Tensor
+
+
+class Subject(abc.ABC):
+    """One implementation, ready to be driven with one batch."""
+
+    engine: str
+
+    @abc.abstractmethod
+    def dispatch(self) -> Any:
+        """The timed call, layout and exchange of counts included. Collective."""
+
+    @abc.abstractmethod
+    def received(self, dispatched: Any) -> Received:
+        """What `dispatch` brought. Local."""
+
+    @abc.abstractmethod
+    def outputs(self, dispatched: Any, factor: float) -> Tensor:
+        """Stands for the experts: every received row times `factor`, as combine wants it. Local."""
+
+    @abc.abstractmethod
+    def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
+        """The timed call; ``[T, H]`` bf16. Collective."""
+
+    def close(self) -> None:  # noqa: B027 - most subjects hold nothing
+        """Gives back what the implementation holds."""
+
+
+def require_known(implementation: str, mode: str) -> None:
+    """Checks a name before any rank starts.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not have what the mode needs.
+    """
+    if implementation == BASELINE:
+        if mode == "low-latency":
+            raise ConfigError(f"impl is {BASELINE!r} in low-latency mode; allowed there: modules with a Buffer")
+        return
+    needed = "HybridEPBuffer" if mode == "permute" else "Buffer"
+    try:
+        module = importlib.import_module(implementation)
+    except ImportError as error:
+        allowed = f"hybrid_ep, {BASELINE} or a module that can be imported"
+        raise ConfigError(f"impl is {implementation!r} ({error}); allowed: {allowed}") from None
+    if not hasattr(module, needed):
+        raise ConfigError(f"impl is {implementation!r}, which has no {needed}; allowed in {mode} mode: one that has")
+
+
+def open_subject(candidate: Candidate, plan: BenchPlan, batch: Batch) -> Subject:
+    """Makes the subject of a candidate. Collective."""
+    if candidate.implementation == BASELINE:
+        from hybrid_ep.bench.baseline import AllToAllSubject
+
+        return AllToAllSubject(plan, batch)
+    module = importlib.import_module(candidate.implementation)
+    kinds: dict[str, type[NormalSubject | PermuteSubject | LowLatencySubject]] = {
+        "normal": NormalSubject,
+        "permute": PermuteSubject,
+        "low-latency": LowLatencySubject,
+    }
+    return kinds[plan.mode](module, candidate.num_sms, plan, batch)
+
+
+def as_float32(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """bf16 rows, or fp8 values (possibly as bytes) and their scales, as float32."""
+    return cast_from_fp8(*rows, torch.float32) if isinstance(rows, tuple) else rows.float()
+
+
+class _ModuleSubject(Subject):
+    """What subjects that come from a module share.
+
+    Args:
+        module: has the interface.
+        num_sms: SMs; None = the module's choice.
+        plan: what is measured.
+        batch: this rank's tokens.
+    """
+
+    buffer: Any
+
+    def __init__(self, module: ModuleType, num_sms: int | None, plan: BenchPlan, batch: Batch) -> None:
+        self.module, self.plan, self.batch = module, plan, batch
+        self.num_ranks = dist.get_world_size()
+        self.num_local_experts = plan.workload.num_experts // self.num_ranks
+        self.tokens = cast_to_fp8(batch.x) if plan.workload.dtype == "fp8" else batch.x
+        self.open(num_sms)
+        inner = getattr(self.buffer, "engine", None)
+        self.engine = getattr(inner, "name", module.__name__)
+
+    @abc.abstractmethod
+    def open(self, num_sms: int | None) -> None:
+        """Makes `buffer`."""
+
+    def close(self) -> None:
+        for name in ("close", "destroy"):
+            if hasattr(self.buffer, name):
+                getattr(self.buffer, name)()
+                return
+
+
+class NormalSubject(_ModuleSubject):
+    """`Buffer` of DeepEP's interface, its normal calls."""
+
+    def open(self, num_sms: int | None) -> None:
+        kind = self.module.Buffer
+        if num_sms is not None:
+            kind.set_num_sms(num_sms)
+        self.dispatch_config = kind.get_dispatch_config(self.num_ranks)
+        self.combine_config = kind.get_combine_config(self.num_ranks)
+        hidden_bytes = self.plan.workload.combine_row_bytes
+        configs = (self.dispatch_config, self.combine_config)
+        num_nvl_bytes = max(c.get_nvl_buffer_size_hint(hidden_bytes, self.num_ranks) for c in configs)
+        num_rdma_bytes = 0
+        if self.num_ranks > torch.cuda.device_count() > 0:
+            num_rdma_bytes = max(c.get_rdma_buffer_size_hint(hidden_bytes, self.num_ranks) for c in configs)
+        self.buffer = kind(dist.group.WORLD, num_nvl_bytes, num_rdma_bytes)
+        self.bound = self.plan.workload.num_tokens * self.num_ranks if self.plan.no_sync else 0
+
+    def dispatch(self) -> Any:
+        layout = self.buffer.get_dispatch_layout(self.batch.topk_idx, self.plan.workload.num_experts)
+        per_rank, per_domain, per_expert, in_rank, _ = layout
+        return self.buffer.dispatch(
+            self.tokens,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_domain,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=self.batch.topk_idx,
+            topk_weights=self.batch.topk_weights,
+            num_worst_tokens=self.bound,
+            config=self.dispatch_config,
+        )
+
+    def received(self, dispatched: Any) -> Received:
+        rows, topk_idx, topk_weights = dispatched[:3]
+        real = (topk_idx >= 0).any(1)  # with a bound, rows after the last have no expert
+        weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
+        return Received(as_float32(rows)[real], torch.cat([topk_idx.double(), weights.double()], 1)[real])
+
+    def outputs(self, dispatched: Any, factor: float) -> Tensor:
+        return (as_float32(dispatched[0]) * factor).to(torch.bfloat16)
+
+    def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
+        combined: Tensor = self.buffer.combine(outputs, dispatched[4], config=self.combine_config)[0]
+        return combined
+
+
+class PermuteSubject(_ModuleSubject):
+    """`HybridEPBuffer` of Hybrid-EP's interface, permutation fused."""
+
+    def open(self, num_sms: int | None) -> None:
+        workload = self.plan.workload
+        self.fp8 = workload.dtype == "fp8"
+        self.buffer = self.module.HybridEPBuffer(
+            group=dist.group.WORLD,
+            hidden_dim=workload.hidden,
+            max_num_of_tokens_per_rank=max(1, workload.num_tokens),
+            num_local_experts=self.num_local_experts,
+            use_fp8=self.fp8,
+            num_sms_dispatch_api=num_sms,
+            num_sms_combine_api=num_sms,
+        )
+        most = workload.num_tokens * self.num_ranks * min(workload.num_topk, self.num_local_experts)
+        self.bound = most if self.plan.no_sync else None
+
+    def dispatch(self) -> Any:
+        hidden, scales = (self.tokens[0].view(torch.uint8), self.tokens[1]) if self.fp8 else (self.tokens, None)
+        return self.buffer.dispatch_with_permute(
+            hidden=hidden,
+            scaling_factor=scales,
+            topk_idx=self.batch.topk_idx,
+            topk_weights=self.batch.topk_weights,
+            num_of_experts=self.plan.workload.num_experts,
+            use_fp8=self.fp8,
+            num_permuted_tokens=self.bound,
+            non_blocking=self.plan.no_sync,
+            fuse_permute_dispatch=True,
+        )
+
+    def received(self, dispatched: Any) -> Received:
+        _, probs, _, counts, _ = dispatched
+        counts = counts.to(torch.int64)
+        num_real = int(counts.sum())
+        expert = torch.repeat_interleave(torch.arange(self.num_local_experts, device=counts.device), counts)
+        labels = torch.stack([expert.to(probs.device).double(), probs[:num_real].double()], 1)
+        return Received(self._rows(dispatched)[:num_real], labels)
+
+    def outputs(self, dispatched: Any, factor: float) -> Tensor:
+        return (self._rows(dispatched) * factor).to(torch.bfloat16)
+
+    def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
+        combined: Tensor = self.buffer.combine_with_unpermute(
+            hidden=outputs, handle=dispatched[4], fuse_unpermute_combine=True
+        )[0]
+        return combined
+
+    @staticmethod
+    def _rows(dispatched: Any) -> Tensor:
+        hidden, _, scales = dispatched[:3]
+        return as_float32(hidden if scales is None else (hidden, scales))
+
+
+class LowLatencySubject(_ModuleSubject):
+    """`Buffer` of DeepEP's interface, its low-latency calls."""
+
+    def open(self, num_sms: int | None) -> None:
+        workload, kind = self.plan.workload, self.module.Buffer
+        num_bytes = kind.get_low_latency_rdma_size_hint(
+            workload.num_tokens, workload.hidden, self.num_ranks, workload.num_experts
+        )
+        self.buffer = kind(
+            dist.group.WORLD, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=max(1, self.num_local_experts)
+        )
+
+    def dispatch(self) -> Any:
+        workload = self.plan.workload
+        return self.buffer.low_latency_dispatch(
+            self.batch.x,
+            self.batch.topk_idx,
+            workload.num_tokens,
+            workload.num_experts,
+            use_fp8=workload.dtype == "fp8",
+        )
+
+    def received(self, dispatched: Any) -> Received:
+        packed, counts, handle = dispatched[:3]
+        source_token, layout = handle[0], handle[1]
+        rows, labels = [], []
+        for local, count in enumerate(counts.tolist()):
+            rows.append(_packed_rows(packed, local, count))
+            source = torch.empty(count, dtype=torch.float64)
+            for rank, packed_range in enumerate(layout[local].tolist()):
+                begin, num = divmod(packed_range, 1 << 32)
+                source[begin : begin + num] = rank
+            token = source_token[local, :count].cpu().double()
+            labels.append(torch.stack([torch.full_like(token, local), source, token], 1))
+        return Received(torch.cat(rows), torch.cat(labels).to(self.batch.x.device))
+
+    def outputs(self, dispatched: Any, factor: float) -> Tensor:
+        packed, counts = dispatched[:2]
+        data = packed[0] if isinstance(packed, tuple) else packed
+        outputs = torch.zeros(data.shape, dtype=torch.bfloat16, device=data.device)
+        for local, count in enumerate(counts.tolist()):
+            outputs[local, :count] = (_packed_rows(packed, local, count) * factor).to(torch.bfloat16)
+        return outputs
+
+    def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
+        combined: Tensor = self.buffer.low_latency_combine(
+            outputs, self.batch.topk_idx, self.batch.topk_weights, dispatched[2]
+        )[0]
+        return combined
+
+
+def _packed_rows(packed: Tensor | tuple[Tensor, Tensor], local_expert: int, count: int) -> Tensor:
+    if isinstance(packed, tuple):
+        return as_float32((packed[0][local_expert, :count], packed[1][local_expert, :count]))
+    return as_float32(packed[local_expert, :count])
