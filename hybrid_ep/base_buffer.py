@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,8 @@ def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
     """The default process group over an mpi4py communicator; rank 0 opens the store and tells where."""
     rank, size = comm.Get_rank(), comm.Get_size()
     if not dist.is_initialized():
-        host = comm.bcast(_own_address() if rank == 0 else None, root=0)
+        names = comm.allgather(socket.gethostname())
+        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
         store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
         port = comm.bcast(store.port if store is not None else None, root=0)
         if store is None:
@@ -134,15 +136,6 @@ def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
             f"{dist.get_world_size()}"
         )
     return world
-
-
-def _own_address() -> str:
-    import socket
-
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
 
 
 def check_rows(name: str, data: Tensor, scales: Tensor | None, *, hidden: int | None = None) -> Rows:
