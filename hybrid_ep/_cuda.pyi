@@ -196,12 +196,12 @@ def reduce_local(
 def layout(
     *,
     topk_idx: int,
-    num_tokens_per_rank: int,
-    num_tokens_per_expert: int,
+    totals: int,
     is_token_in_rank: int,
     num_tokens: int,
     num_topk: int,
     num_experts: int,
     num_ranks: int,
+    num_ranks_per_domain: int,
     stream: int,
 ) -> None: ...

@@ -13,6 +13,11 @@ from torch import Tensor
 from hybrid_ep import _C
 from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
 
+try:
+    from hybrid_ep import _cuda
+except ImportError:  # not built here
+    _cuda = None  # type: ignore[assignment]
+
 __all__ = [
     "Layout",
     "Permutation",
@@ -73,6 +78,23 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             is_token_in_rank=in_rank.data_ptr(),
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
+    elif device.type == "cuda" and _cuda is not None:
+        num_domains = num_ranks // num_ranks_per_domain
+        totals = torch.zeros(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
+        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
+        _cuda.layout(
+            topk_idx=topk_idx.data_ptr(),
+            totals=totals.data_ptr(),
+            is_token_in_rank=in_rank.data_ptr(),
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            num_ranks_per_domain=num_ranks_per_domain,
+            stream=torch.cuda.current_stream(device).cuda_stream,
+        )
+        per_rank, per_domain, per_expert = totals.split((num_ranks, num_domains, num_experts))
+        return Layout(per_rank, per_domain, per_expert, in_rank)
     else:
         per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
     in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)

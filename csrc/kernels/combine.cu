@@ -99,7 +99,7 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
       if (i + ring.num_ahead() < fitting)
         ring.fetch(rows + static_cast<int64_t>(i + ring.num_ahead()) * params.row_bytes);
     }
-    if (params.weights != nullptr) {
+    if (params.num_weights > 0) {
       const float* weights = params.weights + from * params.num_weights;
       auto* weights_target = reinterpret_cast<float*>(slot + params.slot.weights) + to * params.num_weights;
       for (int j = lane; j < fitting * params.num_weights; j += 32) weights_target[j] = weights[j];
@@ -130,7 +130,7 @@ __device__ bool reduce_tokens(const CombineParams& params, const Routes& routes,
     const int64_t token = unit / num_segments;
     const int segment = static_cast<int>(unit % num_segments) * kSegmentBytes;
     float sum[kVectorsPerLane][8] = {};
-    const bool sums_weights = segment == 0 && params.weights != nullptr;
+    const bool sums_weights = segment == 0 && params.num_weights > 0;
     for (int k = lane; sums_weights && k < params.num_weights; k += 32) {
       params.out_weights[token * params.num_weights + k] = 0.0f;
     }

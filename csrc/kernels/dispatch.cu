@@ -378,7 +378,7 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
       } else {
         topk_idx[j] = inside ? expert : -1;
       }
-      if (params.topk_weights != nullptr) weights[j] = inside ? params.topk_weights[cell] : 0.0f;
+      if (params.has_weights) weights[j] = inside ? params.topk_weights[cell] : 0.0f;
     }
   }
   if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
@@ -393,7 +393,7 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
   }
   for (int64_t j = first_free * num_topk + offset; j < limit * num_topk; j += step) {
     reinterpret_cast<int64_t*>(slot + params.slot.experts)[j] = -1;
-    if (params.topk_weights != nullptr) reinterpret_cast<float*>(slot + params.slot.weights)[j] = 0.0f;
+    if (params.has_weights) reinterpret_cast<float*>(slot + params.slot.weights)[j] = 0.0f;
   }
 }
 

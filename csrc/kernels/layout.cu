@@ -12,12 +12,20 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256;
 constexpr int kTokensPerCta = 64;
 
+__host__ __device__ int num_totals(const LayoutParams& params) {
+  return params.num_ranks + params.num_ranks / params.num_ranks_per_domain + params.num_experts;
+}
+
 __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
-  extern __shared__ int counts[];  // [R] tokens per rank, then [E] tokens per expert
+  extern __shared__ int counts[];  // as totals
   const int lane = threadIdx.x % 32;
   const ExpertMap experts{params.num_experts, params.num_ranks};
-  for (int i = threadIdx.x; i < params.num_ranks + params.num_experts; i += kThreads) counts[i] = 0;
+  int* domain_counts = counts + params.num_ranks;
+  int* expert_counts = domain_counts + params.num_ranks / params.num_ranks_per_domain;
+  const int num_counts = num_totals(params);
+  for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
   __syncthreads();
+  const auto is_leader = [&](int value) { return __ffs(__match_any_sync(kAllLanes, value)) - 1 == lane && value >= 0; };
   const int end = min(params.num_tokens, static_cast<int>(blockIdx.x + 1) * kTokensPerCta);
   for (int token = blockIdx.x * kTokensPerCta + threadIdx.x / 32; token < end; token += kThreads / 32) {
     bool* in_rank = params.is_token_in_rank + static_cast<int64_t>(token) * params.num_ranks;
@@ -25,22 +33,21 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
     int64_t expert =
         lane < params.num_topk ? params.topk_idx[static_cast<int64_t>(token) * params.num_topk + lane] : -1;
     if (expert >= params.num_experts) expert = -1;  // dispatch reports it
-    const unsigned same_expert = __match_any_sync(kAllLanes, static_cast<int>(expert));
-    const bool is_first = expert >= 0 && __ffs(same_expert) - 1 == lane;
-    const int rank = is_first ? experts.rank_of(expert) : -1;
-    const unsigned same_rank = __match_any_sync(kAllLanes, rank);
+    const bool counts_expert = is_leader(static_cast<int>(expert));
+    const int rank = counts_expert ? experts.rank_of(expert) : -1;
+    const bool counts_rank = is_leader(rank);
+    const bool counts_domain = is_leader(rank >= 0 ? rank / params.num_ranks_per_domain : -1);
     __syncwarp();
-    if (is_first) atomicAdd(counts + params.num_ranks + expert, 1);
-    if (is_first && __ffs(same_rank) - 1 == lane) {
+    if (counts_expert) atomicAdd(expert_counts + expert, 1);
+    if (counts_domain) atomicAdd(domain_counts + rank / params.num_ranks_per_domain, 1);
+    if (counts_rank) {
       atomicAdd(counts + rank, 1);
       in_rank[rank] = true;
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < params.num_ranks + params.num_experts; i += kThreads) {
-    int32_t* total =
-        i < params.num_ranks ? params.num_tokens_per_rank + i : params.num_tokens_per_expert + i - params.num_ranks;
-    if (counts[i] != 0) atomicAdd(total, counts[i]);
+  for (int i = threadIdx.x; i < num_counts; i += kThreads) {
+    if (counts[i] != 0) atomicAdd(params.totals + i, counts[i]);
   }
 }
 
@@ -49,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
 void launch_layout(const LayoutParams& params, cudaStream_t stream) {
   if (params.num_tokens == 0) return;
   const int num_ctas = (params.num_tokens + kTokensPerCta - 1) / kTokensPerCta;
-  const int shared_bytes = (params.num_ranks + params.num_experts) * static_cast<int>(sizeof(int));
+  const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
   layout_kernel<<<num_ctas, kThreads, shared_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of layout_kernel");
 }

@@ -48,6 +48,7 @@ struct DispatchParams {
   // Where this rank's rows land.
   int slot_idx, row_limit;
   bool is_bound;
+  bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   SlotLayout slot;
   // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.
   int pad_multiple;
@@ -77,7 +78,8 @@ struct CombineParams {
   float* out_weights;          // [T, W] or nullptr
   const int32_t* send_slot;    // [T, R]
   const int32_t* rank_prefix;  // [R, R]
-  int num_tokens, num_rows, num_weights, row_bytes;
+  int num_tokens, num_rows, row_bytes;
+  int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
   SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
   int num_send_warps, num_stages;
 };
@@ -112,11 +114,10 @@ struct ReduceLocalParams {
 
 // Counts of this rank's tokens, for `get_dispatch_layout`.
 struct LayoutParams {
-  const int64_t* topk_idx;         // [T, K]
-  int32_t* num_tokens_per_rank;    // [R], zero before
-  int32_t* num_tokens_per_expert;  // [E], zero before
-  bool* is_token_in_rank;          // [T, R]
-  int num_tokens, num_topk, num_experts, num_ranks;
+  const int64_t* topk_idx;  // [T, K]
+  int32_t* totals;          // [R + D + E] tokens per rank, per domain and per expert; zero before
+  bool* is_token_in_rank;   // [T, R]
+  int num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain;
 };
 
 }  // namespace hybrid_ep

@@ -79,6 +79,7 @@ uint32_t Communicator::dispatch(DispatchParams& params, const RowWidths& widths,
                                 cudaStream_t stream) {
   params.domain = domain_;
   params.slot = slot_layout(widths);
+  params.has_weights = widths.weights > 0;
   // A call that waits for the host takes whatever fits; the host makes room if that is not enough.
   if (!params.is_bound) params.row_limit = params.slot.capacity;
   params.mailbox = has_mailbox ? mailbox_ : nullptr;

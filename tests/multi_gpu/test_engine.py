@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +13,7 @@ from hybrid_ep.cluster import RankError, VirtualCluster
 from tests.battery import hybrid, normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
-from tests.multi_gpu import random_routings
+from tests.multi_gpu import behaviour, random_routings
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -80,3 +82,32 @@ def test_two_buffers(run_gpus: RunGpus) -> None:
 
 def test_random_routings(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, random_routings.check_random_routings, 2000)
+
+
+def test_graph_replay(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, behaviour.check_graph, 40)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        behaviour.check_growth,
+        behaviour.check_pool,
+        behaviour.check_async,
+        behaviour.check_overflow,
+        behaviour.check_bad_expert,
+    ],
+)
+def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+    run_gpus(NUM_GPUS, check)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
+def test_killed_rank() -> None:
+    """A rank is killed; every survivor names it within its time."""
+    timeout_s, lost = 2.0, NUM_GPUS - 1
+    with VirtualCluster(NUM_GPUS, device="cuda") as cluster:
+        cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
+        os.kill(cluster.process_id(lost), signal.SIGKILL)
+        survivors = list(range(NUM_GPUS - 1))
+        cluster.run(behaviour.use_without_peer, lost, timeout_s, ranks=survivors, limit_s=60)

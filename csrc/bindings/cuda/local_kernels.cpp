@@ -51,16 +51,15 @@ void add_local_kernels(pybind11::module_& module) {
       py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
   module.def(
       "layout",
-      [](uintptr_t topk_idx, uintptr_t num_tokens_per_rank, uintptr_t num_tokens_per_expert, uintptr_t is_token_in_rank,
-         int num_tokens, int num_topk, int num_experts, int num_ranks, uintptr_t stream) {
-        launch_layout(
-            {pointer<int64_t>(topk_idx), pointer<int32_t>(num_tokens_per_rank), pointer<int32_t>(num_tokens_per_expert),
-             pointer<bool>(is_token_in_rank), num_tokens, num_topk, num_experts, num_ranks},
-            stream_of(stream));
+      [](uintptr_t topk_idx, uintptr_t totals, uintptr_t is_token_in_rank, int num_tokens, int num_topk,
+         int num_experts, int num_ranks, int num_ranks_per_domain, uintptr_t stream) {
+        launch_layout({pointer<int64_t>(topk_idx), pointer<int32_t>(totals), pointer<bool>(is_token_in_rank),
+                       num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
+                      stream_of(stream));
       },
-      py::kw_only(), py::arg("topk_idx"), py::arg("num_tokens_per_rank"), py::arg("num_tokens_per_expert"),
-      py::arg("is_token_in_rank"), py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"),
-      py::arg("num_ranks"), py::arg("stream"));
+      py::kw_only(), py::arg("topk_idx"), py::arg("totals"), py::arg("is_token_in_rank"), py::arg("num_tokens"),
+      py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"),
+      py::arg("stream"));
 }
 
 }  // namespace hybrid_ep::bindings

@@ -1,0 +1,196 @@
+"""What the cuda engine promises beyond values: graphs, growth, its pool of slots, streams, lost ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybrid_ep
+from hybrid_ep.engine.cuda_engine import CudaEngine
+from tests.multi_gpu.random_routings import (
+    Tokens,
+    check_received,
+    check_returned,
+    dispatch,
+    draw_tokens,
+)
+
+__all__ = [
+    "check_async",
+    "check_bad_expert",
+    "check_graph",
+    "check_growth",
+    "check_overflow",
+    "check_pool",
+    "make_shared_buffer",
+    "use_without_peer",
+]
+
+_shared: dict[str, hybrid_ep.Buffer] = {}
+
+
+def _buffer() -> hybrid_ep.Buffer:
+    return hybrid_ep.Buffer(dist.group.WORLD, engine="cuda")
+
+
+def _draw(seed: int, tokens: int = 96, hidden: int = 1024) -> Tokens:
+    num_ranks = dist.get_world_size()
+    return draw_tokens(seed, [tokens] * num_ranks, hidden, 4, 8 * num_ranks, holes=0.1)
+
+
+def _round_trip(buffer: hybrid_ep.Buffer, sent: Tokens, label: str) -> None:
+    rank = dist.get_rank()
+    result = dispatch(buffer, sent, rank)
+    combined, home, _ = buffer.combine(result[0], result[4], result[2])
+    check_received(result, sent, rank, label)
+    check_returned(combined, home, sent, rank, label)
+
+
+def check_graph(num_replays: int) -> None:
+    """Dispatch and combine are captured once and replayed with other tokens and routings, eager calls in between."""
+    rank = dist.get_rank()
+    static = _draw(0)
+    bound = sum(x.shape[0] for x in static.x)
+    with _buffer() as buffer:
+
+        def step() -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+            result = dispatch(buffer, static, rank, num_worst_tokens=bound)
+            combined, home, _ = buffer.combine(result[0], result[4], result[2])
+            return result, combined, home
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result, combined, home = step()
+        for seed in range(1, num_replays + 1):
+            drawn = _draw(seed)
+            for target, source in zip((static.x, static.topk_idx, static.weights), drawn[:3], strict=True):
+                target[rank].copy_(source[rank])
+            graph.replay()
+            check_received(result, drawn, rank, f"replay {seed}", bound)
+            check_returned(combined, home, drawn, rank, f"replay {seed}")
+            if seed % 5 == 0:
+                _round_trip(buffer, drawn, f"eager call after replay {seed}")
+
+
+def check_growth() -> None:
+    """Slots that are too small grow, with and without a bound, and rank by rank the sizes differ."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with _buffer() as buffer:
+        engine = buffer.engine
+        assert isinstance(engine, CudaEngine)
+        small = engine._arena.slot_bytes
+        hidden = 8192
+        tokens = [small // (2 * hidden) // (r + 1) for r in range(num_ranks)]
+        sent = draw_tokens(1, tokens, hidden, 2, 2 * num_ranks)
+        result = dispatch(buffer, sent, rank)
+        check_received(result, sent, rank, "grown by counts")
+        grown = engine._arena.slot_bytes
+        assert grown > small
+        bound = sum(tokens) * 2
+        result = dispatch(buffer, sent, rank, num_worst_tokens=bound)
+        check_received(result, sent, rank, "grown by a bound", bound)
+        assert engine._arena.slot_bytes > grown
+        combined, home, _ = buffer.combine(result[0], result[4], result[2])
+        check_returned(combined, home, sent, rank, "after growth")
+
+
+def check_pool() -> None:
+    """Results are slots while there are any, then copies; views keep them; dropped ones come back."""
+    rank = dist.get_rank()
+    with _buffer() as buffer:
+        engine = buffer.engine
+        assert isinstance(engine, CudaEngine)
+        num_slots = engine._arena.num_free
+        assert num_slots >= 1
+        kept = []
+        for seed in range(num_slots + 2):
+            sent = _draw(seed)
+            kept.append((dispatch(buffer, sent, rank), sent))
+            assert engine._arena.num_free == max(0, num_slots - seed - 1)
+        for result, sent in kept:
+            check_received(result, sent, rank, "kept result")
+        view = kept[0][0][0][3:5]
+        want = view.clone()
+        handle, first = kept[0][0][4], kept[0][1]
+        del kept, result
+        assert engine._arena.num_free == num_slots - 1, "a view must keep its slot, and a handle must not"
+        _round_trip(buffer, _draw(99), "beside a view")
+        assert torch.equal(view, want)
+        del view
+        assert engine._arena.num_free == num_slots
+        again, *_ = buffer.dispatch(first.x[rank], handle=handle)
+        assert again.shape[0] == handle.recv_src_idx.shape[0]
+
+
+def check_async() -> None:
+    """Asynchronous calls on the communication stream, with events and work on the current stream in between."""
+    rank = dist.get_rank()
+    with _buffer() as buffer:
+        for seed in range(20):
+            sent = _draw(seed, tokens=700)
+            before = buffer.capture()
+            result = dispatch(buffer, sent, rank, async_finish=True, previous_event=before)
+            result[5].current_stream_wait()
+            doubled = result[0] * 2
+            combined, home, event = buffer.combine(doubled, result[4], result[2], async_finish=True)
+            event.current_stream_wait()
+            check_received(result, sent, rank, f"seed {seed}")
+            check_returned(combined, home, sent._replace(x=[x * 2 for x in sent.x]), rank, f"seed {seed}")
+            if seed % 3 == 0:
+                _round_trip(buffer, _draw(seed + 1000), "on the current stream")
+
+
+def check_overflow() -> None:
+    """A bound that is too small is raised by the next call, and the buffer goes on."""
+    rank = dist.get_rank()
+    sent = _draw(0)
+    with _buffer() as buffer:
+        dispatch(buffer, sent, rank, num_worst_tokens=3)
+        torch.cuda.synchronize()
+        with pytest.raises(hybrid_ep.OverflowError, match="allowed by the bound: 3"):
+            dispatch(buffer, sent, rank)
+        _round_trip(buffer, sent, "after an overflow")
+
+
+def check_bad_expert() -> None:
+    """The host cannot see an index outside −1 … E−1 without a wait: the kernel finds it and the next call raises."""
+    rank = dist.get_rank()
+    sent = _draw(0)
+    with _buffer() as buffer:
+        sent.topk_idx[rank][5, 1] = sent.num_experts + 7
+        dispatch(buffer, sent, rank, num_worst_tokens=1000)
+        torch.cuda.synchronize()
+        with pytest.raises(hybrid_ep.ConfigError, match=str(sent.num_experts + 7)):
+            dispatch(buffer, sent, rank, num_worst_tokens=1000)
+        _round_trip(buffer, _draw(1), "after a bad index")
+
+
+def make_shared_buffer(timeout_s: float) -> None:
+    """Makes a buffer that later calls of this process use."""
+    _shared["buffer"] = hybrid_ep.Buffer(dist.group.WORLD, engine="cuda", timeout_s=timeout_s)
+    _round_trip(_shared["buffer"], _draw(0), "all ranks alive")
+
+
+def use_without_peer(lost: int, timeout_s: float) -> None:
+    """With a lost rank, a call that waits and one that does not both name it in time, and the GPU stays usable."""
+    buffer, rank, sent = _shared["buffer"], dist.get_rank(), _draw(1)
+    begin = time.monotonic()
+    with pytest.raises(hybrid_ep.TimeoutError) as caught:
+        dispatch(buffer, sent, rank)
+    assert caught.value.peer == lost
+    assert caught.value.rank == rank
+    assert "dispatch: counts" in str(caught.value)
+    assert time.monotonic() - begin < 10 * timeout_s
+    dispatch(buffer, sent, rank, num_worst_tokens=1000)
+    torch.cuda.synchronize()
+    with pytest.raises(hybrid_ep.TimeoutError) as caught:
+        dispatch(buffer, sent, rank, num_worst_tokens=1000)
+    assert caught.value.peer == lost
+    torch.cuda.synchronize()
+    ones = torch.ones(64, 64, device="cuda")
+    assert torch.equal(ones @ ones, torch.full((64, 64), 64.0, device="cuda"))
