@@ -2,10 +2,10 @@
 # Records a real GPU node: OUT=FOLDER ci/record_node.sh
 #
 # Builds the extension beside the sources (no CUDA kernels), runs the doctor and the topology command, and leaves in $OUT:
-# doctor.{json,txt,xml}, topology.{json,txt,svg}, recording.json (everything that was read; replayable, below 1 MB), build.log.
-# Needs python3 with pybind11, click, rich, pyyaml and nvidia-ml-py, plus cmake and ninja. What is missing of Python packages
-# is taken from wheels in $WHEELS (default .whl), without a network. The exit status says whether the record is complete,
-# not whether the node is healthy.
+# doctor.{json,txt,xml}, topology.{json,txt,svg}, recording.json (everything that was read; replayable, below 1 MB) and
+# build.log. Needs python3 with setuptools, pybind11, click, rich, pyyaml and nvidia-ml-py, plus cmake and ninja; packages
+# that are missing are taken from wheels in $WHEELS (default .whl), without a network. The exit status says whether the
+# record is complete, not whether the node is healthy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${OUT:?folder for the results}"
@@ -20,13 +20,7 @@ for package in jsonschema:jsonschema pynvml:nvidia-ml-py yaml:pyyaml click:click
     "$python" -m pip install --quiet --target "$work/site" --no-index --find-links "$wheels" "${package##*:}"
 done
 
-{
-  cmake -S csrc -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/hybrid_ep" \
-    -DPython_EXECUTABLE="$(command -v "$python")" -DHYBRID_EP_BUILD_CUDA=off \
-    -Dpybind11_DIR="$("$python" -c 'import pybind11; print(pybind11.get_cmake_dir())')" \
-    -DHYBRID_EP_VERSION="$("$python" -c 'import hybrid_ep; print(hybrid_ep.__version__)')"
-  cmake --build "$work/build"
-} >"$OUT/build.log" 2>&1 || { tail -n 20 "$OUT/build.log"; exit 1; }
+HYBRID_EP_BUILD_CUDA=off ci/build_inplace.sh "$python" >"$OUT/build.log" 2>&1 || { tail -n 20 "$OUT/build.log"; exit 1; }
 grep '^-- hybrid_ep' "$OUT/build.log"
 
 hybrid_ep() { "$python" -c 'from hybrid_ep.cli import main; main(prog_name="hybrid-ep")' "$@"; }

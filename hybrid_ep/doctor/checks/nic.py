@@ -15,9 +15,18 @@ from hybrid_ep.topology import Nic, NicPort
 _CLASS = "/sys/class/infiniband"
 # The kernel takes these headers off the network interface's MTU and rounds down to a power of two (iboe_get_mtu).
 _ROCE_HEADERS_BYTES = 96
-# One name per kind of loss; a NIC has either the port counter or the hardware counter, and many have both.
+# Counters that only rise when something is lost; drivers have different ones, and Soft-RoCE has only hardware counters.
 _LOSSES = ("link_downed", "symbol_error", "link_error_recovery", "port_rcv_errors")
-_HW_LOSSES = ("roce_adp_retrans_to", "local_ack_timeout_err", "packet_seq_err", "out_of_sequence", "rnr_nak_retry_err")
+_HW_LOSSES = (
+    "link_downed",
+    "local_ack_timeout_err",
+    "packet_seq_err",
+    "out_of_sequence",
+    "rnr_nak_retry_err",
+    "roce_adp_retrans_to",
+    "retry_exceeded_err",
+    "rcvd_seq_err",
+)
 
 Port = tuple[Nic, NicPort]
 

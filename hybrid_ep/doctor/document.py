@@ -1,0 +1,118 @@
+"""Writes docs/doctor.md from the checks and the profiles: ``python -m hybrid_ep.doctor.document > docs/doctor.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from hybrid_ep.doctor.compare import COMPARISONS
+from hybrid_ep.doctor.model import Check
+from hybrid_ep.doctor.profile import load_profile, shipped_profiles
+from hybrid_ep.doctor.registry import GROUPS, all_checks
+
+__all__ = ["document"]
+
+_INTRODUCTION = """# The node doctor
+
+<!-- Written by `python -m hybrid_ep.doctor.document`; a test compares. Change the checks, not this page. -->
+
+`hybrid-ep doctor` says whether this node is fit to run hybrid_ep, and what to do if not. It needs no root and no GPU:
+what it cannot read is `unknown`, with the reason.
+
+```
+hybrid-ep doctor                                 # every check of this platform's profile
+hybrid-ep doctor --quick                         # without second readings and other programs
+hybrid-ep doctor --group nic --group gdr         # or --check gpu.count for single checks
+hybrid-ep doctor --profile site.yaml --json --junit doctor.xml
+hybrid-ep doctor --record node.json              # everything that was read, to replay it elsewhere
+hybrid-ep doctor --sysroot DIR                   # a recorded or simulated node
+hybrid-ep doctor compare a.json b.json …         # what only several nodes together can show
+```
+
+| result | meaning | exit status |
+|---|---|---|
+| pass | the expectation was confirmed | 0 |
+| fail | a fault was confirmed | 1 |
+| warn | a fault was confirmed, in a check of severity `warning` | as if it had passed |
+| unknown | a tool is missing or something may not be read; nothing is concluded | 2, unless something failed |
+"""
+
+_PROFILES = """## Profiles
+
+Expectations come from a profile; the GPU's model proposes one, `--profile` chooses. A site whose servers differ writes
+what is different, and nothing else:
+
+```yaml
+extends: hgx-h100
+nic: {count: 16, rate_gbps: 200, devices: ["mlx5_*"]}
+host: {hugepages_2m: 2560}
+severity: {gpu.persistence: warning, host.acs: "off"}
+```
+
+null means "not checked". `nic: {count: 0}` says that the node has no NIC to count, and leaves out all that needs one.
+"""
+
+
+def document() -> str:
+    """Returns the page as Markdown."""
+    return "\n".join([_INTRODUCTION, *_groups(), *_comparisons(), _PROFILES, *_profile_table()]) + "\n"
+
+
+def _groups() -> Iterator[str]:
+    checks = all_checks()
+    for group in GROUPS:
+        yield f"## {group}\n"
+        for check in checks:
+            if check.group == group:
+                yield from _check(check)
+
+
+def _check(check: Check) -> Iterator[str]:
+    traits = [check.severity.value] if check.severity.value != "error" else []
+    traits += [] if check.quick else ["not in --quick"]
+    suffix = f" ({', '.join(traits)})" if traits else ""
+    yield f"### {check.id}: {check.title}{suffix}\n"
+    yield f"- **read from** {check.source}"
+    yield f"- **passes when** {_with_keys(check.expectation)}"
+    if check.wants:
+        keys = ", ".join(f"`{key}`" for key in check.wants)
+        yield f"- **applies where the profile sets** {keys}"
+    if check.privilege:
+        yield f"- **needs** {check.privilege}"
+    yield f"- **remedy** {check.remedy}\n"
+
+
+def _with_keys(expectation: str) -> str:
+    return expectation.replace("{", "`").replace("}", "`")
+
+
+def _comparisons() -> Iterator[str]:
+    yield "## compare: several nodes\n"
+    yield "| check | passes when | remedy |\n|---|---|---|"
+    for item in COMPARISONS:
+        yield f"| {item.id} | {item.title}: {item.expectation} | {item.remedy} |"
+    yield ""
+
+
+def _profile_table() -> Iterator[str]:
+    profiles = [load_profile(name) for name in shipped_profiles()]
+    yield "| key | " + " | ".join(profile.name for profile in profiles) + " |"
+    yield "|---" * (len(profiles) + 1) + "|"
+    for section, values in profiles[0].values.items():
+        if isinstance(values, dict) and section not in ("severity", "match"):
+            for key in values:
+                row = [_cell(profile[f"{section}.{key}"]) for profile in profiles]
+                yield f"| {section}.{key} | " + " | ".join(row) + " |"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    items = value if isinstance(value, list) else [value]
+    return ", ".join(str(item).replace("*", "\\*") for item in items)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,336 @@
+"""The doctor's own logic: statuses, exit codes, profiles, selection, comparison; nodes are simulated in tests/sim."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pynvml
+import pytest
+
+from hybrid_ep.doctor import (
+    Finding,
+    Node,
+    Report,
+    Result,
+    Selection,
+    Severity,
+    Status,
+    Unreadable,
+    load_profile,
+    propose_profile,
+)
+from hybrid_ep.doctor.compare import COMPARISONS, compare
+from hybrid_ep.doctor.document import document
+from hybrid_ep.doctor.nvml import P2P_NVLINK
+from hybrid_ep.doctor.profile import shipped_profiles
+from hybrid_ep.doctor.registry import GROUPS, all_checks
+from hybrid_ep.doctor.render import to_junit
+from hybrid_ep.doctor.survey import survey
+from hybrid_ep.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+_CLUSTER = "0123456789abcdef0123456789abcdef"
+
+
+def _result(status: Status, severity: Severity = Severity.ERROR) -> Result:
+    return Result("gpu.count", "gpu", "number of GPUs", status, severity, "7", "8", "NVML", "reseat it")
+
+
+def _report(host: str, *results: Result, **facts: Any) -> Report:
+    known: dict[str, Any] = {
+        "driver": "580.95.05",
+        "cuda": 13000,
+        "packages": {"torch": "2.11.0"},
+        "gpus": [
+            {"name": "NVIDIA GB200", "uuid": f"{host}-{i}", "cluster_uuid": _CLUSTER, "clique": 1} for i in range(4)
+        ],
+        "nic_firmware": ["28.43.2026"],
+        "clock": {"synchronized": True, "max_error_us": 2000},
+        "domain_gpus": 8,
+        "clock_error_ms": 500,
+    }
+    return Report("0.1.0", host, "gb200-nvl72", "given", 0.1, results, facts={**known, **facts})
+
+
+# ---- results, exit codes, output ----
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "exit_code"),
+    [
+        ([_result(Status.PASS)], Status.PASS, 0),
+        ([_result(Status.PASS), _result(Status.FAIL)], Status.FAIL, 1),
+        ([_result(Status.UNKNOWN), _result(Status.FAIL)], Status.FAIL, 1),
+        ([_result(Status.PASS), _result(Status.UNKNOWN)], Status.UNKNOWN, 2),
+        ([_result(Status.FAIL, Severity.WARNING)], Status.PASS, 0),
+        ([_result(Status.UNKNOWN, Severity.WARNING)], Status.PASS, 0),
+    ],
+)
+def test_exit_code(results: list[Result], status: Status, exit_code: int) -> None:
+    report = _report("a", *results)
+    assert (report.status, report.exit_code) == (status, exit_code)
+
+
+def test_report_survives_json() -> None:
+    report = _report("a", _result(Status.FAIL), _result(Status.UNKNOWN, Severity.WARNING))
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_junit_never_shows_a_fault_as_passed() -> None:
+    statuses = (Status.PASS, Status.FAIL, Status.UNKNOWN)
+    results = [_result(status, severity) for status in statuses for severity in Severity]
+    suite = ElementTree.fromstring(to_junit(_report("a", *results)))
+    assert suite.attrib["tests"] == "6"
+    assert suite.attrib["failures"] == "1"
+    assert suite.attrib["errors"] == "1"
+    inside = [[child.tag for child in case] for case in suite]
+    assert inside == [[], [], ["failure"], ["system-out"], ["error"], ["system-out"]]
+
+
+def test_survey_keeps_faults_and_what_could_not_be_read_apart() -> None:
+    def fault(number: int) -> str | None:
+        if number == 2:
+            raise Unreadable("closed")
+        return "odd" if number % 2 else None
+
+    assert survey([2, 3], str, fault, "even") == Finding(Status.FAIL, "3: odd")
+    assert survey([2, 4], str, fault, "even") == Finding(Status.UNKNOWN, "2: closed")
+    assert survey([4, 6], str, fault, "even") == Finding(Status.PASS, "even")
+    assert survey([], str, fault, "even").status is Status.UNKNOWN
+    assert survey([], str, fault, "even", if_none="no number") == Finding(Status.PASS, "no number")
+
+
+# ---- checks ----
+
+
+def test_every_check_says_where_it_reads_what_it_expects_and_what_to_do() -> None:
+    checks = all_checks()
+    assert len({check.id for check in checks}) == len(checks)
+    for check in checks:
+        assert check.group in GROUPS
+        assert check.title
+        assert check.source
+        assert check.remedy.endswith(".")
+        assert (check.examine is None) != (check.sample is None)
+        for name in shipped_profiles():
+            filled = load_profile(name).fill(check.expectation)
+            assert "{" not in filled
+
+
+def test_constants_of_nvml_are_numbers() -> None:
+    """Some of nvidia-ml-py's constants are tuples by a stray comma; a tuple reaches C as garbage or not at all."""
+    assert pynvml.NVML_P2P_CAPS_INDEX_READ == (0,)
+    assert P2P_NVLINK == 2
+    assert type(P2P_NVLINK) is int
+
+
+def test_selection_names_what_exists() -> None:
+    with pytest.raises(ConfigError, match=r"group 'gpus' does not exist; allowed: driver, gpu"):
+        Selection(groups=("gpus",))
+    with pytest.raises(ConfigError, match=r"check 'gpu.counts' does not exist"):
+        Selection(ids=("gpu.counts",))
+
+
+def test_selection_takes() -> None:
+    def taken(selection: Selection) -> set[str]:
+        return {check.id for check in all_checks() if selection.takes(check)}
+
+    everything: set[str] = {check.id for check in all_checks()}
+    assert taken(Selection()) == everything
+    assert taken(Selection(groups=("gdr",))) == {"gdr.peer_memory", "gdr.ibgda", "gdr.gdrcopy"}
+    assert taken(Selection(ids=("gpu.xid",), quick=True)) == {"gpu.xid"}
+    slow: set[str] = everything - taken(Selection(quick=True))
+    assert slow == {"gpu.xid", "nvlink.errors", "mnnvl.imex_daemon", "nic.errors"}
+
+
+def test_page_is_not_stale() -> None:
+    """Run `python -m hybrid_ep.doctor.document > docs/doctor.md` when this fails."""
+    assert (ROOT / "docs" / "doctor.md").read_text() == document()
+
+
+# ---- profiles ----
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_shipped_profile_follows_the_schema(name: str) -> None:
+    assert load_profile(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "profile"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("NVIDIA H100 80GB HBM3", "hgx-h100"),
+        ("NVIDIA H200", "hgx-h200"),
+        ("NVIDIA B200", "hgx-b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("NVIDIA GB300", "gb300-nvl72"),
+    ],
+)
+def test_profile_is_proposed_by_gpu_model(gpu_name: str, profile: str) -> None:
+    assert propose_profile([gpu_name] * 8, 8)[0] == profile
+
+
+def test_profile_is_not_guessed() -> None:
+    assert propose_profile([], 0)[0] == "cpu"
+    with pytest.raises(ConfigError, match=r"no profile fits \['NVIDIA L4'\]; give --profile: cpu"):
+        propose_profile(["NVIDIA L4"], 1)
+    with pytest.raises(ConfigError, match="8 GPUs without NVML"):
+        propose_profile([], 8)
+    with pytest.raises(ConfigError, match="no profile fits"):
+        propose_profile(["NVIDIA H100 80GB HBM3", "NVIDIA L4"], 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: hgx-h100\nnic: {counts: 8}", "nic: .*'counts' was unexpected"),
+        ("extends: hgx-h100\nnic: {count: many}", "nic.count: 'many' is not of type"),
+        ("extends: hgx-h100\nnic: {mtu: 9000}", "nic.mtu: 9000 is not one of"),
+        ("extends: no-such\n", "cannot be read"),
+        ("- a list\n", "holds a list"),
+        ("gpu: [", "cannot be read"),
+    ],
+)
+def test_wrong_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_profile(str(path))
+
+
+def test_profiles_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b\n")
+    (tmp_path / "b.yaml").write_text("extends: a\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load_profile(str(tmp_path / "a.yaml"))
+    with pytest.raises(ConfigError, match=r"profile 'nope' is not known; allowed: cpu, dgx-a100"):
+        load_profile("nope")
+
+
+def test_site_changes_only_what_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("extends: hgx-h100\nnic: {count: 16, rate_gbps: 200}\nseverity: {host.acs: 'off'}\n")
+    site, base = load_profile(str(path)), load_profile("hgx-h100")
+    assert (site["nic.count"], site["nic.rate_gbps"], site["nic.mtu"]) == (16, 200, base["nic.mtu"])
+    assert site["nvlink.links"] == 18
+    assert site.severity_of("host.acs") == "off"
+
+
+# ---- reading ----
+
+
+def test_missing_is_a_fact_only_where_the_folder_can_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "sys/module").mkdir(parents=True)
+    node = Node(tmp_path)
+    assert not node.exists("/sys/module/nvidia_peermem")
+    with pytest.raises(Unreadable, match="/sys/class: No such file"):
+        node.exists("/sys/class/infiniband")
+
+
+def test_regular_file_is_no_device_on_a_live_node() -> None:
+    node = Node()
+    assert node.char_device("/dev/null") == (1, 3)
+    assert node.char_device("/proc/version") is None
+
+
+def test_program_that_is_missing_or_fails_is_unreadable() -> None:
+    node = Node()
+    assert node.command("echo", "here") == "here\n"
+    with pytest.raises(Unreadable, match="no-such-program is not installed"):
+        node.command("no-such-program")
+    with pytest.raises(Unreadable, match="exit status 1"):
+        node.command("false")
+
+
+def test_clock_of_this_machine_can_be_read() -> None:
+    clock = Node().clock()
+    assert isinstance(clock.synchronized, bool)
+    assert clock.max_error_us >= 0
+
+
+def test_doctor_starts_without_torch() -> None:
+    """The doctor must run where torch is broken, and start fast."""
+    code = "import sys, hybrid_ep.doctor.command, hybrid_ep.topology.command; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+# ---- several nodes ----
+
+
+def _outcomes(*reports: Report) -> dict[str, str]:
+    return {result.id: result.status.value for result in compare(reports).results}
+
+
+def test_equal_nodes_agree() -> None:
+    assert set(_outcomes(_report("a"), _report("b")).values()) == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("change", "check_id", "seen"),
+    [
+        ({"driver": "570.86.15"}, "compare.driver", "570.86.15: b; 580.95.05: a"),
+        ({"packages": {"torch": "2.10.0"}}, "compare.packages", "torch: 2.10.0 on b, 2.11.0 on a"),
+        ({"packages": {}}, "compare.packages", "torch: 2.11.0 on a, missing on b"),
+        ({"nic_firmware": ["28.39.1002"]}, "compare.nic_firmware", "['28.39.1002']: b"),
+        ({"clock": {"synchronized": False, "max_error_us": 16000000}}, "compare.clock", "not synchronised: b"),
+        (
+            {"clock": {"synchronized": True, "max_error_us": 600000}},
+            "compare.clock",
+            "at most 602.0 ms, between b and a",
+        ),
+    ],
+)
+def test_difference_is_found_by_its_check_alone(change: dict[str, Any], check_id: str, seen: str) -> None:
+    report = compare([_report("a"), _report("b", **change)])
+    failed = [result for result in report.results if result.status is not Status.PASS]
+    assert [(result.id, result.status) for result in failed] == [(check_id, Status.FAIL)]
+    assert seen in failed[0].seen
+    assert failed[0].remedy
+    assert report.exit_code == 1
+
+
+def test_another_clique_in_the_cluster() -> None:
+    gpus = [{"name": "", "uuid": str(i), "cluster_uuid": _CLUSTER, "clique": 2} for i in range(4)]
+    outcomes = _outcomes(_report("a"), _report("b", gpus=gpus))
+    assert outcomes["compare.clique"] == outcomes["compare.domain_complete"] == "fail"
+
+
+def test_incomplete_domain() -> None:
+    report = compare([_report("a", domain_gpus=72), _report("b", domain_gpus=72)])
+    found = {result.id: result for result in report.results}["compare.domain_complete"]
+    assert found.status is Status.FAIL
+    assert found.seen == f"cluster {_CLUSTER} clique 1: 8 of 72 GPUs on 2 nodes"
+
+
+def test_node_outside_every_domain() -> None:
+    report = compare([_report("a", domain_gpus=4), _report("b", gpus=[], domain_gpus=4)])
+    found = {result.id: result for result in report.results}["compare.clique"]
+    assert (found.status, found.seen) == (Status.FAIL, "in no domain: b")
+
+
+def test_other_platform() -> None:
+    outcomes = _outcomes(_report("a"), replace(_report("b"), profile="hgx-h200"))
+    assert outcomes["compare.profile"] == "fail"
+
+
+def test_unknown_stays_unknown() -> None:
+    report = compare([_report("a", clock=None, driver=None), _report("b")])
+    unknown = {result.id for result in report.results if result.status is Status.UNKNOWN}
+    assert unknown == {"compare.clock", "compare.driver"}
+    assert report.exit_code == 2
+
+
+def test_comparison_needs_two_nodes() -> None:
+    with pytest.raises(ConfigError, match="got 1 report; allowed: two or more"):
+        compare([_report("a")])
+    with pytest.raises(ConfigError, match="two reports of one node"):
+        compare([_report("a"), _report("a")])
+    assert len({item.id for item in COMPARISONS}) == len(COMPARISONS)
