@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.engine.cuda_engine import CudaEngine
 from tests.multi_gpu.random_routings import (
     Tokens,
     check_received,
@@ -18,6 +18,9 @@ from tests.multi_gpu.random_routings import (
     dispatch,
     draw_tokens,
 )
+
+if TYPE_CHECKING:  # it needs the extension, and this file is read where it is not built too
+    from hybrid_ep.engine.arena import Arena
 
 __all__ = [
     "check_async",
@@ -35,6 +38,12 @@ _shared: dict[str, hybrid_ep.Buffer] = {}
 
 def _buffer() -> hybrid_ep.Buffer:
     return hybrid_ep.Buffer(dist.group.WORLD, engine="cuda")
+
+
+def _arena(buffer: hybrid_ep.Buffer) -> Arena:
+    """The slots underneath; a promise about memory can be seen nowhere else."""
+    arena: Arena = buffer.engine._arena  # type: ignore[attr-defined]
+    return arena
 
 
 def _draw(seed: int, tokens: int = 96, hidden: int = 1024) -> Tokens:
@@ -81,20 +90,19 @@ def check_growth() -> None:
     """Slots that are too small grow, with and without a bound, and rank by rank the sizes differ."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with _buffer() as buffer:
-        engine = buffer.engine
-        assert isinstance(engine, CudaEngine)
-        small = engine._arena.slot_bytes
+        arena = _arena(buffer)
+        small = arena.slot_bytes
         hidden = 8192
         tokens = [small // (2 * hidden) // (r + 1) for r in range(num_ranks)]
         sent = draw_tokens(1, tokens, hidden, 2, 2 * num_ranks)
         result = dispatch(buffer, sent, rank)
         check_received(result, sent, rank, "grown by counts")
-        grown = engine._arena.slot_bytes
+        grown = arena.slot_bytes
         assert grown > small
         bound = sum(tokens) * 2
         result = dispatch(buffer, sent, rank, num_worst_tokens=bound)
         check_received(result, sent, rank, "grown by a bound", bound)
-        assert engine._arena.slot_bytes > grown
+        assert arena.slot_bytes > grown
         combined, home, _ = buffer.combine(result[0], result[4], result[2])
         check_returned(combined, home, sent, rank, "after growth")
 
@@ -103,26 +111,25 @@ def check_pool() -> None:
     """Results are slots while there are any, then copies; views keep them; dropped ones come back."""
     rank = dist.get_rank()
     with _buffer() as buffer:
-        engine = buffer.engine
-        assert isinstance(engine, CudaEngine)
-        num_slots = engine._arena.num_free
+        arena = _arena(buffer)
+        num_slots = arena.num_free
         assert num_slots >= 1
         kept = []
         for seed in range(num_slots + 2):
             sent = _draw(seed)
             kept.append((dispatch(buffer, sent, rank), sent))
-            assert engine._arena.num_free == max(0, num_slots - seed - 1)
+            assert arena.num_free == max(0, num_slots - seed - 1)
         for result, sent in kept:
             check_received(result, sent, rank, "kept result")
         view = kept[0][0][0][3:5]
         want = view.clone()
         handle, first = kept[0][0][4], kept[0][1]
         del kept, result
-        assert engine._arena.num_free == num_slots - 1, "a view must keep its slot, and a handle must not"
+        assert arena.num_free == num_slots - 1, "a view must keep its slot, and a handle must not"
         _round_trip(buffer, _draw(99), "beside a view")
         assert torch.equal(view, want)
         del view
-        assert engine._arena.num_free == num_slots
+        assert arena.num_free == num_slots
         again, *_ = buffer.dispatch(first.x[rank], handle=handle)
         assert again.shape[0] == handle.recv_src_idx.shape[0]
 
