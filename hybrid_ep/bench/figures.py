@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
-
 from hybrid_ep.bench.results import BenchResult, Outcome
 from hybrid_ep.report.charts import PALETTE, Picture, label_bars, new_figure, theme, to_png
 
@@ -19,14 +17,17 @@ def draw(result: BenchResult) -> Picture:
     timed = [outcome for outcome in result.outcomes if outcome.operations]
     sweep = len({outcome.candidate.num_sms for outcome in timed} - {None}) > 1
     workload = result.plan.workload
-    title = f"{result.plan.mode} mode, {workload.dtype}, {result.num_ranks} × {result.device}"
+    size = f"{workload.num_tokens} × {workload.hidden}, top-{workload.num_topk} of {workload.num_experts}"
+    title = f"{result.plan.mode} mode, {size}, {workload.dtype}, {result.num_ranks} ranks on {result.device}"
     with theme():
-        figure, axes = new_figure(1, 2, size=(10, 4.8), title=title, grid="y" if sweep else "x", sharey=True)
+        figure, axes = new_figure(1, 2, size=(10, 4.2), title=title, grid="y" if sweep else "x", sharey=True)
         for place, name in enumerate(_OPERATIONS):
             axis = axes[0, place]
             axis.set_title(name)
             (_lines if sweep else _bars)(axis, timed, place)
         if sweep:
+            fastest = max(operation.gbps for outcome in timed for operation in outcome.operations)
+            axes[0, 0].set_ylim(0, 1.1 * fastest)
             figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
             axes[0, 0].set_ylabel("GB/s of all received rows")
         png = to_png(figure)
@@ -52,6 +53,5 @@ def _lines(axis: Any, timed: list[Outcome], place: int) -> None:
         for outcome in (o for o in mine if o.candidate.num_sms is None):
             gbps = outcome.operations[place].gbps
             axis.axhline(gbps, color=colour, linewidth=2, linestyle="--", label=f"{name} (own choice)")
-    axis.set_ylim(bottom=0)
     axis.set_xlabel("SMs")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xticks(sorted({o.candidate.num_sms for o in timed if o.candidate.num_sms is not None}))

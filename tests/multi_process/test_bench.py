@@ -1,0 +1,85 @@
+"""`hybrid-ep bench` at small sizes: every mode and dtype, both ways of starting, and a wrong implementation."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hybrid_ep.bench.measure import RankMeasurement, measure
+from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.cli import main
+from hybrid_ep.workload import Workload
+from tests.conftest import RunRanks
+
+BROKEN = "tests.multi_process.broken_implementation"
+
+
+def plan(mode: str, dtype: str = "bf16", *, routing: str = "uniform", no_sync: bool = False) -> BenchPlan:
+    workload = Workload(num_tokens=24, hidden=256, num_topk=3, num_experts=8, dtype=dtype, routing=routing)
+    return BenchPlan(workload, mode, (), num_warmups=0, num_runs=2, no_sync=no_sync, device="cpu")
+
+
+@pytest.mark.parametrize("routing", ["uniform", "hot"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("mode", "implementation"),
+    [
+        ("normal", "hybrid_ep"),
+        ("normal", "torch-nccl"),
+        ("permute", "hybrid_ep"),
+        ("permute", "torch-nccl"),
+        ("low-latency", "hybrid_ep"),
+    ],
+)
+def test_every_mode_is_right_and_timed(
+    run_ranks: RunRanks, mode: str, implementation: str, dtype: str, routing: str
+) -> None:
+    found: list[RankMeasurement] = run_ranks(4, measure, Candidate(implementation), plan(mode, dtype, routing=routing))
+    assert [rank.problems for rank in found] == [[]] * 4
+    for rank in found:
+        assert {name: len(times) for name, times in rank.microseconds.items()} == {"dispatch": 2, "combine": 2}
+        assert 0 <= rank.num_remote_rows < rank.num_rows
+
+
+@pytest.mark.parametrize("mode", ["normal", "permute"])
+def test_bounds_instead_of_a_sync_give_the_same_rows(run_ranks: RunRanks, mode: str) -> None:
+    found: list[RankMeasurement] = run_ranks(4, measure, Candidate("hybrid_ep", 8), plan(mode, no_sync=True))
+    assert [rank.problems for rank in found] == [[]] * 4
+
+
+@pytest.mark.parametrize("mode", ["normal", "permute", "low-latency"])
+def test_a_wrong_implementation_is_caught_and_not_timed(run_ranks: RunRanks, mode: str) -> None:
+    found: list[RankMeasurement] = run_ranks(4, measure, Candidate(BROKEN), plan(mode))
+    assert "rank 1 received rows that differ from those sent" in found[1].problems
+    assert "rank 2 got 1 of 24 combined rows wrong" in found[2].problems
+    assert all(rank.microseconds == {} for rank in found)
+
+
+def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
+    small = ["--ranks", "2", "--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2"]
+    both = ["--impl", "hybrid_ep", "--impl", "torch-nccl", "--num-sms", "8,16"]
+    result = CliRunner().invoke(main, ["bench", "--device", "cpu", *small, *both, "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["ok"]
+    candidates = [(o["candidate"]["implementation"], o["candidate"]["num_sms"]) for o in found["outcomes"]]
+    assert candidates == [("hybrid_ep", 8), ("hybrid_ep", 16), ("torch-nccl", None)]
+    assert json.loads((tmp_path / "result.json").read_text()) == found
+    markdown = (tmp_path / "result.md").read_text()
+    assert markdown.count("\n| hybrid_ep | torch |") == 4
+    assert markdown.count("\n| torch-nccl |") == 2
+    assert (tmp_path / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_joins_the_ranks_of_torchrun() -> None:
+    small = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    cli = [sys.executable, "-c", "from hybrid_ep.cli import main; main()"]
+    command = [*torchrun, "--standalone", *cli, "bench", *small, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # one document, from rank 0 alone
+    assert (found["ok"], found["num_ranks"]) == (True, 2)

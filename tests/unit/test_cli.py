@@ -1,0 +1,39 @@
+"""The `hybrid-ep` command itself: it lists its subcommands fast, without importing them, and reports wrong usage."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hybrid_ep.cli import COMMANDS, main
+
+_HELP = """
+import sys
+from click.testing import CliRunner
+from hybrid_ep.cli import main
+result = CliRunner().invoke(main, ["--help"])
+assert result.exit_code == 0
+heavy = {"torch", "numpy", "matplotlib", "rich"} & set(sys.modules)
+sys.exit(f"--help imports {sorted(heavy)}" if heavy else 0)
+"""
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    listing = CliRunner().invoke(main, ["--help"]).stdout
+    assert all(f"\n  {name} " in listing for name in COMMANDS)
+    done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["demo", "bench", "info", "env"])
+def test_each_command_has_help_and_json(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_unknown_command_is_wrong_usage() -> None:
+    result = CliRunner().invoke(main, ["dispatch"])
+    assert result.exit_code == 2
+    assert "No such command 'dispatch'" in result.stderr
