@@ -103,13 +103,16 @@ def run(scenario: Scenario, root: Path) -> Report:
         return examine(node, load_profile(name), source, pause=pause)
 
 
-def build_stub(folder: Path) -> Path:
-    """Compiles the NVML stub into `folder`, for LD_LIBRARY_PATH."""
+def build_stub(folder: Path, *, without: str = "") -> Path:
+    """Compiles the NVML stub into `folder`, for LD_LIBRARY_PATH; `without` hides a function, as in an older driver."""
     headers = sorted(Path(sysconfig.get_paths()["platlib"]).glob("nvidia/*/include/nvml.h"))
     assert headers, "nvml.h comes with nvidia-nvml-dev, which the dev extra installs"
     source = ROOT / "csrc" / "topology" / "nvml_stub.c"
     target = folder / "libnvidia-ml.so.1"
+    exports = folder / "exports"
+    exports.write_text(f"{{ global: *; local: {without or 'none_at_all'}; }};\n")
     options = ["-shared", "-fPIC", "-O1", f"-I{headers[0].parent}", "-Wl,-soname,libnvidia-ml.so.1"]
+    options.append(f"-Wl,--version-script={exports}")
     subprocess.run(["cc", *options, str(source), "-o", str(target)], check=True)
     return folder
 

@@ -1,0 +1,105 @@
+"""The commands as a user calls them, on simulated nodes: `hybrid-ep doctor`, `doctor compare`, `topology`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.sim.platforms import healthy
+from tests.sim.scenario import ROOT, build_stub, stub_environment
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the NVML stub."""
+    return build_stub(tmp_path_factory.mktemp("stub"))
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A healthy HGX H200."""
+    root = tmp_path_factory.mktemp("node")
+    healthy("hgx-h200").write(root)
+    return root
+
+
+def _hybrid_ep(stub: Path, node: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", *words]
+    environment = {**stub_environment(stub, node / "hybrid_ep" / "nvml.conf"), "COLUMNS": "160"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_doctor_on_a_healthy_node(stub: Path, node: Path, tmp_path: Path) -> None:
+    junit, record = tmp_path / "doctor.xml", tmp_path / "node.json"
+    words = ["doctor", "--sysroot", str(node), "--json", "--junit", str(junit), "--record", str(record)]
+    done = _hybrid_ep(stub, node, *words)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["status"], report["profile"]) == ("pass", "hgx-h200")
+    assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
+    assert json.loads(record.read_text())["nvml"]["gpu_count"] == "8"
+
+
+def test_doctor_names_fault_and_remedy(stub: Path, node: Path) -> None:
+    done = _hybrid_ep(stub, node, "doctor", "--sysroot", str(node), "--profile", "hgx-b200", "--check", "nvlink.speed")
+    assert done.returncode == 1
+    assert "26562 MB/s" in done.stdout
+    assert "nvlink.speed: Reset the GPUs" in done.stdout
+
+
+def test_doctor_without_driver_is_unknown(stub: Path, node: Path, tmp_path: Path) -> None:
+    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(node), "--profile", "hgx-h200", "--group", "gpu")
+    assert done.returncode == 2
+    assert "Driver Not Loaded" in done.stdout
+
+
+def test_doctor_refuses_what_it_does_not_know(stub: Path, node: Path) -> None:
+    done = _hybrid_ep(stub, node, "doctor", "--check", "gpu.speed")
+    assert done.returncode not in (0, 2)
+    assert "check 'gpu.speed' does not exist" in done.stderr
+
+
+def test_driver_without_a_function(tmp_path: Path, node: Path) -> None:
+    """An older driver lacks a symbol: pynvml finds out at the call, the extension at import; both are normal."""
+    stub = build_stub(tmp_path, without="nvmlDeviceGetGpuFabricInfoV")
+    done = _hybrid_ep(stub, node, "doctor", "--sysroot", str(node), "--group", "nvlink", "--quick", "--json")
+    report = {result["id"]: result for result in json.loads(done.stdout)["results"]}
+    assert report["nvlink.fabric_state"]["status"] == "unknown"
+    assert "Function Not Found" in report["nvlink.fabric_state"]["seen"]
+    assert report["nvlink.links"]["status"] == "pass"
+    assert done.returncode == 2
+    shown = json.loads(_hybrid_ep(stub, node, "topology", "--sysroot", str(node), "--json").stdout)
+    assert "nvmlDeviceGetGpuFabricInfoV" in shown["missing"]["nvml"]
+    assert [gpu["pci_address"] for gpu in shown["gpus"]][:2] == ["0000:13:00.0", "0000:23:00.0"]
+
+
+def test_topology(stub: Path, node: Path, tmp_path: Path) -> None:
+    done = _hybrid_ep(stub, node, "topology", "--sysroot", str(node), "--json", "--svg", str(tmp_path / "node.svg"))
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["missing"] == {}
+    assert [row[idx] for idx, row in enumerate(shown["nic_distances"])] == ["PIX"] * 8
+    assert [sum(link["active"] for link in gpu["links"]) for gpu in shown["gpus"]] == [18] * 8
+    assert shown["gpus"][3]["nvlink_peers"] == [0, 1, 2, 4, 5, 6, 7]
+    assert "GPU 7" in (tmp_path / "node.svg").read_text()
+
+
+def test_compare(stub: Path, node: Path, tmp_path: Path) -> None:
+    report = json.loads(_hybrid_ep(stub, node, "doctor", "--sysroot", str(node), "--quick", "--json").stdout)
+    files = []
+    for host, driver in (("a", "580.95.05"), ("b", "570.86.15")):
+        changed = {**report, "host": host, "facts": {**report["facts"], "driver": driver}}
+        files.append(tmp_path / f"{host}.json")
+        files[-1].write_text(json.dumps(changed))
+    done = _hybrid_ep(stub, node, "doctor", "compare", *map(str, files))
+    assert done.returncode == 1
+    assert "compare.driver" in done.stdout
+    (tmp_path / "c.json").write_text("{}")
+    done = _hybrid_ep(stub, node, "doctor", "compare", str(files[0]), str(tmp_path / "c.json"))
+    assert done.returncode == 1
+    assert "is no report of" in done.stderr
