@@ -67,7 +67,9 @@ def measure_all(
     """
     results = []
     if launcher is None:
-        with VirtualCluster(num_ranks, device=plan.device) as cluster:
+        # On a machine with GPUs, an engine chosen by itself would not take the CPU's tensors.
+        variables = {env.ENGINE.name: "torch"} if plan.device == "cpu" else {}
+        with VirtualCluster(num_ranks, device=plan.device, variables=variables) as cluster:
             for candidate in plan.candidates:
                 begin(candidate)
                 results.append(cluster.run(measure, candidate, plan))

@@ -31,7 +31,7 @@ _WAYS = {
     "all_to_all": ("all-to-all of top-k copies", SKY),
     "measured": ("hybrid_ep", BLUE),
 }
-_MOST_RANK_LABELS = 16
+_MOST_RANK_LABELS = 12
 
 
 def draw_all(result: DemoResult) -> dict[str, Picture]:

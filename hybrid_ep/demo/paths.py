@@ -34,16 +34,19 @@ class PhaseLog:
         buffer: whose traffic is counted.
         seconds: phase → seconds, from the moment when all ranks are ready.
         sent_bytes: phase → (bytes to ranks of the own domain, bytes to other domains).
+        engine: what moved the tokens.
     """
 
     buffer: BaseBuffer
     seconds: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    engine: str = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures what runs inside. Collective."""
         dist.barrier()
+        self.engine = self.buffer.engine.name
         self.buffer.traffic.clear()
         begin = time.perf_counter()
         yield

@@ -73,7 +73,6 @@ class DemoResult:
     Attributes:
         settings: what was asked for.
         engine: the engine that moved the tokens.
-        engine_reason: why that one.
         paths: every way, every routing.
         wire: bytes of dispatch and combine through `Buffer`, every routing.
         load: routing → tokens of each expert.
@@ -83,7 +82,6 @@ class DemoResult:
 
     settings: Settings
     engine: str
-    engine_reason: str
     paths: tuple[PathResult, ...]
     wire: tuple[WireResult, ...]
     load: dict[str, list[int]]

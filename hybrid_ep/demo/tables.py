@@ -37,7 +37,7 @@ def describe_cluster(result: DemoResult) -> str:
     domains = "1 domain" if asked.num_domains == 1 else f"{asked.num_domains} domains"
     return (
         f"{asked.num_ranks} ranks in {domains}, {asked.num_tokens} tokens per rank, hidden {asked.hidden}, "
-        f"top-{asked.num_topk} of {asked.num_experts} experts, engine {result.engine} ({result.engine_reason})"
+        f"top-{asked.num_topk} of {asked.num_experts} experts, engine {result.engine} on CPU"
     )
 
 

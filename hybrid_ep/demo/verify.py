@@ -48,6 +48,7 @@ class RankCheck:
             tokens as they were sent; good up to 1.
         num_tokens_per_expert: tokens that each local expert received.
         num_expected_per_expert: tokens that all ranks' routings send there.
+        engine: what moved the tokens.
         seconds: phase → seconds.
         sent_bytes: phase → (bytes within the domain, bytes between domains).
     """
@@ -58,6 +59,7 @@ class RankCheck:
     worst_of_allowed: float
     num_tokens_per_expert: list[int]
     num_expected_per_expert: list[int]
+    engine: str
     seconds: dict[str, float]
     sent_bytes: dict[str, tuple[int, int]]
 
@@ -98,6 +100,7 @@ def check_path(path: Path, routing: str, settings: Settings) -> RankCheck:
         worst_of_allowed=((result - sent_reference).abs() / allowed).max().item(),
         num_tokens_per_expert=passage.num_tokens_per_expert,
         num_expected_per_expert=_expected_tokens_per_expert(workload, settings, rank),
+        engine=passage.log.engine,
         seconds=passage.log.seconds,
         sent_bytes=passage.log.sent_bytes,
     )

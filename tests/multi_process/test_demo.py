@@ -74,7 +74,7 @@ def test_demo_exits_with_1_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("losses", [[1.0, 1.0], [1.0, 2.0], [1.0, float("nan")]])
 def test_a_loss_that_does_not_fall_is_a_problem(losses: list[float]) -> None:
-    result = DemoResult(SETTINGS, "torch", "", (), (), {}, losses, 0.0)
+    result = DemoResult(SETTINGS, "torch", (), (), {}, losses, 0.0)
     assert not result.ok
 
 
