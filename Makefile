@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format clean
+.PHONY: help setup demo test lint type format test-gpu bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,12 @@ type: setup ## Check types, strictly
 format: setup ## Rewrite Python and C++ in the house style
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r $(BIN)/clang-format -i
+
+test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda engine to every case
+	ci/test_gpu.sh $(PYTHON)
+
+bench: ## On a GPU host whose PYTHON has torch: measure, beside the wire's limit, into benchmarks/results
+	ci/bench.sh $(PYTHON)
 
 clean: ## Remove everything that was built
 	rm -rf $(VENV) build dist out *.egg-info hybrid_ep/*.so
