@@ -69,7 +69,7 @@ def _mark(row: PathResult) -> Text:
 
 def _wire(result: DemoResult) -> Table:
     table = Table(
-        title="What crosses the wire?  bytes of all ranks together, and how much less than the other ways",
+        title="What crosses the wire?  bytes of all ranks together, and as a multiple of the other ways",
         title_justify="left",
         caption="measured with all metadata; the other ways count bare rows · all-to-all: a copy of a token for each "
         "of its experts · all-gather: every token to every rank, once to each domain",
