@@ -93,24 +93,27 @@ class VirtualCluster:
             self._processes.append(process)
         self.collect(limit_s=_START_S)
 
-    def run(self, function: Callable[..., T], *args: Any, limit_s: float = 600.0) -> list[T]:
+    def run(
+        self, function: Callable[..., T], *args: Any, ranks: list[int] | None = None, limit_s: float = 600.0
+    ) -> list[T]:
         """Runs `function(*args)` on every rank at once and returns the results by rank.
 
         Args:
             function: importable by name in the ranks.
             *args: picklable.
+            ranks: only these ranks, when others have ended.
             limit_s: how long it may take; ranks that take longer count as failed.
 
         Raises:
             RankError: it raised, or its process ended, on at least one rank.
         """
-        self.start(function, *args)
-        return self.collect(limit_s=limit_s)
+        self.start(function, *args, ranks=ranks)
+        return self.collect(ranks, limit_s=limit_s)
 
-    def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Starts `function(*args)` on every rank; `collect` gets the results."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
+    def start(self, function: Callable[..., Any], *args: Any, ranks: list[int] | None = None) -> None:
+        """Starts `function(*args)` on every rank (or on `ranks`); `collect` gets the results."""
+        for rank in ranks if ranks is not None else range(self.num_ranks):
+            self._pipes[rank].send((function, args))
 
     def process_id(self, rank: int) -> int:
         """Returns the process id of a rank, to stop or kill it in tests of failures."""
