@@ -21,6 +21,7 @@ from hybrid_ep.workload import DTYPES, ROUTINGS, Workload
 __all__ = ["bench"]
 
 _DEFAULT_RANKS_ON_CPU = 4
+_LOG_WIDTH = 140
 _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
 
 
@@ -113,7 +114,7 @@ def bench(
         if as_json:
             click.echo(json.dumps(result.to_json(), indent=2))
         else:
-            print_result(Console(), result)
+            print_result(_console(), result)
         if out is not None:
             _write(result, out)
     ctx.exit(0 if result.ok else 1)
@@ -170,6 +171,12 @@ def _measure_with_progress(plan: BenchPlan, num_ranks: int, launcher: Launcher |
             begun += 1
 
         return summarize(plan, measure_all(plan, num_ranks, launcher, begin))
+
+
+def _console() -> Console:
+    """The terminal as it is; where there is none (a log), wide enough for the table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(_LOG_WIDTH, console.width))
 
 
 def _write(result: BenchResult, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hybrid_ep.bench.expected import check_combined, check_received, expert_factor, row_counts
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.subjects import open_subject
-from hybrid_ep.bench.timing import time_calls
+from hybrid_ep.bench.timing import Times, time_calls
 from hybrid_ep.workload import make_batch
 
 __all__ = ["RankMeasurement", "measure"]
@@ -23,7 +23,7 @@ class RankMeasurement:
     Attributes:
         engine: what moved the tokens.
         problems: what is wrong, in words; then nothing was timed.
-        microseconds: operation → time of each run.
+        times: operation → time of each run.
         num_rows: rows that cross to this rank in one dispatch, those of its own tokens included.
         num_remote_rows: those that come from other ranks.
         device: name of the GPU, or ``CPU``.
@@ -31,7 +31,7 @@ class RankMeasurement:
 
     engine: str
     problems: list[str]
-    microseconds: dict[str, list[float]]
+    times: dict[str, Times]
     num_rows: int
     num_remote_rows: int
     device: str
@@ -48,18 +48,25 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
         problems = check_received(subject.received(dispatched), plan, rank, num_ranks)
         outputs = subject.outputs(dispatched, expert_factor(rank))
         problems += check_combined(subject.combine(dispatched, outputs), batch, plan, rank, num_ranks)
-        microseconds: dict[str, list[float]] = {}
+        times: dict[str, Times] = {}
         if not _anywhere(bool(problems), on_gpu):
-            for operation, call in (
-                ("dispatch", lambda: subject.dispatch()),
-                ("combine", lambda: subject.combine(dispatched, outputs)),
-            ):
-                microseconds[operation] = time_calls(
-                    call, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device
-                )
+
+            def dispatch() -> None:
+                nonlocal dispatched
+                dispatched = subject.dispatch()
+
+            def combine() -> None:
+                subject.combine(dispatched, outputs)
+
+            times = time_calls(
+                {"dispatch": dispatch, "combine": combine},
+                num_warmups=plan.num_warmups,
+                num_runs=plan.num_runs,
+                device=plan.device,
+            )
         num_rows, num_remote_rows = row_counts(plan, rank, num_ranks)
         device = torch.cuda.get_device_name() if on_gpu else "CPU"
-        return RankMeasurement(subject.engine, problems, microseconds, num_rows, num_remote_rows, device)
+        return RankMeasurement(subject.engine, problems, times, num_rows, num_remote_rows, device)
     finally:
         subject.close()
 

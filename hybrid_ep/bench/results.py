@@ -24,6 +24,7 @@ class Operation:
         name: ``dispatch`` or ``combine``.
         min_us, median_us, max_us: over runs, µs.
         p50_us, p99_us: for each rank, over runs, µs.
+        host_us: until a call returned to the host, median over runs of the slowest rank, µs.
         rows_bytes: bytes of all received rows, a rank's own included; mean over ranks.
         remote_rows_bytes: bytes of rows from other ranks only; mean over ranks.
         most_rows_bytes: bytes of all received rows of the busiest rank.
@@ -37,6 +38,7 @@ class Operation:
     max_us: float
     p50_us: list[float]
     p99_us: list[float]
+    host_us: float
     rows_bytes: float
     remote_rows_bytes: float
     most_rows_bytes: int
@@ -100,14 +102,14 @@ def summarize(plan: BenchPlan, measurements: list[list[RankMeasurement]]) -> Ben
     outcomes = []
     for candidate, ranks in zip(plan.candidates, measurements, strict=True):
         problems = [problem for rank in ranks for problem in rank.problems]
-        operations = [_operation(name, plan, ranks) for name in ranks[0].microseconds]
+        operations = [_operation(name, plan, ranks) for name in ranks[0].times]
         outcomes.append(Outcome(candidate, ranks[0].engine, problems, operations))
     versions = {"hybrid_ep": __version__, "torch": torch.__version__}
     return BenchResult(plan, len(measurements[0]), measurements[0][0].device, versions, outcomes)
 
 
 def _operation(name: str, plan: BenchPlan, ranks: list[RankMeasurement]) -> Operation:
-    by_rank = [rank.microseconds[name] for rank in ranks]
+    by_rank = [rank.times[name].microseconds for rank in ranks]
     slowest = [max(run) for run in zip(*by_rank, strict=True)]
     median_us = statistics.median(slowest)
     row_bytes = plan.row_bytes(name)
@@ -120,6 +122,7 @@ def _operation(name: str, plan: BenchPlan, ranks: list[RankMeasurement]) -> Oper
         max_us=max(slowest),
         p50_us=[_percentile(times, 50) for times in by_rank],
         p99_us=[_percentile(times, 99) for times in by_rank],
+        host_us=max(statistics.median(rank.times[name].host_microseconds) for rank in ranks),
         rows_bytes=rows_bytes,
         remote_rows_bytes=remote_rows_bytes,
         most_rows_bytes=row_bytes * max(rank.num_rows for rank in ranks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,20 +13,36 @@ from hybrid_ep.report.units import format_bytes, unit_of_microseconds
 __all__ = ["print_result", "render_markdown"]
 
 _TEXT_COLUMNS = ("implementation", "engine", "SMs", "operation")
-_NUMBER_COLUMNS = ("median", "min … max", "p50 / p99, slowest rank", "bytes", "GB/s", "bytes remote", "GB/s remote")
+_NUMBER_COLUMNS = (
+    "median",
+    "min … max",
+    "p50 / p99, slowest rank",
+    "host",
+    "bytes",
+    "GB/s",
+    "bytes remote",
+    "GB/s remote",
+)
 _LEGEND = (
-    "Times are of the slowest rank in each run. bytes: all rows that a rank receives, its own included, mean over "
-    "ranks; remote: only those from other ranks. GB/s: bytes over the median time."
+    "Times are of the slowest rank in each run; host: until the call returned to the host. bytes: all rows that a rank "
+    "receives, its own included, mean over ranks; remote: only those from other ranks. GB/s: bytes over the median."
 )
 
 
 def print_result(console: Console, result: BenchResult) -> None:
     """Prints the table, and what is wrong."""
-    table = Table(title=escape(result.describe()), title_justify="left", caption=_LEGEND, caption_justify="left")
+    table = Table(
+        title=escape(result.describe()),
+        caption=_LEGEND,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for name in _TEXT_COLUMNS:
         table.add_column(name)
     for name in _NUMBER_COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name.replace(", ", ",\n").replace(" remote", "\nremote"), justify="right", no_wrap=True)
     for row in _rows(result):
         table.add_row(*map(escape, row))
     if table.row_count:
@@ -57,9 +74,9 @@ def _rows(result: BenchResult) -> list[list[str]]:
         for op in outcome.operations:
             slowest = op.p50_us.index(max(op.p50_us))
             factor, unit = unit_of_microseconds(op.median_us)
-            median, least, most, p50, p99 = (
+            median, least, most, p50, p99, host = (
                 f"{us / factor:.{0 if op.median_us >= 100 * factor else 2}f}"
-                for us in (op.median_us, op.min_us, op.max_us, op.p50_us[slowest], op.p99_us[slowest])
+                for us in (op.median_us, op.min_us, op.max_us, op.p50_us[slowest], op.p99_us[slowest], op.host_us)
             )
             rows.append(
                 [
@@ -70,6 +87,7 @@ def _rows(result: BenchResult) -> list[list[str]]:
                     f"{median} {unit}",
                     f"{least} … {most}",
                     f"{p50} / {p99}",
+                    f"{host}",
                     format_bytes(op.rows_bytes),
                     f"{op.gbps:.3g}",
                     format_bytes(op.remote_rows_bytes),

@@ -1,4 +1,4 @@
-"""Times calls that all ranks make together. Measures, asserts nothing.
+"""Times calls that all ranks make together, in turn. Measures, asserts nothing.
 
 On GPUs: CUDA events around each call, after the L2 cache was overwritten and all ranks' GPUs have met in an all-reduce;
 both run ahead of the call on the same stream and give the host time to be there first, so what is timed is the device's
@@ -9,41 +9,74 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["time_calls"]
+__all__ = ["Times", "time_calls"]
 
 _FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
 
 
-def time_calls(call: Callable[[], object], *, num_warmups: int, num_runs: int, device: str) -> list[float]:
-    """Returns the microseconds of each of `num_runs` calls on this rank. Collective."""
+@dataclass
+class Times:
+    """Of one operation on this rank.
+
+    Attributes:
+        microseconds: of each run, on the device that does the work.
+        host_microseconds: of each run, until the call returned to the host.
+    """
+
+    microseconds: list[float] = field(default_factory=list)
+    host_microseconds: list[float] = field(default_factory=list)
+
+
+def time_calls(
+    calls: dict[str, Callable[[], object]], *, num_warmups: int, num_runs: int, device: str
+) -> dict[str, Times]:
+    """Makes all calls in turn, `num_warmups` times, then `num_runs` times with the clock. Collective.
+
+    In turn, because a low-latency dispatch may count on a combine between it and the next.
+
+    Returns:
+        For each name, the times of its runs on this rank.
+    """
     for _ in range(num_warmups):
-        call()
-    return _time_on_gpu(call, num_runs) if device == "cuda" else _time_on_cpu(call, num_runs)
+        for call in calls.values():
+            call()
+    return _time_on_gpu(calls, num_runs) if device == "cuda" else _time_on_cpu(calls, num_runs)
 
 
-def _time_on_cpu(call: Callable[[], object], num_runs: int) -> list[float]:
-    microseconds = []
+def _time_on_cpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:
+    times = {name: Times() for name in calls}
     for _ in range(num_runs):
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        microseconds.append(1e6 * (time.perf_counter() - begin))
-    return microseconds
+        for name, call in calls.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
+            times[name].host_microseconds.append(times[name].microseconds[-1])
+    return times
 
 
-def _time_on_gpu(call: Callable[[], object], num_runs: int) -> list[float]:
+def _time_on_gpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:
+    times = {name: Times() for name in calls}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     meeting = torch.zeros(1, device="cuda")
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(num_runs)]
-    for begin, end in events:
-        flush.zero_()
-        dist.all_reduce(meeting)
-        begin.record()
-        call()
-        end.record()
+    for _ in range(num_runs):
+        for name, call in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            dist.all_reduce(meeting)
+            begin.record()
+            host_begin = time.perf_counter()
+            call()
+            times[name].host_microseconds.append(1e6 * (time.perf_counter() - host_begin))
+            end.record()
+            events[name].append((begin, end))
     torch.cuda.synchronize()
-    return [1e3 * begin.elapsed_time(end) for begin, end in events]
+    for name, pairs in events.items():
+        times[name].microseconds = [1e3 * begin.elapsed_time(end) for begin, end in pairs]
+    return times

@@ -29,7 +29,7 @@ class Path:
         """For people."""
         names = {
             "buffer": "Buffer",
-            "permuted": "HybridEPBuffer, permuted",
+            "permuted": "HybridEPBuffer",
             "low-latency": "Buffer, low latency",
         }
         return names[self.flavour]

@@ -1,7 +1,8 @@
-"""The result in the terminal: three tables and a verdict that need no prior knowledge."""
+"""The result in the terminal: tables of 80 columns and a verdict that need no prior knowledge."""
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -24,6 +25,8 @@ def print_result(console: Console, result: DemoResult) -> None:
             Text(),
             _wire(result),
             Text(),
+            _times(result),
+            Text(),
             _load_and_training(result),
             Text(),
             _verdict(result),
@@ -41,25 +44,26 @@ def describe_cluster(result: DemoResult) -> str:
     )
 
 
+def _table(title: str, caption: str) -> Table:
+    """A table that fits into 80 columns."""
+    return Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
+
+
 def _checks(result: DemoResult) -> Table:
-    table = Table(
-        title="Is it right?  dispatch → experts → combine on every rank against a dense float64 reference",
-        title_justify="left",
-        caption="max error: largest difference of any value · of allowed: the worst value, as a share of what rounding "
-        f"to bf16 on the way may cost it · rms: of the whole output (allowed for fp8: {FP8_ALLOWED_RMS:.1%})",
-        caption_justify="left",
+    table = _table(
+        "Is it right?  every rank's output against a dense float64 reference",
+        "max error: largest difference of any value · of allowed: the worst value, as a share of what rounding to bf16 "
+        f"on the way may cost it · rms: of the whole output (allowed for fp8: {FP8_ALLOWED_RMS:.1%})",
     )
     for name in ("through", "tokens", "routing"):
         table.add_column(name, no_wrap=True)
-    for name in ("max error", "of allowed", "rms", "dispatch", "experts", "combine"):
+    for name in ("max error", "of allowed", "rms", ""):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
     for row in result.paths:
-        times = [f"{row.milliseconds[phase]:.0f} ms" for phase in ("dispatch", "experts", "combine")]
-        error = [f"{row.max_error:.2g}", f"{row.worst_of_allowed:.0%}", f"{row.rms_error:.2%}"]
-        table.add_row(row.path.title, row.path.dtype, row.routing, *error, *times, _mark(row))
-        if row is not result.paths[-1] and result.paths[result.paths.index(row) + 1].routing != row.routing:
-            table.add_section()
+        error = (f"{row.max_error:.2g}", f"{row.worst_of_allowed:.0%}", f"{row.rms_error:.2%}")
+        table.add_row(row.path.title, row.path.dtype, row.routing, *error, _mark(row))
     return table
 
 
@@ -68,26 +72,43 @@ def _mark(row: PathResult) -> Text:
 
 
 def _wire(result: DemoResult) -> Table:
-    table = Table(
-        title="What crosses the wire?  bytes of all ranks together, and as a multiple of the other ways",
-        title_justify="left",
-        caption="measured with all metadata; the other ways count bare rows · all-to-all: a copy of a token for each "
-        "of its experts · all-gather: every token to every rank, once to each domain",
-        caption_justify="left",
+    table = _table(
+        "What crosses the wire?  bytes of all ranks together",
+        "hybrid_ep is measured with all metadata, the other ways count bare rows · all-to-all: a copy of a token for "
+        "each of its experts · all-gather: every token to every rank, once to each domain",
     )
-    for name in ("step", "routing", "hop"):
+    for name in ("", "domains"):
         table.add_column(name, no_wrap=True)
-    for name in ("hybrid_ep", "all-to-all", "all-gather", "vs all-to-all", "vs all-gather"):
+    for name in ("hybrid_ep", "all-to-\nall", "all-\ngather", "vs all-\nto-all", "vs all-\ngather"):
         table.add_column(name, justify="right", no_wrap=True)
-    hops = {"between_domains": "between domains", "within_domain": "within domains"}
+    hops = {"between_domains": "between", "within_domain": "within"}
     if result.settings.num_domains == 1:
         del hops["between_domains"]
-    for item in result.wire:
-        for hop, name in hops.items():
-            ours, plain, gather = (getattr(way, hop) for way in (item.measured, item.all_to_all, item.all_gather))
-            shown = [format_bytes(ours), format_bytes(plain), format_bytes(gather)]
-            table.add_row(item.step, item.routing, name, *shown, format_ratio(ours, plain), format_ratio(ours, gather))
+    for routing in dict.fromkeys(item.routing for item in result.wire):
+        table.add_row(Text(routing, style="bold"))
+        for item in (item for item in result.wire if item.routing == routing):
+            for place, (hop, name) in enumerate(hops.items()):
+                ours, plain, gather = (getattr(way, hop) for way in (item.measured, item.all_to_all, item.all_gather))
+                shown = (format_bytes(ours), format_bytes(plain), format_bytes(gather))
+                ratios = (format_ratio(ours, plain), format_ratio(ours, gather))
+                table.add_row("" if place else item.step, name, *shown, *ratios)
         table.add_section()
+    return table
+
+
+def _times(result: DemoResult) -> Table:
+    table = _table(
+        f"Where does the time go?  median of {result.settings.num_ranks} processes that share this machine's cores",
+        "skewed routing · experts compute in float64 · proportions of the demo, nothing to do with a GPU",
+    )
+    for name in ("through", "tokens"):
+        table.add_column(name, no_wrap=True)
+    phases = ("dispatch", "experts", "combine")
+    for name in phases:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in (row for row in result.paths if row.routing == "skewed"):
+        times = (f"{row.milliseconds[phase]:.0f} ms" for phase in phases)
+        table.add_row(row.path.title, row.path.dtype, *times)
     return table
 
 
@@ -96,7 +117,7 @@ def _load_and_training(result: DemoResult) -> RenderableType:
     for routing, tokens in result.load.items():
         mean = sum(tokens) / len(tokens)
         lines.append(
-            f"load      {routing} routing: the busiest of {len(tokens)} experts has {max(tokens)} tokens, "
+            f"load      {routing} routing: the busiest expert has {max(tokens)} tokens, "
             f"{max(tokens) / mean:.1f} × the mean"
         )
     first, last = result.losses[0], result.losses[-1]

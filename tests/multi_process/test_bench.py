@@ -1,9 +1,12 @@
 """`hybrid-ep bench` at small sizes: every mode and dtype, both ways of starting, and a wrong implementation."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +17,8 @@ from hybrid_ep.cli import main
 from hybrid_ep.workload import Workload
 from tests.conftest import RunRanks
 
+TINY = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]
+TINY_BENCH = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "bench", *TINY, "--json"]
 BROKEN = "tests.multi_process.broken_implementation"
 
 
@@ -40,7 +45,7 @@ def test_every_mode_is_right_and_timed(
     found: list[RankMeasurement] = run_ranks(4, measure, Candidate(implementation), plan(mode, dtype, routing=routing))
     assert [rank.problems for rank in found] == [[]] * 4
     for rank in found:
-        assert {name: len(times) for name, times in rank.microseconds.items()} == {"dispatch": 2, "combine": 2}
+        assert {name: len(times.microseconds) for name, times in rank.times.items()} == {"dispatch": 2, "combine": 2}
         assert 0 <= rank.num_remote_rows < rank.num_rows
 
 
@@ -55,13 +60,12 @@ def test_a_wrong_implementation_is_caught_and_not_timed(run_ranks: RunRanks, mod
     found: list[RankMeasurement] = run_ranks(4, measure, Candidate(BROKEN), plan(mode))
     assert "rank 1 received rows that differ from those sent" in found[1].problems
     assert "rank 2 got 1 of 24 combined rows wrong" in found[2].problems
-    assert all(rank.microseconds == {} for rank in found)
+    assert all(rank.times == {} for rank in found)
 
 
 def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
-    small = ["--ranks", "2", "--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2"]
     both = ["--impl", "hybrid_ep", "--impl", "torch-nccl", "--num-sms", "8,16"]
-    result = CliRunner().invoke(main, ["bench", "--device", "cpu", *small, *both, "--json", "--out", str(tmp_path)])
+    result = CliRunner().invoke(main, ["bench", "--ranks", "2", *TINY, *both, "--json", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["ok"]
@@ -75,11 +79,30 @@ def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
 
 
 def test_command_joins_the_ranks_of_torchrun() -> None:
-    small = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    cli = [sys.executable, "-c", "from hybrid_ep.cli import main; main()"]
-    command = [*torchrun, "--standalone", *cli, "bench", *small, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
+    done = subprocess.run([*torchrun, *TINY_BENCH], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # one document, from rank 0 alone
     assert (found["ok"], found["num_ranks"]) == (True, 2)
+
+
+def test_command_joins_the_ranks_of_mpirun() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            TINY_BENCH, env={**os.environ, **mpi_variables(rank, port)}, stdout=PIPE, stderr=PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert json.loads(outputs[0][0])["num_ranks"] == 2
+    assert outputs[1][0] == ""
+
+
+def mpi_variables(rank: int, port: int) -> dict[str, str]:
+    """What Open MPI's mpirun sets, and what its caller has to."""
+    names = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": str(rank)}
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()} | {"MASTER_PORT": str(port)}

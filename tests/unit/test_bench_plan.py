@@ -7,6 +7,7 @@ from hybrid_ep.bench.launch import Launcher, find_launcher
 from hybrid_ep.bench.measure import RankMeasurement
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.results import summarize
+from hybrid_ep.bench.timing import Times
 from hybrid_ep.cli import main
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.workload import Workload
@@ -47,18 +48,23 @@ def test_launchers_are_found_by_their_variables(monkeypatch: pytest.MonkeyPatch)
         find_launcher()
 
 
+def times(*microseconds: float) -> Times:
+    return Times(list(microseconds), [us / 10 for us in microseconds])
+
+
 def test_results_add_up() -> None:
     workload = Workload(num_tokens=4, hidden=128, num_topk=1, num_experts=2, dtype="fp8")
     plan = BenchPlan(workload, "normal", (Candidate("hybrid_ep", 8),), 0, 3, False, "cpu")
     ranks = [
-        RankMeasurement("torch", [], {"dispatch": [10.0, 20.0, 30.0], "combine": [1.0, 1.0, 1.0]}, 6, 2, "CPU"),
-        RankMeasurement("torch", [], {"dispatch": [12.0, 18.0, 90.0], "combine": [2.0, 2.0, 2.0]}, 2, 0, "CPU"),
+        RankMeasurement("torch", [], {"dispatch": times(10, 20, 30), "combine": times(1, 1, 1)}, 6, 2, "CPU"),
+        RankMeasurement("torch", [], {"dispatch": times(12, 18, 90), "combine": times(2, 2, 2)}, 2, 0, "CPU"),
     ]
     result = summarize(plan, [ranks])
     dispatch, combine = result.outcomes[0].operations
     assert (dispatch.min_us, dispatch.median_us, dispatch.max_us) == (12, 20, 90)
     assert (dispatch.p50_us, dispatch.p99_us) == ([20, 18], [30, 90])
     assert (dispatch.rows_bytes, dispatch.remote_rows_bytes, dispatch.most_rows_bytes) == (4 * 132, 132, 6 * 132)
+    assert (dispatch.host_us, combine.host_us) == (2, 0.2)
     assert dispatch.gbps == pytest.approx(4 * 132 / 20e-6 / 1e9)
     assert combine.remote_gbps == pytest.approx(256 / 2e-6 / 1e9)
     assert result.ok
