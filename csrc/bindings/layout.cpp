@@ -12,8 +12,11 @@ void add_layout(pybind11::module_& module) {
          uintptr_t num_tokens_per_rank, uintptr_t num_tokens_per_expert, uintptr_t is_token_in_rank) {
         require(num_ranks > 0, "num_ranks", num_ranks, "≥ 1");
         require(num_experts > 0 && num_experts % num_ranks == 0, "num_experts", num_experts, "a multiple of num_ranks");
-        return compute_layout({reinterpret_cast<const int64_t*>(topk_idx), num_tokens, num_topk,
-                               {num_experts, num_ranks}, reinterpret_cast<int32_t*>(num_tokens_per_rank),
+        return compute_layout({reinterpret_cast<const int64_t*>(topk_idx),
+                               num_tokens,
+                               num_topk,
+                               {num_experts, num_ranks},
+                               reinterpret_cast<int32_t*>(num_tokens_per_rank),
                                reinterpret_cast<int32_t*>(num_tokens_per_expert),
                                reinterpret_cast<bool*>(is_token_in_rank)});
       },
