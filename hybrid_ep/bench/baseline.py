@@ -44,9 +44,8 @@ class AllToAllSubject(Subject):
         batch: this rank's tokens.
     """
 
-    engine = "torch.distributed"
-
     def __init__(self, plan: BenchPlan, batch: Batch) -> None:
+        self.engine = dist.get_backend()
         self.plan, self.batch = plan, batch
         self.num_ranks = dist.get_world_size()
         self.num_local_experts = plan.workload.num_experts // self.num_ranks

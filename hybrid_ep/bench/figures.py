@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from hybrid_ep.bench.results import BenchResult, Outcome
 from hybrid_ep.report.charts import PALETTE, Picture, label_bars, new_figure, theme, to_png
 
@@ -40,6 +42,7 @@ def _bars(axis: Any, timed: list[Outcome], place: int) -> None:
     colours = [PALETTE[i % len(PALETTE)] for i in range(len(timed))][::-1]
     label_bars(axis, axis.barh(names, values, 0.6, color=colours), [f"{value:.3g}" for value in values])
     axis.margins(x=0.15)
+    axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.set_xlabel("GB/s of all received rows")
 
 
