@@ -41,16 +41,18 @@ def require_tensor(
     """Returns `tensor` if its dtype is one of `dtypes` and its shape fits (None = any size)."""
     require(isinstance(tensor, Tensor), name, type(tensor).__name__, "a torch.Tensor")
     assert isinstance(tensor, Tensor)
-    require(tensor.dtype in dtypes, f"{name}.dtype", tensor.dtype, " or ".join(str(d) for d in dtypes))
-    fits = tensor.dim() == len(shape) and all(
-        want in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
-    )
-    wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-    require(fits, f"{name}.shape", list(tensor.shape), wanted)
-    if device is not None:
-        require(tensor.device == device, f"{name}.device", tensor.device, str(device))
-    if contiguous:
-        require(tensor.is_contiguous(), f"{name}.stride()", tensor.stride(), "a contiguous (row-major) tensor")
+    # Calls are checked on every step of a training loop, so messages are only made where one is needed.
+    if tensor.dtype not in dtypes:
+        require(False, f"{name}.dtype", tensor.dtype, " or ".join(str(d) for d in dtypes))
+    if len(shape) != tensor.dim() or any(
+        want is not None and want != got for want, got in zip(shape, tensor.shape, strict=True)
+    ):
+        wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+        require(False, f"{name}.shape", list(tensor.shape), wanted)
+    if device is not None and tensor.device != device:
+        require(False, f"{name}.device", tensor.device, str(device))
+    if contiguous and not tensor.is_contiguous():
+        require(False, f"{name}.stride()", tensor.stride(), "a contiguous (row-major) tensor")
     return tensor
 
 

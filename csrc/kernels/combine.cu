@@ -20,8 +20,10 @@ namespace hybrid_ep {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kVectorsPerLane = 4;  // 16-byte vectors that a lane sums at once
-constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
+// 16-byte vectors that a lane sums at once: what the registers hold beside the rows that are looked up.
+template <int kRanksPerLane>
+constexpr int kVectorsPerLane = kRanksPerLane == 1 ? 4 : 2;
+constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
 struct Routes {
   int send_begin[kMaxRanks];  // first row of x that belongs to source i
@@ -55,6 +57,14 @@ __device__ void find_bases(const CombineParams& params, Routes& routes) {
   }
 }
 
+// A run of rows that goes to one source and is reported by one flag.
+struct Chunk {
+  int source, chunk;
+  int num_rows;  // 0: all of the chunk's rows lie beyond a bound; they are not sent, but the chunk is reported
+  int64_t from;  // row of x
+  int64_t to;    // row of the source's arena
+};
+
 // Sends chunks of rows home, all sources in turn, so that no source waits for another's rows.
 __device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint8_t* shared,
                           uint64_t* barriers, uint32_t epoch) {
@@ -62,7 +72,6 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   const ControlBlock& own = *domain.control[domain.rank];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_peers = domain.num_ranks - 1;
-  if (num_peers == 0) return true;
   bool ok = true;
   int max_count = 0;
   for (int r = lane; r < domain.num_ranks; r += 32) {
@@ -76,117 +85,244 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   RowRing ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
                barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
   const int num_items = (max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
-  for (int item = blockIdx.x * params.num_send_warps + warp; item < num_items;
-       item += gridDim.x * params.num_send_warps) {
-    const int chunk = item / num_peers;
-    const int source = (domain.rank + 1 + item % num_peers) % domain.num_ranks;
-    const int begin = chunk * kRowsPerChunk;
-    const int count = min(kRowsPerChunk, routes.send_count[source] - begin);
-    if (count <= 0) continue;
-    const int64_t from = routes.send_begin[source] + begin;
-    const int64_t to = routes.send_base[source] + begin;
-    uint8_t* slot = domain.arena[source];  // partial rows always land in the arena's first slot
-    // NOTE: rows that do not exist (a bound was exceeded) are not sent, but their chunk is still reported.
-    const int fitting = min(count, static_cast<int>(min(params.num_rows - from, params.slot.capacity - to)));
-    const uint8_t* rows = params.rows + from * params.row_bytes;
-    uint8_t* target = slot + params.slot.rows + to * params.row_bytes;
-    for (int i = 0; i < min(fitting, ring.num_ahead()); ++i)
-      ring.fetch(rows + static_cast<int64_t>(i) * params.row_bytes);
-    for (int i = 0; i < fitting; ++i) {
+  const int stride = gridDim.x * params.num_send_warps;
+  int item = blockIdx.x * params.num_send_warps + warp;
+  const auto next_chunk = [&](Chunk& next) {
+    for (; item < num_items; item += stride) {
+      next.chunk = item / num_peers;
+      next.source = (domain.rank + 1 + item % num_peers) % domain.num_ranks;
+      const int begin = next.chunk * kRowsPerChunk, count = routes.send_count[next.source] - begin;
+      if (count <= 0) continue;
+      next.from = routes.send_begin[next.source] + begin;
+      next.to = routes.send_base[next.source] + begin;
+      const int64_t room = min(params.num_rows - next.from, params.slot.capacity - next.to);
+      next.num_rows = max(0, min(min(count, kRowsPerChunk), static_cast<int>(room)));
+      item += stride;
+      return true;
+    }
+    return false;
+  };
+  const auto fetch = [&](const Chunk& chunk, int i) {
+    if (i < chunk.num_rows) ring.fetch(params.rows + (chunk.from + i) * params.row_bytes);
+  };
+
+  Chunk chunk, next;
+  bool has_chunk = next_chunk(chunk);
+  for (int i = 0; has_chunk && i < ring.num_ahead(); ++i) fetch(chunk, i);
+  while (has_chunk) {
+    uint8_t* slot = domain.arena[chunk.source];  // partial rows always land in the arena's first slot
+    uint8_t* target = slot + params.slot.rows + chunk.to * params.row_bytes;
+    for (int i = 0; i < chunk.num_rows; ++i) {
       const uint8_t* stage = ring.wait();
       if (lane == 0) ptx::bulk_store(target + static_cast<int64_t>(i) * params.row_bytes, stage, params.row_bytes);
       ring.release();
-      if (i + ring.num_ahead() < fitting)
-        ring.fetch(rows + static_cast<int64_t>(i + ring.num_ahead()) * params.row_bytes);
+      fetch(chunk, i + ring.num_ahead());
     }
+    // The next chunk's first rows come in while this one's last rows are still on the wire.
+    const bool has_next = next_chunk(next);
+    for (int i = 0; has_next && i < ring.num_ahead(); ++i) fetch(next, i);
     if (params.num_weights > 0) {
-      const float* weights = params.weights + from * params.num_weights;
-      auto* weights_target = reinterpret_cast<float*>(slot + params.slot.weights) + to * params.num_weights;
-      for (int j = lane; j < fitting * params.num_weights; j += 32) weights_target[j] = weights[j];
+      const float* weights = params.weights + chunk.from * params.num_weights;
+      auto* weights_target = reinterpret_cast<float*>(slot + params.slot.weights) + chunk.to * params.num_weights;
+      for (int j = lane; j < chunk.num_rows * params.num_weights; j += 32) weights_target[j] = weights[j];
     }
     ptx::bulk_wait_written();
     __syncwarp();
     if (lane == 0) {
       ptx::fence_acq_rel_system();
-      ptx::store_release_system(&domain.control[source]->chunk_epoch[domain.rank][chunk], epoch);
+      ptx::store_release_system(&domain.control[chunk.source]->chunk_epoch[domain.rank][chunk.chunk], epoch);
     }
+    chunk = next;
+    has_chunk = has_next;
   }
   return true;
 }
 
-// Sums tokens, a segment of the row at a time, ranks ascending, as their partial rows arrive.
-__device__ bool reduce_tokens(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch) {
+// One lane's view of the partial rows of a token: rank base + lane's row, or −1.
+template <int kRanksPerLane>
+struct Sources {
+  int64_t row[kRanksPerLane];
+};
+
+// Reads where the partial rows of a token stand, and waits until they are there. Lane r waits for rank r.
+template <int kRanksPerLane>
+__device__ bool find_sources(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
+                             const int (&places)[kRanksPerLane], int lane, Sources<kRanksPerLane>& sources) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
-  const int lane = threadIdx.x % 32;
-  const int num_warps = kCombineThreads / 32 - params.num_send_warps;
-  const int warp = threadIdx.x / 32 - params.num_send_warps;
-  const int num_segments = (params.row_bytes + kSegmentBytes - 1) / kSegmentBytes;
-  const int64_t num_units = static_cast<int64_t>(params.num_tokens) * num_segments;
-  const uint8_t* arena = domain.arena[domain.rank];
   bool ok = true;
-  for (int64_t unit = static_cast<int64_t>(blockIdx.x) * num_warps + warp; unit < num_units && ok;
-       unit += static_cast<int64_t>(gridDim.x) * num_warps) {
-    const int64_t token = unit / num_segments;
-    const int segment = static_cast<int>(unit % num_segments) * kSegmentBytes;
-    float sum[kVectorsPerLane][8] = {};
-    const bool sums_weights = segment == 0 && params.num_weights > 0;
-    for (int k = lane; sums_weights && k < params.num_weights; k += 32) {
-      params.out_weights[token * params.num_weights + k] = 0.0f;
+#pragma unroll
+  for (int q = 0; q < kRanksPerLane; ++q) {
+    const int r = lane + 32 * q, place = places[q];
+    sources.row[q] = -1;
+    if (place < 0) continue;
+    const bool is_local = r == domain.rank;
+    if (!is_local) {
+      ok &= waiter.until_epoch(&own.chunk_epoch[r][place / kRowsPerChunk], epoch, r, WaitTag::kPartialRows);
     }
-    for (int base = 0; base < domain.num_ranks; base += 32) {
-      // Lane r waits for the chunk that brings this token's row from rank r.
-      const int r = base + lane;
-      const int place = r < domain.num_ranks ? params.send_slot[token * domain.num_ranks + r] : -1;
-      int64_t row = -1;
-      if (place >= 0 && r != domain.rank) {
-        ok &= waiter.until_epoch(&own.chunk_epoch[r][place / kRowsPerChunk], epoch, r, WaitTag::kPartialRows);
-        row = routes.recv_base[r] + place;
-        if (row >= params.slot.capacity) row = -1;
-      } else if (place >= 0) {
-        row = routes.send_begin[r] + place;
-        if (row >= params.num_rows) row = -1;
-      }
-      ok = __all_sync(kAllLanes, ok);
-      if (!ok) break;
-      for (unsigned ranks = __ballot_sync(kAllLanes, row >= 0); ranks != 0; ranks &= ranks - 1) {
-        const int source_lane = __ffs(ranks) - 1;
-        const int64_t source_row = __shfl_sync(kAllLanes, row, source_lane);
-        const bool is_local = base + source_lane == domain.rank;
-        const uint8_t* from = (is_local ? params.rows : arena + params.slot.rows) + source_row * params.row_bytes;
-        uint4 vectors[kVectorsPerLane];
-#pragma unroll
-        for (int v = 0; v < kVectorsPerLane; ++v) {
-          const int offset = segment + (v * 32 + lane) * 16;
-          vectors[v] = offset < params.row_bytes ? ptx::load_streaming(from + offset) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int v = 0; v < kVectorsPerLane; ++v) add_bf16(sum[v], vectors[v]);
-        if (!sums_weights) continue;
-        const float* weights =
-            (is_local ? params.weights : reinterpret_cast<const float*>(arena + params.slot.weights)) +
-            source_row * params.num_weights;
-        for (int k = lane; k < params.num_weights; k += 32) {
-          params.out_weights[token * params.num_weights + k] += __ldcg(weights + k);
-        }
-      }
-    }
-    if (!ok) break;
-#pragma unroll
-    for (int v = 0; v < kVectorsPerLane; ++v) {
-      const int offset = segment + (v * 32 + lane) * 16;
-      if (offset >= params.row_bytes) continue;
-      const int64_t position = token * params.row_bytes + offset;
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        if (params.bias[b] != nullptr) add_bf16(sum[v], ptx::load_streaming(params.bias[b] + position));
-      }
-      *reinterpret_cast<uint4*>(params.out + position) = round_to_bf16(sum[v]);
-    }
+    const int64_t row = (is_local ? routes.send_begin[r] : routes.recv_base[r]) + place;
+    if (row < (is_local ? params.num_rows : params.slot.capacity)) sources.row[q] = row;
   }
-  return ok;
+  return __all_sync(kAllLanes, ok);
 }
 
+// Walks the ranks that a token has partial rows of, ascending, over and over; all lanes together.
+template <int kRanksPerLane>
+class SourceWalk {
+ public:
+  __device__ SourceWalk(const CombineParams& params, const Sources<kRanksPerLane>& sources)
+      : params_(params), sources_(sources) {
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      present_[q] = __ballot_sync(kAllLanes, sources.row[q] >= 0);
+      num_sources_ += __popc(present_[q]);
+    }
+    restart();
+  }
+
+  __device__ int num_sources() const { return num_sources_; }
+
+  __device__ void restart() {
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) left_[q] = present_[q];
+  }
+
+  // The next source: true if it is this rank's own row in x, and which row. There must be one left.
+  __device__ bool next(int64_t& row) {
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      if (left_[q] == 0) continue;
+      const int lane = __ffs(left_[q]) - 1;
+      left_[q] &= left_[q] - 1;
+      row = __shfl_sync(kAllLanes, sources_.row[q], lane);
+      return 32 * q + lane == params_.domain.rank;
+    }
+    return false;
+  }
+
+ private:
+  const CombineParams& params_;
+  const Sources<kRanksPerLane>& sources_;
+  unsigned present_[kRanksPerLane], left_[kRanksPerLane];
+  int num_sources_ = 0;
+};
+
+template <int kRanksPerLane>
+__device__ void sum_weights(const CombineParams& params, SourceWalk<kRanksPerLane>& walk, int64_t token, int lane) {
+  const float* arrived = reinterpret_cast<const float*>(params.domain.arena[params.domain.rank] + params.slot.weights);
+  for (int begin = 0; begin < params.num_weights; begin += 32) {
+    const int k = begin + lane;
+    float sum = 0;
+    walk.restart();
+    for (int i = 0; i < walk.num_sources(); ++i) {
+      int64_t row;
+      const float* weights = walk.next(row) ? params.weights : arrived;
+      if (k < params.num_weights) sum += __ldcg(weights + row * params.num_weights + k);
+    }
+    if (k < params.num_weights) params.out_weights[token * params.num_weights + k] = sum;
+  }
+}
+
+// Sums one token: segments of the row in turn, in each the ranks ascending. Two loads of a segment are always on their
+// way while a third is added, since a lane's loads in flight are what bounds the rate.
+template <int kRanksPerLane>
+__device__ void sum_rows(const CombineParams& params, SourceWalk<kRanksPerLane>& walk, int64_t token, int lane) {
+  constexpr int kVectors = kVectorsPerLane<kRanksPerLane>;
+  constexpr int kSegmentBytes = kVectors * 32 * 16;
+  const uint8_t* arrived = params.domain.arena[params.domain.rank] + params.slot.rows;
+  const int num_sources = walk.num_sources();
+  const int num_segments = (params.row_bytes + kSegmentBytes - 1) / kSegmentBytes;
+  const int num_steps = num_segments * num_sources;
+  int load_segment = 0, load_source = 0;
+  using Vectors = uint4[kVectors];
+  walk.restart();
+  const auto load = [&](Vectors& vectors) {
+    if (load_segment >= num_segments) return;
+    int64_t row;
+    const uint8_t* from = walk.next(row) ? params.rows : arrived;
+    from += row * params.row_bytes;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int offset = load_segment * kSegmentBytes + (v * 32 + lane) * 16;
+      vectors[v] = offset < params.row_bytes ? ptx::load_streaming(from + offset) : make_uint4(0, 0, 0, 0);
+    }
+    if (++load_source == num_sources) {
+      load_source = 0;
+      ++load_segment;
+      walk.restart();
+    }
+  };
+  float sum[kVectors][8] = {};
+  const auto store = [&](int segment) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int offset = segment * kSegmentBytes + (v * 32 + lane) * 16;
+      if (offset < params.row_bytes) {
+        const int64_t position = token * params.row_bytes + offset;
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          if (params.bias[b] != nullptr) add_bf16(sum[v], ptx::load_streaming(params.bias[b] + position));
+        }
+        *reinterpret_cast<uint4*>(params.out + position) = round_to_bf16(sum[v]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[v][i] = 0;
+    }
+  };
+  if (num_sources == 0) {
+    for (int segment = 0; segment < num_segments; ++segment) store(segment);
+    return;
+  }
+  Vectors current, next, later;
+  load(current);
+  load(next);
+  int segment = 0, source = 0;
+  for (int step = 0; step < num_steps; ++step) {
+    load(later);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      add_bf16(sum[v], current[v]);
+      current[v] = next[v];
+      next[v] = later[v];
+    }
+    if (++source == num_sources) {
+      source = 0;
+      store(segment++);
+    }
+  }
+}
+
+// Sums this rank's tokens as their partial rows arrive; a warp takes a token at a time.
+template <int kRanksPerLane>
+__device__ bool reduce_tokens(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch) {
+  const int num_ranks = params.domain.num_ranks, lane = threadIdx.x % 32;
+  const int num_warps = kCombineThreads / 32 - params.num_send_warps;
+  const int warp = threadIdx.x / 32 - params.num_send_warps;
+  const int stride = gridDim.x * num_warps;
+  int places[kRanksPerLane];
+  const auto load_places = [&](int64_t token) {
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      const int r = lane + 32 * q;
+      places[q] = token < params.num_tokens && r < num_ranks ? params.send_slot[token * num_ranks + r] : -1;
+    }
+  };
+  // Neighbouring tokens go to different CTAs: their rows arrive together.
+  int64_t token = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x;
+  load_places(token);
+  for (; token < params.num_tokens; token += stride) {
+    Sources<kRanksPerLane> sources;
+    if (!find_sources(params, routes, waiter, epoch, places, lane, sources)) return false;
+    load_places(token + stride);
+    SourceWalk<kRanksPerLane> walk(params, sources);
+    if (params.num_weights > 0) sum_weights(params, walk, token, lane);
+    sum_rows(params, walk, token, lane);
+  }
+  return true;
+}
+
+// kRanksPerLane: 1 where a warp has a lane for every rank.
+template <int kRanksPerLane>
 __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Routes routes;
@@ -205,15 +341,21 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   find_bases(params, routes);
   __syncthreads();
   const bool sends = static_cast<int>(threadIdx.x) / 32 < params.num_send_warps;
-  const bool ok =
-      sends ? send_rows(params, routes, waiter, shared, barriers, epoch) : reduce_tokens(params, routes, waiter, epoch);
+  const bool ok = sends ? send_rows(params, routes, waiter, shared, barriers, epoch)
+                        : reduce_tokens<kRanksPerLane>(params, routes, waiter, epoch);
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
 }
 
 }  // namespace
 
+void prepare_combine() {
+  allow_shared_memory(combine_kernel<1>);
+  allow_shared_memory(combine_kernel<kMaxRanksPerLane>);
+}
+
 void launch_combine(const CombineParams& params, int num_sms, int shared_bytes, cudaStream_t stream) {
-  launch_cooperative(combine_kernel, params, num_sms, kCombineThreads, shared_bytes, stream);
+  const auto kernel = params.domain.num_ranks <= 32 ? combine_kernel<1> : combine_kernel<kMaxRanksPerLane>;
+  launch_cooperative(kernel, params, num_sms, kCombineThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep

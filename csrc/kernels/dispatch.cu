@@ -20,6 +20,8 @@ namespace {
 
 constexpr int kWarps = kDispatchThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kTokensPerBatch = 4;  // whose experts a lane loads at once
+constexpr int kCellsAhead = 4;      // of metadata that a thread loads at once
 
 // What a CTA knows about the call once the counts are exchanged.
 struct Routes {
@@ -61,13 +63,16 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
   for (int e = lane; e < params.num_experts; e += 32) expert_counts[e] = 0;
   __syncwarp();
 
-  const auto load_expert = [&](int token) -> int64_t {
-    return token < tokens.end && lane < num_topk ? params.topk_idx[static_cast<int64_t>(token) * num_topk + lane] : -1;
+  // A batch of loads is on its way while the batch before is counted.
+  const auto load_experts = [&](int first, int64_t (&experts_of)[kTokensPerBatch]) {
+#pragma unroll
+    for (int i = 0; i < kTokensPerBatch; ++i) {
+      const int token = first + i;
+      experts_of[i] =
+          token < tokens.end && lane < num_topk ? params.topk_idx[static_cast<int64_t>(token) * num_topk + lane] : -1;
+    }
   };
-  int64_t next = load_expert(tokens.begin);
-  for (int token = tokens.begin; token < tokens.end; ++token) {
-    int64_t expert = next;
-    next = load_expert(token + 1);
+  const auto count_token = [&](int token, int64_t expert) {
     if (expert < -1 || expert >= params.num_experts) {
       report_fault(params.domain.fault, FaultKind::kBadExpert, KernelName::kDispatch, WaitTag::kCounts,
                    params.domain.rank, -1, params.num_experts, expert);
@@ -93,6 +98,16 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
     }
     if (lane == 0) params.first_mask[token] = first_mask;
     __syncwarp();
+  };
+  int64_t batch[kTokensPerBatch], next[kTokensPerBatch];
+  load_experts(tokens.begin, batch);
+  for (int first = tokens.begin; first < tokens.end; first += kTokensPerBatch) {
+    load_experts(first + kTokensPerBatch, next);
+#pragma unroll
+    for (int i = 0; i < kTokensPerBatch; ++i) {
+      if (first + i < tokens.end) count_token(first + i, batch[i]);
+      batch[i] = next[i];
+    }
   }
 }
 
@@ -340,6 +355,66 @@ __device__ void send_rows(const DispatchParams& params, const Range tokens, cons
   ptx::bulk_wait_written();
 }
 
+// Sends the scales of `count` rows that stand in one run at the receiver.
+template <typename Vector>
+__device__ void send_scales(const uint32_t* scales, const int32_t* list, uint32_t* target, int count, int num_scales,
+                            int thread, int num_threads) {
+  const int width = num_scales * sizeof(uint32_t) / sizeof(Vector), total = count * width;
+  const auto* from = reinterpret_cast<const Vector*>(scales);
+  auto* to = reinterpret_cast<Vector*>(target);
+  for (int begin = thread; begin < total; begin += kCellsAhead * num_threads) {
+    Vector vectors[kCellsAhead];
+#pragma unroll
+    for (int i = 0; i < kCellsAhead; ++i) {
+      const int j = begin + i * num_threads, row = j / width;
+      if (j < total) vectors[i] = from[static_cast<int64_t>(list[row]) * width + j - row * width];
+    }
+#pragma unroll
+    for (int i = 0; i < kCellsAhead; ++i) {
+      if (begin + i * num_threads < total) to[begin + i * num_threads] = vectors[i];
+    }
+  }
+}
+
+// Sends experts (or places of copies) and weights of `count` rows that stand in one run at the receiver.
+__device__ void send_experts(const DispatchParams& params, const int32_t* list, uint8_t* slot, int64_t first_row,
+                             int count, int first_expert, int thread, int num_threads) {
+  const int num_topk = params.num_topk, total = count * num_topk;
+  auto* topk_idx = reinterpret_cast<int64_t*>(slot + params.slot.experts) + first_row * num_topk;
+  auto* places = reinterpret_cast<int32_t*>(slot + params.slot.experts) + first_row * num_topk;
+  auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + first_row * num_topk;
+  for (int begin = thread; begin < total; begin += kCellsAhead * num_threads) {
+    int64_t expert[kCellsAhead];
+    int place[kCellsAhead];
+    float weight[kCellsAhead];
+#pragma unroll
+    for (int i = 0; i < kCellsAhead; ++i) {
+      const int j = begin + i * num_threads;
+      if (j >= total) continue;
+      const int row = j / num_topk, k = j - row * num_topk, token = list[row];
+      const int64_t cell = static_cast<int64_t>(token) * num_topk + k;
+      expert[i] = params.topk_idx[cell] - first_expert;
+      place[i] = params.pad_multiple > 0 ? params.expert_place[cell] : 0;
+      weight[i] = params.has_weights ? params.topk_weights[cell] : 0.0f;
+      const bool is_first = params.first_mask[token] >> k & 1;
+      if (is_first && expert[i] >= 0 && expert[i] < params.range_size) continue;
+      expert[i] = place[i] = -1;
+      weight[i] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kCellsAhead; ++i) {
+      const int j = begin + i * num_threads;
+      if (j >= total) continue;
+      if (params.pad_multiple > 0) {
+        places[j] = place[i];
+      } else {
+        topk_idx[j] = expert[i];
+      }
+      if (params.has_weights) weights[j] = weight[i];
+    }
+  }
+}
+
 // Sends what goes with the rows. What this CTA sends to one rank is one run of rows there, so stores are coalesced.
 __device__ void send_metadata(const DispatchParams& params, const Routes& routes) {
   const Domain& domain = params.domain;
@@ -356,30 +431,17 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
     const int count = static_cast<int>(min(static_cast<int64_t>(routes.cta_count[peer]), limit - first_row));
     if (params.scales != nullptr) {
       auto* scales = reinterpret_cast<uint32_t*>(slot + params.slot.scales) + first_row * params.num_scales;
-      for (int j = thread; j < count * params.num_scales; j += num_threads) {
-        const int row = j / params.num_scales;
-        scales[j] = params.scales[static_cast<int64_t>(list[row]) * params.num_scales + j - row * params.num_scales];
+      if (params.num_scales % 4 == 0) {
+        send_scales<uint4>(params.scales, list, scales, count, params.num_scales, thread, num_threads);
+      } else {
+        send_scales<uint32_t>(params.scales, list, scales, count, params.num_scales, thread, num_threads);
       }
     }
     if (params.topk_idx == nullptr) continue;
     auto* src_idx = reinterpret_cast<int32_t*>(slot + params.slot.src_idx) + first_row;
     for (int row = thread; row < count; row += num_threads) src_idx[row] = list[row];
-    auto* topk_idx = reinterpret_cast<int64_t*>(slot + params.slot.experts) + first_row * num_topk;
-    auto* places = reinterpret_cast<int32_t*>(slot + params.slot.experts) + first_row * num_topk;
-    auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + first_row * num_topk;
-    const int first_expert = params.range_first + peer * params.range_step;
-    for (int j = thread; j < count * num_topk; j += num_threads) {
-      const int row = j / num_topk, k = j - row * num_topk, token = list[row];
-      const int64_t cell = static_cast<int64_t>(token) * num_topk + k;
-      const int64_t expert = params.topk_idx[cell] - first_expert;
-      const bool inside = (params.first_mask[token] >> k & 1) && expert >= 0 && expert < params.range_size;
-      if (params.pad_multiple > 0) {
-        places[j] = inside ? params.expert_place[cell] : -1;
-      } else {
-        topk_idx[j] = inside ? expert : -1;
-      }
-      if (params.has_weights) weights[j] = inside ? params.topk_weights[cell] : 0.0f;
-    }
+    send_experts(params, list, slot, first_row, count, params.range_first + peer * params.range_step, thread,
+                 num_threads);
   }
   if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
   // Rows between what arrives and the bound: nobody sends them, so they are marked here.
@@ -469,6 +531,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 }
 
 }  // namespace
+
+void prepare_dispatch() { allow_shared_memory(dispatch_kernel); }
 
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream) {
   launch_cooperative(dispatch_kernel, params, num_sms, kDispatchThreads, shared_bytes, stream);

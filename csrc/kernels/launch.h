@@ -15,6 +15,10 @@ constexpr int kMaxSendWarps = 4;
 // Shared memory that a CTA may ask for beside what the kernels declare.
 constexpr int kDynamicSharedBytes = 216 * 1024;
 
+// Allows the kernels that much on the current device; once for each device, before they are launched.
+void prepare_dispatch();
+void prepare_combine();
+
 // Each launches on the stream and returns; shared_bytes is dynamic shared memory for the rings and the counters.
 // Throws CudaError if the launch is refused.
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
@@ -23,12 +27,16 @@ void launch_duplicate(const DuplicateParams& params, cudaStream_t stream);
 void launch_reduce_local(const ReduceLocalParams& params, cudaStream_t stream);
 void launch_layout(const LayoutParams& params, cudaStream_t stream);
 
+template <typename Params>
+void allow_shared_memory(void (*kernel)(Params)) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDynamicSharedBytes),
+             "cudaFuncSetAttribute");
+}
+
 // A cooperative launch: all CTAs run at once or the kernel waits, so that CTAs may wait for each other.
 template <typename Params>
 void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ctas, int num_threads, int shared_bytes,
                         cudaStream_t stream) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-             "cudaFuncSetAttribute");
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(num_ctas);
   config.blockDim = dim3(num_threads);

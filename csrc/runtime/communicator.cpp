@@ -50,6 +50,8 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
   check_cuda(cudaDeviceGetAttribute(&num_device_sms_, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
+  prepare_dispatch();
+  prepare_combine();
   mailbox_ = pinned<Mailbox>();
   fault_ = pinned<FaultRecord>();
   domain_.rank = rank;

@@ -387,11 +387,11 @@ class CudaEngine(Engine):
         is_permuted = pad_multiple > 0
         device = rows.data.device
 
-        # One allocation for what the route and the kernel's scratch need, in the order that _Route describes.
+        # One allocation for the route, in the order that _Route describes, and the kernel's scratch behind it.
         cells = num_tokens * num_ranks
         route_ints = (3 if is_permuted else 2) * cells
-        scratch = torch.empty(num_tokens * (num_topk + 1), dtype=torch.int32, device=device)
-        memory = torch.empty(route_ints, dtype=torch.int32, device=device)
+        memory = torch.empty(route_ints + num_tokens * (num_topk + 1), dtype=torch.int32, device=device)
+        scratch = memory.data_ptr() + 4 * route_ints
         rank_prefix = torch.empty(num_ranks, num_ranks, dtype=torch.int32, device=device)
         in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
         num_local = num_experts // num_ranks
@@ -429,8 +429,8 @@ class CudaEngine(Engine):
                 send_list=base + 4 * cells,
                 dst_row=base + 8 * cells if is_permuted else 0,
                 rank_prefix=rank_prefix.data_ptr(),
-                expert_place=scratch.data_ptr() + 4 * num_tokens,
-                first_mask=scratch.data_ptr(),
+                expert_place=scratch + 4 * num_tokens,
+                first_mask=scratch,
                 is_token_in_rank=in_rank.data_ptr(),
                 num_tokens_per_expert=counts.data_ptr(),
                 overflow=_address(overflow),
