@@ -32,7 +32,7 @@ from hybrid_ep.quantize import cast_to_fp8
 
 HERE = Path(__file__).resolve().parent
 FLUSH_BYTES = 256 << 20  # several times the L2
-AHEAD_CYCLES = 500_000  # about 0.3 ms
+AHEAD_CYCLES = 2_000_000  # about 1 ms
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,13 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="one shape, few SM counts")
+    parser.add_argument("--only", nargs="+", metavar="CALL", help="print these calls alone; nothing is written")
+    parser.add_argument("--sms", nargs="+", type=int, default=[8, 12, 16, 24, 32], help="SM counts for --only")
     options = parser.parse_args()
+    if options.only:
+        with VirtualCluster(options.gpus, device="cuda", variables={"HYBRID_EP_TIMEOUT_S": "20"}) as cluster:
+            figures(cluster, Shape(), options.only, options.sms, options.repeats)
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     probe = wire_limit(options.gpus, options.out)
     print("\n".join(probe), flush=True)

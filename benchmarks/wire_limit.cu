@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32, 1) push(const __grid_constant__ PushParams
     ring.release();
     if (i + ring.num_ahead() < count) ring.fetch(row_of(i + ring.num_ahead()));
   }
-  hybrid_ep::ptx::bulk_wait_written();
+  hybrid_ep::ptx::bulk_wait_written<0>();
 }
 
 }  // namespace

@@ -20,6 +20,8 @@ namespace hybrid_ep {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kRowsBeforeReport = 4;  // of the next chunk: how long rows are on the wire
+static_assert(kRowsBeforeReport <= kRowsPerChunk);
 // 16-byte vectors that a lane sums at once: what the registers hold beside the rows that are looked up.
 template <int kRanksPerLane>
 constexpr int kVectorsPerLane = kRanksPerLane == 1 ? 4 : 2;
@@ -32,15 +34,17 @@ struct Routes {
   int recv_base[kMaxRanks];   // first row of rank j in this rank's arena
 };
 
-// All of it follows from the matrix of counts, which every rank has: nothing needs to be exchanged.
-__device__ void find_bases(const CombineParams& params, Routes& routes) {
+// All of it follows from the matrix of counts, which every rank has: nothing needs to be exchanged. Collective over the
+// CTA; `prefix` is scratch for the matrix.
+__device__ void find_bases(const CombineParams& params, Routes& routes, int32_t* prefix) {
   const int me = params.domain.rank, num_ranks = params.domain.num_ranks;
+  for (int i = threadIdx.x; i < num_ranks * num_ranks; i += kCombineThreads) prefix[i] = params.rank_prefix[i];
+  __syncthreads();
   const auto count = [&](int from, int to) {
-    const int32_t* prefix = params.rank_prefix + to;
-    return prefix[from * num_ranks] - (from > 0 ? prefix[(from - 1) * num_ranks] : 0);
+    return prefix[from * num_ranks + to] - (from > 0 ? prefix[(from - 1) * num_ranks + to] : 0);
   };
   for (int r = threadIdx.x; r < num_ranks; r += kCombineThreads) {
-    routes.send_begin[r] = r > 0 ? params.rank_prefix[(r - 1) * num_ranks + me] : 0;
+    routes.send_begin[r] = r > 0 ? prefix[(r - 1) * num_ranks + me] : 0;
     routes.send_count[r] = count(r, me);
     // A source keeps the partial rows of each rank, itself left out, in ascending order of rank.
     int send_base = 0, recv_base = 0;
@@ -55,6 +59,7 @@ __device__ void find_bases(const CombineParams& params, Routes& routes) {
                    params.slot.capacity, recv_end);
     }
   }
+  __syncthreads();
 }
 
 // A run of rows that goes to one source and is reported by one flag.
@@ -106,7 +111,20 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
     if (i < chunk.num_rows) ring.fetch(params.rows + (chunk.from + i) * params.row_bytes);
   };
 
-  Chunk chunk, next;
+  // A chunk is reported while the first rows of the next one leave, so that the wire need not run dry to know that all
+  // of it has arrived.
+  Chunk sent{};
+  bool has_sent = false;
+  const auto report = [&] {
+    __syncwarp();
+    if (lane == 0) {
+      ptx::fence_acq_rel_system();
+      ptx::store_release_system(&domain.control[sent.source]->chunk_epoch[domain.rank][sent.chunk], epoch);
+    }
+    has_sent = false;
+  };
+
+  Chunk chunk{}, next{};
   bool has_chunk = next_chunk(chunk);
   for (int i = 0; has_chunk && i < ring.num_ahead(); ++i) fetch(chunk, i);
   while (has_chunk) {
@@ -117,8 +135,11 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
       if (lane == 0) ptx::bulk_store(target + static_cast<int64_t>(i) * params.row_bytes, stage, params.row_bytes);
       ring.release();
       fetch(chunk, i + ring.num_ahead());
+      if (has_sent && i + 1 == kRowsBeforeReport) {
+        ptx::bulk_wait_written<kRowsBeforeReport>();
+        report();
+      }
     }
-    // The next chunk's first rows come in while this one's last rows are still on the wire.
     const bool has_next = next_chunk(next);
     for (int i = 0; has_next && i < ring.num_ahead(); ++i) fetch(next, i);
     if (params.num_weights > 0) {
@@ -126,14 +147,18 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
       auto* weights_target = reinterpret_cast<float*>(slot + params.slot.weights) + chunk.to * params.num_weights;
       for (int j = lane; j < chunk.num_rows * params.num_weights; j += 32) weights_target[j] = weights[j];
     }
-    ptx::bulk_wait_written();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::fence_acq_rel_system();
-      ptx::store_release_system(&domain.control[chunk.source]->chunk_epoch[domain.rank][chunk.chunk], epoch);
+    if (has_sent) {  // this chunk was too short to report the one before
+      ptx::bulk_wait_written<0>();
+      report();
     }
+    sent = chunk;
+    has_sent = true;
     chunk = next;
     has_chunk = has_next;
+  }
+  if (has_sent) {
+    ptx::bulk_wait_written<0>();
+    report();
   }
   return true;
 }
@@ -338,7 +363,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
       ptx::store_release_system(&domain.control[r]->ready_epoch[domain.rank], epoch);
     }
   }
-  find_bases(params, routes);
+  find_bases(params, routes, reinterpret_cast<int32_t*>(shared));
+  ptx::fence_shared_for_bulk();  // the rings take over the matrix's memory
   __syncthreads();
   const bool sends = static_cast<int>(threadIdx.x) / 32 < params.num_send_warps;
   const bool ok = sends ? send_rows(params, routes, waiter, shared, barriers, epoch)

@@ -33,6 +33,7 @@ struct Routes {
   int row_limit[kMaxRanks];            // rows that r takes
   int sent[kMaxRanks];                 // tokens from this rank to r
   int needed[kMaxRanks];               // rows that r's slot must hold
+  int is_bound[kMaxRanks];             // whether r drops rows beyond its limit
   uint8_t* slot[kMaxRanks];            // r's slot, as this rank maps it
   int num_recv, max_sent, max_recv;
 };
@@ -175,7 +176,7 @@ __device__ void find_bases(const DispatchParams& params, Routes& routes, int* ex
   const int num_ranks = domain.num_ranks;
   for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
     int before_me = 0, total = 0, sent_by_r = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < num_ranks; ++i) {
       const int count = __ldcg(&own.counts[i].num_tokens_per_rank[r]);
       if (i < domain.rank) before_me += count;
@@ -188,9 +189,8 @@ __device__ void find_bases(const DispatchParams& params, Routes& routes, int* ex
     routes.row_limit[r] = __ldcg(&own.counts[r].row_limit);
     routes.slot[r] = domain.arena[r] + __ldcg(&own.counts[r].slot_idx) * domain.slot_bytes;
     routes.needed[r] = total;
-    if (params.topk_idx != nullptr) {
-      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
-    } else {
+    routes.is_bound[r] = __ldcg(&own.counts[r].is_bound);
+    if (params.topk_idx == nullptr) {
       const Range slots = share_of(routes.sent[r], blockIdx.x, gridDim.x);
       routes.cta_base[r] = slots.begin;
       routes.cta_count[r] = slots.end - slots.begin;
@@ -226,14 +226,15 @@ __device__ void find_bases(const DispatchParams& params, Routes& routes, int* ex
   }
 }
 
-// Writes what the host and later calls need to know. One CTA.
+// Writes what the host and later calls need to know. One warp of the grid.
 __device__ void report_counts(const DispatchParams& params, const Routes& routes, MailStatus status) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
+  const int lane = threadIdx.x % 32;
   const int num_local = params.num_experts / domain.num_ranks;
-  for (int l = threadIdx.x; l < num_local && params.topk_idx != nullptr && status != kFailed; l += kDispatchThreads) {
+  for (int l = lane; l < num_local && params.topk_idx != nullptr && status != kFailed; l += 32) {
     int total = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < domain.num_ranks; ++i) {
       total += __ldcg(&own.counts[i].num_tokens_per_expert[domain.rank * num_local + l]);
     }
@@ -244,8 +245,8 @@ __device__ void report_counts(const DispatchParams& params, const Routes& routes
     params.num_tokens_per_expert[l] = total;
     if (params.mailbox != nullptr) params.mailbox->num_tokens_per_expert[l] = total;
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
+  __syncwarp();
+  if (lane != 0) return;
   const int needed = routes.needed[domain.rank], limit = routes.row_limit[domain.rank];
   if (params.overflow != nullptr) {
     *params.overflow = status == kSent && needed > limit;
@@ -270,18 +271,12 @@ __device__ void report_counts(const DispatchParams& params, const Routes& routes
     mailbox.max_sent = routes.max_sent;
     mailbox.max_rows = max_rows;
   }
-  __threadfence_system();
   ptx::store_release_system(&mailbox.ticket, params.ticket);
 }
 
-// Makes places final: among all that this rank sends to r, and for expert-major output the row at r.
-__device__ void finish_routes(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared,
-                              const int* expert_base) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
-  const ExpertMap experts{params.num_experts, num_ranks};
-  const int* warp_experts = warp_expert_counts(shared, warp, params.num_experts);
-  int* rows = routes.token_row[warp];
+// Makes places final: among all that this rank sends to r. Needs nothing from other ranks.
+__device__ void finish_slots(const DispatchParams& params, const Range tokens, const Routes& routes) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
   for (int cell = lane; cell < num_cells; cell += 32) {
     const int token = tokens.begin + cell / num_ranks, r = cell % num_ranks;
@@ -290,7 +285,17 @@ __device__ void finish_routes(const DispatchParams& params, const Range tokens, 
     slot += routes.cta_base[r] + routes.warp_counts[warp][r];
     params.send_list[static_cast<int64_t>(r) * params.num_tokens + slot] = token;
   }
-  if (params.pad_multiple == 0) return;
+}
+
+// Expert-major output: turns places among this warp's copies for an expert into rows at the expert's rank, and finds
+// the row that a token's one crossing goes to: its lowest.
+__device__ void finish_places(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared,
+                              const int* expert_base) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
+  const ExpertMap experts{params.num_experts, num_ranks};
+  const int* warp_experts = warp_expert_counts(shared, warp, params.num_experts);
+  int* rows = routes.token_row[warp];
   for (int token = tokens.begin; token < tokens.end; ++token) {
     for (int r = lane; r < num_ranks; r += 32) rows[r] = INT32_MAX;
     __syncwarp();
@@ -352,7 +357,7 @@ __device__ void send_rows(const DispatchParams& params, const Range tokens, cons
     ring.release();
     if (i + ring.num_ahead() < count) ring.fetch(row_of(i + ring.num_ahead()));
   }
-  ptx::bulk_wait_written();
+  ptx::bulk_wait_written<0>();
 }
 
 // Sends the scales of `count` rows that stand in one run at the receiver.
@@ -490,6 +495,14 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     ok = __syncthreads_and(ok);
   }
   send_counts(params, epoch);
+  if (makes_route) {
+    // While the counts are on their way.
+    for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
+      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
+    }
+    __syncthreads();
+    finish_slots(params, warp_tokens, routes);
+  }
 
   // Learn from every rank, and decide alike: if a slot is too small, nobody sends.
   for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
@@ -501,17 +514,20 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     find_bases(params, routes, expert_base);
     __syncthreads();
     for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
-      lacks_room |= __ldcg(&own.counts[r].is_bound) == 0 && routes.needed[r] > routes.row_limit[r];
+      lacks_room |= routes.is_bound[r] == 0 && routes.needed[r] > routes.row_limit[r];
     }
   }
   lacks_room = __syncthreads_or(lacks_room);
-  if (blockIdx.x == 0) report_counts(params, routes, !ok ? kFailed : lacks_room ? kNeedsRoom : kSent);
+  const MailStatus status = !ok ? kFailed : lacks_room ? kNeedsRoom : kSent;
 
-  // Send.
-  if (ok && !lacks_room) {
-    if (makes_route) finish_routes(params, warp_tokens, routes, shared, expert_base);
-    ptx::fence_shared_for_bulk();  // the rings take over the expert counters' memory
-    __syncthreads();
+  // Send. The last warp first tells the host.
+  if (status == kSent && params.pad_multiple > 0 && makes_route) {
+    finish_places(params, warp_tokens, routes, shared, expert_base);
+  }
+  ptx::fence_shared_for_bulk();  // the rings take over the expert counters' memory
+  __syncthreads();
+  if (blockIdx.x == 0 && warp == kWarps - 1) report_counts(params, routes, status);
+  if (status == kSent) {
     if (warp < params.num_send_warps) {
       send_rows(params, cta_tokens, routes, shared, barriers);
     } else {

@@ -8,12 +8,12 @@
 
 namespace hybrid_ep {
 
-constexpr int kDispatchThreads = 256;
+constexpr int kDispatchThreads = 512;
 constexpr int kCombineThreads = 512;
 constexpr int kMaxSendWarps = 4;
 
 // Shared memory that a CTA may ask for beside what the kernels declare.
-constexpr int kDynamicSharedBytes = 216 * 1024;
+constexpr int kDynamicSharedBytes = 200 * 1024;
 
 // Allows the kernels that much on the current device; once for each device, before they are launched.
 void prepare_dispatch();

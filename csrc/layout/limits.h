@@ -4,7 +4,7 @@
 namespace hybrid_ep {
 
 constexpr int kMaxRanks = 72;      // one NVL72 domain
-constexpr int kMaxExperts = 4096;  // of all ranks together
+constexpr int kMaxExperts = 2048;  // of all ranks together
 constexpr int kMaxTopk = 32;       // one lane of a warp per expert of a token
 constexpr int kMaxTokens = 65536;  // of one rank in one call
 constexpr int kMaxCtas = 160;      // SMs of the largest supported GPU, rounded up

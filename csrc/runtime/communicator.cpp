@@ -101,7 +101,8 @@ void Communicator::combine(CombineParams& params, const RowWidths& widths, int n
   const LaunchShape shape = combine_shape(params.row_bytes, num_sms, num_device_sms_);
   params.num_send_warps = shape.num_send_warps;
   params.num_stages = shape.num_stages;
-  launch_combine(params, shape.num_sms, shape.ring_bytes, stream);
+  const int matrix_bytes = domain_.num_ranks * domain_.num_ranks * static_cast<int>(sizeof(int32_t));
+  launch_combine(params, shape.num_sms, std::max(matrix_bytes, shape.ring_bytes), stream);
 }
 
 bool Communicator::wait_mailbox(uint32_t ticket) const {

@@ -28,7 +28,7 @@ LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms) {
 }
 
 LaunchShape combine_shape(int row_bytes, int asked, int num_device_sms) {
-  return shape(row_bytes, asked, num_device_sms, kMaxSendWarps);
+  return shape(row_bytes, asked, num_device_sms, 2);
 }
 
 }  // namespace hybrid_ep

@@ -93,7 +93,7 @@ def check_growth() -> None:
         arena = _arena(buffer)
         small = arena.slot_bytes
         hidden = 8192
-        tokens = [small // (2 * hidden) // (r + 1) for r in range(num_ranks)]
+        tokens = [2 * small // (2 * hidden) // (r + 1) for r in range(num_ranks)]
         sent = draw_tokens(1, tokens, hidden, 2, 2 * num_ranks)
         result = dispatch(buffer, sent, rank)
         check_received(result, sent, rank, "grown by counts")
