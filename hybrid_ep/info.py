@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from hybrid_ep import env
@@ -167,20 +168,14 @@ def _describe(variable: env.Variable[Any]) -> dict[str, Any]:
     }
 
 
-def _render_variables(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="environment variables; bold = set here", title_justify="left", show_lines=True)
-    table.add_column("variable", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("takes")
-    table.add_column("effect", ratio=1)
-    table.add_column("read by")
+def _render_variables(rows: list[dict[str, Any]]) -> Group:
+    """A paragraph for each variable: its value, then what it takes and does. Reads well in 80 columns."""
+    parts: list[RenderableType] = []
     for row in rows:
-        shown = "[dim]unset[/]" if row["value"] in (None, "") else escape(str(row["value"]))
-        if row["error"]:
-            shown = f"[red]{escape(row['error'])}[/]"
-        elif row["is_set"]:
-            shown = f"[bold green]{shown}[/]"
-        reader = "setup.py" if row["phase"] == "build" else "hybrid_ep"
-        name = f"[bold]{row['name']}[/]" if row["is_set"] else row["name"]
-        table.add_row(name, shown, escape(row["allowed"]), escape(row["effect"]), reader)
-    return table
+        value = "unset" if row["value"] in (None, "") else str(row["value"])
+        shown = f"[red]{escape(row['error'])}[/]" if row["error"] else escape(value)
+        state = "set here" if row["is_set"] else "default"
+        parts.append(f"[bold]{row['name']}[/] = {shown}  [dim]({state})[/]")
+        reader = " Read by setup.py." if row["phase"] == "build" else ""
+        parts.append(Padding(f"{escape(row['effect'])} [dim]Takes {escape(row['allowed'])}.{reader}[/]", (0, 0, 1, 4)))
+    return Group(*parts)

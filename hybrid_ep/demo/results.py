@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,4 +108,6 @@ class DemoResult:
 
     def to_json(self) -> dict[str, Any]:
         """One JSON document."""
-        return {**asdict(self), "ok": self.ok, "problems": self.problems}
+        # JSON has no NaN, and a loss that went wrong is one.
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        return {**asdict(self), "losses": losses, "ok": self.ok, "problems": self.problems}
