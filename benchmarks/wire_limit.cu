@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(32, 1) push(const __grid_constant__ PushParams
   __shared__ uint64_t barriers[kStages];
   const int lane = threadIdx.x, first = blockIdx.x, stride = gridDim.x;
   const int count = (kTokens - first + stride - 1) / stride;
-  hybrid_ep::RowRing ring(stages, barriers, kStages, params.row_bytes, lane);
+  hybrid_ep::RowRing<hybrid_ep::kDispatchStoresInFlight> ring(stages, barriers, kStages, params.row_bytes, lane);
   const auto row_of = [&](int i) { return params.rows + static_cast<int64_t>(first + i * stride) * params.row_bytes; };
   const auto load_place = [&](int i) {
     return i < count && lane < params.num_gpus ? params.places[(first + i * stride) * params.num_gpus + lane] : -1;

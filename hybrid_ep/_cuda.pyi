@@ -193,6 +193,7 @@ def reduce_local(
     recv_limit: int,
     stream: int,
 ) -> None: ...
+def copy(to: int, source: int, num_bytes: int, stream: int) -> None: ...
 def layout(
     *,
     topk_idx: int,

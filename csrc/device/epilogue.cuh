@@ -15,7 +15,6 @@ __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
     if (!ok) own.failed = 1;
     ptx::fence_acq_rel_system();
     is_last = ptx::add_acq_rel_gpu(&own.finished_ctas, 1) == gridDim.x - 1;
-    ptx::fence_acq_rel_system();
   }
   __syncthreads();
   return is_last;

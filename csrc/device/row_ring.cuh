@@ -1,9 +1,9 @@
 // A warp's ring of row-sized stages in shared memory: rows come in by bulk loads and leave by bulk stores of all lanes.
 //
-//     fetch(row i + S − kStoresInFlight) ─► stage ─► wait(i) ─► each lane stores to its destination ─► release(i)
+//     fetch(row i + S − kInFlight) ─► stage ─► wait(i) ─► each lane stores to its destination ─► release(i)
 //
 // Lane 0 loads; every lane may store and waits for its own stores. A stage is loaded again once the stores of the row
-// that it held have been read, which is known kStoresInFlight rows later: that many rows leave while the others come
+// that it held have been read, which is known kInFlight rows later: that many rows leave while the others come
 // in.
 #pragma once
 
@@ -12,6 +12,7 @@
 
 namespace hybrid_ep {
 
+template <int kInFlight>
 class RowRing {
  public:
   // Collective over the warp. `stages` has num_stages rows of row_bytes; `barriers` one barrier for each.
@@ -24,7 +25,7 @@ class RowRing {
     __syncwarp();
   }
 
-  __device__ int num_ahead() const { return num_stages_ - kStoresInFlight; }
+  __device__ int num_ahead() const { return num_stages_ - kInFlight; }
 
   // Lane 0 asks for a row; the others do nothing. At most num_ahead() rows may be asked for and not yet released.
   __device__ void fetch(const uint8_t* row) {
@@ -45,7 +46,7 @@ class RowRing {
   // Ends the row: the calling lane's stores of it are one group. Afterwards one more row may be fetched.
   __device__ void release() {
     ptx::bulk_commit();
-    ptx::bulk_wait_read<kStoresInFlight>();
+    ptx::bulk_wait_read<kInFlight>();
     __syncwarp();
     if (++stage_ == num_stages_) {
       stage_ = 0;

@@ -87,8 +87,8 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   if (!__all_sync(kAllLanes, ok)) return false;
   max_count = __reduce_max_sync(kAllLanes, max_count);
 
-  RowRing ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
-               barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
+  RowRing<kCombineStoresInFlight> ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
+                                       barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
   const int num_items = (max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
   const int stride = gridDim.x * params.num_send_warps;
   int item = blockIdx.x * params.num_send_warps + warp;
@@ -118,7 +118,6 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   const auto report = [&] {
     __syncwarp();
     if (lane == 0) {
-      ptx::fence_acq_rel_system();
       ptx::store_release_system(&domain.control[sent.source]->chunk_epoch[domain.rank][sent.chunk], epoch);
     }
     has_sent = false;

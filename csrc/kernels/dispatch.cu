@@ -162,7 +162,6 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      ptx::fence_acq_rel_system();
       ptx::store_release_system(&domain.control[peer]->counts_epoch[domain.rank], epoch);
     }
   }
@@ -324,8 +323,8 @@ __device__ void send_rows(const DispatchParams& params, const Range tokens, cons
   const int num_ranks = params.domain.num_ranks, stride = params.num_send_warps;
   const int first = tokens.begin + warp;
   const int count = first < tokens.end ? (tokens.end - first + stride - 1) / stride : 0;
-  RowRing ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
-               barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
+  RowRing<kDispatchStoresInFlight> ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
+                                        barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
   const auto row_of = [&](int i) { return params.rows + static_cast<int64_t>(first + i * stride) * params.row_bytes; };
   const int32_t* dst = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
   const auto load_dst = [&](int i, int r) {

@@ -13,7 +13,7 @@ constexpr int kCombineThreads = 512;
 constexpr int kMaxSendWarps = 4;
 
 // Shared memory that a CTA may ask for beside what the kernels declare.
-constexpr int kDynamicSharedBytes = 200 * 1024;
+constexpr int kDynamicSharedBytes = 212 * 1024;
 
 // Allows the kernels that much on the current device; once for each device, before they are launched.
 void prepare_dispatch();

@@ -10,6 +10,6 @@ constexpr int kMaxTokens = 65536;  // of one rank in one call
 constexpr int kMaxCtas = 160;      // SMs of the largest supported GPU, rounded up
 constexpr int kMaxRowBytes = 32768;
 constexpr int kRowAlignBytes = 16;  // what the bulk copy engine moves
-constexpr int kRowsPerChunk = 8;    // rows of combine that share one arrival flag
+constexpr int kRowsPerChunk = 4;    // rows of combine that share one arrival flag
 
 }  // namespace hybrid_ep

@@ -37,9 +37,10 @@ class Landing:
         slot_idx: 0 = to be copied out.
     """
 
-    def __init__(self, pool: _cuda.SlotPool, memory: Tensor, slot_idx: int) -> None:
+    def __init__(self, pool: _cuda.SlotPool, memory: Tensor, slot_idx: int, stream: int) -> None:
         self._pool = pool
         self._memory = memory
+        self._stream = stream
         self.slot_idx = slot_idx
 
     def result(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, *, copy: bool = False) -> Tensor:
@@ -58,9 +59,9 @@ class Landing:
             capsule = self._pool.tensor(self.slot_idx, offset, shape, _DLPACK_CODES[carrier], 8 * carrier.itemsize)
             tensor = torch._C._from_dlpack(capsule)
         else:
-            begin = self.slot_idx * self._pool.slot_bytes + offset
-            flat = self._memory[begin : begin + math.prod(shape) * carrier.itemsize]
-            tensor = flat.view(carrier).view(shape).clone()
+            tensor = torch.empty(shape, dtype=carrier, device=self._memory.device)
+            source = self._memory.data_ptr() + self.slot_idx * self._pool.slot_bytes + offset
+            _cuda.copy(tensor.data_ptr(), source, tensor.nbytes, self._stream)
         return tensor if carrier is dtype else tensor.view(dtype)
 
     def in_place(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -138,7 +139,7 @@ class Arena:
         capturing = torch.cuda.is_current_stream_capturing()
         self._is_captured |= capturing
         slot_idx = 0 if capturing else self._pool.take(stream)
-        return Landing(self._pool, self._memory.local, slot_idx)
+        return Landing(self._pool, self._memory.local, slot_idx, stream)
 
     def note_use(self) -> None:
         """Must be called by other users of slot 0: a captured use keeps the memory for good."""

@@ -50,6 +50,14 @@ void add_local_kernels(pybind11::module_& module) {
       py::arg("out_weights"), py::arg("rank"), py::arg("num_ranks"), py::arg("num_topk"), py::arg("row_bytes"),
       py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
   module.def(
+      "copy",
+      [](uintptr_t to, uintptr_t from, size_t num_bytes, uintptr_t stream) {
+        check_cuda(cudaMemcpyAsync(pointer<void>(to), pointer<void>(from), num_bytes, cudaMemcpyDeviceToDevice,
+                                   stream_of(stream)),
+                   "cudaMemcpyAsync");
+      },
+      py::arg("to"), py::arg("source"), py::arg("num_bytes"), py::arg("stream"));
+  module.def(
       "layout",
       [](uintptr_t topk_idx, uintptr_t totals, uintptr_t is_token_in_rank, int num_tokens, int num_topk,
          int num_experts, int num_ranks, int num_ranks_per_domain, uintptr_t stream) {
