@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hybrid_ep.doctor.capture import capture
 from hybrid_ep.doctor.compare import compare
-from hybrid_ep.doctor.model import Report
+from hybrid_ep.doctor.model import Report, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import load_profile, propose_profile, shipped_profiles
 from hybrid_ep.doctor.registry import GROUPS
@@ -39,6 +39,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of the table.")
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.option("--record", type=_FILE, help="Also write everything that was read, so that it can be replayed.")
+@click.option("--accept-unknown", is_flag=True, help="Exit with 0 where only unreadable things are left, as in a Pod.")
 @click.pass_context
 def doctor(
     context: click.Context,
@@ -50,6 +51,7 @@ def doctor(
     as_json: bool,
     junit: Path | None,
     record: Path | None,
+    accept_unknown: bool,
 ) -> None:
     """Check whether this node is fit to run hybrid_ep.
 
@@ -63,7 +65,7 @@ def doctor(
         report = examine(node, load_profile(name), source, Selection(groups, ids, quick))
         if record is not None:
             capture(node).save(record)
-    _show(context, report, as_json, junit)
+    _show(context, report, as_json, junit, accept_unknown=accept_unknown)
 
 
 @doctor.command("compare")
@@ -91,11 +93,13 @@ def _load(path: Path) -> Report:
         raise ConfigError(f"{path} is no report of `hybrid-ep doctor --json`: {error!r}") from error
 
 
-def _show(context: click.Context, report: Report, as_json: bool, junit: Path | None) -> None:
+def _show(
+    context: click.Context, report: Report, as_json: bool, junit: Path | None, *, accept_unknown: bool = False
+) -> None:
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         Console().print(render(report))
     if junit is not None:
         junit.write_text(to_junit(report))
-    context.exit(report.exit_code)
+    context.exit(0 if accept_unknown and report.status is Status.UNKNOWN else report.exit_code)
