@@ -20,9 +20,15 @@ py::dict to_dict(const hybrid_ep::topology::Gpu& gpu) {
     fabric = py::dict("cluster_uuid"_a = gpu.fabric->cluster_uuid, "clique"_a = gpu.fabric->clique,
                       "state"_a = gpu.fabric->state, "status"_a = gpu.fabric->status);
   }
+  py::object platform = py::none();
+  if (gpu.platform) {
+    platform = py::dict("chassis_serial"_a = gpu.platform->chassis_serial, "slot"_a = gpu.platform->slot,
+                        "tray"_a = gpu.platform->tray, "host_id"_a = gpu.platform->host_id,
+                        "module_id"_a = gpu.platform->module_id);
+  }
   return py::dict("gpu_idx"_a = gpu.gpu_idx, "name"_a = gpu.name, "uuid"_a = gpu.uuid,
                   "pci_address"_a = gpu.pci_address, "memory_bytes"_a = gpu.memory_bytes, "links"_a = links,
-                  "fabric"_a = fabric, "nvlink_peers"_a = gpu.nvlink_peers);
+                  "fabric"_a = fabric, "platform"_a = platform, "nvlink_peers"_a = gpu.nvlink_peers);
 }
 
 py::dict probe() {

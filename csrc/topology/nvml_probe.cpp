@@ -4,7 +4,15 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstring>
 #include <stdexcept>
+
+// Younger than the oldest driver that we run on: the loader leaves them null there instead of refusing the module.
+extern "C" {
+nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t, nvmlGpuFabricInfoV_t*) __attribute__((weak));
+nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t, nvmlGpuFabricInfo_t*) __attribute__((weak));
+nvmlReturn_t nvmlDeviceGetPlatformInfo(nvmlDevice_t, nvmlPlatformInfo_t*) __attribute__((weak));
+}
 
 namespace hybrid_ep::topology {
 namespace {
@@ -55,17 +63,33 @@ std::vector<NvLink> read_links(nvmlDevice_t device) {
     }
     nvmlPciInfo_t pci{};
     if (found.active && nvmlDeviceGetNvLinkRemotePciInfo_v2(device, link, &pci) == NVML_SUCCESS) {
-      found.remote_pci = sysfs_address(pci.busId);
+      constexpr unsigned kHidden = 0xffffffff;  // the hypervisor keeps the switch to itself
+      if (pci.domain != kHidden) found.remote_pci = sysfs_address(pci.busId);
     }
     links.push_back(std::move(found));
   }
   return links;
 }
 
+// Fills `info` from whichever of the two functions the driver has.
+nvmlReturn_t ask_fabric(nvmlDevice_t device, nvmlGpuFabricInfo_t* info) {
+  if (nvmlDeviceGetGpuFabricInfoV != nullptr) {
+    nvmlGpuFabricInfoV_t versioned{};
+    versioned.version = nvmlGpuFabricInfo_v2;
+    const nvmlReturn_t status = nvmlDeviceGetGpuFabricInfoV(device, &versioned);
+    std::memcpy(info->clusterUuid, versioned.clusterUuid, sizeof info->clusterUuid);
+    info->status = versioned.status;
+    info->cliqueId = versioned.cliqueId;
+    info->state = versioned.state;
+    return status;
+  }
+  if (nvmlDeviceGetGpuFabricInfo != nullptr) return nvmlDeviceGetGpuFabricInfo(device, info);
+  return NVML_ERROR_FUNCTION_NOT_FOUND;
+}
+
 std::optional<Fabric> read_fabric(nvmlDevice_t device) {
-  nvmlGpuFabricInfoV_t info{};
-  info.version = nvmlGpuFabricInfo_v2;
-  if (nvmlDeviceGetGpuFabricInfoV(device, &info) != NVML_SUCCESS) return std::nullopt;
+  nvmlGpuFabricInfo_t info{};
+  if (ask_fabric(device, &info) != NVML_SUCCESS) return std::nullopt;
   if (info.state == NVML_GPU_FABRIC_STATE_NOT_SUPPORTED) return std::nullopt;
   Fabric fabric;
   for (const unsigned char byte : info.clusterUuid) {
@@ -77,6 +101,16 @@ std::optional<Fabric> read_fabric(nvmlDevice_t device) {
   fabric.state = info.state;
   fabric.status = static_cast<int>(info.status);
   return fabric;
+}
+
+std::optional<Platform> read_platform(nvmlDevice_t device) {
+  if (nvmlDeviceGetPlatformInfo == nullptr) return std::nullopt;
+  nvmlPlatformInfo_t info{};
+  info.version = nvmlPlatformInfo_v2;
+  if (nvmlDeviceGetPlatformInfo(device, &info) != NVML_SUCCESS) return std::nullopt;
+  const auto* serial = reinterpret_cast<const char*>(info.chassisSerialNumber);
+  return Platform{std::string(serial, strnlen(serial, sizeof info.chassisSerialNumber)), info.slotNumber,
+                  info.trayIndex, info.hostId, info.moduleId};
 }
 
 Gpu read_gpu(nvmlDevice_t device, int gpu_idx) {
@@ -91,6 +125,7 @@ Gpu read_gpu(nvmlDevice_t device, int gpu_idx) {
   if (nvmlDeviceGetMemoryInfo(device, &memory) == NVML_SUCCESS) gpu.memory_bytes = memory.total;
   gpu.links = read_links(device);
   gpu.fabric = read_fabric(device);
+  gpu.platform = read_platform(device);
   return gpu;
 }
 

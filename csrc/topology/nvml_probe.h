@@ -22,6 +22,15 @@ struct Fabric {
   int status = 0;  // an nvmlReturn_t; meaningful when completed
 };
 
+// Where a rack puts the GPU, on platforms that know (NVL72).
+struct Platform {
+  std::string chassis_serial;
+  int slot = 0;       // in the chassis, switches included
+  int tray = 0;       // among the compute trays
+  int host_id = 0;    // node within the slot
+  int module_id = 0;  // GPU within the node
+};
+
 struct Gpu {
   int gpu_idx = 0;
   std::string name;
@@ -29,8 +38,9 @@ struct Gpu {
   std::string pci_address;  // in the form that /sys uses
   uint64_t memory_bytes = 0;
   std::vector<NvLink> links;
-  std::optional<Fabric> fabric;   // none where the driver or the GPU has no fabric
-  std::vector<int> nvlink_peers;  // gpu_idx of the GPUs that NVML calls reachable over NVLink
+  std::optional<Fabric> fabric;      // none where the driver or the GPU has no fabric
+  std::optional<Platform> platform;  // none where the platform does not say
+  std::vector<int> nvlink_peers;     // gpu_idx of the GPUs that NVML calls reachable over NVLink
 };
 
 struct NvmlNode {

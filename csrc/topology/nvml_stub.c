@@ -335,17 +335,15 @@ nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t a, nvmlDevice_t b,
   return status;
 }
 
-/* Versions 2 and 3 share their beginning; a caller that sets no version is refused, as the driver does. */
-nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV_t* info) {
-  if ((info->version >> 24) < 2) return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
-  unsigned state = 0;
-  const nvmlReturn_t has_fabric = get_unsigned(device, "fabric.state", &state);
-  if (has_fabric != NVML_SUCCESS) return has_fabric;
-  info->state = (nvmlGpuFabricState_t)state;
+/* ---- fabric and platform ---- */
+
+static nvmlReturn_t get_fabric(nvmlDevice_t device, nvmlGpuFabricInfo_t* info) {
   unsigned number = 0;
+  const nvmlReturn_t has_fabric = get_unsigned(device, "fabric.state", &number);
+  if (has_fabric != NVML_SUCCESS) return has_fabric;
+  info->state = (nvmlGpuFabricState_t)number;
   info->status = get_unsigned(device, "fabric.status", &number) == NVML_SUCCESS ? (nvmlReturn_t)number : NVML_SUCCESS;
   info->cliqueId = get_unsigned(device, "fabric.clique", &number) == NVML_SUCCESS ? number : 0;
-  info->healthMask = get_unsigned(device, "fabric.health_mask", &number) == NVML_SUCCESS ? number : 0;
   char uuid[MAX_LINE];
   memset(info->clusterUuid, 0, sizeof info->clusterUuid);
   if (get_text(uuid, sizeof uuid, "gpu.%d.fabric.cluster_uuid", index_of(device)) == NVML_SUCCESS) {
@@ -353,6 +351,45 @@ nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV
       const char digits[] = {uuid[2 * i], uuid[2 * i + 1], '\0'};
       info->clusterUuid[i] = (unsigned char)strtoul(digits, NULL, 16);
     }
+  }
+  return NVML_SUCCESS;
+}
+
+/* What drivers had before GetGpuFabricInfoV. */
+nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpuFabricInfo_t* info) {
+  return get_fabric(device, info);
+}
+
+/* Versions 2 and 3 share their beginning; a caller that sets no version is refused, as the driver does. */
+nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV_t* info) {
+  if ((info->version >> 24) < 2) return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+  nvmlGpuFabricInfo_t found;
+  const nvmlReturn_t status = get_fabric(device, &found);
+  if (status != NVML_SUCCESS) return status;
+  memcpy(info->clusterUuid, found.clusterUuid, sizeof info->clusterUuid);
+  info->status = found.status;
+  info->cliqueId = found.cliqueId;
+  info->state = found.state;
+  info->healthMask = 0;
+  return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetPlatformInfo(nvmlDevice_t device, nvmlPlatformInfo_t* info) {
+  if (info->version != nvmlPlatformInfo_v2) return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+  char serial[sizeof info->chassisSerialNumber + 1] = "";
+  const nvmlReturn_t status = get_text(serial, sizeof serial, "gpu.%d.platform.chassis_serial", index_of(device));
+  if (status != NVML_SUCCESS) return status;
+  memcpy(info->chassisSerialNumber, serial, sizeof info->chassisSerialNumber);
+  const struct {
+    const char* name;
+    unsigned char* value;
+  } numbers[] = {{"platform.slot", &info->slotNumber},
+                 {"platform.tray", &info->trayIndex},
+                 {"platform.host_id", &info->hostId},
+                 {"platform.module_id", &info->moduleId}};
+  for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; ++i) {
+    unsigned number = 0;
+    *numbers[i].value = get_unsigned(device, numbers[i].name, &number) == NVML_SUCCESS ? (unsigned char)number : 0;
   }
   return NVML_SUCCESS;
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hybrid_ep.topology.choice import choose_nic
 from hybrid_ep.topology.domains import DomainMember, find_domains, gather_domains
-from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Topology
+from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Platform, Topology
 from hybrid_ep.topology.node_probe import probe
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "NicPort",
     "NvLink",
     "PciDevice",
+    "Platform",
     "Topology",
     "choose_nic",
     "find_domains",

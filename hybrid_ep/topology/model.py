@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Distance", "Fabric", "Gpu", "Nic", "NicPort", "NvLink", "PciDevice", "Topology"]
+__all__ = ["Distance", "Fabric", "Gpu", "Nic", "NicPort", "NvLink", "PciDevice", "Platform", "Topology"]
 
 
 class Distance(enum.IntEnum):
@@ -87,6 +87,25 @@ class Fabric:
 
 
 @dataclass(frozen=True)
+class Platform:
+    """Where a rack puts a GPU, on platforms that know it (NVL72).
+
+    Attributes:
+        chassis_serial: of the rack.
+        slot: in the rack, switch trays included.
+        tray: among the compute trays.
+        host_id: node within the slot.
+        module_id: GPU within the node.
+    """
+
+    chassis_serial: str
+    slot: int
+    tray: int
+    host_id: int
+    module_id: int
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One GPU.
 
@@ -98,6 +117,7 @@ class Gpu:
         links: its NVLinks, up or down.
         fabric: None where driver or GPU has no fabric.
         nvlink_peers: `gpu_idx` of the GPUs of this node reached over NVLink.
+        platform: its place in the rack; None where the platform does not say.
     """
 
     gpu_idx: int
@@ -109,6 +129,7 @@ class Gpu:
     links: tuple[NvLink, ...]
     fabric: Fabric | None
     nvlink_peers: tuple[int, ...]
+    platform: Platform | None = None
 
     @property
     def num_active_links(self) -> int:
@@ -178,6 +199,7 @@ class Topology:
         num_numa_nodes: NUMA nodes online.
         driver_version, nvml_version: empty without NVML.
         cuda_driver_version: 13000 for 13.0; 0 without NVML.
+        verbs_reader: which reader gave the verbs attributes (`verbs_readers`); empty where none could.
         missing: what could not be asked, and why: ``{"nvml": "libnvidia-ml.so.1: cannot open …"}``.
     """
 
@@ -191,6 +213,7 @@ class Topology:
     nvml_version: str
     cuda_driver_version: int
     missing: dict[str, str]
+    verbs_reader: str = ""
 
     @property
     def pci_gpus(self) -> tuple[PciDevice, ...]:

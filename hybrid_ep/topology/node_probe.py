@@ -1,4 +1,4 @@
-"""Reads one node into a `Topology`: /sys through `_C`, NVML through `_nvml`, verbs through `_verbs`.
+"""Reads one node into a `Topology`: /sys through `_C`, NVML through `_nvml`, verbs through `verbs_readers`.
 
 A module that is not built, a library that is not installed and a driver that does not answer all end the same way: the
 part stays empty and `Topology.missing` says why.
@@ -10,8 +10,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Topology
+from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Platform, Topology
 from hybrid_ep.topology.recording import read_facts
+from hybrid_ep.topology.verbs_readers import VerbsDevice, read_verbs
 
 __all__ = ["probe"]
 
@@ -28,9 +29,8 @@ def probe(sysroot: str | Path = "/") -> Topology:
     root = Path(sysroot)
     raw = _C.scan_sysfs(sysroot=str(root))
     missing: dict[str, str] = {}
-    nvml = _ask("_nvml", "nvml", missing) or {}
-    live = root == Path("/")
-    verbs = (_ask("_verbs", "verbs", missing) or []) if live else read_facts(root).get("verbs", [])
+    nvml = _ask_nvml(missing)
+    verbs_reader, verbs = _ask_verbs(root, missing)
     pci = tuple(PciDevice(**{**device, "path": tuple(device["path"])}) for device in raw["pci"])
     numa_nodes = {device.address: device.numa_node for device in pci}
     known = nvml.get("gpus")
@@ -51,18 +51,32 @@ def probe(sysroot: str | Path = "/") -> Topology:
         nvml_version=nvml.get("nvml_version", ""),
         cuda_driver_version=nvml.get("cuda_driver_version", 0),
         missing=missing,
+        verbs_reader=verbs_reader,
     )
 
 
-def _ask(module: str, name: str, missing: dict[str, str]) -> Any:
-    """Returns what the module's `probe` says, or None with the reason in `missing`."""
+def _ask_nvml(missing: dict[str, str]) -> dict[str, Any]:
+    """What `_nvml` says, or nothing and the reason in `missing`."""
     try:
-        return importlib.import_module(f"hybrid_ep.{module}").probe()
+        found: dict[str, Any] = importlib.import_module("hybrid_ep._nvml").probe()
     except ModuleNotFoundError:
-        missing[name] = f"hybrid_ep.{module} was not built (see `hybrid-ep info`)"
+        missing["nvml"] = "hybrid_ep._nvml was not built (see `hybrid-ep info`)"
     except (ImportError, RuntimeError) as error:
-        missing[name] = str(error)
-    return None
+        missing["nvml"] = str(error)
+    else:
+        return found
+    return {}
+
+
+def _ask_verbs(root: Path, missing: dict[str, str]) -> tuple[str, list[VerbsDevice]]:
+    """The reader and what it says; of a recorded node, what was recorded."""
+    if root != Path("/"):
+        return "recorded", read_facts(root).get("verbs", [])
+    try:
+        return read_verbs()
+    except (ImportError, RuntimeError) as error:
+        missing["verbs"] = str(error)
+        return "", []
 
 
 def _gpu(raw: dict[str, Any], numa_nodes: dict[str, int]) -> Gpu:
@@ -71,6 +85,7 @@ def _gpu(raw: dict[str, Any], numa_nodes: dict[str, int]) -> Gpu:
         "numa_node": numa_nodes.get(raw["pci_address"], -1),
         "links": tuple(NvLink(**link) for link in raw["links"]),
         "fabric": Fabric(**raw["fabric"]) if raw["fabric"] else None,
+        "platform": Platform(**raw["platform"]) if raw["platform"] else None,
         "nvlink_peers": tuple(raw["nvlink_peers"]),
     }
     return Gpu(**fields)
@@ -94,7 +109,7 @@ def _gpus_without_nvml(pci: tuple[PciDevice, ...]) -> tuple[Gpu, ...]:
     )
 
 
-def _nic(raw: dict[str, Any], verbs: list[dict[str, Any]]) -> Nic:
+def _nic(raw: dict[str, Any], verbs: list[VerbsDevice]) -> Nic:
     said = next((device for device in verbs if device["name"] == raw["name"]), None)
     mtu = {port["port"]: port["active_mtu_bytes"] for port in said["ports"]} if said else {}
     ports = tuple(NicPort(**port, active_mtu_bytes=mtu.get(port["port"])) for port in raw["ports"])

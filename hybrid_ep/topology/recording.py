@@ -28,6 +28,8 @@ class Recording:
 
     Attributes:
         files: absolute path → text; what is not UTF-8 stands as ``base64:…``.
+        folders: absolute paths of folders that are there even if nothing in them is; in such a folder a missing name is
+            known to be missing.
         links: absolute path → target of the symbolic link, relative as the kernel writes it.
         devices: absolute path → ``char MAJOR:MINOR``.
         nvml: key → value in the language of the NVML stub.
@@ -35,6 +37,7 @@ class Recording:
     """
 
     files: dict[str, str] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
     links: dict[str, str] = field(default_factory=dict)
     devices: dict[str, str] = field(default_factory=dict)
     nvml: dict[str, str] = field(default_factory=dict)
@@ -47,6 +50,8 @@ class Recording:
 
     def write(self, root: Path) -> None:
         """Lays the node out below `root`, which must not hold another one."""
+        for path in self.folders:
+            (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
         for path, text in {**self.files, **self.devices}.items():
             place = root / path.lstrip("/")
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from hybrid_ep.topology.choice import choose_nic
 from hybrid_ep.topology.model import Distance, Gpu, Nic, Topology
 
-__all__ = ["Locality", "describe_gpu", "describe_nic", "localities", "render"]
+__all__ = ["Locality", "describe_gpu", "describe_nic", "localities", "numa_name", "render"]
 
 _STYLES = {
     Distance.SELF: "dim",
@@ -62,10 +62,18 @@ def _root(address: str, paths: dict[str, tuple[str, ...]]) -> str:
     return path[1] if len(path) > 2 else path[0]
 
 
+def numa_name(topology: Topology, numa_node: int) -> str:
+    """How a NUMA node is called; the kernel gives devices no number where there is only one, as in most VMs."""
+    if numa_node >= 0:
+        return f"NUMA node {numa_node}"
+    return "the only NUMA node" if topology.num_numa_nodes == 1 else "NUMA node not given by the firmware"
+
+
 def describe_gpu(gpu: Gpu) -> str:
     """One line: index, name, address and links that are up."""
     links = f", NVLink {gpu.num_active_links}/{len(gpu.links)} up" if gpu.links else ""
-    return f"GPU {gpu.gpu_idx}  {gpu.name or 'NVIDIA GPU (no NVML)'}  {gpu.pci_address}{links}"
+    module = f", module {gpu.platform.module_id}" if gpu.platform else ""
+    return f"GPU {gpu.gpu_idx}  {gpu.name or 'NVIDIA GPU (no NVML)'}  {gpu.pci_address}{module}{links}"
 
 
 def describe_nic(nic: Nic) -> str:
@@ -85,19 +93,36 @@ def render(topology: Topology) -> RenderableType:
 
 def _tree(topology: Topology) -> Tree:
     versions = f"driver {topology.driver_version}" if topology.driver_version else "no NVIDIA driver"
-    counts = f"{len(topology.gpus)} GPUs, {len(topology.nics)} NICs, {topology.num_numa_nodes} NUMA nodes"
-    tree = Tree(f"[bold]node[/]  {counts}, {versions}")
+    counts = (
+        _count(len(topology.gpus), "GPU"),
+        _count(len(topology.nics), "NIC"),
+        _count(topology.num_numa_nodes, "NUMA node"),
+    )
+    tree = Tree(Text.assemble(("node", "bold"), f"  {', '.join(counts)}, {versions}{_place_in_rack(topology)}"))
     branches: dict[int, Tree] = {}
     for locality in localities(topology):
-        name = f"NUMA node {locality.numa_node}" if locality.numa_node >= 0 else "NUMA node not known"
         if locality.numa_node not in branches:
-            branches[locality.numa_node] = tree.add(name)
+            branches[locality.numa_node] = tree.add(numa_name(topology, locality.numa_node))
         branch = branches[locality.numa_node].add(f"PCIe {locality.root}" if locality.root else "no PCI function")
         for gpu in locality.gpus:
             branch.add(Text(describe_gpu(gpu), style="green"))
         for nic in locality.nics:
             branch.add(Text(describe_nic(nic), style="cyan" if nic.is_active else "red"))
     return tree
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _place_in_rack(topology: Topology) -> str:
+    """Rack, slot and tray, where the platform says them and all GPUs agree."""
+    places = {
+        f", rack {gpu.platform.chassis_serial} slot {gpu.platform.slot} compute tray {gpu.platform.tray}"
+        for gpu in topology.gpus
+        if gpu.platform
+    }
+    return places.pop() if len(places) == 1 else ""
 
 
 def _matrix(topology: Topology) -> Table:

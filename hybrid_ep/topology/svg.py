@@ -11,7 +11,7 @@ from html import escape
 
 from hybrid_ep.topology.choice import choose_nic
 from hybrid_ep.topology.model import Gpu, Nic, Topology
-from hybrid_ep.topology.render import Locality, localities
+from hybrid_ep.topology.render import Locality, localities, numa_name
 
 __all__ = ["draw"]
 
@@ -45,7 +45,8 @@ def draw(topology: Topology) -> str:
             shapes.append(_nic_box(nic, left))
         x += width + _GAP
         if position + 1 == len(groups) or groups[position + 1].numa_node != group.numa_node:
-            shapes.insert(0, _numa_frame(group.numa_node, numa_start, x - _GAP))
+            name = numa_name(topology, group.numa_node)
+            shapes.insert(0, _numa_frame(name, numa_start, x - _GAP))
             x += _GAP
             numa_start = x
     lines = [_use_line(topology, gpu, centers) for gpu in topology.gpus]
@@ -68,8 +69,7 @@ def _title(topology: Topology) -> str:
     return _text(_GAP, 22, f"{len(topology.gpus)} GPUs · {len(topology.nics)} NICs{driver}", "title", "start")
 
 
-def _numa_frame(numa_node: int, start: float, end: float) -> str:
-    name = f"NUMA node {numa_node}" if numa_node >= 0 else "NUMA node not known"
+def _numa_frame(name: str, start: float, end: float) -> str:
     frame = _rect(start - _GAP / 2, 36, end - start + _GAP, _HEIGHT - 44, "numa")
     return frame + _text(start, _HEIGHT - 16, name, "small", "start")
 
