@@ -1,7 +1,8 @@
 """Records a real node, so that its checks can be replayed anywhere (`Recording`, ``--sysroot``).
 
 A recording holds the files that the checks and the topology probe read, and nothing else: no host keys, no environment,
-no addresses but the GIDs of RDMA ports. The kernel log is reduced to the driver's lines. It stays well below 1 MB.
+no addresses but the GIDs of RDMA ports, no serial numbers. The kernel log is reduced to the driver's lines, without who
+built it where. It stays well below 1 MB.
 """
 
 from __future__ import annotations
@@ -30,23 +31,28 @@ _FILES = (
     "/sys/kernel/iommu_groups/*/type",
     "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
     "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
-    "/proc/driver/nvidia/version",
     "/proc/driver/nvidia/params",
     "/proc/sys/kernel/numa_balancing",
 )
 _EXCERPTS = {
     "/proc/cpuinfo": r"^flags\s*:",
     "/proc/devices": r"nvidia",
+    "/proc/driver/nvidia/version": r"^NVRM version",
     "/proc/meminfo": r"^MemTotal:",
     "/proc/self/limits": r"^Max locked memory",
     "/proc/self/mounts": r"^\S+ /dev/shm ",
 }
-# Folders that matter by being there, even when nothing inside is recorded.
+# Folders that matter by being there, beside those that a check looked into.
 _FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nvidia_peermem", "/sys/devices/system/node/node*")
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
 _LOG_WORDS = ("NVRM", "nvidia", "SXid")
 _LOG_LINES_KEPT = 400
+_ASKED_BY_TOPOLOGY = (
+    *("name", "uuid", "pci_address", "memory_bytes", "fabric.state", "fabric.status"),
+    *("fabric.cluster_uuid", "fabric.clique", "platform.chassis_serial", "platform.slot", "platform.tray"),
+    *("platform.host_id", "platform.module_id"),
+)
 
 
 def capture(node: Node) -> Recording:
@@ -57,9 +63,8 @@ def capture(node: Node) -> Recording:
             _add_file(recording, node, path)
     _add_pci(recording, node)
     _add_excerpts(recording, node)
-    for pattern in _FOLDERS:
-        for path in _glob(node, pattern):
-            recording.files[f"{path}/.present"] = ""
+    folders = node.listed.union(*(_glob(node, pattern) for pattern in _FOLDERS))
+    recording.folders.extend(sorted(folders))
     for pattern in _DEVICES:
         for path in _glob(node, pattern):
             _add_device(recording, node, path)
@@ -119,7 +124,12 @@ def _add_excerpts(recording: Recording, node: Node) -> None:
         except Unreadable:
             continue
         kept = list(dict.fromkeys(line for line in lines if re.search(pattern, line)))
-        recording.files[path] = "".join(f"{line}\n" for line in kept)
+        recording.files[path] = "".join(f"{_without_builder(line)}\n" for line in kept)
+
+
+def _without_builder(line: str) -> str:
+    """The driver names the user and the host that built it, as in "Release Build  (root@somewhere)"."""
+    return re.sub(r"\s*\(\S*@\S*\)\s*$", "", line)
 
 
 def _add_device(recording: Recording, node: Node, path: str) -> None:
@@ -136,7 +146,9 @@ def _add_kernel_log(recording: Recording, node: Node) -> None:
         return
     kept = [record for record in records[1:] if any(word in record[1] for word in _LOG_WORDS)][-_LOG_LINES_KEPT:]
     first = [(records[0][0], "first record")] if records else []
-    recording.files["/dev/kmsg"] = "".join(f"6,{number},0,-;{message}\n" for number, message in [*first, *kept])
+    recording.files["/dev/kmsg"] = "".join(
+        f"6,{number},0,-;{_without_builder(message)}\n" for number, message in [*first, *kept]
+    )
 
 
 def _nvml_answers(node: Node) -> dict[str, str]:
@@ -144,18 +156,20 @@ def _nvml_answers(node: Node) -> dict[str, str]:
     try:
         nvml = node.nvml
         for gpu_idx in nvml.gpus:
-            for key in ("name", "uuid", "pci_address", "memory_bytes"):
+            for key in _ASKED_BY_TOPOLOGY:
                 _quietly(partial(nvml.gpu, gpu_idx, key))
             for link in nvml.links(gpu_idx):
                 _quietly(partial(nvml.link, gpu_idx, link, "remote_pci"))
     except Unreadable:
         return {}
-    # Which GPUs these were is nobody's business; that they differ is all that counts.
-    return {key: _numbered_uuid(key) if key.endswith(".uuid") else value for key, value in nvml.log.items()}
+    return {key: _anonymous(key, value) for key, value in nvml.answers.items()}
 
 
-def _numbered_uuid(key: str) -> str:
-    return f"GPU-00000000-0000-0000-0000-{int(key.split('.')[1]):012d}"
+def _anonymous(key: str, value: str) -> str:
+    """Which GPUs these were is nobody's business; that they differ is all that counts."""
+    if key.endswith(".uuid"):
+        return f"GPU-00000000-0000-0000-0000-{int(key.split('.')[1]):012d}"
+    return "recorded" if key.endswith(".chassis_serial") and not value.startswith("!") else value
 
 
 def _quietly(read: Callable[[], Any]) -> None:

@@ -35,6 +35,23 @@ hybrid-ep doctor compare a.json b.json …         # what only several nodes tog
 | fail | a fault was confirmed | 1 |
 | warn | a fault was confirmed, in a check of severity `warning` | as if it had passed |
 | unknown | a tool is missing or something may not be read; nothing is concluded | 2, unless something failed |
+
+GPUs are read through NVML (nvidia-ml-py), RDMA devices from /sys and libibverbs: through pyverbs where that can be
+imported, else through our own module `_verbs`, with the same facts; without either, /sys has to do, and the active MTU
+of InfiniBand ports and the NICs' dma-buf support are unknown. `hybrid-ep topology --json` says which reader answered.
+"""
+
+_COUNTERS = """## Error counters
+
+`nvlink.errors` and `nic.errors` read every counter twice, a second apart. The profile names those that may rise, and by
+how much a second on one link or port (`error_rise_per_s`); a counter that it does not name must not rise at all.
+
+On Hopper "no counter rises" would be a false alarm. Measured on 4× H200, idle ([the node](node-h200.md)): within one
+second the CRC data counter rose on 23 of 72 links, by 1 or 2; a run later on 22, by 1 to 3. Replay, recovery and CRC
+flit counters stood at 0 on every link. So CRC errors at a low rate are normal; what shows a bad link is a replay, a
+recovery, or very many CRC errors. Replay and recovery must not rise, and CRC counters may by up to 100 a second, the
+limit of NVIDIA's own monitor (DCGM). NVLink 5 has other counters; no Blackwell node was measured, and there none may
+rise.
 """
 
 _PROFILES = """## Profiles
@@ -49,13 +66,14 @@ host: {hugepages_2m: 2560}
 severity: {gpu.persistence: warning, host.acs: "off"}
 ```
 
-null means "not checked". `nic: {count: 0}` says that the node has no NIC to count, and leaves out all that needs one.
+null means "not checked". `nic: {count: 0}` says that the node has no NIC to count, and leaves out all that needs one;
+[profiles/h200-4gpu-vm.yaml](profiles/h200-4gpu-vm.yaml) is such a site's profile, for the recorded node.
 """
 
 
 def document() -> str:
     """Returns the page as Markdown."""
-    return "\n".join([_INTRODUCTION, *_groups(), *_comparisons(), _PROFILES, *_profile_table()]) + "\n"
+    return "\n".join([_INTRODUCTION, *_groups(), *_comparisons(), _COUNTERS, _PROFILES, *_profile_table()]) + "\n"
 
 
 def _groups() -> Iterator[str]:
@@ -110,6 +128,8 @@ def _cell(value: object) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items()) or "none"
     items = value if isinstance(value, list) else [value]
     return ", ".join(str(item).replace("*", "\\*") for item in items)
 

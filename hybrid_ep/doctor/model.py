@@ -52,7 +52,7 @@ class Finding:
         return cls(Status.FAIL, "; ".join(faults)) if faults else cls(Status.PASS, seen_if_good)
 
 
-Counters = Mapping[str, int]
+Counters = Mapping[tuple[str, str], int]  # (thing, counter), e.g. ("GPU 0 link 3", "replay") → reading
 Examine = Callable[["Node", "Profile"], Finding]
 Sample = Callable[["Node", "Profile"], Counters]
 
@@ -74,7 +74,7 @@ class Check:
         quick: part of ``--quick``: no second sample, no other program.
         examine: for plain checks: reads and judges.
         sample: for counters: reads them; the runner reads twice and judges the rise.
-        allowed_rise: for counters: key of the profile with the greatest rise that is no fault.
+        rise_per_s: for counters: key of the profile with the names of those that may rise, and by how much a second.
     """
 
     id: str
@@ -88,7 +88,7 @@ class Check:
     quick: bool
     examine: Examine | None = None
     sample: Sample | None = None
-    allowed_rise: str = ""
+    rise_per_s: str = ""
     zero_is_wish: bool = False
 
     @property

@@ -63,11 +63,15 @@ class Node:
 
     Args:
         sysroot: ``/`` for this node, or the folder of a recorded one.
+
+    Attributes:
+        listed: folders that were looked into, so that a recording can say that the rest was not there.
     """
 
     def __init__(self, sysroot: Path = Path("/")) -> None:
         self.root = sysroot
         self.is_live = sysroot == Path("/")
+        self.listed: set[str] = set()
         self._facts = {} if self.is_live else read_facts(sysroot)
 
     @cached_property
@@ -102,11 +106,7 @@ class Node:
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file; Unreadable where its folder cannot be seen: nothing can be concluded then."""
-        place = self._place(path)
-        try:
-            return place.name in os.listdir(place.parent)
-        except OSError as error:
-            raise Unreadable(f"{Path(path).parent}: {error.strerror}") from None
+        return Path(path).name in self.names(str(Path(path).parent))
 
     def read(self, path: str) -> str:
         """Text of a file without the last newline."""
@@ -137,9 +137,11 @@ class Node:
     def names(self, path: str) -> list[str]:
         """Names in a folder, sorted; Unreadable where it cannot be listed."""
         try:
-            return sorted(os.listdir(self._place(path)))
+            found = sorted(os.listdir(self._place(path)))
         except OSError as error:
             raise Unreadable(f"{path}: {error.strerror}") from None
+        self.listed.add(path)
+        return found
 
     def names_or_none(self, path: str) -> list[str]:
         """Names in a folder, sorted; none where it does not exist."""

@@ -1,6 +1,6 @@
 """NVML through nvidia-ml-py, one key per value.
 
-The keys are those of the NVML stub (csrc/topology/nvml_stub.c), so what was read can be replayed: `log` has it all.
+The keys are those of the NVML stub (csrc/topology/nvml_stub.c), so what was read can be replayed: `answers` has it all.
 An NVML error, a missing library and a function that the driver does not have all raise `Unreadable` with NVML's words.
 """
 
@@ -48,8 +48,12 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "fabric.state": lambda gpu: _fabric(gpu).state,
     "fabric.status": lambda gpu: _fabric(gpu).status,
     "fabric.clique": lambda gpu: _fabric(gpu).cliqueId,
-    "fabric.health_mask": lambda gpu: _fabric(gpu).healthMask,
     "fabric.cluster_uuid": lambda gpu: bytes(_fabric(gpu).clusterUuid).hex(),
+    "platform.chassis_serial": lambda gpu: _platform(gpu).chassisSerialNumber,
+    "platform.slot": lambda gpu: ord(_platform(gpu).slotNumber),
+    "platform.tray": lambda gpu: ord(_platform(gpu).trayIndex),
+    "platform.host_id": lambda gpu: ord(_platform(gpu).hostId),
+    "platform.module_id": lambda gpu: ord(_platform(gpu).moduleId),
 }
 
 
@@ -69,30 +73,42 @@ _FIELD_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal"
 
 
 def _fabric(gpu: Any) -> Any:
-    """The versioned struct goes in by reference, with its version set."""
+    """The versioned struct goes in by reference, with its version set; older drivers have only the one without."""
     info = pynvml.c_nvmlGpuFabricInfo_v2_t()
     info.version = pynvml.nvmlGpuFabricInfo_v2
-    pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, pynvml.byref(info))
+    try:
+        pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, pynvml.byref(info))
+    except pynvml.NVMLError_FunctionNotFound:
+        info = pynvml.c_nvmlGpuFabricInfo_t()
+        pynvml.nvmlDeviceGetGpuFabricInfo(gpu, pynvml.byref(info))
+    return info
+
+
+def _platform(gpu: Any) -> Any:
+    info = pynvml.c_nvmlPlatformInfo_v2_t()
+    pynvml.nvmlDeviceGetPlatformInfo(gpu, pynvml.byref(info))
     return info
 
 
 class Nvml:
     """One open NVML session.
 
-    Attributes:
-        log: key → value as the stub writes it, of everything that was asked.
-
     Raises:
         Unreadable: the library is not there or does not start.
     """
 
     def __init__(self) -> None:
-        self.log: dict[str, str] = {}
+        self._answers: dict[str, list[str]] = {}
         self._handles: dict[int, Any] = {}
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             raise Unreadable(f"NVML: {error}") from None
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """Key → value of everything that was asked, as the stub reads it."""
+        return {key: _replayable(texts) for key, texts in self._answers.items()}
 
     def close(self) -> None:
         """Shuts NVML down; the object must not be used afterwards."""
@@ -159,8 +175,15 @@ class Nvml:
         try:
             value = call()
         except pynvml.NVMLError as error:
-            self.log[key] = f"!{error.value}"
+            self._answers.setdefault(key, []).append(f"!{error.value}")
             raise Unreadable(f"NVML {key}: {error}", nvml_code=error.value) from None
         value = value.decode() if isinstance(value, bytes) else value
-        self.log[key] = str(value)
+        self._answers.setdefault(key, []).append(str(value))
         return value
+
+
+def _replayable(texts: list[str]) -> str:
+    """What was said last; for a counter that rose between its two readings ``first+rise``, which the stub replays."""
+    if len(texts) == 2 and all(text.isdigit() for text in texts) and int(texts[1]) > int(texts[0]):
+        return f"{texts[0]}+{int(texts[1]) - int(texts[0])}"
+    return texts[-1]

@@ -54,6 +54,8 @@ class Profile:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items()) or "none"
     if isinstance(value, list):
         return (" or " if isinstance(value[0], str) else ", ").join(str(item) for item in value)
     return "not checked" if value is None else str(value)

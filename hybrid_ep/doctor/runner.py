@@ -12,6 +12,7 @@ from hybrid_ep.doctor.model import Check, Counters, Finding, Report, Result, Sev
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import GROUPS, all_checks
+from hybrid_ep.doctor.survey import shorten
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.errors import ConfigError
 
@@ -52,13 +53,19 @@ class Selection:
         return (not self.groups or check.group in self.groups) and (check.quick or not self.quick)
 
 
+def _wait(since: float) -> float:
+    """Sleeps until a second after `since` (of time.monotonic) and returns how many have passed."""
+    time.sleep(max(0.0, since + _SAMPLE_INTERVAL_S - time.monotonic()))
+    return time.monotonic() - since
+
+
 def examine(
     node: Node,
     profile: Profile,
     profile_source: str,
     selection: Selection | None = None,
     *,
-    pause: Callable[[float], None] = time.sleep,
+    wait: Callable[[float], float] = _wait,
 ) -> Report:
     """Runs the chosen checks.
 
@@ -67,7 +74,7 @@ def examine(
         profile: what to expect.
         profile_source: why this profile, for the report.
         selection: None = every check.
-        pause: waits so many seconds before counters are read again.
+        wait: waits before counters are read again; takes when they were read first, returns the seconds since then.
     """
     started = time.monotonic()
     chosen = [check for check in all_checks() if (selection or Selection()).takes(check)]
@@ -76,12 +83,12 @@ def examine(
     first_reading = time.monotonic()
     findings = {check.id: _examine(check, node, profile) for check in applicable if check.examine is not None}
     if before:
-        pause(max(0.0, _SAMPLE_INTERVAL_S - (time.monotonic() - first_reading)))
+        interval_s = wait(first_reading)
         after = _read_counters(node, profile, applicable)
         for check in applicable:
             if check.sample is not None:
-                allowed = int(profile[check.allowed_rise])
-                findings[check.id] = _judge_rise(before[check.id], after[check.id], allowed)
+                rise_per_s = profile[check.rise_per_s]
+                findings[check.id] = _judge_rise(before[check.id], after[check.id], rise_per_s, interval_s)
     return Report(
         hybrid_ep=__version__,
         host=node.hostname(),
@@ -119,15 +126,27 @@ def _read_counters(node: Node, profile: Profile, checks: list[Check]) -> Reading
     return readings
 
 
-def _judge_rise(before: Counters | Unreadable, after: Counters | Unreadable, allowed: int) -> Finding:
+def _judge_rise(
+    before: Counters | Unreadable, after: Counters | Unreadable, rise_per_s: Mapping[str, int], interval_s: float
+) -> Finding:
+    """Fails on a counter that rose faster than the profile allows; one that it does not name must not rise at all."""
     for reading in (before, after):
         if isinstance(reading, Unreadable):
             return Finding(Status.UNKNOWN, str(reading))
     assert not isinstance(before, Unreadable)
     assert not isinstance(after, Unreadable)
-    rises = {name: after[name] - value for name, value in before.items() if name in after}
-    risen = [f"{name} rose by {rise}" for name, rise in rises.items() if rise > allowed]
-    return Finding.judge(risen, f"{len(rises)} counters, none rose by more than {allowed}")
+    rises = {key: after[key] - value for key, value in before.items() if key in after}
+    faults = []
+    most: dict[str, int] = {}
+    for (thing, counter), rise in rises.items():
+        allowed = rise_per_s.get(counter, 0)
+        if rise > allowed * interval_s:
+            faults.append(f"{thing} {counter} rose by {rise} in {interval_s:.1f} s, allowed: {allowed}/s")
+        elif rise > 0:
+            most[counter] = max(rise, most.get(counter, 0))
+    tolerated = "".join(f"; {counter} by {rise} at most, which is normal" for counter, rise in most.items())
+    seen = f"{len(rises)} counters in {interval_s:.1f} s: no fault{tolerated}"
+    return Finding(Status.FAIL, shorten(faults)) if faults else Finding(Status.PASS, seen)
 
 
 def _result(check: Check, finding: Finding, profile: Profile) -> Result:

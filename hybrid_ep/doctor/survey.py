@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from hybrid_ep.doctor.model import Finding, Status
 from hybrid_ep.doctor.unreadable import Unreadable
 
-__all__ = ["survey"]
+__all__ = ["shorten", "survey"]
 
 T = TypeVar("T")
 _MOST_SHOWN = 6
@@ -49,10 +49,11 @@ def survey(
             if found:
                 faults.append(f"{name(thing)}: {found}")
     if faults:
-        return Finding(Status.FAIL, _shorten(faults))
-    return Finding(Status.UNKNOWN, _shorten(unreadable)) if unreadable else Finding(Status.PASS, good)
+        return Finding(Status.FAIL, shorten(faults))
+    return Finding(Status.UNKNOWN, shorten(unreadable)) if unreadable else Finding(Status.PASS, good)
 
 
-def _shorten(lines: list[str]) -> str:
+def shorten(lines: Sequence[str]) -> str:
+    """The first lines as one, and how many more there are."""
     more = f"; and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
     return "; ".join(lines[:_MOST_SHOWN]) + more

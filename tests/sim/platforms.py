@@ -231,6 +231,14 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         node.nvml |= {f"{gpu}.field.230.0": "0", f"{gpu}.fabric.state": "3", f"{gpu}.fabric.status": "0"}
         node.nvml[f"{gpu}.fabric.cluster_uuid"] = _CLUSTER if platform.tray else "0" * 32
         node.nvml[f"{gpu}.fabric.clique"] = "1" if platform.tray else "0"
+    if platform.tray:
+        node.nvml |= {
+            f"{gpu}.platform.chassis_serial": "1820000000001",
+            f"{gpu}.platform.slot": "14",
+            f"{gpu}.platform.tray": "4",
+            f"{gpu}.platform.host_id": "1",
+            f"{gpu}.platform.module_id": str(idx + 1),
+        }
     for link in range(platform.links):
         node.nvml |= {
             f"{gpu}.link.{link}.state": "1",
@@ -241,7 +249,9 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         if platform.nvlink5:
             node.nvml |= {f"{gpu}.field.{field}.{link}": "0" for field in _NVLINK5_FIELDS}
         else:
-            node.nvml |= {f"{gpu}.link.{link}.error.{counter}": "2" for counter in _NVLINK4_COUNTERS}
+            node.nvml |= {f"{gpu}.link.{link}.error.{counter}": "0" for counter in _NVLINK4_COUNTERS}
+            # On a third of the recorded H200's healthy links the CRC data counter rose within a second.
+            node.nvml[f"{gpu}.link.{link}.error.3"] = "40+2" if link % 3 == 0 else "11"
     for other in range(platform.num_gpus):
         if other != idx:
             node.nvml[f"{gpu}.p2p.{other}.2"] = "0"

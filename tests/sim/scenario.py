@@ -25,6 +25,8 @@ from hybrid_ep.topology.recording import Recording, decode
 from tests.sim.platforms import PLATFORMS, bridge_config, healthy
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORDINGS = Path(__file__).parent / "recordings"  # of real nodes, written by `hybrid-ep doctor --record`
+SITE_PROFILES = ROOT / "docs" / "profiles"  # one for each recording, under its name
 HEALTHY = (*PLATFORMS, "cpu")
 # A simulated node is hundreds of tiny files; they need no disk.
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -86,9 +88,10 @@ def run(scenario: Scenario, root: Path) -> Report:
     scenario.build().write(root)
     os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
 
-    def pause(seconds: float) -> None:
+    def wait(since: float) -> float:
         for path, content in scenario.later.items():
             (root / path.lstrip("/")).write_bytes(decode(content))
+        return 1.0
 
     with closing(Node(root)) as node:
         try:
@@ -100,17 +103,17 @@ def run(scenario: Scenario, root: Path) -> Report:
             site = root / "site.yaml"
             site.write_text(yaml.safe_dump({"extends": name, **scenario.site}))
             name = str(site)
-        return examine(node, load_profile(name), source, pause=pause)
+        return examine(node, load_profile(name), source, wait=wait)
 
 
-def build_stub(folder: Path, *, without: str = "") -> Path:
-    """Compiles the NVML stub into `folder`, for LD_LIBRARY_PATH; `without` hides a function, as in an older driver."""
+def build_stub(folder: Path, *, without: tuple[str, ...] = ()) -> Path:
+    """Compiles the NVML stub into `folder`, for LD_LIBRARY_PATH; `without` hides functions, as in an older driver."""
     headers = sorted(Path(sysconfig.get_paths()["platlib"]).glob("nvidia/*/include/nvml.h"))
     assert headers, "nvml.h comes with nvidia-nvml-dev, which the dev extra installs"
     source = ROOT / "csrc" / "topology" / "nvml_stub.c"
     target = folder / "libnvidia-ml.so.1"
     exports = folder / "exports"
-    exports.write_text(f"{{ global: *; local: {without or 'none_at_all'}; }};\n")
+    exports.write_text(f"{{ global: *; local: {'; '.join(without) or 'none_at_all'}; }};\n")
     options = ["-shared", "-fPIC", "-O1", f"-I{headers[0].parent}", "-Wl,-soname,libnvidia-ml.so.1"]
     options.append(f"-Wl,--version-script={exports}")
     subprocess.run(["cc", *options, str(source), "-o", str(target)], check=True)
@@ -124,7 +127,7 @@ def stub_environment(stub: Path, nvml_conf: Path | None = None) -> dict[str, str
 
 
 def run_all(stub: Path) -> dict[str, Report]:
-    """Reports of every healthy platform (by its name) and every scenario (by its name)."""
+    """Reports by the name of the healthy platform, of the scenario, or "RECORDING as PROFILE"."""
     command = [sys.executable, "-m", "tests.sim.scenario"]
     done = subprocess.run(command, env=stub_environment(stub), capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -136,11 +139,11 @@ def run_recording(recording: Recording, profile: str, root: Path) -> Report:
     recording.write(root)
     os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
     with closing(Node(root)) as node:
-        return examine(node, load_profile(profile), "given", pause=lambda seconds: None)
+        return examine(node, load_profile(profile), "given", wait=lambda since: 1.0)
 
 
 def main() -> None:
-    """Prints the reports of all scenarios, and of recordings taken from the healthy ones, as one JSON object."""
+    """Prints the reports of all scenarios, of recordings taken from the healthy ones, and of real nodes' recordings."""
     scenarios = [Scenario(name=name, platform=name) for name in HEALTHY] + load_scenarios()
     reports = {}
     for scenario in scenarios:
@@ -151,9 +154,15 @@ def main() -> None:
             healthy(name).write(Path(folder, "node"))
             os.environ["HYBRID_EP_NVML_STUB"] = str(Path(folder, "node", "hybrid_ep", "nvml.conf"))
             with closing(Node(Path(folder, "node"))) as node:
-                examine(node, load_profile(name), "given", pause=lambda seconds: None)
+                examine(node, load_profile(name), "given", wait=lambda since: 1.0)
                 recording = capture(node)
             reports[f"recorded {name}"] = run_recording(recording, name, Path(folder, "again")).to_json()
+    for path in sorted(RECORDINGS.glob("*.json")):
+        recording = Recording.load(path)
+        for name in ("hgx-h200", str(SITE_PROFILES / f"{path.stem}.yaml")):
+            with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+                report = run_recording(recording, name, Path(folder))
+                reports[f"{path.stem} as {report.profile}"] = report.to_json()
     json.dump(reports, sys.stdout)
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -64,18 +65,35 @@ def test_doctor_refuses_what_it_does_not_know(stub: Path, node: Path) -> None:
     assert "check 'gpu.speed' does not exist" in done.stderr
 
 
-def test_driver_without_a_function(tmp_path: Path, node: Path) -> None:
-    """An older driver lacks a symbol: pynvml finds out at the call, the extension at import; both are normal."""
-    stub = build_stub(tmp_path, without="nvmlDeviceGetGpuFabricInfoV")
-    done = _hybrid_ep(stub, node, "doctor", "--sysroot", str(node), "--group", "nvlink", "--quick", "--json")
-    report = {result["id"]: result for result in json.loads(done.stdout)["results"]}
-    assert report["nvlink.fabric_state"]["status"] == "unknown"
-    assert "Function Not Found" in report["nvlink.fabric_state"]["seen"]
-    assert report["nvlink.links"]["status"] == "pass"
-    assert done.returncode == 2
+def _fabric(stub: Path, node: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the doctor says of the fabric's state, and what the topology says of GPU 0."""
+    done = _hybrid_ep(stub, node, "doctor", "--sysroot", str(node), "--check", "nvlink.fabric_state", "--json")
     shown = json.loads(_hybrid_ep(stub, node, "topology", "--sysroot", str(node), "--json").stdout)
-    assert "nvmlDeviceGetGpuFabricInfoV" in shown["missing"]["nvml"]
-    assert [gpu["pci_address"] for gpu in shown["gpus"]][:2] == ["0000:13:00.0", "0000:23:00.0"]
+    assert shown["missing"] == {}
+    return json.loads(done.stdout)["results"][0], shown["gpus"][0]
+
+
+def test_driver_with_only_the_older_function(tmp_path: Path, node: Path) -> None:
+    result, gpu = _fabric(build_stub(tmp_path, without=("nvmlDeviceGetGpuFabricInfoV",)), node)
+    assert result["status"] == "pass"
+    assert (gpu["fabric"]["state"], gpu["fabric"]["status"]) == (3, 0)
+
+
+def test_driver_without_a_function(tmp_path: Path, node: Path) -> None:
+    """What an old driver lacks is not known; the rest of NVML answers all the same."""
+    names = ("nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetGpuFabricInfo", "nvmlDeviceGetPlatformInfo")
+    result, gpu = _fabric(build_stub(tmp_path, without=names), node)
+    assert result["status"] == "unknown"
+    assert "Function Not Found" in result["seen"]
+    assert (gpu["fabric"], gpu["platform"]) == (None, None)
+    assert (gpu["pci_address"], len(gpu["links"])) == ("0000:13:00.0", 18)
+
+
+def test_topology_says_where_a_rack_holds_the_tray(stub: Path, tmp_path: Path) -> None:
+    healthy("gb200-nvl72").write(tmp_path)
+    text = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path)).stdout
+    assert "rack 1820000000001 slot 14 compute tray 4" in text
+    assert "0008:01:00.0, module 1, NVLink 18/18 up" in text
 
 
 def test_topology(stub: Path, node: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hybrid_ep.doctor import Report, Status
 from hybrid_ep.doctor.registry import all_checks
-from tests.sim.scenario import HEALTHY, Scenario, build_stub, load_scenarios, run_all
+from tests.sim.scenario import HEALTHY, ROOT, Scenario, build_stub, load_scenarios, run_all
 
 SCENARIOS = load_scenarios()
 Reports = dict[str, Report]
@@ -55,6 +55,32 @@ def test_fault_is_found_by_its_check_alone(reports: Reports, scenario: Scenario)
     assert scenario.remedy in "; ".join(result.remedy for result in results)
     errors = {status for result in results for status in [result.status] if result.shown_as != "warn"}
     assert report.exit_code == (1 if Status.FAIL in errors else 2 if errors else 0)
+
+
+def test_real_node_has_the_faults_that_its_profile_sees(reports: Reports) -> None:
+    """Four of eight GPUs, no NIC, in a virtual machine: named once each; what needs a NIC is unknown, not passed."""
+    report = reports["h200-4gpu-vm as hgx-h200"]
+    failed = {result.id for result in report.results if result.status is Status.FAIL}
+    assert failed == {"gpu.count", "nic.count", "gdr.ibgda", "host.clock"}
+    unknown = {result.id: result.seen for result in report.results if result.status is Status.UNKNOWN}
+    assert set(unknown.values()) == {"no NIC to examine, see nic.count"}
+    assert {check_id.partition(".")[0] for check_id in unknown} == {"nic", "affinity", "gdr"}
+    errors = next(result for result in report.results if result.id == "nvlink.errors")
+    assert errors.seen == "288 counters in 1.0 s: no fault; crc_data by 2 at most, which is normal"
+    assert report.exit_code == 1
+
+
+def test_real_node_is_fit_by_its_sites_profile(reports: Reports) -> None:
+    report = reports["h200-4gpu-vm as h200-4gpu-vm"]
+    assert _not_passed(report) == {"host.clock": Status.FAIL}
+    assert report.exit_code == 0  # a warning
+
+
+def test_page_shows_the_real_report(reports: Reports) -> None:
+    """docs/node-h200.md has the replayed report, line by line."""
+    page = (ROOT / "docs" / "node-h200.md").read_text()
+    for result in reports["h200-4gpu-vm as hgx-h200"].results:
+        assert f"| {result.id} | {result.shown_as} | {result.seen} |" in page
 
 
 def test_every_check_has_been_seen_failing() -> None:

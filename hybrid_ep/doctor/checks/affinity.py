@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_ep.doctor.checks.nic import wanted_nics
+from hybrid_ep.doctor.checks.nic import required_nics
 from hybrid_ep.doctor.model import Finding, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
@@ -22,11 +22,10 @@ from hybrid_ep.topology import Distance
 def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
     most = Distance[profile["affinity.max_distance"]]
     topology = node.topology
-    wanted = {nic.name for nic in wanted_nics(node, profile)}
+    wanted = {nic.name for nic in required_nics(node, profile)}
     columns = [column for column, nic in enumerate(topology.nics) if nic.name in wanted]
-    if not topology.gpus or not columns:
-        what = "GPU" if not topology.gpus else "NIC"
-        return Finding(Status.UNKNOWN, f"no {what} to measure from")
+    if not topology.gpus:
+        return Finding(Status.UNKNOWN, "no GPU to measure from, see gpu.count")
     faults = []
     # Something that is missing is named by its own count; what is left over without a partner is no second fault.
     if len(columns) >= profile["nic.count"]:

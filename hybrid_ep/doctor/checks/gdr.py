@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hybrid_ep.doctor.checks.nic import required_nics
 from hybrid_ep.doctor.model import Finding, Severity, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
@@ -23,7 +24,7 @@ from hybrid_ep.doctor.unreadable import Unreadable
 def gdr_peer_memory(node: Node, profile: Profile) -> Finding:
     if node.exists("/sys/module/nvidia_peermem"):
         return Finding(Status.PASS, "nvidia_peermem is loaded")
-    nics = {nic.name: nic.dmabuf for nic in node.topology.nics}
+    nics = {nic.name: nic.dmabuf for nic in required_nics(node, profile)}
     try:
         gpu = node.cuda().dmabuf
     except Unreadable as error:
@@ -33,8 +34,8 @@ def gdr_peer_memory(node: Node, profile: Profile) -> Finding:
     refusing = [name for name, registers in nics.items() if registers is False]
     if refusing:
         return Finding(Status.FAIL, f"nvidia_peermem is not loaded; no dma-buf at {', '.join(refusing)}")
-    if not nics or None in nics.values():
-        reason = node.topology.missing.get("verbs", "no NIC could be asked")
+    if None in nics.values():
+        reason = node.topology.missing.get("verbs", "not every NIC could be asked")
         return Finding(Status.UNKNOWN, f"nvidia_peermem is not loaded; dma-buf of the NICs: {reason}")
     return Finding(Status.PASS, "dma-buf on GPU and NICs")
 

@@ -38,7 +38,8 @@ def _name(gpu_idx: int) -> str:
     source="NVML DeviceGetCount; PCI vendor 0x10de, class 0x0302 or 0x0300",
     expectation="{gpu.count} by NVML and by PCI",
     remedy="A GPU that PCI shows and NVML does not has lost its driver (look for Xid 79, reset or reboot); one that "
-    "PCI does not show either is unseated, unpowered or not passed through.",
+    "PCI does not show either is unseated, unpowered or not passed through. Where fewer are meant (a virtual machine, "
+    "a part of a node), say so in a profile of the site.",
     wants="gpu.count",
     zero_is_wish=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hybrid_ep.doctor.model import Finding, Status
+from hybrid_ep.doctor.model import Finding, Severity, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check
@@ -125,13 +125,15 @@ def host_hugepages(node: Node, profile: Profile) -> Finding:
     title="clock",
     source="adjtimex(2)",
     expectation="synchronised, within {host.clock_error_ms} ms",
-    remedy="Run chronyd or another NTP or PTP client; logs and timeouts of several nodes cannot be compared otherwise.",
+    remedy="Run chronyd or another NTP or PTP client; in a virtual machine chronyd can follow the host's clock "
+    "(module ptp_kvm, refclock PHC). The node works without; logs and timeouts of several nodes cannot be compared.",
     wants="host.clock_error_ms",
+    severity=Severity.WARNING,
 )
 def host_clock(node: Node, profile: Profile) -> Finding:
     clock = node.clock()
     if not clock.synchronized:
-        return Finding(Status.FAIL, "not synchronised")
+        return Finding(Status.FAIL, "nothing keeps the clock (the kernel says not synchronised)")
     seen = f"synchronised, within {clock.max_error_us / 1000:.1f} ms"
     return Finding(Status.PASS if clock.max_error_us <= 1000 * profile["host.clock_error_ms"] else Status.FAIL, seen)
 
