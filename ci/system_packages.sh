@@ -5,7 +5,9 @@
 set -euo pipefail
 packages=(
   qemu-system-x86 busybox-static kmod iproute2           # the Soft-RoCE virtual machine
+  openssh-server openmpi-bin                             # the MPIJob on simulated hosts
   libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
+  python3-pyverbs                                        # the other reader of verbs attributes
 )
 missing=()
 for package in "${packages[@]}"; do

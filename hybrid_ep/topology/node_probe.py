@@ -74,7 +74,7 @@ def _ask_verbs(root: Path, missing: dict[str, str]) -> tuple[str, list[VerbsDevi
         return "recorded", read_facts(root).get("verbs", [])
     try:
         return read_verbs()
-    except (ImportError, RuntimeError) as error:
+    except RuntimeError as error:
         missing["verbs"] = str(error)
         return "", []
 

@@ -11,18 +11,24 @@ from typing import Any
 
 import pytest
 
+from hybrid_ep.topology.verbs_readers import READERS
 from tests.sim.softroce_job import STEPS, Step
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
 pytestmark = pytest.mark.deploy
+# Debian's python3-pyverbs, for Debian's Python.
+PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the results of tests/sim/softroce_job.py."""
     folder = tmp_path_factory.mktemp("softroce")
+    site = folder / "site"  # pyverbs, and nothing else of Debian's Python packages
+    site.mkdir()
+    (site / "pyverbs").symlink_to(PYVERBS)
     try:
-        run_in_vm(f"{shlex.quote(sys.executable)} -m tests.sim.softroce_job /job", folder)
+        run_in_vm(f"PYTHONPATH=/job/site {shlex.quote(sys.executable)} -m tests.sim.softroce_job /job", folder)
     except MissingPrerequisite as reason:
         if os.environ.get("CI") == "true":
             raise
@@ -48,6 +54,17 @@ def test_fault_is_found_by_its_check_alone(job: Path, step: Step) -> None:
     failed = {name: text for name, (status, text) in _statuses(job, step.name).items() if status != "pass"}
     assert list(failed) == [step.check_id]
     assert step.seen in failed[step.check_id]
+
+
+def test_both_readers_give_the_same_facts(job: Path) -> None:
+    said = {name: json.loads((job / f"reader {name}.json").read_text()) for name in READERS}
+    reason = said["pyverbs"].get("reason")
+    if reason and os.environ.get("CI") != "true":
+        pytest.skip(f"pyverbs: {reason} (see ci/system_packages.sh)")
+    assert said["pyverbs"] == said["_verbs"]
+    for device, name in zip(said["pyverbs"]["devices"], ("rxe0", "rxe1"), strict=True):
+        assert device == {"name": name, "dmabuf": False, "ports": [{"port": 1, "active_mtu_bytes": 4096}]}
+    assert json.loads((job / "topology.json").read_text())["verbs_reader"] == "pyverbs"
 
 
 def test_probe_asks_libibverbs(job: Path) -> None:

@@ -9,12 +9,15 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hybrid_ep.doctor import Node, Selection, examine, load_profile
 from hybrid_ep.topology import probe
+from hybrid_ep.topology.verbs_readers import READERS, VerbsDevice
 
 SITE = """
 extends: cpu
@@ -54,11 +57,20 @@ def _examine(folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(report.to_json()))
 
 
+def _answer(read: Callable[[], list[VerbsDevice]]) -> dict[str, Any]:
+    try:
+        return {"devices": read()}
+    except (ImportError, RuntimeError) as error:
+        return {"reason": str(error)}
+
+
 def main(folder: Path) -> None:
-    """Writes healthy.json, topology.json and one report for each step."""
+    """Writes healthy.json, topology.json, what each verbs reader says, and one report for each step."""
     (folder / "site.yaml").write_text(SITE)
     _examine(folder, "healthy")
     (folder / "topology.json").write_text(json.dumps(probe().to_json()))
+    for name, read in READERS.items():
+        (folder / f"reader {name}.json").write_text(json.dumps(_answer(read)))
     for step in STEPS:
         subprocess.run(step.break_it.split(), check=True)
         _examine(folder, step.name)

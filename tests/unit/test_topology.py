@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,6 +17,7 @@ from hybrid_ep.topology import Distance, DomainMember, Topology, choose_nic, fin
 from hybrid_ep.topology.recording import Recording, decode, encode, read_facts
 from hybrid_ep.topology.render import localities, render
 from hybrid_ep.topology.svg import draw
+from hybrid_ep.topology.verbs_readers import READERS, VerbsDevice, read_verbs
 from tests.sim.platforms import healthy
 
 
@@ -88,6 +91,46 @@ def test_port_values(one_gpu: Path) -> None:
     assert nic.pci_address == "0000:16:00.0"
     assert (port.state, port.link_layer, port.rate_gbps) == ("ACTIVE", "InfiniBand", 400.0)
     assert (port.sm_lid, port.phys_state, port.active_mtu_bytes) == (-1, "", None)
+
+
+# ---- verbs readers ----
+
+
+def _failing(error: Exception) -> Callable[[], list[VerbsDevice]]:
+    def read() -> list[VerbsDevice]:
+        raise error
+
+    return read
+
+
+def test_first_verbs_reader_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = VerbsDevice(name="mlx5_0", dmabuf=True, ports=[])
+    monkeypatch.setitem(READERS, "pyverbs", _failing(ImportError("No module named 'pyverbs'")))
+    monkeypatch.setitem(READERS, "_verbs", lambda: [device])
+    assert read_verbs() == ("_verbs", [device])
+    monkeypatch.setitem(READERS, "pyverbs", list)
+    assert read_verbs() == ("pyverbs", [])
+
+
+def test_no_verbs_reader_is_a_normal_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READERS, "pyverbs", _failing(RuntimeError("Failed to get devices list")))
+    monkeypatch.setitem(READERS, "_verbs", _failing(ImportError("was not built")))
+    topology = probe()
+    assert topology.verbs_reader == ""
+    assert topology.missing["verbs"] == "pyverbs: Failed to get devices list; _verbs: was not built"
+
+
+def test_pyverbs_with_another_interface_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyverbs").mkdir()
+    (tmp_path / "pyverbs" / "device.py").write_text("def list_devices(): return []\n")
+    (tmp_path / "pyverbs" / "pyverbs_error.py").write_text("class PyverbsError(Exception): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("pyverbs", "pyverbs.device", "pyverbs.pyverbs_error"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(RuntimeError, match="another interface"):
+        READERS["pyverbs"]()
+    for name in ("pyverbs", "pyverbs.device", "pyverbs.pyverbs_error"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 # ---- choice of the NIC ----
