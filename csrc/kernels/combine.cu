@@ -9,8 +9,8 @@
 // weights.
 #include <cuda_runtime.h>
 
-#include "device/bf16.cuh"
 #include "device/epilogue.cuh"
+#include "device/pipelined_sum.cuh"
 #include "device/row_ring.cuh"
 #include "device/wait.cuh"
 #include "kernels/launch.h"
@@ -22,9 +22,6 @@ namespace {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kRowsBeforeReport = 4;  // of the next chunk: how long rows are on the wire
 static_assert(kRowsBeforeReport <= kRowsPerChunk);
-// 16-byte vectors that a lane sums at once: what the registers hold beside the rows that are looked up.
-template <int kRanksPerLane>
-constexpr int kVectorsPerLane = kRanksPerLane == 1 ? 4 : 2;
 constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
 struct Routes {
@@ -247,73 +244,36 @@ __device__ void sum_weights(const CombineParams& params, SourceWalk<kRanksPerLan
   }
 }
 
-// Sums one token: segments of the row in turn, in each the ranks ascending. Two loads of a segment are always on their
-// way while a third is added, since a lane's loads in flight are what bounds the rate.
+// Sums one token: segments of the row in turn, in each the ranks ascending.
 template <int kRanksPerLane>
 __device__ void sum_rows(const CombineParams& params, SourceWalk<kRanksPerLane>& walk, int64_t token, int lane) {
-  constexpr int kVectors = kVectorsPerLane<kRanksPerLane>;
-  constexpr int kSegmentBytes = kVectors * 32 * 16;
   const uint8_t* arrived = params.domain.arena[params.domain.rank] + params.slot.rows;
-  const int num_sources = walk.num_sources();
-  const int num_segments = (params.row_bytes + kSegmentBytes - 1) / kSegmentBytes;
-  const int num_steps = num_segments * num_sources;
-  int load_segment = 0, load_source = 0;
-  using Vectors = uint4[kVectors];
-  walk.restart();
-  const auto load = [&](Vectors& vectors) {
-    if (load_segment >= num_segments) return;
+  const auto load = [&](int segment, int source, uint4(&vectors)[kSumVectors]) {
+    if (source == 0) walk.restart();
     int64_t row;
     const uint8_t* from = walk.next(row) ? params.rows : arrived;
     from += row * params.row_bytes;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int offset = load_segment * kSegmentBytes + (v * 32 + lane) * 16;
+    for (int v = 0; v < kSumVectors; ++v) {
+      const int offset = segment * kSumSegmentBytes + (v * 32 + lane) * 16;
       vectors[v] = offset < params.row_bytes ? ptx::load_streaming(from + offset) : make_uint4(0, 0, 0, 0);
     }
-    if (++load_source == num_sources) {
-      load_source = 0;
-      ++load_segment;
-      walk.restart();
-    }
   };
-  float sum[kVectors][8] = {};
-  const auto store = [&](int segment) {
+  const auto store = [&](int segment, float (&sum)[kSumVectors][8]) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int offset = segment * kSegmentBytes + (v * 32 + lane) * 16;
-      if (offset < params.row_bytes) {
-        const int64_t position = token * params.row_bytes + offset;
+    for (int v = 0; v < kSumVectors; ++v) {
+      const int offset = segment * kSumSegmentBytes + (v * 32 + lane) * 16;
+      if (offset >= params.row_bytes) continue;
+      const int64_t position = token * params.row_bytes + offset;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          if (params.bias[b] != nullptr) add_bf16(sum[v], ptx::load_streaming(params.bias[b] + position));
-        }
-        *reinterpret_cast<uint4*>(params.out + position) = round_to_bf16(sum[v]);
+      for (int b = 0; b < 2; ++b) {
+        if (params.bias[b] != nullptr) add_bf16(sum[v], ptx::load_streaming(params.bias[b] + position));
       }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[v][i] = 0;
+      *reinterpret_cast<uint4*>(params.out + position) = round_to_bf16(sum[v]);
     }
   };
-  if (num_sources == 0) {
-    for (int segment = 0; segment < num_segments; ++segment) store(segment);
-    return;
-  }
-  Vectors current, next, later;
-  load(current);
-  load(next);
-  int segment = 0, source = 0;
-  for (int step = 0; step < num_steps; ++step) {
-    load(later);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      add_bf16(sum[v], current[v]);
-      current[v] = next[v];
-      next[v] = later[v];
-    }
-    if (++source == num_sources) {
-      source = 0;
-      store(segment++);
-    }
-  }
+  const int num_segments = (params.row_bytes + kSumSegmentBytes - 1) / kSumSegmentBytes;
+  sum_pipelined(num_segments, walk.num_sources(), load, store);
 }
 
 // Sums this rank's tokens as their partial rows arrive; a warp takes a token at a time.

@@ -9,7 +9,7 @@
 namespace hybrid_ep {
 
 constexpr int kDispatchThreads = 512;
-constexpr int kCombineThreads = 512;
+constexpr int kCombineThreads = 384;
 constexpr int kMaxSendWarps = 4;
 
 // Shared memory that a CTA may ask for beside what the kernels declare.

@@ -7,7 +7,7 @@
 // SMs. Blocks ascend with the expert, so ascending places are ascending experts. A warp takes a row at a time.
 #include <cuda_runtime.h>
 
-#include "device/bf16.cuh"
+#include "device/pipelined_sum.cuh"
 #include "device/ptx/memory.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
@@ -115,24 +115,25 @@ __global__ void __launch_bounds__(kThreads) reduce_local_kernel(const __grid_con
       const int ith = __shfl_sync(kAllLanes, place, __ffs(holder) - 1);
       if (lane == i) sorted = ith;
     }
-    for (int begin = 0; begin < params.row_bytes; begin += kVectorsAhead * 512) {
-      float sum[kVectorsAhead][8] = {};
-      for (int i = 0; i < num_places; ++i) {
-        const uint8_t* from = params.rows + static_cast<int64_t>(__shfl_sync(kAllLanes, sorted, i)) * params.row_bytes +
-                              begin + lane * 16;
+    const auto load = [&](int segment, int source, uint4(&vectors)[kSumVectors]) {
+      const int64_t row = __shfl_sync(kAllLanes, sorted, source);
+      const int begin = segment * kSumSegmentBytes + lane * 16;
 #pragma unroll
-        for (int v = 0; v < kVectorsAhead; ++v) {
-          if (begin + v * 512 + lane * 16 < params.row_bytes) add_bf16(sum[v], ptx::load_streaming(from + v * 512));
-        }
+      for (int v = 0; v < kSumVectors; ++v) {
+        const int offset = begin + v * 512;
+        vectors[v] = offset < params.row_bytes ? ptx::load_streaming(params.rows + row * params.row_bytes + offset)
+                                               : make_uint4(0, 0, 0, 0);
       }
+    };
+    const auto store = [&](int segment, const float (&sum)[kSumVectors][8]) {
+      uint8_t* to = params.out + static_cast<int64_t>(n) * params.row_bytes;
 #pragma unroll
-      for (int v = 0; v < kVectorsAhead; ++v) {
-        const int offset = begin + v * 512 + lane * 16;
-        if (offset >= params.row_bytes) continue;
-        *reinterpret_cast<uint4*>(params.out + static_cast<int64_t>(n) * params.row_bytes + offset) =
-            round_to_bf16(sum[v]);
+      for (int v = 0; v < kSumVectors; ++v) {
+        const int offset = segment * kSumSegmentBytes + v * 512 + lane * 16;
+        if (offset < params.row_bytes) *reinterpret_cast<uint4*>(to + offset) = round_to_bf16(sum[v]);
       }
-    }
+    };
+    sum_pipelined((params.row_bytes + kSumSegmentBytes - 1) / kSumSegmentBytes, num_places, load, store);
   }
 }
 

@@ -140,7 +140,7 @@ class Dispatched:
     """Result of `Engine.dispatch`.
 
     Attributes:
-        rows: N received rows (exactly `num_recv_bound` when one was given; rows after the last are zero).
+        rows: N received rows (exactly `num_recv_bound` when one was given; what stands after the last is undefined).
         topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
         num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device, or on the host where they are known there.
@@ -161,7 +161,7 @@ class Permuted:
     Attributes:
         rows: P rows by local expert; pads and rows after the last are zero.
         probs: ``[P]`` float32, or None when no weights were sent.
-        num_tokens_per_expert: ``[LE]`` int32, pads included; on the device.
+        num_tokens_per_expert: ``[LE]`` int32, pads included; on the device, or on the host where they are known there.
         handle: for `combine_permuted` and a cached `dispatch_permuted`.
     """
 

@@ -87,7 +87,8 @@ class _Sent(NamedTuple):
     num_rows: int  # of the result
     rank_prefix: Tensor
     in_rank: Tensor
-    counts: Tensor
+    counts: Tensor  # as _PermuteState has them; a plain dispatch has only the first row
+    reported: Tensor  # of the first row: on the host where the host waited for it
     overflow: Tensor | None
 
 
@@ -145,7 +146,7 @@ class CudaEngine(Engine):
             self._rows(landing, parts, rows, n),
             landing.result(parts.experts, (n, num_topk), torch.int64),
             weights,
-            sent.counts,
+            sent.reported,
             handle,
         )
         landing.release()
@@ -225,7 +226,7 @@ class CudaEngine(Engine):
         waited = num_permuted_bound is None
         handle = PermuteHandle(
             dispatch=dispatch,
-            num_tokens_per_expert=sent.counts[:num_local],
+            num_tokens_per_expert=sent.reported,
             num_permuted=sent.num_rows,
             pad_multiple=pad_multiple,
             state=_PermuteState(places, sent.counts, waited),
@@ -443,6 +444,7 @@ class CudaEngine(Engine):
                 num_recv = self._communicator.slot_layout(widths).capacity if is_permuted else bound
                 route = _Route(memory, num_recv, bound, bound, 0, 0)
                 num_rows = bound
+                reported = counts[:num_local] if is_permuted else counts
                 break
             mail = self._wait_for_counts(ticket, landing)
             if not mail.needs_room:
@@ -450,14 +452,13 @@ class CudaEngine(Engine):
                 num_from_away = mail.num_recv - mail.num_kept
                 route = _Route(memory, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
                 num_rows = mail.num_permuted if is_permuted else mail.num_recv
-                if not is_permuted:
-                    counts = torch.tensor(mail.num_tokens_per_expert(num_local), dtype=torch.int32)
+                reported = torch.tensor(mail.num_tokens_per_expert(num_local), dtype=torch.int32)
                 self.traffic.within_domain += mail.num_sent_away * widths.total
                 break
             landing.release()
             self._arena.ensure(widths.slot_bytes_for(mail.max_rows))
         parts = self._communicator.slot_layout(widths)
-        return _Sent(landing, parts, route, num_rows, rank_prefix, in_rank, counts, overflow)
+        return _Sent(landing, parts, route, num_rows, rank_prefix, in_rank, counts, reported, overflow)
 
     def _send_again(
         self, rows: Rows, handle: DispatchHandle, max_rows: int, pad_multiple: int, num_sms: int | None

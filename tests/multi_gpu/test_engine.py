@@ -32,9 +32,6 @@ def run_gpus() -> Iterator[RunGpus]:
 
     def run(num_ranks: int, function: Callable[..., None], *args: object) -> None:
         if num_ranks not in started:
-            for cluster in started.values():
-                cluster.close()
-            started.clear()
             variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
             started[num_ranks] = VirtualCluster(num_ranks, device="cuda", variables=variables)
         try:
