@@ -116,11 +116,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def _place_in_rack(topology: Topology) -> str:
-    """Rack, slot and tray, where the platform says them and all GPUs agree."""
+    """Rack, slot and tray, where the platform names a rack and all GPUs agree; an HGX board stands in none."""
     places = {
         f", rack {gpu.platform.chassis_serial} slot {gpu.platform.slot} compute tray {gpu.platform.tray}"
         for gpu in topology.gpus
-        if gpu.platform
+        if gpu.platform and gpu.platform.chassis_serial
     }
     return places.pop() if len(places) == 1 else ""
 

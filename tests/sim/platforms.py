@@ -231,11 +231,11 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         node.nvml |= {f"{gpu}.field.230.0": "0", f"{gpu}.fabric.state": "3", f"{gpu}.fabric.status": "0"}
         node.nvml[f"{gpu}.fabric.cluster_uuid"] = _CLUSTER if platform.tray else "0" * 32
         node.nvml[f"{gpu}.fabric.clique"] = "1" if platform.tray else "0"
-    if platform.tray:
+    if platform.nvlink5:
         node.nvml |= {
-            f"{gpu}.platform.chassis_serial": "1820000000001",
-            f"{gpu}.platform.slot": "14",
-            f"{gpu}.platform.tray": "4",
+            f"{gpu}.platform.chassis_serial": "1820000000001" if platform.tray else "",
+            f"{gpu}.platform.slot": "14" if platform.tray else "0",
+            f"{gpu}.platform.tray": "4" if platform.tray else "0",
             f"{gpu}.platform.host_id": "1",
             f"{gpu}.platform.module_id": str(idx + 1),
         }

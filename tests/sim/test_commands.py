@@ -94,6 +94,15 @@ def test_topology_says_where_a_rack_holds_the_tray(stub: Path, tmp_path: Path) -
     text = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path)).stdout
     assert "rack 1820000000001 slot 14 compute tray 4" in text
     assert "0008:01:00.0, module 1, NVLink 18/18 up" in text
+    page = (ROOT / "docs" / "topology.md").read_text()
+    assert [line for line in page.split("```")[3].splitlines() if line.rstrip() not in text] == []
+
+
+def test_topology_names_no_rack_where_there_is_none(stub: Path, tmp_path: Path) -> None:
+    healthy("hgx-b200").write(tmp_path)
+    text = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path)).stdout
+    assert "rack" not in text
+    assert "0000:13:00.0, module 1, NVLink 18/18 up" in text
 
 
 def test_topology(stub: Path, node: Path, tmp_path: Path) -> None:
