@@ -30,6 +30,11 @@ COMMANDS = {
         "Check this node: driver, GPUs, NVLink, NICs, GPUDirect, host limits.",
     ),
     "topology": ("hybrid_ep.topology.command", "topology", "Print and draw which GPU sits next to which NIC."),
+    "k8s": (
+        "hybrid_ep.k8s.command",
+        "k8s",
+        "Check Kubernetes manifests; report the doctor as a condition of the node.",
+    ),
     "info": ("hybrid_ep.info", "info", "Show versions, what was built, and which engine is chosen and why."),
     "env": ("hybrid_ep.info", "env_table", "Show every environment variable that is read, its value and effect."),
 }

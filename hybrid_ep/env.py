@@ -17,6 +17,8 @@ __all__ = [
     "BUILD_CUDA",
     "BUILD_NVML",
     "ENGINE",
+    "KUBERNETES_HOST",
+    "KUBERNETES_PORT",
     "LOCAL_RANK",
     "LOG_LEVEL",
     "MASTER_ADDR",
@@ -26,6 +28,7 @@ __all__ = [
     "MPI_SIZE",
     "MULTINODE",
     "NICS",
+    "NODE_NAME",
     "NUM_RANKS_PER_DOMAIN",
     "NVML_STUB",
     "POOL_SLOTS",
@@ -236,6 +239,11 @@ MASTER_ADDR = Variable(
 )
 MASTER_PORT = Variable("MASTER_PORT", 29500, _positive_int, "a port", "The port of rank 0, for the ranks to meet.")
 
+# Set in Pods, the first two by Kubernetes itself: where `hybrid-ep k8s mark-node` writes.
+KUBERNETES_HOST = Variable("KUBERNETES_SERVICE_HOST", "", str, "a host name or address", "Where the API server is.")
+KUBERNETES_PORT = Variable("KUBERNETES_SERVICE_PORT", 443, _positive_int, "a port", "The port of the API server.")
+NODE_NAME = Variable("NODE_NAME", "", str, "a node's name", "The Kubernetes node that this Pod runs on.")
+
 VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
@@ -252,6 +260,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MPI_LOCAL_RANK,
     MASTER_ADDR,
     MASTER_PORT,
+    KUBERNETES_HOST,
+    KUBERNETES_PORT,
+    NODE_NAME,
     BUILD_CUDA,
     BUILD_NVML,
     MULTINODE,

@@ -1,0 +1,361 @@
+"""`hybrid-ep k8s check`: the shipped overlays pass, and broken in one way each is caught by the one rule for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hybrid_ep.cli import main
+from hybrid_ep.k8s.check import check
+from hybrid_ep.k8s.manifest import find_sources, load
+from hybrid_ep.k8s.rules import RULES
+from tests.prerequisites import require
+
+K8S = Path(__file__).resolve().parents[2] / "k8s"
+OVERLAYS = (
+    *("cpu", "single-node", "infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "gb200-mnnvl"),
+    *("cpu-torchrun", "single-node-torchrun", "node-doctor"),
+)
+Tree = Any
+
+
+@cache
+def built(overlay: str) -> list[Tree]:
+    require(shutil.which("kubectl"), "kubectl")
+    return [manifest.content for manifest in load(K8S / "overlays" / overlay)]
+
+
+def worker(job: Tree) -> Tree:
+    return job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+
+
+def launcher(job: Tree) -> Tree:
+    return job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
+
+
+def pod(job: Tree) -> Tree:
+    return job["spec"]["template"]["spec"]
+
+
+@dataclass(frozen=True)
+class Break:
+    """One way to break an overlay.
+
+    Attributes:
+        rule: that must find it, and no other.
+        path: the JSON path that must be named.
+        change: breaks the job in place.
+        overlay: what is broken.
+    """
+
+    rule: str
+    path: str
+    change: Callable[[Tree], object]
+    overlay: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.path.rpartition('.spec.')[2]}"
+
+
+def rename(tree: Tree, old: str, new: str) -> None:
+    tree[new] = tree.pop(old)
+
+
+W = "$.spec.mpiReplicaSpecs.Worker.template.spec"
+L = "$.spec.mpiReplicaSpecs.Launcher.template.spec"
+BREAKS = [
+    # Accepted by the operator's own CRD without a word.
+    Break("schema", "$.spec.mpiReplicaSpecs", lambda job: rename(job["spec"]["mpiReplicaSpecs"], "Worker", "Workers")),
+    Break(
+        "schema",
+        "$.spec.runPolicy.cleanPodPolicy",
+        lambda job: job["spec"]["runPolicy"].update(cleanPodPolicy="running"),
+    ),
+    Break(
+        "schema",
+        "$.spec.mpiReplicaSpecs.Worker.restartPolicy",
+        lambda job: job["spec"]["mpiReplicaSpecs"]["Worker"].update(restartPolicy="never"),
+    ),
+    Break(
+        "schema",
+        "$.spec.launcherCreationPolicy",
+        lambda job: job["spec"].update(launcherCreationPolicy="WaitForWorkers"),
+    ),
+    Break("schema", "$.spec", lambda job: rename(job["spec"], "slotsPerWorker", "slots")),
+    Break(
+        "schema",
+        "$.spec.mpiReplicaSpecs.Launcher.replicas",
+        lambda job: job["spec"]["mpiReplicaSpecs"]["Launcher"].update(replicas=2),
+    ),
+    # Inside the Pod template, where the CRD does not look.
+    Break(
+        "schema",
+        f"{W}.containers[0]",
+        lambda job: rename(worker(job)["containers"][0], "readinessProbe", "readynessProbe"),
+    ),
+    Break("schema", f"{W}.containers[0].command", lambda job: worker(job)["containers"][0].update(command="sshd")),
+    Break("schema", "$.spec", lambda job: rename(job["spec"], "completionMode", "mode"), "cpu-torchrun"),
+    Break("schema", "$.spec", lambda job: rename(job["spec"], "numNodes", "nodes"), "gb200-mnnvl"),
+    Break("schema", "$.kind", lambda job: job.update(kind="MPIJobs")),
+    Break(
+        "image-pinned",
+        f"{W}.containers[0].image",
+        lambda job: worker(job)["containers"][0].update(image="registry:5000/hybrid-ep"),
+    ),
+    Break(
+        "image-pinned",
+        f"{L}.containers[0].image",
+        lambda job: launcher(job)["containers"][0].update(image="hybrid-ep:latest"),
+    ),
+    Break(
+        "gpu-limit",
+        f"{W}.containers[0].resources.requests['nvidia.com/gpu']",
+        lambda job: worker(job)["containers"][0]["resources"]["requests"].update({"nvidia.com/gpu": 4}),
+        "single-node",
+    ),
+    *(
+        Break(
+            "ipc-lock",
+            f"{W}.containers[0].securityContext.capabilities.add",
+            lambda job: worker(job)["containers"][0]["securityContext"]["capabilities"].pop("add"),
+            overlay,
+        )
+        for overlay in ("infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband")
+    ),
+    Break(
+        "hugepages",
+        f"{W}.containers[0].resources",
+        lambda job: worker(job)["containers"][0]["resources"].update(
+            requests={}, limits={"vpc.amazonaws.com/efa": 32, "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": 8}
+        ),
+        "eks-efa",
+    ),
+    Break(
+        "shared-memory",
+        f"{W}.containers[0].volumeMounts",
+        lambda job: worker(job)["containers"][0]["volumeMounts"].pop(),
+    ),
+    Break(
+        "shared-memory",
+        f"{W}.containers[0].volumeMounts",
+        lambda job: worker(job)["volumes"][1]["emptyDir"].pop("medium"),
+        "single-node",
+    ),
+    Break(
+        "shared-memory",
+        "$.spec.template.spec.containers[0].volumeMounts",
+        lambda job: pod(job)["volumes"][0]["emptyDir"].pop("sizeLimit"),
+        "cpu-torchrun",
+    ),
+    Break(
+        "claims",
+        f"{W}.resourceClaims",
+        lambda job: worker(job)["containers"][0]["resources"].pop("claims"),
+        "gb200-mnnvl",
+    ),
+    Break(
+        "claims", f"{W}.containers[0].resources.claims[0]", lambda job: worker(job).pop("resourceClaims"), "gb200-mnnvl"
+    ),
+    Break(
+        "mpijob-probe",
+        f"{W}.containers[0].readinessProbe",
+        lambda job: worker(job)["containers"][0].pop("readinessProbe"),
+    ),
+    Break("mpijob-probe", "$.spec.launcherCreationPolicy", lambda job: job["spec"].pop("launcherCreationPolicy")),
+    *(
+        Break("mpijob-limits", f"$.spec.runPolicy.{name}", lambda job, name=name: job["spec"]["runPolicy"].pop(name))
+        for name in ("activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy")
+    ),
+    Break(
+        "mpijob-init",
+        f"{W}.initContainers[0]",
+        lambda job: worker(job).update(initContainers=[{"name": "doctor", "image": "hybrid-ep:0.1.0"}]),
+    ),
+    Break(
+        "mpijob-first-container",
+        f"{L}.containers[1]",
+        lambda job: launcher(job)["containers"].insert(0, {"name": "log", "image": "log-agent:1"}),
+    ),
+    Break(
+        "mpijob-hostfile",
+        f"{L}.containers[0].args",
+        lambda job: launcher(job)["containers"][0]["args"].remove("--hostfile"),
+    ),
+    Break(
+        "mpijob-environment",
+        f"{L}.containers[0].env[3]",
+        lambda job: launcher(job)["containers"][0]["env"].append({"name": "NCCL_DEBUG", "value": "INFO"}),
+    ),
+    Break(
+        "mpijob-environment",
+        f"{W}.containers[0].env[0]",
+        lambda job: worker(job)["containers"][0].update(env=[{"name": "NCCL_DEBUG", "value": "INFO"}]),
+    ),
+    Break("mpijob-ssh-path", "$.spec.sshAuthMountPath", lambda job: job["spec"].pop("sshAuthMountPath")),
+    Break(
+        "mpijob-launcher-gpus",
+        f"{L}.containers[0].resources.limits['nvidia.com/gpu']",
+        lambda job: launcher(job)["containers"][0]["resources"]["limits"].update({"nvidia.com/gpu": 8}),
+        "single-node",
+    ),
+    Break("mpijob-slots", "$.spec.slotsPerWorker", lambda job: job["spec"].update(slotsPerWorker=1), "single-node"),
+    Break("job-indexed", "$.spec.completionMode", lambda job: job["spec"].pop("completionMode"), "cpu-torchrun"),
+    Break("job-indexed", "$.spec.parallelism", lambda job: job["spec"].update(parallelism=1), "cpu-torchrun"),
+    Break("job-indexed", "$.spec.backoffLimit", lambda job: job["spec"].pop("backoffLimit"), "cpu-torchrun"),
+    Break(
+        "job-indexed",
+        "$.spec.activeDeadlineSeconds",
+        lambda job: job["spec"].pop("activeDeadlineSeconds"),
+        "cpu-torchrun",
+    ),
+    Break(
+        "job-indexed",
+        "$.spec.template.spec.restartPolicy",
+        lambda job: pod(job).update(restartPolicy="OnFailure"),
+        "cpu-torchrun",
+    ),
+    Break("job-indexed", "$.spec.template.spec.subdomain", lambda job: pod(job).pop("subdomain"), "cpu-torchrun"),
+]
+
+
+@pytest.mark.parametrize("case", BREAKS, ids=str)
+def test_each_mistake_is_found_by_its_rule_alone(case: Break, tmp_path: Path) -> None:
+    manifests = copy.deepcopy(built(case.overlay))
+    kind = "ComputeDomain" if case.path == "$.spec" and case.overlay == "gb200-mnnvl" else ("MPIJob", "Job")
+    case.change(next(manifest for manifest in manifests if manifest["kind"] in kind))
+    file = tmp_path / "broken.yaml"
+    file.write_text(yaml.safe_dump_all(manifests))
+    problems = check([file]).problems
+    assert {problem.rule for problem in problems} == {case.rule}
+    assert case.path in [problem.path for problem in problems]
+    assert {problem.source for problem in problems} == {str(file)}
+
+
+def test_every_rule_has_a_failing_example() -> None:
+    assert {rule.id for rule in RULES} <= {case.rule for case in BREAKS}
+
+
+def test_all_overlays_are_there_and_pass() -> None:
+    require(shutil.which("kubectl"), "kubectl")
+    result = check([K8S])
+    assert {Path(source).name for source in result.checked} == set(OVERLAYS)
+    assert (result.problems, result.unchecked) == ([], [])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
+    """Image, nodes and ranks per node are written once and arrive wherever they are needed."""
+    require(shutil.which("kubectl"), "kubectl")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    settings = tmp_path / "k8s" / "overlays" / overlay / "settings.yaml"
+    tree = yaml.safe_load(settings.read_text())
+    tree["spec"] |= {"image": "registry.example/site/hybrid-ep:9.8.7"}
+    tree["spec"] |= {name: number for name, number in (("nodes", 5), ("ranksPerNode", 3)) if name in tree["spec"]}
+    settings.write_text(yaml.safe_dump(tree))
+    manifests = load(settings.parent)
+    containers = [
+        container
+        for manifest in manifests
+        for template in manifest.pod_templates()
+        for key in ("initContainers", "containers")
+        for container in template.content["spec"].get(key, [])
+    ]
+    assert {container["image"] for container in containers} == {"registry.example/site/hybrid-ep:9.8.7"}
+    gpus = [container["resources"]["limits"].get("nvidia.com/gpu", 3) for container in containers]
+    assert set(gpus) == {3}
+    by_kind = {manifest.kind: manifest.content["spec"] for manifest in manifests if "spec" in manifest.content}
+    if job := by_kind.get("MPIJob"):
+        assert (job["mpiReplicaSpecs"]["Worker"]["replicas"], job["slotsPerWorker"]) == (5, 3)
+    if job := by_kind.get("Job"):
+        assert (job["completions"], job["parallelism"]) == (5, 5)
+        assert {"--nnodes=5", "--nproc-per-node=3"} <= set(job["template"]["spec"]["containers"][0]["command"])
+    if domain := by_kind.get("ComputeDomain"):
+        assert domain["numNodes"] == 5
+    assert check([settings.parent]).problems == []
+
+
+def test_command_prints_where_and_exits_with_1(tmp_path: Path) -> None:
+    job = copy.deepcopy(next(manifest for manifest in built("cpu") if manifest["kind"] == "MPIJob"))
+    del job["spec"]["runPolicy"]["backoffLimit"]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    plain = CliRunner().invoke(main, ["k8s", "check", str(file)])
+    assert plain.exit_code == 1
+    assert f"error {file} MPIJob/hybrid-ep $.spec.runPolicy.backoffLimit" in plain.output
+    document = json.loads(CliRunner().invoke(main, ["k8s", "check", "--json", str(file)]).output)
+    assert not document["ok"]
+    assert document["problems"][0] == {
+        "source": str(file),
+        "name": "MPIJob/hybrid-ep",
+        "path": "$.spec.runPolicy.backoffLimit",
+        "rule": "mpijob-limits",
+        "message": "missing; allowed: a value of your own",
+    }
+
+
+def test_what_cannot_be_built_is_a_problem(tmp_path: Path) -> None:
+    require(shutil.which("kubectl"), "kubectl")
+    (tmp_path / "kustomization.yaml").write_text("resources: [missing.yaml]\n")
+    (problem,) = check([tmp_path]).problems
+    assert problem.rule == "build"
+    assert "missing.yaml" in problem.message
+
+
+@pytest.mark.parametrize(("text", "says"), [("a: [", "cannot be read"), ("- 1\n", "holds list")])
+def test_what_is_no_manifest_is_a_problem(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    (problem,) = check([file]).problems
+    assert says in problem.message
+
+
+def test_without_kubectl_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(main, ["k8s", "check", str(K8S / "overlays" / "cpu")])
+    assert result.exit_code == 2
+    assert "kubectl is not installed" in result.output
+
+
+def test_without_schemas_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes_validate", None)
+    file = tmp_path / "x.yaml"
+    file.write_text("apiVersion: v1\nkind: Service\nmetadata: {name: a}\n")
+    result = CliRunner().invoke(main, ["k8s", "check", str(file)])
+    assert result.exit_code == 2
+    assert "pip install kubernetes-validate" in result.output
+
+
+def test_empty_folder_is_wrong_usage(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["k8s", "check", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "holds no manifest" in result.output
+
+
+def test_tree_without_overlays_is_searched(tmp_path: Path) -> None:
+    for name, kind in (("a", "Kustomization"), ("b", "Component")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kustomization.yaml").write_text(f"kind: {kind}\n")
+    assert find_sources(tmp_path) == [tmp_path / "a"]
+
+
+def test_page_lists_every_rule() -> None:
+    page = (K8S.parent / "docs" / "kubernetes.md").read_text()
+    for rule in RULES:
+        assert f"| `{rule.id}` | {rule.text} |" in page, f"docs/kubernetes.md is stale; it wants: {rule}"
+
+
+def test_command_starts_without_schemas_and_torch() -> None:
+    code = "import sys; from hybrid_ep.k8s import command; print({'kubernetes_validate', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

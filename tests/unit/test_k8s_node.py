@@ -1,0 +1,168 @@
+"""`hybrid-ep k8s mark-node` against an API server that keeps one node and merges patches as the real one does."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hybrid_ep import env
+from hybrid_ep.cli import main
+from hybrid_ep.doctor.model import Report, Result, Severity, Status
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.k8s import node
+from hybrid_ep.k8s.node import CONDITION, LABEL, ApiServer, mark_node
+
+NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.timezone.utc)
+MERGE = "application/strategic-merge-patch+json"
+
+
+class Server(ThreadingHTTPServer):
+    """Node n1, as GET and PATCH see it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.node: dict[str, Any] = {
+            "metadata": {"name": "n1", "labels": {"zone": "a"}},
+            "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+        }
+        self.api = ApiServer(f"http://127.0.0.1:{self.server_port}", "secret")
+
+    @property
+    def condition(self) -> dict[str, str]:
+        (found,) = (each for each in self.node["status"]["conditions"] if each["type"] == CONDITION)
+        return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_PATCH(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Content-Type"] == MERGE
+        if self.path.endswith("/status"):
+            assert list(body) == ["status"]
+            given = {each["type"]: each for each in body["status"]["conditions"]}
+            others = [each for each in self.server.node["status"]["conditions"] if each["type"] not in given]
+            self.server.node["status"]["conditions"] = [*others, *given.values()]
+        else:
+            self.server.node["metadata"]["labels"] |= body["metadata"]["labels"]
+        self.answer()
+
+    def answer(self) -> None:
+        allowed = self.headers["Authorization"] == "Bearer secret" and self.path.startswith("/api/v1/nodes/n1")
+        self.send_response(200 if allowed else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.server.node if allowed else {"message": "not yours"}).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def report(*statuses: Status, severity: Severity = Severity.ERROR) -> Report:
+    results = tuple(
+        Result(f"gpu.check{i}", "gpu", "t", status, severity, "7", "8", "NVML", "Reseat it.")
+        for i, status in enumerate(statuses)
+    )
+    return Report("0", "n1", "hgx-h100", "given", 0.1, results)
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "label", "message"),
+    [
+        (report(Status.PASS, Status.PASS), "True", "pass", "2 checks"),
+        (report(Status.FAIL, severity=Severity.WARNING), "True", "pass", "1 checks"),
+        (
+            report(Status.FAIL, Status.PASS, Status.UNKNOWN),
+            "False",
+            "fail",
+            "gpu.check0: 7 (expected 8). Reseat it.",
+        ),
+        (report(Status.PASS, Status.UNKNOWN), "Unknown", "unknown", "gpu.check1: 7 (expected 8). Reseat it."),
+    ],
+    ids=["healthy", "warning", "faulty", "unreadable"],
+)
+def test_node_says_what_the_doctor_found(server: Server, given: Report, status: str, label: str, message: str) -> None:
+    mark_node(server.api, "n1", given, NOON)
+    assert (server.condition["status"], server.condition["message"]) == (status, message)
+    assert server.node["metadata"]["labels"] == {"zone": "a", LABEL: label}
+    assert {"type": "Ready", "status": "True"} in server.node["status"]["conditions"]
+
+
+def test_time_of_change_stays_while_the_status_does(server: Server) -> None:
+    minute = datetime.timedelta(minutes=1)
+    for i, status in enumerate((Status.PASS, Status.PASS, Status.FAIL)):
+        mark_node(server.api, "n1", report(status), NOON + i * minute)
+        heartbeat, changed = server.condition["lastHeartbeatTime"], server.condition["lastTransitionTime"]
+        assert heartbeat == f"2026-01-02T12:0{i}:00Z"
+        assert changed == f"2026-01-02T12:0{2 if status is Status.FAIL else 0}:00Z"
+
+
+def test_long_message_is_cut(server: Server) -> None:
+    mark_node(server.api, "n1", report(*[Status.FAIL] * 100), NOON)
+    assert len(server.condition["message"]) == 1024
+
+
+def test_refusal_says_what_the_server_said(server: Server) -> None:
+    with pytest.raises(node.ApiError, match=r"GET /api/v1/nodes/n2: 403 Forbidden: .*not yours"):
+        mark_node(server.api, "n2", report(Status.PASS), NOON)
+
+
+def test_unreachable_server_is_named() -> None:
+    with pytest.raises(node.ApiError, match=r"http://127\.0\.0\.1:1/"):
+        ApiServer("http://127.0.0.1:1", "").request("GET", "/api/v1/nodes/n1")
+
+
+def test_command_runs_the_doctor_with_its_options(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.NODE_NAME.name, "n1")
+    monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
+    done = CliRunner().invoke(main, ["k8s", "mark-node", "--profile", "cpu", "--check", "software.packages"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["node"] == "n1"
+    assert (server.condition["status"], server.condition["message"]) == ("True", "1 checks")
+
+
+def test_command_fails_where_the_doctor_does_not_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.NODE_NAME.name, "n1")
+    monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
+    done = CliRunner().invoke(main, ["k8s", "mark-node", "--profile", "hgx-z9"])
+    assert done.exit_code == 1
+    assert "hgx-z9" in done.stderr
+
+
+def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(env.KUBERNETES_HOST.name, raising=False)
+    with pytest.raises(ConfigError, match="in a Pod with a service account"):
+        ApiServer.of_this_pod()
+    monkeypatch.delenv(env.NODE_NAME.name, raising=False)
+    assert CliRunner().invoke(main, ["k8s", "mark-node"]).exit_code == 2
+
+
+@pytest.mark.parametrize(("accept", "exit_code"), [([], 2), (["--accept-unknown"], 0)])
+def test_doctor_can_accept_what_a_pod_cannot_read(accept: list[str], exit_code: int, tmp_path: Any) -> None:
+    options = ["doctor", "--profile", "hgx-h100", "--check", "host.governor", "--sysroot", str(tmp_path)]
+    assert CliRunner().invoke(main, [*options, *accept]).exit_code == exit_code
+
+
+def test_doctor_accepts_no_fault() -> None:
+    options = ["doctor", "--profile", "hgx-h100", "--check", "nic.count", "--accept-unknown"]
+    assert CliRunner().invoke(main, options).exit_code == 1
