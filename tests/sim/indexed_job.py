@@ -1,0 +1,63 @@
+"""Runs an Indexed Job of Kubernetes on simulated hosts: all Pods at once, each told its index, none restarted.
+
+python -m tests.sim.indexed_job k8s/overlays/cpu-torchrun
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.k8s.manifest import Manifest, load
+from tests.sim.hosts import Cluster, Host
+from tests.sim.pods import Kubelet, Pod, checkout_image
+
+_POLL_S = 0.1
+
+
+def run_indexed_job(
+    manifests: list[Manifest], cluster: Cluster, prepare: Callable[[Host], None] = lambda host: None
+) -> list[Pod]:
+    """Runs the one Job among the manifests until all its Pods have succeeded, or one has failed; returns them by index.
+
+    Raises:
+        ConfigError: not one Indexed Job without retries, or it ran past its deadline.
+    """
+    jobs = [manifest.content for manifest in manifests if manifest.kind == "Job"]
+    if len(jobs) != 1 or jobs[0]["spec"].get("completionMode") != "Indexed" or jobs[0]["spec"].get("backoffLimit"):
+        raise ConfigError(f"there are {len(jobs)} Jobs; allowed here: 1, Indexed, with backoffLimit 0")
+    name, spec = jobs[0]["metadata"]["name"], jobs[0]["spec"]
+    kubelet = Kubelet(cluster, manifests, spec["template"]["spec"]["subdomain"], prepare)
+    names = [f"{name}-{i}" for i in range(spec["completions"])]
+    for pod_name in names:
+        kubelet.reserve_name(pod_name)
+    pods = []
+    for i, pod_name in enumerate(names):
+        pods.append(kubelet.start(pod_name, spec["template"], {"JOB_COMPLETION_INDEX": str(i)}))
+    begun = time.monotonic()
+    while any(pod.phase == "Running" for pod in pods) and not any(pod.phase == "Failed" for pod in pods):
+        if time.monotonic() - begun > spec["activeDeadlineSeconds"]:
+            raise ConfigError(f"{name} ran for more than its deadline, {spec['activeDeadlineSeconds']} s")
+        time.sleep(_POLL_S)
+        for pod in pods:
+            pod.poll()
+    for pod in pods:
+        if pod.phase == "Running":
+            pod.delete()
+    return pods
+
+
+def main() -> int:
+    """Runs the Job of an overlay or a file and prints what its Pods said."""
+    with Cluster(checkout_image()) as cluster:
+        pods = run_indexed_job(load(Path(sys.argv[1])), cluster)
+    for pod in pods:
+        print(f"{pod.name}: {pod.phase}\n{pod.log}")
+    return 0 if all(pod.phase == "Succeeded" for pod in pods) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
