@@ -240,7 +240,7 @@ def main() -> None:
         if not options.quick:
             three = ["dispatch bf16", "dispatch fp8", "combine bf16"]
             made += figures(cluster, Shape(skewed=True), three, [16], options.repeats)
-            for tokens in (256, 1024, 16384, 32768):
+            for tokens in (256, 1024, 8192, 32768):
                 made += figures(cluster, Shape(tokens=tokens), three, [16], 10)
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"],

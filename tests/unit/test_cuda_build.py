@@ -38,7 +38,8 @@ def test_kernel_compiles_without_spills(tmp_path: Path, name: str, arch: str) ->
     for entry in entries:
         mangled = entry.split("'")[1]
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", entry)]
-        assert spills and not any(spills), f"{mangled}: {spills} bytes spilled"
+        assert spills, entry
+        assert not any(spills), f"{mangled}: {spills} bytes spilled"
         used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", entry)
         assert used is not None, entry
         for kernel, (max_registers, max_shared_bytes) in LIMITS.items():
