@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s.manifest import find_sources, load
+from hybrid_ep.k8s.manifest import MissingToolError, find_sources, load
 from hybrid_ep.k8s.problem import Problem
 from hybrid_ep.k8s.rules import RULES, check_rules
 from hybrid_ep.k8s.schema import KUBERNETES_VERSION, check_schema
@@ -59,15 +59,15 @@ def check(paths: Iterable[Path]) -> CheckResult:
         except ConfigError as error:
             result.problems.append(Problem(str(source), "", "", "build", str(error)))
             continue
-        except FileNotFoundError as error:
+        except MissingToolError as error:
             result.unchecked.append(f"{source}: {error}")
             continue
         result.checked[str(source)] = [manifest.name for manifest in manifests]
         for manifest in manifests:
             try:
                 problems = list(check_schema(manifest))
-            except ImportError:
-                result.unchecked.append(f"{source}, schemas: pip install kubernetes-validate")
+            except MissingToolError as error:
+                result.unchecked.append(f"{source} {manifest.name}: {error}")
                 problems = []
             result.problems.extend(problems or check_rules(manifest))
     return result

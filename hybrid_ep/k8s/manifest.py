@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["Manifest", "PodTemplate", "find_sources", "load"]
+__all__ = ["Manifest", "MissingToolError", "PodTemplate", "find_sources", "load"]
 
 _KUSTOMIZATION = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 _BUILD_LIMIT_S = 60.0
+
+
+class MissingToolError(HybridEPError):
+    """A program or package that a check needs is not installed; the message says which."""
 
 
 class PodTemplate(NamedTuple):
@@ -95,14 +99,12 @@ def load(source: Path) -> list[Manifest]:
 
     Raises:
         ConfigError: it cannot be built or read; says what kustomize or the parser said.
-        FileNotFoundError: kubectl is not installed.
+        MissingToolError: kubectl is not installed.
     """
     try:
         text = _build(source) if source.is_dir() else source.read_text(encoding="utf-8")
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, yaml.YAMLError) as error:
-        if isinstance(error, FileNotFoundError) and source.exists():
-            raise
         raise ConfigError(f"{source} cannot be read: {error}") from error
     for document in documents:
         if not isinstance(document, dict):
@@ -113,7 +115,7 @@ def load(source: Path) -> list[Manifest]:
 def _build(folder: Path) -> str:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        raise FileNotFoundError("kubectl is not installed, and without it a folder cannot be built")
+        raise MissingToolError("kubectl is not installed, and without it a folder cannot be built")
     built = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=_BUILD_LIMIT_S)
     if built.returncode:
         raise ConfigError(f"{folder} cannot be built: {built.stderr.strip()}")

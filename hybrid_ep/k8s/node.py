@@ -23,7 +23,7 @@ from hybrid_ep import env
 from hybrid_ep.doctor.model import Report, Status
 from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["CONDITION", "LABEL", "ApiServer", "condition_of", "examine_node", "mark_node"]
+__all__ = ["CONDITION", "LABEL", "ApiServer", "NodeError", "condition_of", "examine_node", "mark_node"]
 
 CONDITION = "HybridEPFit"
 LABEL = "hybrid-ep/doctor"
@@ -38,8 +38,8 @@ _WORDS = {
 }
 
 
-class ApiError(HybridEPError):
-    """The API server could not be reached, or refused."""
+class NodeError(HybridEPError):
+    """The node could not be examined, or the API server could not be reached or refused."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ApiServer:
         """Sends one request and returns the parsed answer.
 
         Raises:
-            ApiError: it could not be reached, or refused.
+            NodeError: it could not be reached, or refused.
         """
         headers = {"Authorization": f"Bearer {self.token}", "Accept": "application/json", "Content-Type": kind}
         data = None if body is None else json.dumps(body).encode()
@@ -87,16 +87,16 @@ class ApiServer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             said = error.read(500).decode(errors="replace")
-            raise ApiError(f"{method} {path}: {error.code} {error.reason}: {said}") from error
+            raise NodeError(f"{method} {path}: {error.code} {error.reason}: {said}") from error
         except (OSError, ValueError) as error:
-            raise ApiError(f"{method} {self.url}{path}: {error}") from error
+            raise NodeError(f"{method} {self.url}{path}: {error}") from error
 
 
 def examine_node(options: Sequence[str] = ()) -> Report:
     """Runs ``hybrid-ep doctor`` in a process of its own, so that a driver that hangs does not hang the reporter.
 
     Raises:
-        ApiError: it did not end in time or gave no report.
+        NodeError: it did not end in time or gave no report.
     """
     start = "from hybrid_ep.cli import main; main()"
     command = [sys.executable, "-c", start, "doctor", "--json", *options]
@@ -104,9 +104,9 @@ def examine_node(options: Sequence[str] = ()) -> Report:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DOCTOR_S)
         return Report.from_json(json.loads(done.stdout))
     except subprocess.TimeoutExpired as error:
-        raise ApiError(f"the doctor did not end within {_DOCTOR_S:g} s") from error
+        raise NodeError(f"the doctor did not end within {_DOCTOR_S:g} s") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ApiError(f"the doctor gave no report: {done.stderr.strip() or error!r}") from error
+        raise NodeError(f"the doctor gave no report: {done.stderr.strip() or error!r}") from error
 
 
 def condition_of(report: Report, known: dict[str, Any] | None, now: datetime.datetime) -> dict[str, str]:
@@ -140,7 +140,7 @@ def mark_node(server: ApiServer, node: str, report: Report, now: datetime.dateti
     """Writes the condition and the label ``hybrid-ep/doctor=pass|fail|unknown``; returns the condition.
 
     Raises:
-        ApiError: the API server could not be reached, or refused.
+        NodeError: the API server could not be reached, or refused.
     """
     path = f"/api/v1/nodes/{quote(node)}"
     conditions = server.request("GET", path).get("status", {}).get("conditions", [])

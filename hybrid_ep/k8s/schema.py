@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from hybrid_ep.k8s.manifest import Manifest
+from hybrid_ep.k8s.manifest import Manifest, MissingToolError
 from hybrid_ep.k8s.problem import Problem
 
 __all__ = ["KUBERNETES_VERSION", "check_schema", "json_path"]
@@ -26,9 +26,12 @@ def check_schema(manifest: Manifest) -> Iterator[Problem]:
     """Yields every place where the manifest does not fit its schema.
 
     Raises:
-        ImportError: kubernetes-validate is not installed.
+        MissingToolError: kubernetes-validate is not installed.
     """
-    import kubernetes_validate
+    try:
+        import kubernetes_validate
+    except ImportError as error:
+        raise MissingToolError("the schemas are not installed: pip install kubernetes-validate") from error
 
     def problem(path: str, message: str) -> Problem:
         return Problem(str(manifest.source), manifest.name, path, "schema", message)

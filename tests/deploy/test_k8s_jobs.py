@@ -197,6 +197,23 @@ def test_ssh_trusts_only_the_jobs_own_key(cluster: Cluster) -> None:
     assert "Host key verification failed" in result.log
 
 
+def test_clusters_do_not_meet() -> None:
+    """Two at once, with equal names and addresses: a server in one is not there in the other."""
+    serve = "import socket, time; s = socket.create_server(('', 2222)); print('up', flush=True); time.sleep(60)"
+    with start_cluster() as one, start_cluster() as two:
+        hosts = [cluster.add_host("a") for cluster in (one, two)]
+        assert hosts[0].address == hosts[1].address
+        process = hosts[0].start([sys.executable, "-c", serve], user=1000, output=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert [cluster.can_connect(hosts[0].address, 2222) for cluster in (one, two)] == [True, False]
+        hosts[1].write("/etc/mine", "two")
+        assert not hosts[0].path("/etc/mine").exists()
+        assert not Path("/etc/mine").exists()
+    process.wait()
+    process.stdout.close()
+
+
 def test_nothing_is_left_behind() -> None:
     require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
     code = (

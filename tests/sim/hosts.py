@@ -3,7 +3,7 @@
 A host is a set of namespaces (mount, network, UTS, IPC, PID) over this machine's root folder: everything installed here
 is there, and what the host writes lies in memory and goes with it. All hosts hang on one bridge, and all of it, bridge
 included, lives inside one outermost PID and network namespace: when that one's first process dies, for whatever
-reason, the kernel takes the rest along. So nothing is left behind, and runs cannot meet.
+reason, the kernel takes the rest along. So no process, mount or network is left behind, and runs cannot meet.
 
     with Cluster(image) as cluster:
         host = cluster.add_host("worker-0")
@@ -55,9 +55,16 @@ hostname "$name"; ip link set lo up
 echo ready
 exec sleep infinity
 """
-_SETUP_CLUSTER = (
-    "mount -t proc proc /proc && ip link add switch type bridge && ip link set switch up && {address} && {run}"
-)
+# $1 = the switch's own address, from which hosts are probed.
+_SETUP_CLUSTER = r"""
+set -e
+mount -t proc proc /proc
+ip link add switch type bridge
+ip link set switch up
+ip address add "$1" dev switch
+echo ready
+exec sleep infinity
+"""
 
 
 class HostError(HybridEPError):
@@ -154,10 +161,9 @@ class Cluster:
         self._work = Path(tempfile.mkdtemp(prefix="hybrid-ep-hosts-"))
         self._addresses = _NETWORK.hosts()
         self._processes: list[subprocess.Popen[bytes]] = []
-        address = f"ip address add {next(self._addresses)}/{_NETWORK.prefixlen} dev switch"
-        script = _SETUP_CLUSTER.format(address=address, run="echo ready && exec sleep infinity")
+        address = f"{self.reserve_address()}/{_NETWORK.prefixlen}"
         try:
-            self._pid = self._unshare([], ["net", "pid", "mount"], ["sh", "-c", script])
+            self._pid = self._unshare([], ["net", "pid", "mount"], ["sh", "-c", _SETUP_CLUSTER, "sh", address])
         except HostError:
             shutil.rmtree(self._work, ignore_errors=True)
             raise

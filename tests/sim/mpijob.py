@@ -161,9 +161,10 @@ class MPIJobRun:
 
     def _add_operator_files(self, host: Host) -> None:
         where = self._spec.get("sshAuthMountPath", "/root/.ssh")
-        # A Secret belongs to root, in a folder that anybody may write; only under /root/.ssh is its mode narrowed.
+        # A Secret belongs to root, as links in a folder that anybody may write; its mode is narrowed for /root only.
         for file, content in self._keys.items():
-            host.write(f"{where}/{file}", content, 0o600 if where == "/root/.ssh" else 0o644)
+            host.write(f"{where}/..data/{file}", content, 0o600 if where == "/root/.ssh" else 0o644)
+            host.path(f"{where}/{file}").symlink_to(f"..data/{file}")
         host.path(where).chmod(0o1777)
         slots = self._spec.get("slotsPerWorker", 1)
         lines = [f"{name}.{self._job}.{NAMESPACE}.svc slots={slots}" for name in self._names]

@@ -286,6 +286,19 @@ def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
     assert check([settings.parent]).problems == []
 
 
+def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:
+    require(shutil.which("kubectl"), "kubectl")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    overlay = tmp_path / "k8s" / "overlays" / "infiniband"
+    patch = (overlay / "nics.yaml").read_text()
+    assert patch.count("rdma~1ib\n") == 1
+    (overlay / "nics.yaml").write_text(patch.replace("rdma~1ib\n", "nvidia.com~1hostdev\n"))
+    job = next(manifest.content for manifest in load(overlay) if manifest.kind == "MPIJob")
+    limits = worker(job)["containers"][0]["resources"]["limits"]
+    assert (limits["nvidia.com/hostdev"], "rdma/ib" in limits) == (8, False)
+    assert check([overlay]).problems == []
+
+
 def test_command_prints_where_and_exits_with_1(tmp_path: Path) -> None:
     job = copy.deepcopy(next(manifest for manifest in built("cpu") if manifest["kind"] == "MPIJob"))
     del job["spec"]["runPolicy"]["backoffLimit"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,8 @@ from hybrid_ep.cli import main
 from hybrid_ep.doctor.model import Report, Result, Severity, Status
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.k8s import node
-from hybrid_ep.k8s.node import CONDITION, LABEL, ApiServer, mark_node
+from hybrid_ep.k8s.node import CONDITION, LABEL, ApiServer, NodeError, mark_node
+from tests.prerequisites import require
 
 NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.timezone.utc)
 MERGE = "application/strategic-merge-patch+json"
@@ -123,12 +128,12 @@ def test_long_message_is_cut(server: Server) -> None:
 
 
 def test_refusal_says_what_the_server_said(server: Server) -> None:
-    with pytest.raises(node.ApiError, match=r"GET /api/v1/nodes/n2: 403 Forbidden: .*not yours"):
+    with pytest.raises(NodeError, match=r"GET /api/v1/nodes/n2: 403 Forbidden: .*not yours"):
         mark_node(server.api, "n2", report(Status.PASS), NOON)
 
 
 def test_unreachable_server_is_named() -> None:
-    with pytest.raises(node.ApiError, match=r"http://127\.0\.0\.1:1/"):
+    with pytest.raises(NodeError, match=r"http://127\.0\.0\.1:1/"):
         ApiServer("http://127.0.0.1:1", "").request("GET", "/api/v1/nodes/n1")
 
 
@@ -149,6 +154,30 @@ def test_command_fails_where_the_doctor_does_not_run(server: Server, monkeypatch
     assert "hgx-z9" in done.stderr
 
 
+def test_pod_speaks_to_its_own_cluster_only(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the files and variables that Kubernetes gives a Pod, over TLS; another authority's server is refused."""
+    require(shutil.which("openssl"), "openssl")
+    for name in ("own", "other"):
+        make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=cluster"
+        options = [*make.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+        files = ["-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.crt")]
+        subprocess.run([*options, *files], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "own.crt", tmp_path / "own.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    (tmp_path / "token").write_text("secret\n")
+    monkeypatch.setattr(node, "_ACCOUNT", tmp_path)
+    monkeypatch.setenv(env.KUBERNETES_HOST.name, "127.0.0.1")
+    monkeypatch.setenv(env.KUBERNETES_PORT.name, str(server.server_port))
+    shutil.copy(tmp_path / "own.crt", tmp_path / "ca.crt")
+    mark_node(ApiServer.of_this_pod(), "n1", report(Status.PASS), NOON)
+    assert server.condition["status"] == "True"
+    shutil.copy(tmp_path / "other.crt", tmp_path / "ca.crt")
+    with pytest.raises(NodeError, match="CERTIFICATE_VERIFY_FAILED"):
+        mark_node(ApiServer.of_this_pod(), "n1", report(Status.FAIL), NOON)
+    assert server.condition["status"] == "True"
+
+
 def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(env.KUBERNETES_HOST.name, raising=False)
     with pytest.raises(ConfigError, match="in a Pod with a service account"):
@@ -158,7 +187,7 @@ def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("accept", "exit_code"), [([], 2), (["--accept-unknown"], 0)])
-def test_doctor_can_accept_what_a_pod_cannot_read(accept: list[str], exit_code: int, tmp_path: Any) -> None:
+def test_doctor_can_accept_what_a_pod_cannot_read(accept: list[str], exit_code: int, tmp_path: Path) -> None:
     options = ["doctor", "--profile", "hgx-h100", "--check", "host.governor", "--sysroot", str(tmp_path)]
     assert CliRunner().invoke(main, [*options, *accept]).exit_code == exit_code
 
