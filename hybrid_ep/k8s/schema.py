@@ -39,8 +39,8 @@ def check_schema(manifest: Manifest) -> Iterator[Problem]:
     if manifest.kind in _OWN:
         from jsonschema import Draft202012Validator
 
-        for error in Draft202012Validator(_schema(_OWN[manifest.kind])).iter_errors(manifest.content):
-            yield problem(json_path("$", error.absolute_path), error.message)
+        for breach in Draft202012Validator(_schema(_OWN[manifest.kind])).iter_errors(manifest.content):
+            yield problem(json_path("$", breach.absolute_path), breach.message)
         for template in manifest.pod_templates():
             content = {"apiVersion": "v1", "kind": "PodTemplate", "template": template.content}
             for path, message in _errors_of_kubernetes(content):

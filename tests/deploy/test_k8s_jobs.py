@@ -143,6 +143,16 @@ def test_init_doctor_refuses_a_node_before_torchrun(cluster: Cluster) -> None:
     assert pods[0].process is None
 
 
+def test_deadline_ends_an_indexed_job(cluster: Cluster) -> None:
+    manifests, spec = changed("cpu-torchrun")
+    spec["activeDeadlineSeconds"] = 1
+    spec["template"]["spec"]["initContainers"] = []
+    spec["template"]["spec"]["containers"][0]["command"] = ["/bin/sh", "-c", "sleep $(( 60 * $0 ))"]
+    spec["template"]["spec"]["containers"][0]["args"] = ["$(JOB_COMPLETION_INDEX)"]
+    pods = run_indexed_job(manifests, cluster)
+    assert [pod.phase for pod in pods] == ["Succeeded", "Deleted"]
+
+
 def test_rank_that_dies_fails_the_job(cluster: Cluster) -> None:
     def break_bench(host: Host) -> None:
         if host.name == "hybrid-ep-worker-1":
@@ -207,9 +217,12 @@ def test_clusters_do_not_meet() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         assert [cluster.can_connect(hosts[0].address, 2222) for cluster in (one, two)] == [True, False]
-        hosts[1].write("/etc/mine", "two")
-        assert not hosts[0].path("/etc/mine").exists()
-        assert not Path("/etc/mine").exists()
+        # Also through a link that is absolute inside the host.
+        hosts[1].path("/etc/link").symlink_to("/srv/../etc")
+        hosts[1].write("/etc/link/hybrid-ep-mine", "two")
+        assert hosts[1].path("/etc/hybrid-ep-mine").read_text() == "two"
+        assert not hosts[0].path("/etc/hybrid-ep-mine").exists()
+        assert not Path("/etc/hybrid-ep-mine").exists()
     process.wait()
     process.stdout.close()
 

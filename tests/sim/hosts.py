@@ -104,8 +104,23 @@ class Host:
         self._image = image
 
     def path(self, inside: str) -> Path:
-        """Where a path of the host can be reached from outside."""
-        return Path(f"/proc/{self.pid}/root") / inside.lstrip("/")
+        """Where a path of the host can be reached from outside.
+
+        Links are followed here: the kernel would take an absolute one to this machine's own folders.
+        """
+        root = place = Path(f"/proc/{self.pid}/root")
+        todo = list(reversed(Path(inside).parts))
+        while todo:
+            part = todo.pop()
+            if part == "/":
+                place = root
+            elif part == "..":
+                place = place if place == root else place.parent
+            elif (place / part).is_symlink():
+                todo.extend(reversed(Path(os.readlink(place / part)).parts))
+            else:
+                place /= part
+        return place
 
     def write(self, inside: str, content: str, mode: int = 0o644) -> None:
         """Writes a file of root's, making its folders."""
