@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -227,14 +228,19 @@ def test_clusters_do_not_meet() -> None:
     process.stdout.close()
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
     require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
     code = (
         "import sys; from tests.sim.hosts import Cluster, Image; cluster = Cluster(Image()); "
         "host = cluster.add_host('a'); host.start(['sleep', '987654321']); print('up', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=K8S.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=K8S.parent,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdin is not None
