@@ -91,12 +91,18 @@ class Inputs(NamedTuple):
     topk_weights: Tensor
 
 
-def row_of(seed: int, rank: int, src_rank: int, token: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The row that `rank`'s experts return for a token: the same wherever it is computed, and different for every
-    place.
+def row_of(seed: int, rank: int, src_rank: int, token: int, size: int) -> Tensor:
+    """The bf16 row that `rank`'s experts return for a token: the same wherever it is made, and different everywhere.
+
+    Half of the values are ±2^24: beside them float32 loses the others, so that a sum in another order, or one that is
+    rounded in between, gives other bits.
     """
     generator = torch.Generator().manual_seed(((seed * 73 + rank) * 73 + src_rank) * 100_003 + token)
-    return torch.randn(size, generator=generator).to(dtype)
+    row = torch.randn(size, generator=generator)
+    chosen = torch.rand(size, generator=generator)
+    row[chosen < 0.25] = 2.0**24
+    row[chosen > 0.75] = -(2.0**24)
+    return row.to(torch.bfloat16)
 
 
 CASES = [
