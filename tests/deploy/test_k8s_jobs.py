@@ -146,7 +146,7 @@ def test_init_doctor_refuses_a_node_before_torchrun(cluster: Cluster) -> None:
 
 def test_deadline_ends_an_indexed_job(cluster: Cluster) -> None:
     manifests, spec = changed("cpu-torchrun")
-    spec["activeDeadlineSeconds"] = 1
+    spec["activeDeadlineSeconds"] = 3
     spec["template"]["spec"]["initContainers"] = []
     spec["template"]["spec"]["containers"][0]["command"] = ["/bin/sh", "-c", "sleep $(( 60 * $0 ))"]
     spec["template"]["spec"]["containers"][0]["args"] = ["$(JOB_COMPLETION_INDEX)"]
@@ -175,9 +175,9 @@ def test_launcher_is_tried_again_as_often_as_allowed(cluster: Cluster, backoff_l
 
 
 def test_deadline_ends_the_launcher(cluster: Cluster) -> None:
-    manifests, _ = changed("cpu", "echo started; sleep 60", activeDeadlineSeconds=1, cleanPodPolicy="All")
+    manifests, _ = changed("cpu", "echo started; sleep 60", activeDeadlineSeconds=4, cleanPodPolicy="All")
     result = MPIJobRun(manifests, cluster).run()
-    assert_failed(result, "DeadlineExceeded", "more than 1 s", "started")
+    assert_failed(result, "DeadlineExceeded", "more than 4 s", "started")
     assert [pod.phase for pod in [*result.launchers, *result.workers]] == ["Deleted"] * 3
 
 

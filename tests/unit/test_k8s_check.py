@@ -286,6 +286,18 @@ def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
     assert check([settings.parent]).problems == []
 
 
+def test_strategic_merge_that_drops_half_a_container_is_found(tmp_path: Path) -> None:
+    """Lists of containers are merged only in kinds that kustomize knows; in an MPIJob such a patch replaces them."""
+    require(shutil.which("kubectl"), "kubectl")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    container = {"name": "worker", "image": "hybrid-ep:0.1.0", "resources": {"limits": {"memory": "16Gi"}}}
+    patch = copy.deepcopy(next(manifest for manifest in built("cpu") if manifest["kind"] == "MPIJob"))
+    patch["spec"] = {"mpiReplicaSpecs": {"Worker": {"template": {"spec": {"containers": [container]}}}}}
+    overlay = {"resources": ["k8s/overlays/cpu"], "patches": [{"patch": yaml.safe_dump(patch)}]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    assert {problem.rule for problem in check([tmp_path]).problems} == {"mpijob-probe", "shared-memory"}
+
+
 def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:
     require(shutil.which("kubectl"), "kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
