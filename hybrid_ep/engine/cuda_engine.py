@@ -13,7 +13,7 @@ Low-latency calls are served by the torch engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from hybrid_ep.engine.base import (
     Routing,
     Rows,
 )
+from hybrid_ep.engine.cuda_route import PermuteState, Route, Sent, address, aligned, row_bytes_of
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
@@ -42,54 +43,6 @@ from hybrid_ep.quantize import Fp8Format
 __all__ = ["CudaEngine"]
 
 _current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-
-
-class _Route(NamedTuple):
-    """What the cuda engine keeps in a DispatchHandle.
-
-    Attributes:
-        memory: int32; send_slot ``[T, R]``, send_list ``[R, T]`` and, expert-major, dst_row ``[T, R]``, in this order.
-        num_recv: rows of the result: what arrived, or the bound.
-        max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
-        max_sent: most rows that any rank sends; what the slots of a combine must hold.
-        num_sent_away: rows that this rank sends to others; 0 where the host did not learn it.
-        num_from_away: rows that others send to this rank; likewise.
-    """
-
-    memory: Tensor
-    num_recv: int
-    max_recv: int
-    max_sent: int
-    num_sent_away: int
-    num_from_away: int
-
-
-class _PermuteState(NamedTuple):
-    """What the cuda engine keeps in a PermuteHandle.
-
-    Attributes:
-        places: ``[N, K]`` int32; row of each copy of a received row, or −1.
-        counts: ``[2, LE]`` int32; rows of each expert with pads, then without.
-        waited: whether the host waited for the counts, so that there is no overflow.
-    """
-
-    places: Tensor
-    counts: Tensor
-    waited: bool
-
-
-class _Sent(NamedTuple):
-    """A dispatch that is on its way."""
-
-    landing: Landing
-    parts: _cuda.SlotLayout
-    route: _Route
-    num_rows: int  # of the result
-    rank_prefix: Tensor
-    in_rank: Tensor
-    counts: Tensor  # as _PermuteState has them; a plain dispatch has only the first row
-    reported: Tensor  # of the first row: on the host where the host waited for it
-    overflow: Tensor | None
 
 
 class CudaEngine(Engine):
@@ -153,7 +106,7 @@ class CudaEngine(Engine):
         return result
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
-        route: _Route = handle.state
+        route: Route = handle.state
         landing, parts = self._send_again(rows, handle, route.max_recv, 0, num_sms)
         result = self._rows(landing, parts, rows, route.num_recv)
         landing.release()
@@ -169,9 +122,9 @@ class CudaEngine(Engine):
         num_sms: int | None,
     ) -> Combined:
         stream = self._begin()
-        route: _Route = handle.state
+        route: Route = handle.state
         num_tokens, hidden = handle.is_token_in_rank.shape[0], data.shape[1]
-        row_bytes = self._row_bytes(data)
+        row_bytes = row_bytes_of(data)
         num_weights = 0 if weights is None else weights.shape[1]
         widths = _cuda.combine_widths(row_bytes, num_weights)
         self._arena.ensure(widths.slot_bytes_for(route.max_sent))
@@ -180,16 +133,16 @@ class CudaEngine(Engine):
         out_weights = None
         if weights is not None:
             out_weights = torch.empty(num_tokens, num_weights, dtype=torch.float32, device=data.device)
-        terms = [_aligned(term) for term in bias]
-        data = _aligned(data)
+        terms = [aligned(term) for term in bias]
+        data = aligned(data)
         self._communicator.combine(
             widths=widths,
             rows=data.data_ptr(),
-            weights=_address(weights),
-            bias_0=_address(terms[0] if terms else None),
-            bias_1=_address(terms[1] if len(terms) > 1 else None),
+            weights=address(weights),
+            bias_0=address(terms[0] if terms else None),
+            bias_1=address(terms[1] if len(terms) > 1 else None),
             out=out.data_ptr(),
-            out_weights=_address(out_weights),
+            out_weights=address(out_weights),
             send_slot=route.memory.data_ptr(),
             rank_prefix=handle.rank_prefix_matrix.data_ptr(),
             num_tokens=num_tokens,
@@ -229,7 +182,7 @@ class CudaEngine(Engine):
             num_tokens_per_expert=sent.reported,
             num_permuted=sent.num_rows,
             pad_multiple=pad_multiple,
-            state=_PermuteState(places, sent.counts, waited),
+            state=PermuteState(places, sent.counts, waited),
             overflow=sent.overflow,
         )
         scales = None
@@ -254,21 +207,21 @@ class CudaEngine(Engine):
         self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
     ) -> Combined:
         stream = self._begin()
-        state: _PermuteState = handle.state
+        state: PermuteState = handle.state
         num_recv, num_topk = state.places.shape
-        row_bytes = self._row_bytes(data)
-        data = _aligned(data)
+        row_bytes = row_bytes_of(data)
+        data = aligned(data)
         reduced = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
         weights = None
         if probs is not None:
             weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
         _cuda.reduce_local(
             rows=data.data_ptr(),
-            probs=_address(probs),
+            probs=address(probs),
             places=state.places.data_ptr(),
             rank_prefix=handle.dispatch.rank_prefix_matrix.data_ptr(),
             out=reduced.data_ptr(),
-            out_weights=_address(weights),
+            out_weights=address(weights),
             rank=self.grid.rank,
             num_ranks=self.grid.num_ranks,
             num_topk=num_topk,
@@ -371,7 +324,7 @@ class CudaEngine(Engine):
         pad_multiple: int,
         bound: int | None,
         num_sms: int | None,
-    ) -> _Sent:
+    ) -> Sent:
         """Launches a dispatch; without a bound, waits until its counts are known and there is room for its rows.
 
         Args:
@@ -383,12 +336,12 @@ class CudaEngine(Engine):
         num_tokens, num_topk = routing.topk_idx.shape
         num_ranks, num_experts = self.grid.num_ranks, routing.num_experts
         self._check_sizes(num_tokens, num_experts)
-        row_bytes = self._row_bytes(rows.data)
+        row_bytes = row_bytes_of(rows.data)
         num_scales = 0 if rows.scales is None else rows.scales.shape[1]
         is_permuted = pad_multiple > 0
         device = rows.data.device
 
-        # One allocation for the route, in the order that _Route describes, and the kernel's scratch behind it.
+        # One allocation for the route, in the order that Route describes, and the kernel's scratch behind it.
         cells = num_tokens * num_ranks
         route_ints = (3 if is_permuted else 2) * cells
         memory = torch.empty(route_ints + num_tokens * (num_topk + 1), dtype=torch.int32, device=device)
@@ -398,7 +351,7 @@ class CudaEngine(Engine):
         num_local = num_experts // num_ranks
         counts = torch.empty((2 if is_permuted else 1) * num_local, dtype=torch.int32, device=device)
         overflow = torch.empty(1, dtype=torch.int32, device=device) if is_permuted else None
-        data = _aligned(rows.data)
+        data = aligned(rows.data)
         first, end = expert_range
         # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
         asks_for_own = end - first == num_local and first == self.grid.rank * num_local
@@ -413,8 +366,8 @@ class CudaEngine(Engine):
                 rows=data.data_ptr(),
                 # An empty tensor has no address, and no address means a cached route.
                 topk_idx=routing.topk_idx.data_ptr() or self._control.local.data_ptr(),
-                topk_weights=_address(routing.topk_weights),
-                scales=_address(rows.scales),
+                topk_weights=address(routing.topk_weights),
+                scales=address(rows.scales),
                 num_tokens=num_tokens,
                 num_topk=num_topk,
                 num_experts=num_experts,
@@ -434,7 +387,7 @@ class CudaEngine(Engine):
                 first_mask=scratch,
                 is_token_in_rank=in_rank.data_ptr(),
                 num_tokens_per_expert=counts.data_ptr(),
-                overflow=_address(overflow),
+                overflow=address(overflow),
                 waits_for_counts=bound is None,
                 num_sms=num_sms or 0,
                 stream=stream,
@@ -442,7 +395,7 @@ class CudaEngine(Engine):
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.slot_layout(widths).capacity if is_permuted else bound
-                route = _Route(memory, num_recv, bound, bound, 0, 0)
+                route = Route(memory, num_recv, bound, bound, 0, 0)
                 num_rows = bound
                 reported = counts[:num_local] if is_permuted else counts
                 break
@@ -450,7 +403,7 @@ class CudaEngine(Engine):
             if not mail.needs_room:
                 max_recv = mail.max_rows if is_permuted else mail.max_recv
                 num_from_away = mail.num_recv - mail.num_kept
-                route = _Route(memory, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
+                route = Route(memory, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
                 num_rows = mail.num_permuted if is_permuted else mail.num_recv
                 reported = torch.tensor(mail.num_tokens_per_expert(num_local), dtype=torch.int32)
                 self.traffic.within_domain += mail.num_sent_away * widths.total
@@ -458,16 +411,16 @@ class CudaEngine(Engine):
             landing.release()
             self._arena.ensure(widths.slot_bytes_for(mail.max_rows))
         parts = self._communicator.slot_layout(widths)
-        return _Sent(landing, parts, route, num_rows, rank_prefix, in_rank, counts, reported, overflow)
+        return Sent(landing, parts, route, num_rows, rank_prefix, in_rank, counts, reported, overflow)
 
     def _send_again(
         self, rows: Rows, handle: DispatchHandle, max_rows: int, pad_multiple: int, num_sms: int | None
     ) -> tuple[Landing, _cuda.SlotLayout]:
         """Launches a dispatch along a known route, which needs no counts and no wait."""
         stream = self._begin()
-        route: _Route = handle.state
+        route: Route = handle.state
         num_tokens, num_ranks = handle.is_token_in_rank.shape
-        row_bytes = self._row_bytes(rows.data)
+        row_bytes = row_bytes_of(rows.data)
         num_scales = 0 if rows.scales is None else rows.scales.shape[1]
         widths = _cuda.dispatch_widths(row_bytes, num_scales, 0, False, pad_multiple > 0)
         self._arena.ensure(widths.slot_bytes_for(max_rows))
@@ -475,10 +428,10 @@ class CudaEngine(Engine):
         base, cells = route.memory.data_ptr(), num_tokens * num_ranks
         self._communicator.dispatch(
             widths=widths,
-            rows=_aligned(rows.data).data_ptr(),
+            rows=aligned(rows.data).data_ptr(),
             topk_idx=0,
             topk_weights=0,
-            scales=_address(rows.scales),
+            scales=address(rows.scales),
             num_tokens=num_tokens,
             num_topk=0,
             num_experts=0,
@@ -515,7 +468,7 @@ class CudaEngine(Engine):
         self._raise_fault()
         raise TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
 
-    def _handle(self, sent: _Sent, routing: Routing) -> DispatchHandle:
+    def _handle(self, sent: Sent, routing: Routing) -> DispatchHandle:
         # The source indices are copied: a handle must not hold the slot that its dispatch landed in.
         src_idx = sent.landing.result(sent.parts.src_idx, (sent.route.num_recv,), torch.int32, copy=True)
         return DispatchHandle(
@@ -545,7 +498,7 @@ class CudaEngine(Engine):
         handle: PermuteHandle,
     ) -> tuple[Rows, Tensor | None]:
         """Completes expert-major rows where they landed: further copies, pads, scales and probabilities."""
-        state: _PermuteState = handle.state
+        state: PermuteState = handle.state
         num_rows, num_recv = handle.num_permuted, state.places.shape[0]
         data = landing.in_place(parts.rows, (num_rows, like.data.shape[1]), like.data.dtype)
         probs = None if weights is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
@@ -555,17 +508,17 @@ class CudaEngine(Engine):
         _cuda.duplicate(
             rows=data.data_ptr(),
             places=state.places.data_ptr(),
-            weights=_address(weights),
-            scales=_address(scales),
-            probs=_address(probs),
-            permuted_scales=_address(permuted_scales),
+            weights=address(weights),
+            scales=address(scales),
+            probs=address(probs),
+            permuted_scales=address(permuted_scales),
             rank_prefix=handle.dispatch.rank_prefix_matrix.data_ptr(),
             num_tokens_per_expert=state.counts.data_ptr(),
             rank=self.grid.rank,
             num_ranks=self.grid.num_ranks,
             num_topk=state.places.shape[1],
             num_local_experts=state.counts.shape[0] // 2,
-            row_bytes=self._row_bytes(like.data),
+            row_bytes=row_bytes_of(like.data),
             num_scales=0 if scales is None else scales.shape[1],
             row_limit=num_rows,
             recv_limit=num_recv,
@@ -580,22 +533,3 @@ class CudaEngine(Engine):
             raise ConfigError(f"tokens of rank {self.grid.rank} are {num_tokens}; allowed: ≤ {_cuda.max_tokens}")
         if num_experts > _cuda.max_experts:
             raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-
-    @staticmethod
-    def _row_bytes(data: Tensor) -> int:
-        row_bytes = data.shape[1] * data.dtype.itemsize
-        if row_bytes % _cuda.row_align_bytes or not 0 < row_bytes <= _cuda.max_row_bytes:
-            raise ConfigError(
-                f"a row of {data.shape[1]} × {data.dtype} has {row_bytes} bytes; allowed: multiples of "
-                f"{_cuda.row_align_bytes} up to {_cuda.max_row_bytes}"
-            )
-        return row_bytes
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, moved where it does not begin as the copy engine needs it."""
-    return tensor.clone() if tensor.data_ptr() % _cuda.row_align_bytes else tensor
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
