@@ -22,11 +22,10 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def require_int(name: str, value: object, *, minimum: int, multiple_of: int = 1) -> int:
     """Returns `value` if it is an int ≥ `minimum` and a multiple of `multiple_of`."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum and value % multiple_of == 0
-    what = f"an integer ≥ {minimum}" + (f" that is a multiple of {multiple_of}" if multiple_of > 1 else "")
-    require(ok, name, repr(value), what)
-    assert isinstance(value, int)
-    return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= minimum and value % multiple_of == 0:
+        return value
+    allowed = f"an integer ≥ {minimum}" + (f" that is a multiple of {multiple_of}" if multiple_of > 1 else "")
+    raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 def require_tensor(
