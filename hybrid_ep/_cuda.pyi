@@ -206,3 +206,69 @@ def layout(
     num_ranks_per_domain: int,
     stream: int,
 ) -> None: ...
+
+low_latency_buffers: int
+low_latency_control_bytes: int
+low_latency_masks_offset: int
+
+class ScaleFormat(Enum):
+    NONE = ...
+    FLOAT = ...
+    POWER_OF_TWO = ...
+    UE8M0 = ...
+
+class LowLatencyCapacity:
+    def covers(self, other: LowLatencyCapacity) -> bool: ...
+    def united_with(self, other: LowLatencyCapacity) -> LowLatencyCapacity: ...
+    @property
+    def region_bytes(self) -> int: ...
+
+class LowLatencyShape:
+    def __init__(self, *, num_experts: int, num_topk: int, hidden: int, max_tokens: int) -> None: ...
+    @property
+    def num_topk(self) -> int: ...
+    def capacity(self, num_ranks: int) -> LowLatencyCapacity: ...
+
+class LowLatencyRegion:
+    def __init__(self, *, communicator: Communicator, memory: list[int], capacity: LowLatencyCapacity) -> None: ...
+    def send_tokens(
+        self,
+        *,
+        shape: LowLatencyShape,
+        format: ScaleFormat,
+        buffer_idx: int,
+        rows: int,
+        topk_idx: int,
+        num_tokens: int,
+        stream: int,
+    ) -> None: ...
+    def receive_tokens(
+        self,
+        *,
+        shape: LowLatencyShape,
+        format: ScaleFormat,
+        buffer_idx: int,
+        rows: int,
+        scales: int,
+        count: int,
+        src_info: int,
+        layout_range: int,
+        origins: int,
+        wait_stats: int,
+        stream: int,
+    ) -> None: ...
+    def return_rows(
+        self, *, shape: LowLatencyShape, buffer_idx: int, rows: int, layout_range: int, origins: int, stream: int
+    ) -> None: ...
+    def sum_rows(
+        self,
+        *,
+        shape: LowLatencyShape,
+        buffer_idx: int,
+        topk_idx: int,
+        topk_weights: int,
+        out: int,
+        num_tokens: int,
+        wait_stats: int,
+        stream: int,
+    ) -> None: ...

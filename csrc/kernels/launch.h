@@ -50,4 +50,19 @@ void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ct
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");
 }
 
+// A launch that may start while the kernel before it still runs; it calls wait_for_previous_kernel() before it writes.
+template <typename Params>
+void launch_early(void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = num_ctas;
+  config.blockDim = dim3(num_threads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");
+}
+
 }  // namespace hybrid_ep

@@ -15,7 +15,19 @@ namespace {
 
 constexpr double kMailboxGraceS = 10;  // for the kernel to start, on top of its own time
 
-const char* name_of(KernelName kernel) { return kernel == KernelName::kDispatch ? "dispatch" : "combine"; }
+const char* name_of(KernelName kernel) {
+  switch (kernel) {
+    case KernelName::kDispatch:
+      return "dispatch";
+    case KernelName::kCombine:
+      return "combine";
+    case KernelName::kLowLatencyDispatch:
+      return "low_latency_dispatch";
+    case KernelName::kLowLatencyCombine:
+      return "low_latency_combine";
+  }
+  return "unknown";
+}
 
 const char* name_of(WaitTag tag) {
   switch (tag) {
@@ -29,6 +41,8 @@ const char* name_of(WaitTag tag) {
       return "ready for partial rows";
     case WaitTag::kPartialRows:
       return "partial rows";
+    case WaitTag::kRoom:
+      return "room for rows";
   }
   return "unknown";
 }

@@ -49,6 +49,9 @@ class Communicator {
   bool wait_mailbox(uint32_t ticket) const;
   const Mailbox& mailbox() const { return *mailbox_; }
 
+  const Domain& domain() const { return domain_; }
+  int num_device_sms() const { return num_device_sms_; }
+
   // The first fault since the last call of this function, if any. Does not synchronise.
   std::optional<Fault> take_fault();
 

@@ -7,7 +7,7 @@ A call with a bound never waits for the device. One without waits for a mailbox 
 counts are known, while the rows are still on their way. If a slot of any rank is too small for what would arrive, no
 rank sends, all learn it from the same counts, and all make room and start again.
 
-Low-latency calls are served by the torch engine.
+Low-latency calls are in cuda_low_latency.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hybrid_ep.engine.base import (
     Routing,
     Rows,
 )
+from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_route import PermuteState, Route, Sent, address, aligned, row_bytes_of
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -78,6 +79,7 @@ class CudaEngine(Engine):
         )
         self._arena = Arena(group, self.device, self._communicator, env.POOL_SLOTS.get())
         self._last_stream: torch.cuda.Stream | None = None
+        self._low_latency = CudaLowLatency(group, grid, self.device, self._communicator, self._order, self._raise_fault)
 
     def dispatch(
         self,
@@ -249,14 +251,7 @@ class CudaEngine(Engine):
         fp8: Fp8Format | None,
         wait_stats: Tensor | None,
     ) -> LowLatencyDispatched:
-        return self._torch.low_latency_dispatch(
-            data,
-            topk_idx,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            num_experts=num_experts,
-            fp8=fp8,
-            wait_stats=wait_stats,
-        )
+        return self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
 
     def low_latency_combine(
         self,
@@ -268,15 +263,19 @@ class CudaEngine(Engine):
         out: Tensor,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
-        return self._torch.low_latency_combine(data, topk_idx, topk_weights, handle, out=out, wait_stats=wait_stats)
+        return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, wait_stats)
 
     def set_masked(self, rank: int, masked: bool) -> None:
         self._torch.set_masked(rank, masked)
+        self._low_latency.set_masked(rank, masked)
 
     def masked(self) -> Tensor:
         return self._torch.masked().to(self.device)
 
     def barrier(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._torch.barrier()
+        self._low_latency.reset()
         torch.cuda.synchronize(self.device)
         self._torch.barrier()
         self._raise_fault()
@@ -291,6 +290,10 @@ class CudaEngine(Engine):
     def _begin(self) -> int:
         """Raises what an earlier call left, orders this call after it, and returns the stream."""
         self._raise_fault()
+        return self._order()
+
+    def _order(self) -> int:
+        """Orders the next launch after the engine's earlier ones and returns the stream."""
         stream = _current_stream(self._index)
         if self._last_stream is None or self._last_stream.cuda_stream != stream:
             current = torch.cuda.current_stream(self._index)
@@ -303,6 +306,7 @@ class CudaEngine(Engine):
     def _raise_fault(self) -> None:
         fault = self._communicator.take_fault()
         if fault is not None:
+            self._low_latency.upload_masks()  # a kernel that gave a rank up has masked it
             self._raise(fault)
 
     def _raise(self, fault: _cuda.Fault) -> NoReturn:

@@ -123,7 +123,8 @@ class Exchange:
 
         Ranks agree here on the number of the call: one that was masked has counted fewer, and may join again.
         """
-        call = torch.tensor([self._call])
+        on_gpu = self.group is not None and dist.get_backend(self.group) == "nccl"
+        call = torch.tensor([self._call], device="cuda" if on_gpu else "cpu")
         self._call, self._step, self._label = 0, 0, "barrier"
         self._call = int(self.all_gather("arrive", call, self.active(range(self.grid.num_ranks))).max())
 

@@ -15,5 +15,6 @@ PYBIND11_MODULE(_cuda, module) {
   module.attr("row_align_bytes") = hybrid_ep::kRowAlignBytes;
   hybrid_ep::bindings::add_communicator(module);
   hybrid_ep::bindings::add_local_kernels(module);
+  hybrid_ep::bindings::add_low_latency(module);
   hybrid_ep::bindings::add_slot_pool(module);
 }

@@ -1,0 +1,60 @@
+// bf16 to e4m3 with one scale for 128 channels: bit for bit the arithmetic of hybrid_ep/quantize.py.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "device/bf16.cuh"
+
+namespace hybrid_ep {
+
+constexpr float kE4m3Max = 448.0f;
+constexpr float kMinAmax = 1e-4f;
+constexpr int kChannelsPerLane = 16;  // a lane quantises 16 channels, and eight lanes share a scale
+
+struct Fp8Scale {
+  float scale, inverse;
+};
+
+// The largest magnitude of 16 bf16 channels and those of the seven lanes that share the scale, as bits of a bf16. Bits
+// of magnitudes compare as integers, and a NaN is the largest. Collective over the warp.
+__device__ __forceinline__ uint32_t find_amax_bits(const uint4 (&channels)[2]) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t words[4] = {channels[i].x, channels[i].y, channels[i].z, channels[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) most = max(most, max(words[j] & 0x7fffu, (words[j] >> 16) & 0x7fffu));
+  }
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2) {
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
+  }
+  return most;
+}
+
+__device__ __forceinline__ Fp8Scale make_scale(uint32_t amax_bits, bool power_of_two) {
+  float amax = __uint_as_float(amax_bits << 16);
+  amax = amax < kMinAmax ? kMinAmax : amax;  // not fmaxf, which would drop a NaN
+  const float scale = __fdiv_rn(amax, kE4m3Max);
+  // NOTE: a number divided by a tensor is, in torch, its reciprocal times the number: two roundings.
+  if (!power_of_two) return {scale, __fmul_rn(__frcp_rn(amax), kE4m3Max)};
+  const float rounded = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
+  return {rounded, __fdiv_rn(1.0f, rounded)};
+}
+
+__device__ __forceinline__ uint32_t quantise_four(uint32_t first, uint32_t second, float inverse) {
+  const float2 low = make_float2(__fmul_rn(bf16_low(first), inverse), __fmul_rn(bf16_high(first), inverse));
+  const float2 high = make_float2(__fmul_rn(bf16_low(second), inverse), __fmul_rn(bf16_high(second), inverse));
+  return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)) |
+         static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)) << 16;
+}
+
+__device__ __forceinline__ uint4 quantise(const uint4 (&channels)[2], float inverse) {
+  return make_uint4(
+      quantise_four(channels[0].x, channels[0].y, inverse), quantise_four(channels[0].z, channels[0].w, inverse),
+      quantise_four(channels[1].x, channels[1].y, inverse), quantise_four(channels[1].z, channels[1].w, inverse));
+}
+
+}  // namespace hybrid_ep

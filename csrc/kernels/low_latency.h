@@ -1,0 +1,63 @@
+// Parameters and launches of the low-latency kernels. Legend: T tokens of this rank, M most tokens of a rank, K top-k,
+// LE local experts, R ranks, H hidden, W 4-byte words of scales.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "layout/low_latency_layout.h"
+
+namespace hybrid_ep {
+
+struct SendTokensParams {
+  LowLatencyDomain domain;
+  LowLatencyShape shape;
+  LowLatencyMessage message;
+  ScaleFormat format;
+  const uint8_t* rows;      // [T, H] bf16
+  const int64_t* topk_idx;  // [T, K]
+  int num_tokens;
+};
+
+struct ReceiveTokensParams {
+  LowLatencyDomain domain;
+  LowLatencyShape shape;
+  LowLatencyMessage message;
+  uint8_t* rows;          // [LE, M×R, row_bytes]
+  uint32_t* scales;       // [LE, W, M×R] or nullptr
+  int32_t* count;         // [LE]
+  int32_t* src_info;      // [LE, M×R] source token
+  int64_t* layout_range;  // [LE, R] (begin << 32) | count
+  int32_t* origins;       // [LE, M×R] (source × M + token) × K + column of top-k: where combine brings the row back to
+  int64_t* wait_stats;    // [R] or nullptr
+  int ctas_per_expert;
+};
+
+struct ReturnRowsParams {
+  LowLatencyDomain domain;
+  LowLatencyShape shape;
+  const uint8_t* rows;          // [LE, M×R, H] bf16
+  const int64_t* layout_range;  // [LE, R]
+  const int32_t* origins;       // [LE, M×R]
+  int ctas_per_expert;
+};
+
+struct SumRowsParams {
+  LowLatencyDomain domain;
+  LowLatencyShape shape;
+  const int64_t* topk_idx;    // [T, K]
+  const float* topk_weights;  // [T, K]
+  uint8_t* out;               // [T, H] bf16
+  int64_t* wait_stats;        // [R] or nullptr
+  int num_tokens;
+};
+
+// Each launches on the stream and returns; throws CudaError if the launch is refused. The receiving kernels may start
+// while the kernel before them still runs, but write nothing before it has ended.
+void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
+void launch_receive_tokens(ReceiveTokensParams& params, int num_device_sms, cudaStream_t stream);
+void launch_return_rows(ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
+void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
+
+}  // namespace hybrid_ep

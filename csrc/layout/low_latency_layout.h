@@ -1,0 +1,110 @@
+// The symmetric memory of low-latency calls: one region at each rank, the same at all of them.
+//
+//     control │ dispatch, two buffers │ combine, two buffers
+//
+// Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
+// and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
+// that nobody needs counts to send. A buffer of combine has a row for each token and column of top-k.
+//
+// Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
+// replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/fault.h"
+#include "layout/limits.h"
+
+namespace hybrid_ep {
+
+constexpr int kLowLatencyBuffers = 2;  // of each kind
+constexpr int kChannelsPerScale = 128;
+constexpr int kScalesPerWord = 4;  // packed UE8M0
+constexpr int64_t kLowLatencyAlignBytes = 128;
+enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
+enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
+
+// What the kernels of one kind have done with one buffer.
+struct LowLatencyProgress {
+  uint32_t epoch;          // of the last call that has ended
+  uint32_t finished_ctas;  // 0 between kernels
+};
+
+// One buffer of one kind.
+struct LowLatencyChannel {
+  // Written by peers.
+  uint32_t sent_epoch[kMaxRanks];  // raised by i when all that it sends stands in this rank's buffer
+  uint32_t free_epoch[kMaxRanks];  // raised by i when it has read what this rank sent
+  int32_t num_tokens[kMaxRanks];   // tokens of i; dispatch only
+  // Written by this rank.
+  LowLatencyProgress send, receive;
+};
+
+struct LowLatencyControl {
+  LowLatencyChannel channels[2][kLowLatencyBuffers];  // by LowLatencyKind
+  int32_t masked[kMaxRanks];                          // by the host, and by a kernel that gave a rank up
+};
+
+// Sizes of one call, equal at all ranks.
+struct LowLatencyShape {
+  int num_experts, num_topk, hidden, max_tokens;  // E, K, H, M
+};
+
+inline int64_t low_latency_align(int64_t num_bytes) {
+  return (num_bytes + kLowLatencyAlignBytes - 1) / kLowLatencyAlignBytes * kLowLatencyAlignBytes;
+}
+
+// Bytes of each message of a dispatch. A buffer has R × M routes, then as many slots.
+struct LowLatencyMessage {
+  int row_bytes, num_scale_words;
+  int route_bytes;      // K 16-bit experts
+  int slot_bytes;       // a row and its scales
+  int64_t slots_begin;  // in the buffer
+
+  static LowLatencyMessage of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks) {
+    const int num_scales = shape.hidden / kChannelsPerScale;
+    LowLatencyMessage message{};
+    message.row_bytes = format == ScaleFormat::kNone ? 2 * shape.hidden : shape.hidden;
+    message.num_scale_words = format == ScaleFormat::kNone    ? 0
+                              : format == ScaleFormat::kUe8m0 ? (num_scales + kScalesPerWord - 1) / kScalesPerWord
+                                                              : num_scales;
+    message.route_bytes = (2 * shape.num_topk + 15) / 16 * 16;
+    message.slot_bytes = static_cast<int>(low_latency_align(message.row_bytes + 4 * message.num_scale_words));
+    message.slots_begin = low_latency_align(static_cast<int64_t>(num_ranks) * shape.max_tokens * message.route_bytes);
+    return message;
+  }
+};
+
+// Bytes of one buffer of each kind, whatever the format: scales never make an FP8 row larger than one of bf16.
+struct LowLatencyCapacity {
+  int64_t dispatch_bytes, combine_bytes;
+
+  static LowLatencyCapacity of(const LowLatencyShape& shape, int num_ranks) {
+    const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone, num_ranks);
+    return {message.slots_begin + static_cast<int64_t>(num_ranks) * shape.max_tokens * message.slot_bytes,
+            low_latency_align(static_cast<int64_t>(shape.max_tokens) * shape.num_topk * message.row_bytes)};
+  }
+  bool covers(const LowLatencyCapacity& other) const {
+    return dispatch_bytes >= other.dispatch_bytes && combine_bytes >= other.combine_bytes;
+  }
+  int64_t buffer_begin(LowLatencyKind kind, int buffer_idx) const {
+    const int64_t control_bytes = low_latency_align(sizeof(LowLatencyControl));
+    return kind == LowLatencyKind::kDispatch
+               ? control_bytes + buffer_idx * dispatch_bytes
+               : control_bytes + kLowLatencyBuffers * dispatch_bytes + buffer_idx * combine_bytes;
+  }
+  int64_t region_bytes() const { return buffer_begin(LowLatencyKind::kCombine, kLowLatencyBuffers); }
+};
+
+// The ranks of a domain and one buffer of their regions.
+struct LowLatencyDomain {
+  int rank, num_ranks;
+  uint64_t timeout_ns;
+  FaultRecord* fault;
+  LowLatencyKind kind;
+  int buffer_idx;
+  int64_t buffer_begin;  // in each region, bytes
+  uint8_t* region[kMaxRanks];
+};
+
+}  // namespace hybrid_ep
