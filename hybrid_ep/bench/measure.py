@@ -59,7 +59,7 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
                 subject.combine(dispatched, outputs)
 
             times = time_calls(
-                {"dispatch": dispatch, "combine": combine},
+                {"dispatch": dispatch, "combine": combine, **subject.further_calls(dispatched, outputs)},
                 num_warmups=plan.num_warmups,
                 num_runs=plan.num_runs,
                 device=plan.device,

@@ -63,8 +63,8 @@ class BenchPlan:
             require(self.workload.num_tokens > 0, "tokens", 0, "≥ 1 in low-latency mode")
 
     def row_bytes(self, operation: str) -> int:
-        """Bytes of one row in an operation, ``dispatch`` or ``combine``."""
-        return self.workload.row_bytes if operation == "dispatch" else self.workload.combine_row_bytes
+        """Bytes of one row in ``dispatch`` or ``combine``, or in a part of one of them."""
+        return self.workload.row_bytes if operation.startswith("dispatch") else self.workload.combine_row_bytes
 
 
 def default_workload_sizes(device: str, mode: str) -> dict[str, int]:

@@ -21,7 +21,7 @@ class Operation:
     Bandwidth is the mean rank's bytes over the median run.
 
     Attributes:
-        name: ``dispatch`` or ``combine``.
+        name: ``dispatch``, ``combine``, or a part or another form of one of them.
         min_us, median_us, max_us: over runs, µs.
         p50_us, p99_us: for each rank, over runs, µs.
         host_us: until a call returned to the host, median over runs of the slowest rank, µs.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,10 @@ class Subject(abc.ABC):
     @abc.abstractmethod
     def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
         """The timed call; ``[T, H]`` bf16. Collective."""
+
+    def further_calls(self, dispatched: Any, outputs: Tensor) -> dict[str, Callable[[], object]]:
+        """What else is timed, in turn with the two calls. Names begin with the call that they belong to. Collective."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - most subjects hold nothing
         """Gives back what the implementation holds."""
@@ -260,7 +265,7 @@ class LowLatencySubject(_ModuleSubject):
             dist.group.WORLD, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=max(1, self.num_local_experts)
         )
 
-    def dispatch(self) -> Any:
+    def dispatch(self, return_recv_hook: bool = False) -> Any:
         workload = self.plan.workload
         return self.buffer.low_latency_dispatch(
             self.batch.x,
@@ -268,6 +273,7 @@ class LowLatencySubject(_ModuleSubject):
             workload.num_tokens,
             workload.num_experts,
             use_fp8=workload.dtype == "fp8",
+            return_recv_hook=return_recv_hook,
         )
 
     def received(self, dispatched: Any) -> Received:
@@ -293,10 +299,49 @@ class LowLatencySubject(_ModuleSubject):
         return outputs
 
     def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
-        combined: Tensor = self.buffer.low_latency_combine(
-            outputs, self.batch.topk_idx, self.batch.topk_weights, dispatched[2]
-        )[0]
+        combined: Tensor = self._combine(dispatched, outputs)[0]
         return combined
+
+    def further_calls(self, dispatched: Any, outputs: Tensor) -> dict[str, Callable[[], object]]:
+        """The two halves of each call, as the hook splits them, and each call as a CUDA graph."""
+        hooks: list[Callable[[], None]] = []
+
+        def send_dispatch() -> None:
+            hooks.append(self.dispatch(return_recv_hook=True)[-1])
+
+        def send_combine() -> None:
+            hooks.append(self._combine(dispatched, outputs, return_recv_hook=True)[-1])
+
+        def receive() -> None:
+            hooks.pop()()
+
+        calls: dict[str, Callable[[], object]] = {
+            "dispatch: send": send_dispatch,
+            "dispatch: receive": receive,
+            "combine: send": send_combine,
+            "combine: receive": receive,
+        }
+        if self.plan.device == "cuda":
+            calls["dispatch: graph"] = _capture(self.dispatch)
+            calls["combine: graph"] = _capture(lambda: self.combine(dispatched, outputs))
+        return calls
+
+    def _combine(self, dispatched: Any, outputs: Tensor, return_recv_hook: bool = False) -> Any:
+        return self.buffer.low_latency_combine(
+            outputs,
+            self.batch.topk_idx,
+            self.batch.topk_weights,
+            dispatched[2],
+            return_recv_hook=return_recv_hook,
+        )
+
+
+def _capture(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def _packed_rows(packed: Tensor | tuple[Tensor, Tensor], local_expert: int, count: int) -> Tensor:

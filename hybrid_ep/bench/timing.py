@@ -1,8 +1,8 @@
 """Times calls that all ranks make together, in turn. Measures, asserts nothing.
 
-On GPUs: CUDA events around each call, after all ranks' GPUs have met in an all-reduce and have overwritten their L2
-cache. While they do, the host queues the call: what is timed is the device's work, and whatever the call itself makes
-the device wait for. On a CPU: the clock around each call, after a barrier.
+On GPUs: CUDA events around each call, after all ranks' GPUs have overwritten their L2 cache and then met in an
+all-reduce. While they do, the host queues the call: what is timed is the device's work, and whatever the call itself
+makes the device wait for. On a CPU: the clock around each call, after a barrier.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _time_on_gpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[
     for _ in range(num_runs):
         for name, call in calls.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            dist.all_reduce(meeting)
             flush.zero_()
+            dist.all_reduce(meeting)
             begin.record()
             host_begin = time.perf_counter()
             call()
