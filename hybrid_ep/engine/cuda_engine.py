@@ -283,6 +283,7 @@ class CudaEngine(Engine):
     def close(self) -> None:
         # Peers may still write here for calls that this rank has not waited for.
         torch.cuda.synchronize(self.device)
+        self._low_latency.close()
         self._torch.close()
 
     # How a call begins and what it leaves behind.

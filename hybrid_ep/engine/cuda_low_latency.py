@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ClosedError, ConfigError
 from hybrid_ep.geometry import RankGrid
 from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
 
@@ -227,6 +227,10 @@ class CudaLowLatency:
             self._memory.local[: _cuda.low_latency_control_bytes].zero_()
             self.upload_masks()
 
+    def close(self) -> None:
+        """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
+        self._order = self._raise_fault = _refuse
+
     def _ensure(self, shape: _cuda.LowLatencyShape) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
         needed = shape.capacity(self._grid.num_ranks)
@@ -276,6 +280,10 @@ def _scale_format(fp8: Fp8Format | None) -> _cuda.ScaleFormat:
     if fp8.ue8m0:
         return _cuda.ScaleFormat.UE8M0
     return _cuda.ScaleFormat.POWER_OF_TWO if fp8.round_scale else _cuda.ScaleFormat.FLOAT
+
+
+def _refuse() -> NoReturn:
+    raise ClosedError("the hook of a low-latency call was called after its buffer was closed")
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""What the low-latency calls of the cuda engine promise beyond the battery: sizes, misuse, lost ranks.
+
+The experts are left out: what a rank has received it sends back, so every result follows from the tokens alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybrid_ep
+from tests.battery.normal import equal
+from tests.multi_gpu.random_routings import Tokens, draw_tokens
+
+__all__ = [
+    "check_masks_by_hand",
+    "check_sizes",
+    "check_three_on_their_way",
+    "check_two_batches",
+    "lose_a_rank",
+]
+
+MAX_TOKENS = 64
+
+
+def _buffer(**options: object) -> hybrid_ep.Buffer:
+    return hybrid_ep.Buffer(dist.group.WORLD, low_latency_mode=True, engine="cuda", **options)  # type: ignore[arg-type]
+
+
+def _draw(seed: int, tokens: list[int] | None = None, hidden: int = 1024, topk: int = 4) -> Tokens:
+    num_ranks = dist.get_world_size()
+    return draw_tokens(seed, tokens or [MAX_TOKENS] * num_ranks, hidden, topk, 8 * num_ranks, holes=0.1)
+
+
+def _expected_sum(sent: Tokens, rank: int, lost: int | None = None) -> Tensor:
+    """Σ_k weight × token in fp32, in top-k order, without the experts of a lost rank."""
+    total = torch.zeros_like(sent.x[rank], dtype=torch.float32)
+    owner, x = sent.owner(rank), sent.x[rank].float()
+    for k in range(owner.shape[1]):
+        counts = owner[:, k] >= 0
+        if lost is not None:
+            counts &= owner[:, k] != lost
+        total += x * torch.where(counts, sent.weights[rank][:, k], 0.0).unsqueeze(1)
+    return total.to(torch.bfloat16)
+
+
+def _check_received(packed: Tensor, count: Tensor, handle: tuple[Tensor, ...], sent: Tokens, lost: int | None) -> None:
+    rank, num_ranks, num_local = dist.get_rank(), len(sent.x), sent.num_experts // len(sent.x)
+    sources = [r for r in range(num_ranks) if r != lost]
+    for local in range(num_local):
+        tokens = [(sent.topk_idx[r] == rank * num_local + local).any(1).nonzero()[:, 0] for r in sources]
+        number = sum(t.numel() for t in tokens)
+        assert int(count[local]) == number, f"expert {local}: {int(count[local])} rows, expected {number}"
+        rows = torch.cat([sent.x[r][t] for r, t in zip(sources, tokens, strict=True)])
+        assert torch.equal(packed[local, :number], rows), f"expert {local}: wrong rows"
+        assert torch.equal(handle[0][local, :number], torch.cat(tokens).int()), f"expert {local}: wrong source tokens"
+        counts = torch.zeros(num_ranks, dtype=torch.int64)
+        counts[sources] = torch.tensor([t.numel() for t in tokens])
+        equal(handle[1][local], ((counts.cumsum(0) - counts) << 32) | counts, f"expert {local}: layout")
+
+
+def _round_trip(buffer: hybrid_ep.Buffer, sent: Tokens, max_tokens: int = MAX_TOKENS, lost: int | None = None) -> None:
+    rank = dist.get_rank()
+    packed, count, handle, _, _ = buffer.low_latency_dispatch(
+        sent.x[rank], sent.topk_idx[rank], max_tokens, sent.num_experts, use_fp8=False
+    )
+    assert isinstance(packed, Tensor)
+    combined, _, _ = buffer.low_latency_combine(packed, sent.topk_idx[rank], sent.weights[rank], handle)
+    _check_received(packed, count, handle, sent, lost)
+    assert torch.equal(combined, _expected_sum(sent, rank, lost)), "combined_x is wrong"
+
+
+def check_sizes() -> None:
+    """The largest sizes, ragged, and others through the same buffer before and after."""
+    num_ranks = dist.get_world_size()
+    with _buffer() as buffer:
+        _round_trip(buffer, _draw(0))
+        ragged = [1024, 0, 517, 3, 1, 64, 0, 999][:num_ranks]
+        for seed, (hidden, topk) in enumerate([(16384, min(32, 8 * num_ranks)), (7168, 8), (8, 1), (128, 3)]):
+            sent = _draw(seed + 1, ragged, hidden, topk)
+            for _ in range(3):
+                _round_trip(buffer, sent, 1024)
+        _round_trip(buffer, _draw(0))
+
+
+def check_two_batches() -> None:
+    """Two micro-batches of other sizes, each in its own stage of dispatch and combine at any time."""
+    rank = dist.get_rank()
+    with _buffer() as buffer:
+        for seed in range(50):
+            batches = [_draw(2 * seed), _draw(2 * seed + 1, hidden=512, topk=2)]
+            dispatched = [
+                buffer.low_latency_dispatch(
+                    b.x[rank], b.topk_idx[rank], MAX_TOKENS, b.num_experts, use_fp8=False, return_recv_hook=True
+                )
+                for b in batches
+            ]
+            for d in dispatched:
+                assert d[4] is not None
+                d[4]()
+            combined = [
+                buffer.low_latency_combine(d[0], b.topk_idx[rank], b.weights[rank], d[2], return_recv_hook=True)  # type: ignore[arg-type]
+                for b, d in zip(batches, dispatched, strict=True)
+            ]
+            for b, d, c in zip(batches, dispatched, combined, strict=True):
+                assert c[2] is not None
+                c[2]()
+                assert torch.equal(c[0], _expected_sum(b, rank)), f"seed {seed}"
+                _check_received(d[0], d[1], d[2], b, None)  # type: ignore[arg-type]
+
+
+def check_three_on_their_way() -> None:
+    """There are two buffers; a third call before any hook is the caller's mistake and harms nothing."""
+    rank, sent = dist.get_rank(), _draw(0)
+    send = (sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
+    with _buffer() as buffer:
+        hooks = [buffer.low_latency_dispatch(*send, return_recv_hook=True)[4] for _ in range(2)]
+        with pytest.raises(hybrid_ep.ConfigError, match="on their way are 3"):
+            buffer.low_latency_dispatch(*send, return_recv_hook=True)
+        for hook in hooks:
+            assert hook is not None
+            hook()
+        _round_trip(buffer, sent)
+
+
+def check_masks_by_hand() -> None:
+    """All agree to leave a rank out, which makes no calls; then they take it back in."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    with _buffer(enable_shrink=True) as buffer:
+        _round_trip(buffer, _draw(0))
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank != lost:
+            buffer.low_latency_update_mask_buffer(lost, True)
+            for seed in range(5):
+                _round_trip(buffer, _draw(seed), lost=lost)
+        buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(MAX_TOKENS, 1024, 8 * dist.get_world_size())
+        status = torch.ones(dist.get_world_size(), dtype=torch.int32, device="cuda")
+        buffer.low_latency_query_mask_buffer(status)
+        equal(status, torch.zeros(dist.get_world_size(), dtype=torch.int32), "masks")
+        for seed in range(5):
+            _round_trip(buffer, _draw(seed))
+
+
+def lose_a_rank(lost: int, timeout_s: float) -> int | None:
+    """The rank dies between two calls; the others are told who it was, and go on without it."""
+    rank, sent = dist.get_rank(), _draw(0)
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, sent)
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        if rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send = (sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
+        with pytest.raises(hybrid_ep.TimeoutError, match="low_latency_dispatch: rows") as told:  # noqa: PT012
+            buffer.low_latency_dispatch(*send, use_fp8=False)  # gives the rank up on the device
+            torch.cuda.synchronize()
+            buffer.low_latency_dispatch(*send, use_fp8=False)  # and here the host is told
+        status = torch.zeros(dist.get_world_size(), dtype=torch.int32, device="cuda")
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [int(r == lost) for r in range(dist.get_world_size())]
+        for seed in range(5):
+            _round_trip(buffer, _draw(seed), lost=lost)
+    return told.value.peer
