@@ -31,7 +31,7 @@ _NETWORK = ipaddress.ip_network("10.42.0.0/16")
 _START_S = 20.0
 _PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "ip": "iproute2"}
 
-# $1 = an empty folder, $2 = host name, then folders that lie on other file systems than /.
+# $1 = an empty folder, $2 = host name, then folders that the root overlay does not show; each gets an overlay.
 _SETUP_HOST = r"""
 set -e
 work=$1; name=$2; shift 2
@@ -39,7 +39,6 @@ mount --make-rprivate /
 mount -t tmpfs tmpfs "$work"
 mkdir "$work/upper" "$work/work" "$work/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$work/upper,workdir=$work/work" "$work/root"
-for folder; do mkdir -p "$work/root$folder"; mount --bind -o ro "$folder" "$work/root$folder"; done
 cd "$work/root"
 mount -t proc proc proc
 mount -t sysfs -o ro sysfs sys
@@ -50,6 +49,11 @@ mount -t devpts -o newinstance,ptmxmode=0666,mode=0620 devpts dev/pts; ln -s pts
 ln -s /proc/self/fd dev/fd; ln -s fd/0 dev/stdin; ln -s fd/1 dev/stdout; ln -s fd/2 dev/stderr
 mount -t tmpfs -o mode=1777 tmpfs tmp
 mount -t tmpfs -o mode=755 tmpfs run
+i=0
+for folder; do
+  i=$((i + 1)); mkdir -p "$work/upper$i" "$work/work$i" ".$folder"
+  mount -t overlay overlay -o "lowerdir=$folder,upperdir=$work/upper$i,workdir=$work/work$i" ".$folder"
+done
 mkdir -p mnt/.old; pivot_root . mnt/.old; cd /; umount -l /mnt/.old
 hostname "$name"; ip link set lo up
 echo ready
@@ -206,7 +210,7 @@ class Cluster:
         address = address or self.reserve_address()
         work = self._work / f"{len(self._processes)}"
         work.mkdir()
-        elsewhere = [str(path) for path in self._image.visible if path.stat().st_dev != os.stat("/").st_dev]
+        elsewhere = [str(path) for path in self._image.visible if _is_hidden(path)]
         setup = ["sh", "-c", _SETUP_HOST, "sh", str(work), name, *elsewhere]
         pid = self._unshare(_enter(self._pid, "net", "pid", "mount"), ["mount", "uts", "ipc", "net", "pid"], setup)
         cable = f"port{len(self._processes)}"
@@ -276,6 +280,11 @@ class Cluster:
                 inside = host.path(str(folder))
                 if not inside.stat().st_mode & 0o001:
                     inside.chmod(inside.stat().st_mode | 0o001)
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a host would not see a folder: it lies on another file system than /, or where hosts have their own."""
+    return path.stat().st_dev != os.stat("/").st_dev or any(path.is_relative_to(own) for own in ("/tmp", "/run"))
 
 
 def _enter(pid: int, *kinds: str) -> list[str]:
