@@ -57,9 +57,7 @@ int SlotPool::take(cudaStream_t stream) {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     if (slot.holders > 0) continue;
-    // On the stream of the last users, order is free.
-    if (slot.has_event && slot.stream != stream)
-      check_cuda(cudaStreamWaitEvent(stream, slot.event, 0), "cudaStreamWaitEvent");
+    if (slot.has_event) check_cuda(cudaStreamWaitEvent(stream, slot.event, 0), "cudaStreamWaitEvent");
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -80,9 +78,8 @@ void SlotPool::release(int slot_idx) {
   // NOTE: this runs in tensor destructors, so it must not throw. A stream that is being captured takes no event; a
   // capture begins only when the device is idle, so that earlier users are done then.
   bool recorded = false;
-  cudaStream_t stream = nullptr;
   try {
-    stream = reinterpret_cast<cudaStream_t>(current_stream_(device_).cast<uintptr_t>());
+    const auto stream = reinterpret_cast<cudaStream_t>(current_stream_(device_).cast<uintptr_t>());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     recorded = cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusNone &&
                cudaEventRecord(slots_[slot_idx - 1].event, stream) == cudaSuccess;
@@ -91,7 +88,6 @@ void SlotPool::release(int slot_idx) {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   slots_[slot_idx - 1].has_event = recorded;
-  slots_[slot_idx - 1].stream = stream;
   slots_[slot_idx - 1].holders = 0;
 }
 

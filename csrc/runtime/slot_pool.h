@@ -43,7 +43,6 @@ class SlotPool : public std::enable_shared_from_this<SlotPool> {
     int holders = 0;
     bool has_event = false;
     cudaEvent_t event = nullptr;
-    cudaStream_t stream = nullptr;  // that the event was recorded on
   };
 
   mutable std::mutex mutex_;
