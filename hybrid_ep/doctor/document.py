@@ -26,6 +26,7 @@ hybrid-ep doctor --group nic --group gdr         # or --check gpu.count for sing
 hybrid-ep doctor --profile site.yaml --json --junit doctor.xml
 hybrid-ep doctor --record node.json              # everything that was read, to replay it elsewhere
 hybrid-ep doctor --sysroot DIR                   # a recorded or simulated node
+hybrid-ep doctor --accept-unknown                # exit 0 where only unreadable things are left, as in a Pod
 hybrid-ep doctor compare a.json b.json …         # what only several nodes together can show
 ```
 
