@@ -17,7 +17,7 @@ from hybrid_ep.base_buffer import BaseBuffer, check_rows
 from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.layout import drop_duplicates, first_occurrence, indices_to_map, map_to_indices, widest_token
+from hybrid_ep.layout import indices_to_map, map_to_indices, widest_token
 
 __all__ = ["HybridEPBuffer", "HybridHandle", "PermutedHandle", "indices_to_map"]
 
@@ -48,7 +48,7 @@ class HybridHandle(NamedTuple):
     """Of `dispatch`, for `combine` and for a cached `dispatch`.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64; this rank's routing, duplicates dropped.
+        topk_idx: ``[T, K]`` int64; this rank's routing.
         recv_topk_idx: ``[N, K]`` int64; experts of each received row, counted from the domain's first, −1 elsewhere.
         dispatch: the engine's handle.
         overflow: ``[1]`` int32, always 0: a plain dispatch receives all or raises.
@@ -64,7 +64,7 @@ class PermutedHandle(NamedTuple):
     """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached dispatch.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64; this rank's routing, duplicates dropped.
+        topk_idx: ``[T, K]`` int64; this rank's routing.
         permute: the engine's handle.
         tokens_per_expert: ``[LE]``, pads included, as it was returned.
         overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.
@@ -222,7 +222,7 @@ class HybridEPBuffer(BaseBuffer):
         if result.topk_weights is not None:
             _, received_probs = indices_to_map(result.topk_idx, result.topk_weights, result.topk_idx.shape[0], size)
         overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
-        made = HybridHandle(drop_duplicates(routing.topk_idx), result.topk_idx, result.handle, overflow)
+        made = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, overflow)
         return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
 
     def combine(
@@ -347,9 +347,7 @@ class HybridEPBuffer(BaseBuffer):
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu", torch.int64)
             engine.raise_on_overflow(result.handle)
-        made = PermutedHandle(
-            drop_duplicates(routing.topk_idx), result.handle, tokens_per_expert, result.handle.overflow
-        )
+        made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, result.handle.overflow)
         return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
     def combine_with_unpermute(
@@ -449,11 +447,8 @@ class HybridEPBuffer(BaseBuffer):
 
     @staticmethod
     def _to_experts(weights: Tensor | None, topk_idx: Tensor, num_experts: int) -> Tensor | None:
-        """``[T, K]`` weights → ``[T, E]``."""
-        if weights is None:
-            return None
-        kept = torch.where(first_occurrence(topk_idx), weights, 0.0)
-        return indices_to_map(topk_idx, kept, topk_idx.shape[0], num_experts)[1]
+        """``[T, K]`` weights → ``[T, E]``; of a duplicate, the first counts."""
+        return indices_to_map(topk_idx, weights, topk_idx.shape[0], num_experts)[1]
 
 
 def _num_sms(name: str, value: int | None) -> int | None:

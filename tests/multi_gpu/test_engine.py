@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hybrid_ep.cluster import RankError, VirtualCluster
+from hybrid_ep.cluster import VirtualCluster
 from tests.battery import hybrid, normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.multi_gpu import behaviour, random_routings
+from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -22,27 +23,16 @@ FITTING = select_cases(CASES, num_ranks=max(NUM_GPUS, 1), one_domain=True)
 every_case = pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
 fp8_cases = pytest.mark.parametrize("case", [c for c in FITTING if c.hidden % 128 == 0], ids=lambda case: case.id)
 
-RunGpus = Callable[..., None]
+RunGpus = Callable[..., object]
 
 
 @pytest.fixture(scope="module")
 def run_gpus() -> Iterator[RunGpus]:
     """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
-    started: dict[int, VirtualCluster] = {}
-
-    def run(num_ranks: int, function: Callable[..., None], *args: object) -> None:
-        if num_ranks not in started:
-            variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
-            started[num_ranks] = VirtualCluster(num_ranks, device="cuda", variables=variables)
-        try:
-            started[num_ranks].run(function, *args, limit_s=120)
-        except RankError:
-            started.pop(num_ranks).close()
-            raise
-
-    yield run
-    for cluster in started.values():
-        cluster.close()
+    variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
+    pool = RankPool(device="cuda", variables=variables, one_at_a_time=True)
+    yield pool.run
+    pool.close()
 
 
 @pytest.mark.parametrize("check", [normal.check_round_trip, normal.check_cached, normal.check_bound])

@@ -12,6 +12,7 @@ from tests.battery import low_latency as battery
 from tests.battery.cases import LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.multi_gpu import low_latency
+from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -19,27 +20,16 @@ FITTING = sorted(select_cases(LOW_LATENCY_CASES, num_ranks=max(NUM_GPUS, 1)), ke
 every_case = pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
 needs_peer = pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
 
-RunGpus = Callable[..., None]
+RunGpus = Callable[..., object]
 
 
 @pytest.fixture(scope="module")
 def run_gpus() -> Iterator[RunGpus]:
     """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
-    started: dict[int, VirtualCluster] = {}
-
-    def run(num_ranks: int, function: Callable[..., None], *args: object) -> None:
-        if num_ranks not in started:
-            variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
-            started[num_ranks] = VirtualCluster(num_ranks, device="cuda", variables=variables)
-        try:
-            started[num_ranks].run(function, *args, limit_s=120)
-        except RankError:
-            started.pop(num_ranks).close()
-            raise
-
-    yield run
-    for cluster in started.values():
-        cluster.close()
+    variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
+    pool = RankPool(device="cuda", variables=variables)
+    yield pool.run
+    pool.close()
 
 
 @pytest.mark.parametrize("format_name", battery.FORMATS)

@@ -7,36 +7,25 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hybrid_ep.cluster import RankError, VirtualCluster
 from tests.battery import hybrid, low_latency, normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
 FITTING = select_cases(CASES, num_ranks=max(NUM_GPUS, 1))
 FITTING_LOW_LATENCY = select_cases(LOW_LATENCY_CASES, num_ranks=max(NUM_GPUS, 1))
 
-RunGpus = Callable[..., None]
+RunGpus = Callable[..., object]
 
 
 @pytest.fixture(scope="module")
 def run_gpus() -> Iterator[RunGpus]:
     """Returns `run(num_ranks, function, *args)` on GPUs, with the torch engine forced."""
-    started: dict[int, VirtualCluster] = {}
-
-    def run(num_ranks: int, function: Callable[..., None], *args: object) -> None:
-        if num_ranks not in started:
-            started[num_ranks] = VirtualCluster(num_ranks, device="cuda", variables={"HYBRID_EP_ENGINE": "torch"})
-        try:
-            started[num_ranks].run(function, *args, limit_s=120)
-        except RankError:
-            started.pop(num_ranks).close()
-            raise
-
-    yield run
-    for cluster in started.values():
-        cluster.close()
+    pool = RankPool(device="cuda", variables={"HYBRID_EP_ENGINE": "torch"})
+    yield pool.run
+    pool.close()
 
 
 @pytest.mark.parametrize(
