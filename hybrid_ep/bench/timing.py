@@ -66,6 +66,7 @@ def _time_on_gpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     meeting = torch.zeros(1, device="cuda")
     for _ in range(num_runs):
+        torch.cuda.synchronize()  # or the launch queue fills up, and the host's time is that of the GPU
         for name, call in calls.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()

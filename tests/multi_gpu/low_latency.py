@@ -1,4 +1,4 @@
-"""What the low-latency calls of the cuda engine promise beyond the battery: sizes, misuse, lost ranks.
+"""What the low-latency calls of the cuda engine promise beyond the battery: sizes, graphs, misuse, lost ranks.
 
 The experts are left out: what a rank has received it sends back, so every result follows from the tokens alone.
 """
@@ -18,7 +18,9 @@ from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, draw_tokens
 
 __all__ = [
+    "check_bad_expert",
     "check_masks_by_hand",
+    "check_replays",
     "check_sizes",
     "check_three_on_their_way",
     "check_two_batches",
@@ -114,6 +116,43 @@ def check_two_batches() -> None:
                 _check_received(d[0], d[1], d[2], b, None)  # type: ignore[arg-type]
 
 
+def check_replays(num_replays: int) -> None:
+    """Both calls in one graph, replayed with a routing that changes every time; the device compares."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    pool = [_draw(seed) for seed in range(61)]
+    num_local = pool[0].num_experts // num_ranks
+    mine = torch.arange(rank * num_local, (rank + 1) * num_local, device="cuda")
+    counts = [sum((i.flatten().unsqueeze(1) == mine).sum(0) for i in p.topk_idx) for p in pool]
+    sums = [_expected_sum(p, rank) for p in pool]
+    x, topk_idx, weights = (t[rank].clone() for t in pool[0][:3])
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    with _buffer() as buffer:
+
+        def step() -> tuple[Tensor, Tensor]:
+            packed, count, handle, _, _ = buffer.low_latency_dispatch(
+                x, topk_idx, MAX_TOKENS, pool[0].num_experts, use_fp8=False
+            )
+            assert isinstance(packed, Tensor)
+            return buffer.low_latency_combine(packed, topk_idx, weights, handle)[0], count
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            combined, count = step()
+        for replay in range(num_replays):
+            # Ranks take the same routing, at their own pace: nothing but the calls keeps them together.
+            sent = pool[replay % len(pool)]
+            x.copy_(sent.x[rank])
+            topk_idx.copy_(sent.topk_idx[rank])
+            weights.copy_(sent.weights[rank])
+            graph.replay()
+            wrong[0] += (combined != sums[replay % len(pool)]).any()
+            wrong[1] += (count != counts[replay % len(pool)]).any()
+            if replay % 1000 == 999:
+                _round_trip(buffer, sent)
+    equal(wrong, torch.zeros(2, dtype=torch.int64), "replays with wrong sums, with wrong counts")
+
+
 def check_three_on_their_way() -> None:
     """There are two buffers; a third call before any hook is the caller's mistake and harms nothing."""
     rank, sent = dist.get_rank(), _draw(0)
@@ -124,6 +163,21 @@ def check_three_on_their_way() -> None:
             buffer.low_latency_dispatch(*send, return_recv_hook=True)
         for hook in hooks:
             assert hook is not None
+            hook()
+        _round_trip(buffer, sent)
+
+
+def check_bad_expert() -> None:
+    """An index outside −1 … E−1 is found by the kernel and raised by the hook; the buffer goes on."""
+    rank, sent = dist.get_rank(), _draw(0)
+    topk_idx = sent.topk_idx[rank].clone()
+    topk_idx[3, 1] = sent.num_experts + 7
+    with _buffer() as buffer:
+        send = (sent.x[rank], topk_idx, MAX_TOKENS, sent.num_experts)
+        *_, hook = buffer.low_latency_dispatch(*send, return_recv_hook=True)
+        assert hook is not None
+        torch.cuda.synchronize()
+        with pytest.raises(hybrid_ep.ConfigError, match=str(sent.num_experts + 7)):
             hook()
         _round_trip(buffer, sent)
 

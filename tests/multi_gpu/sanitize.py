@@ -30,6 +30,15 @@ def main() -> None:
             pad_multiple=16,
         )
         hybrid.combine_with_unpermute(hidden=rows, probs=probs, handle=handle, pad_multiple=16)
+    with hybrid_ep.Buffer(None, low_latency_mode=True, engine="cuda") as buffer:
+        for seed, (tokens, hidden, use_fp8) in enumerate([(37, 264, False), (20, 1024, True)]):
+            sent = draw_tokens(seed, [tokens], hidden, 4, 12, holes=0.1)
+            packed, _, low_latency_handle, _, _ = buffer.low_latency_dispatch(
+                sent.x[0], sent.topk_idx[0], tokens, 12, use_fp8=use_fp8, round_scale=use_fp8, use_ue8m0=use_fp8
+            )
+            rows = torch.ones(12, tokens, hidden, dtype=torch.bfloat16, device="cuda") if use_fp8 else packed
+            assert isinstance(rows, torch.Tensor)
+            buffer.low_latency_combine(rows, sent.topk_idx[0], sent.weights[0], low_latency_handle)
     torch.cuda.synchronize()
 
 

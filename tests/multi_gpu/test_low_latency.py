@@ -44,10 +44,20 @@ def test_overlapping_batches(run_gpus: RunGpus, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [low_latency.check_sizes, low_latency.check_two_batches, low_latency.check_three_on_their_way]
+    "check",
+    [
+        low_latency.check_sizes,
+        low_latency.check_two_batches,
+        low_latency.check_three_on_their_way,
+        low_latency.check_bad_expert,
+    ],
 )
 def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check)
+
+
+def test_replays(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, low_latency.check_replays, 10_000)
 
 
 @needs_peer
