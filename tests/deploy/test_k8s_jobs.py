@@ -161,7 +161,8 @@ def test_rank_that_dies_fails_the_job(cluster: Cluster) -> None:
 
     manifests, _ = changed("cpu", backoffLimit=0)
     result = MPIJobRun(manifests, cluster, prepare=break_bench).run()
-    assert_failed(result, "BackoffLimitExceeded", "Exit code:    9")
+    # Which of its two notes mpirun still gets to print is a race; both say "non-zero".
+    assert_failed(result, "BackoffLimitExceeded", "non-zero")
     assert "no memory" in result.log
 
 
