@@ -291,8 +291,8 @@ class HybridEPBuffer(BaseBuffer):
             routing_map: ``[T, E]`` bool.
             probs: ``[T, E]`` float32, with `routing_map`.
             scaling_factor: ``[T, H/128]`` float32.
-            num_permuted_tokens: rows of the result. Rows beyond it are dropped: with `non_blocking` the host does not wait
-                and ``handle[-1]`` reports them, otherwise it waits and raises.
+            num_permuted_tokens: rows of the result. Rows beyond it are dropped: with `non_blocking` the host does not
+                wait and ``handle[-1]`` reports them, otherwise it waits and raises.
             pad_multiple: every expert's block is padded with zero rows to a multiple of it.
             handle: of an earlier dispatch: take its routes; probs are then None.
             non_blocking: counts stay on the device; needs `num_permuted_tokens`.
