@@ -8,7 +8,7 @@ decide the exit code, because the node can do its work: only `error` checks do.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,17 @@ class Status(str, enum.Enum):
     PASS = "pass"
     FAIL = "fail"
     UNKNOWN = "unknown"
+
+    @classmethod
+    def worst(cls, statuses: Iterable[Status]) -> Status:
+        """`fail` if any is, else `unknown` if any is, else `pass`."""
+        found = set(statuses)
+        return next((status for status in (cls.FAIL, cls.UNKNOWN) if status in found), cls.PASS)
+
+    @property
+    def exit_code(self) -> int:
+        """0 = pass, 1 = fail, 2 = unknown."""
+        return {Status.PASS: 0, Status.FAIL: 1, Status.UNKNOWN: 2}[self]
 
 
 class Severity(str, enum.Enum):
@@ -143,13 +154,12 @@ class Report:
     @property
     def status(self) -> Status:
         """`fail` if any error check failed, else `unknown` if any could not be answered, else `pass`."""
-        decisive = {result.status for result in self.results if result.severity is Severity.ERROR}
-        return next((status for status in (Status.FAIL, Status.UNKNOWN) if status in decisive), Status.PASS)
+        return Status.worst(result.status for result in self.results if result.severity is Severity.ERROR)
 
     @property
     def exit_code(self) -> int:
-        """0 = pass, 1 = fail, 2 = unknown."""
-        return {Status.PASS: 0, Status.FAIL: 1, Status.UNKNOWN: 2}[self.status]
+        """That of `status`."""
+        return self.status.exit_code
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain values; `from_json` reads it back."""

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from hybrid_ep.doctor.model import Report, Result, Severity, Status
 
-__all__ = ["render", "to_junit"]
+__all__ = ["STYLES", "junit_suite", "render", "to_junit"]
 
-_STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "unknown": "magenta"}
+# How a terminal shows what `Result.shown_as` says.
+STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "unknown": "magenta"}
 
 
 def render(report: Report) -> RenderableType:
@@ -23,27 +24,32 @@ def render(report: Report) -> RenderableType:
     table.add_column("seen")
     table.add_column("expected")
     for result in report.results:
-        style = _STYLES[result.shown_as]
+        style = STYLES[result.shown_as]
         table.add_row(result.id, Text(result.shown_as, style=style), Text(result.seen), Text(result.expected))
     return Group(table, *_remedies(report.results), _summary(report))
 
 
 def _remedies(results: tuple[Result, ...]) -> list[Text]:
     wrong = [result for result in results if result.status is Status.FAIL]
-    return [Text.assemble((result.id, _STYLES[result.shown_as]), f": {result.remedy}") for result in wrong]
+    return [Text.assemble((result.id, STYLES[result.shown_as]), f": {result.remedy}") for result in wrong]
 
 
 def _summary(report: Report) -> Text:
     shown = [result.shown_as for result in report.results]
-    counts = ", ".join(f"{shown.count(name)} {name}" for name in _STYLES if name in shown)
+    counts = ", ".join(f"{shown.count(name)} {name}" for name in STYLES if name in shown)
     rest = f"; {len(report.not_applicable)} checks do not apply to this profile" if report.not_applicable else ""
     return Text(
         f"{report.status.value}: {counts or 'nothing was checked'} in {report.duration_s:.1f} s{rest}",
-        style=_STYLES[report.status.value],
+        style=STYLES[report.status.value],
     )
 
 
 def to_junit(report: Report) -> str:
+    """The report as one JUnit file."""
+    return ElementTree.tostring(junit_suite(report), encoding="unicode", xml_declaration=True) + "\n"
+
+
+def junit_suite(report: Report) -> ElementTree.Element:
     """JUnit XML: a confirmed fault is a failure, an unknown is an error, a warning passes with its text as output."""
     failures = sum(result.shown_as == "fail" for result in report.results)
     errors = sum(_is_error(result) for result in report.results)
@@ -64,7 +70,7 @@ def to_junit(report: Report) -> str:
             ElementTree.SubElement(case, "error", message=result.seen).text = detail
         elif result.status is not Status.PASS:
             ElementTree.SubElement(case, "system-out").text = f"{result.shown_as}\n{detail}"
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+    return suite
 
 
 def _is_error(result: Result) -> bool:
