@@ -193,6 +193,17 @@ def reduce_local(
     recv_limit: int,
     stream: int,
 ) -> None: ...
+def push_rows(
+    *,
+    rows: int,
+    places: int,
+    memory: list[int],
+    num_rows: int,
+    num_places: int,
+    row_bytes: int,
+    num_sms: int,
+    stream: int,
+) -> None: ...
 def copy(to: int, source: int, num_bytes: int, stream: int) -> None: ...
 def layout(
     *,

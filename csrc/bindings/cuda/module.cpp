@@ -16,5 +16,6 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::bindings::add_communicator(module);
   hybrid_ep::bindings::add_local_kernels(module);
   hybrid_ep::bindings::add_low_latency(module);
+  hybrid_ep::bindings::add_push_rows(module);
   hybrid_ep::bindings::add_slot_pool(module);
 }
