@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A room may import from lower levels, and from rooms of its own level only where `SIDEWAYS` says so.
 PYTHON: list[list[str]] = [
     ["cli"],
-    ["k8s"],
+    ["k8s", "validation"],
     ["demo", "bench", "doctor"],
     ["report", "info", "nn", "topology"],
     ["buffers"],

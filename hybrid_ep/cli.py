@@ -35,6 +35,11 @@ COMMANDS = {
         "k8s",
         "Check Kubernetes manifests; report the doctor as a condition of the node.",
     ),
+    "validation": (
+        "hybrid_ep.validation.command",
+        "validation",
+        "Validate a cluster: rounds of pairs, hosts that are fit, the report.",
+    ),
     "info": ("hybrid_ep.info", "info", "Show versions, what was built, and which engine is chosen and why."),
     "env": ("hybrid_ep.info", "env_table", "Show every environment variable that is read, its value and effect."),
 }

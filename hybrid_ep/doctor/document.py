@@ -130,9 +130,13 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {number}" for name, number in value.items()) or "none"
+        return ", ".join(f"{name} {_figure(number)}" for name, number in value.items()) or "none"
     items = value if isinstance(value, list) else [value]
     return ", ".join(str(item).replace("*", "\\*") for item in items)
+
+
+def _figure(value: object) -> object:
+    return f"{value['value']} {value['unit']}" if isinstance(value, dict) else value
 
 
 if __name__ == "__main__":

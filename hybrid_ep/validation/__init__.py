@@ -1,0 +1,11 @@
+"""Validation of a cluster: which hosts meet in which round, which hosts are fit, and what it all came to.
+
+    rounds.py     pairs of hosts, in rounds in which no host is in two pairs
+    results.py    the results folder: what was found, file by file (schemas/*.json); the contract with the playbooks
+    judge.py      bandwidth of the test jobs against the figures of the platform's profile
+    cluster.py    all of it as one: nodes, findings between nodes, jobs, and which hosts are fit
+    terminal.py, markdown.py, junit.py, page.py (page.html, page.css, page.js)   the same for people and for CI
+    command.py    `hybrid-ep validation`
+
+Knows the doctor's model and adds no check of a node: a node's report is what `hybrid-ep doctor --json` wrote there.
+"""

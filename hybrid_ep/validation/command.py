@@ -1,0 +1,116 @@
+"""`hybrid-ep validation`: who is tested with whom, which hosts are fit, and the report of it all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.validation.cluster import load_cluster, load_nodes
+from hybrid_ep.validation.rounds import Round, rounds
+
+__all__ = ["validation"]
+
+_RESULTS = click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+
+@click.group()
+def validation() -> None:
+    """Validate a cluster: rounds of pairs, hosts that are fit for test jobs, the report.
+
+    RESULTS is the folder that the playbooks fill; docs/validation.md says what is in it.
+    """
+
+
+@validation.command("rounds")
+@click.argument("hosts", nargs=-1, required=True)
+@click.option("--rounds", "limit", type=click.IntRange(min=1), help="Only so many rounds, evenly spread.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a line for each round.")
+def rounds_command(hosts: tuple[str, ...], limit: int | None, as_json: bool) -> None:
+    """Print rounds of pairs: no host is twice in a round, and no pair comes twice.
+
+    Without --rounds every pair meets once: n − 1 rounds of n hosts. With an odd number one host rests in each round.
+    One host alone has no rounds.
+    """
+    try:
+        tournament = rounds(hosts, limit)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    # Round by round: the whole tournament of a thousand hosts would be half a million pairs in memory.
+    if not as_json:
+        for item in tournament:
+            bye = [f"({item.bye} rests)"] if item.bye is not None else []
+            click.echo("  ".join([*(" ".join(pair) for pair in item.pairs), *bye]))
+        return
+    click.echo('{"rounds": [', nl=False)
+    for index, item in enumerate(tournament):
+        click.echo(("," if index else "") + "\n" + _to_json(item), nl=False)
+    click.echo("]}")
+
+
+@validation.command("healthy")
+@_RESULTS
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; excluded hosts come with their reason.")
+def healthy_command(results: Path, as_json: bool) -> None:
+    """Print the hosts that are fit for test jobs; for the others, on standard error, why not.
+
+    A host is fit when the doctor reported from it and confirmed no fault. Exits with 0 also if no host is fit.
+    """
+    try:
+        nodes = load_nodes(results)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    healthy = [node.name for node in nodes if node.is_fit]
+    excluded = []
+    for node in nodes:
+        if not node.is_fit:
+            worst = node.problems[0]
+            excluded.append(
+                {"host": node.name, "check": worst.id, "reason": f"{worst.id}: {worst.seen}", "remedy": worst.remedy}
+            )
+    if as_json:
+        click.echo(json.dumps({"healthy": healthy, "excluded": excluded}, indent=2))
+        return
+    for name in healthy:
+        click.echo(name)
+    for item in excluded:
+        click.echo(f"excluded {item['host']}: {item['reason']}: {item['remedy']}", err=True)
+
+
+@validation.command("report")
+@_RESULTS
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where report.json, report.md and junit.xml go; default: RESULTS/report.",
+)
+@click.pass_context
+def report_command(context: click.Context, results: Path, out: Path | None) -> None:
+    """Print the summary, and write it as JSON, Markdown and JUnit XML.
+
+    Exit status: 0 = everything passed, 1 = a fault was confirmed, 2 = no fault, but something could not be told.
+    """
+    # Loaded only here: rounds and healthy need no templates.
+    from hybrid_ep.validation.junit import to_junit
+    from hybrid_ep.validation.markdown import to_markdown
+    from hybrid_ep.validation.terminal import render
+
+    try:
+        cluster = load_cluster(results)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    out = out or results / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(cluster.to_json(), indent=1, allow_nan=False) + "\n")
+    (out / "report.md").write_text(to_markdown(cluster))
+    (out / "junit.xml").write_text(to_junit(cluster))
+    Console(highlight=False).print(render(cluster))
+    click.echo(f"written: {out}/report.md, report.json, junit.xml")
+    context.exit(cluster.status.exit_code)
+
+
+def _to_json(item: Round) -> str:
+    return json.dumps({"pairs": item.pairs, "bye": item.bye})

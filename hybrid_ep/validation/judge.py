@@ -1,0 +1,165 @@
+"""Bandwidth of test jobs against the figures of the platform's profile.
+
+A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
+passes when it reaches the profile's fraction of it. Where no profile of its hosts has a figure, a job that ended well
+passes on correctness alone, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_ep.doctor.model import Status
+from hybrid_ep.doctor.profile import Profile, load_profile
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.validation.results import JobFile, Metric
+
+__all__ = ["Job", "JudgedMetric", "Profiles", "judge"]
+
+
+@dataclass(frozen=True)
+class JudgedMetric:
+    """A figure that a job measured, and what was expected.
+
+    Attributes:
+        name, value, unit: as measured.
+        least: what the platform's profile asks for, in the same unit; None where it has no figure for it.
+        source: where that comes from; empty without one.
+    """
+
+    name: str
+    value: float
+    unit: str
+    least: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A test job, judged.
+
+    Attributes:
+        name, kind, hosts, log: as in `hybrid_ep.validation.results.JobFile`.
+        status: ``pass``, ``fail``, ``unknown`` or ``skipped``.
+        reason: one line for people, also where it passed.
+        metrics: what it measured.
+        expected: one line.
+        remedy: what to do; empty where it passed.
+    """
+
+    name: str
+    kind: str
+    hosts: tuple[str, ...]
+    status: str
+    reason: str
+    metrics: tuple[JudgedMetric, ...]
+    expected: str
+    remedy: str
+    log: str
+
+
+class Profiles:
+    """Profiles by the name of a platform, each read once."""
+
+    def __init__(self, load: Callable[[str], Profile] = load_profile) -> None:
+        self._load = load
+        self._known: dict[str, Profile | ConfigError] = {}
+
+    def get(self, platform: str) -> Profile:
+        """The platform's profile.
+
+        Raises:
+            ConfigError: there is none, or it does not follow the schema.
+        """
+        if platform not in self._known:
+            try:
+                self._known[platform] = self._load(platform)
+            except ConfigError as error:
+                self._known[platform] = error
+        found = self._known[platform]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+
+def judge(job: JobFile, platform_of: Mapping[str, str], profiles: Profiles) -> Job:
+    """Holds a job's figures to its platforms' profiles; with several platforms, to the lowest of their figures.
+
+    Args:
+        job: what the playbooks left.
+        platform_of: host → platform, of every host of the inventory.
+        profiles: where to find profiles.
+    """
+    strangers = [host for host in job.hosts if host not in platform_of]
+    if strangers:
+        return _ended(job, Status.UNKNOWN, f"host {strangers[0]!r} is not in the inventory", ())
+    try:
+        chosen = [profiles.get(platform) for platform in sorted({platform_of[host] for host in job.hosts})]
+    except ConfigError as error:
+        return _ended(job, None, f"no bandwidth is expected: {error}", _unjudged(job))
+    metrics = tuple(_judge_metric(job, metric, chosen) for metric in job.metrics)
+    if job.status != "pass":
+        return _ended(job, None, "", metrics)
+    odd = [metric for metric in metrics if metric.least is None and metric.source]
+    if odd:
+        return _ended(job, Status.UNKNOWN, f"{odd[0].name} is in {odd[0].unit}, but {odd[0].source}", metrics)
+    slow = [f"{metric.name} {_show(metric)}" for metric in metrics if metric.least and metric.value < metric.least]
+    if slow:
+        return _ended(job, Status.FAIL, "; ".join(slow), metrics)
+    if not any(metric.least for metric in metrics):
+        names = ", ".join(profile.name for profile in chosen)
+        reason = f"passed on correctness alone: profile {names} has no figure for a {job.kind} job of {_hosts(job)}"
+        return _ended(job, None, reason, metrics)
+    return _ended(job, None, "", metrics)
+
+
+def _ended(job: JobFile, status: Status | None, reason: str, metrics: tuple[JudgedMetric, ...]) -> Job:
+    """The job with its status, or a worse one."""
+    final = job.status if status is None else status.value
+    said = "; ".join(part for part in (job.reason, reason) if part)
+    floors = "; ".join(f"{m.name} ≥ {m.least:.4g} {m.unit} ({m.source})" for m in metrics if m.least is not None)
+    remedy = "" if final in ("pass", "skipped") else _remedy(job, final)
+    expected = f"rows arrive and come back right; {floors}" if floors else "rows arrive and come back right"
+    if job.kind == "nic":
+        expected = floors or "the transfer ends"
+    return Job(job.name, job.kind, job.hosts, final, said, metrics, expected, remedy, job.log)
+
+
+def _remedy(job: JobFile, status: str) -> str:
+    if job.status == "pass" and status == "fail":
+        return (
+            "See which of the hosts is slow with others, too (slowest pairs): its links, NICs and their errors in the "
+            "matrix come first; if none is, look at the path between them."
+        )
+    return f"Read {job.log}." if job.log else f"Read jobs/{job.name}.json; the job left no log."
+
+
+def _unjudged(job: JobFile) -> tuple[JudgedMetric, ...]:
+    return tuple(JudgedMetric(metric.name, metric.value, metric.unit, None, "") for metric in job.metrics)
+
+
+def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> JudgedMetric:
+    """The metric beside the lowest floor; a figure in another unit gives a source without a floor."""
+    floors: list[tuple[float, str]] = []
+    for profile in profiles:
+        figure: Any = profile["bandwidth.figures"].get(f"{job.kind}.{metric.name}")
+        if figure is None or figure["hosts"] != len(job.hosts):
+            return JudgedMetric(metric.name, metric.value, metric.unit, None, "")
+        if figure["unit"] != metric.unit:
+            said = f"profile {profile.name} has its figure in {figure['unit']}"
+            return JudgedMetric(metric.name, metric.value, metric.unit, None, said)
+        fraction = profile["bandwidth.fraction"]
+        said = f"{fraction:g} of {figure['value']:g} {figure['unit']}, profile {profile.name}: {figure['source']}"
+        floors.append((fraction * figure["value"], said))
+    least, source = min(floors)
+    return JudgedMetric(metric.name, metric.value, metric.unit, least, source)
+
+
+def _show(metric: JudgedMetric) -> str:
+    return f"{metric.value:.4g} {metric.unit}, expected ≥ {metric.least:.4g}"
+
+
+def _hosts(job: JobFile) -> str:
+    return "1 host" if len(job.hosts) == 1 else f"{len(job.hosts)} hosts"

@@ -1,0 +1,93 @@
+"""Commands of `hybrid-ep validation` that only the playbooks call: each writes a part of the results folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["COMMANDS"]
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command("begin")
+@click.argument("results", type=_FOLDER)
+def begin_command(results: Path) -> None:
+    """Begin a validation: check the inventory (JSON on standard input), write it, remove earlier results."""
+    from hybrid_ep.validation.begin import Inventory, begin_validation
+
+    begin_validation(results, Inventory.from_json(sys.stdin.read()))
+
+
+@click.command("compare")
+@click.argument("results", type=_FOLDER)
+def compare_command(results: Path) -> None:
+    """Compare the nodes' reports with each other, and write compare.json."""
+    from hybrid_ep.validation.crossnode import compare_nodes
+
+    compared = compare_nodes(results)
+    click.echo("fewer than two reports: nothing to compare" if compared is None else compared.status.value)
+
+
+@click.command("domains")
+@click.argument("results", type=_FOLDER)
+def domains_command(results: Path) -> None:
+    """Hold the inventory's NVLink domains to the cliques that the GPUs are in."""
+    from hybrid_ep.validation.crossnode import check_domains
+
+    for result in check_domains(results):
+        click.echo(f"{result.name}: {result.status} {result.reason}".rstrip())
+
+
+@click.command("record")
+@click.argument("results", type=_FOLDER)
+@click.argument("name")
+@click.option("--kind", type=click.Choice(["pair", "group", "nic"]), required=True)
+@click.option("--host", "hosts", multiple=True, required=True, help="Where it ran; once for each host.")
+@click.option("--exit-code", type=int, required=True, help="Of the job, or of what launched it.")
+@click.option("--reason", default="", help="Why there is no log.")
+def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int, reason: str) -> None:
+    """Write jobs/NAME.json from the job's exit code and from jobs/NAME.log, if there is one."""
+    from hybrid_ep.validation.record import judge_output, write_job
+
+    log = results / "jobs" / f"{name}.log"
+    output = log.read_text(errors="replace") if log.exists() else reason
+    job = judge_output(name, kind, hosts, exit_code, output, f"jobs/{log.name}" if log.exists() else "")
+    write_job(results, job)
+    click.echo(f"{name}: {job.status} {job.reason}".rstrip())
+
+
+@click.command("nic-bandwidth")
+@click.option("--gid-index", type=click.IntRange(min=0), help="Of Ethernet ports; default: perftest's choice.")
+@click.option("--limit-s", type=click.FloatRange(min=1), default=30.0, show_default=True, help="For each NIC.")
+@click.option(
+    "--sysroot",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("/"),
+    help="As the doctor's.",
+)
+@click.pass_context
+def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: float, sysroot: Path) -> None:
+    """Measure each NIC against the other node's; as two ranks under mpirun, one on each node. Prints JSON."""
+    from hybrid_ep import env
+    from hybrid_ep.topology import probe
+    from hybrid_ep.validation.perftest import listen, write_to
+
+    rank, size = env.MPI_RANK.get(), env.MPI_SIZE.get()
+    if rank is None or size != 2:
+        raise ConfigError(f"there are {size or 'no'} ranks of mpirun; allowed: 2, one on each node")
+    topology = probe(sysroot)
+    if rank == 0:
+        listen(topology, gid_index, limit_s)
+        return
+    result = write_to(env.MASTER_ADDR.get(), topology, gid_index, limit_s)
+    click.echo("\n" + json.dumps(result, indent=2))
+    ctx.exit(0 if result["ok"] else 1)
+
+
+COMMANDS = (begin_command, compare_command, domains_command, record_command, nic_bandwidth_command)

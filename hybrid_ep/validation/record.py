@@ -1,0 +1,87 @@
+"""From what a test job printed to its result in the results folder.
+
+A job is a program that prints one JSON document somewhere in its output: `hybrid-ep bench --json` or `hybrid-ep
+validation nic-bandwidth`. It passed if it ended with 0, the document is there and the document says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.validation.results import JobFile, Metric
+
+__all__ = ["judge_output", "write_job"]
+
+_TIMED_OUT = 124  # exit status of timeout(1)
+_KILLED = 137
+
+
+def judge_output(name: str, kind: str, hosts: tuple[str, ...], exit_code: int, output: str, log: str) -> JobFile:
+    """Judges a job by its exit code and its output.
+
+    Args:
+        name, kind, hosts, log: as in `JobFile`.
+        exit_code: of the launcher, e.g. mpirun or timeout.
+        output: stdout and stderr, in whatever order.
+    """
+    document = next(_documents(output), None)
+    metrics: tuple[Metric, ...] = ()
+    if document is not None:
+        metrics = tuple(_metrics(document))
+        good = document["ok"] and not exit_code
+        status = document.get("status", "pass" if good else "fail")
+        reason = _reason(document) or ("" if good else f"ended with {exit_code}: {_last_line(output)}")
+    elif exit_code in (_TIMED_OUT, _KILLED):
+        status, reason = "fail", f"did not end in time; last said: {_last_line(output)}"
+    elif exit_code:
+        status, reason = "fail", f"ended with {exit_code}: {_last_line(output)}"
+    else:
+        status, reason = "unknown", f"ended with 0 and left no result; last said: {_last_line(output)}"
+    return JobFile(name, kind, hosts, status, reason, metrics, log)
+
+
+def write_job(folder: Path, job: JobFile) -> None:
+    """Writes ``jobs/NAME.json``."""
+    (folder / "jobs").mkdir(exist_ok=True)
+    text = json.dumps({**asdict(job), "log": job.log or None}, indent=2)
+    (folder / "jobs" / f"{job.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _documents(output: str) -> Iterator[dict[str, Any]]:
+    """JSON objects that begin a line and are a job's result."""
+    decoder = json.JSONDecoder()
+    place = 0
+    while (place := output.find("{", place)) >= 0:
+        try:
+            found, end = decoder.raw_decode(output, place)
+        except ValueError:
+            place += 1
+            continue
+        if isinstance(found, dict) and "ok" in found:
+            yield found
+        place = end
+
+
+def _reason(document: dict[str, Any]) -> str:
+    problems = [problem for outcome in document.get("outcomes", []) for problem in outcome["problems"]]
+    return "; ".join(problems) or str(document.get("reason", ""))
+
+
+def _metrics(document: dict[str, Any]) -> Iterator[Metric]:
+    """Bandwidth by operation (all received rows) and median time; or what the document lists itself."""
+    for outcome in document.get("outcomes", []):
+        for operation in outcome["operations"]:
+            yield Metric(operation["name"], operation["gbps"], "GB/s")
+            yield Metric(f"{operation['name']} time", operation["median_us"], "µs")
+    for metric in document.get("metrics", []):
+        yield Metric(str(metric["name"]), float(metric["value"]), str(metric["unit"]))
+
+
+def _last_line(output: str) -> str:
+    """The last line that says something: mpirun frames its notes with dashes."""
+    lines = [line.strip() for line in output.splitlines() if line.strip(" -=*\t")]
+    return lines[-1] if lines else "nothing"

@@ -1,0 +1,96 @@
+"""The validation in a terminal: what to do first, and no more than fits a screen or two, also for a thousand nodes."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hybrid_ep.doctor.model import Status
+from hybrid_ep.doctor.render import STYLES
+from hybrid_ep.validation.cluster import Cluster
+
+__all__ = ["render"]
+
+_MOST = 12  # rows of a table
+
+
+def render(cluster: Cluster) -> RenderableType:
+    """Headline; what is wrong on nodes, between them and with jobs; the slowest pairs; one line that sums it up."""
+    parts: list[RenderableType] = [Text(f"{cluster.title}, {cluster.started}", style="bold")]
+    parts.append(Text(cluster.headline + ".", style=STYLES["fail" if cluster.unfit else "pass"]))
+    parts += [*_to_dos(cluster), *_findings(cluster), *_jobs(cluster), *_pairs(cluster)]
+    status = cluster.status.value
+    jobs = ", ".join(f"{count} {name}" for name, count in cluster.counts.items() if count) or "none"
+    fit = f"{len(cluster.fit)} of {len(cluster.nodes)} nodes fit"
+    parts.append(Text(f"{status}: {fit}; test jobs: {jobs}", style=STYLES[status]))
+    return Group(*parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for position, column in enumerate(columns):
+        table.add_column(column, no_wrap=position < 2, overflow="fold")
+    return table
+
+
+def _status(name: str) -> Text:
+    return Text(name, style=STYLES[name])
+
+
+def _rest(shown: int, total: int, what: str) -> list[RenderableType]:
+    return [Text(f"and {total - shown} more {what}; report.html has all", style="dim")] if total > shown else []
+
+
+def _to_dos(cluster: Cluster) -> list[RenderableType]:
+    to_dos = cluster.to_dos()
+    if not to_dos:
+        return []
+    table = _table("on nodes", "check", "", "nodes", "seen", "remedy")
+    for to_do in to_dos[:_MOST]:
+        result = to_do.result
+        others = f" (and {to_do.num_seen - 1} other things elsewhere)" if to_do.num_seen > 1 else ""
+        row = [Text(shorten_names(to_do.hosts)), Text(result.seen + others), Text(result.remedy)]
+        table.add_row(Text(result.id), _status(result.shown_as), *row)
+    return [table, *_rest(_MOST, len(to_dos), "checks")]
+
+
+def _findings(cluster: Cluster) -> list[RenderableType]:
+    wrong = [result for result in cluster.findings.results if result.status is not Status.PASS]
+    if not wrong:
+        return []
+    table = _table("between nodes", "check", "", "seen", "remedy")
+    for result in wrong:
+        table.add_row(Text(result.id), _status(result.shown_as), Text(result.seen), Text(result.remedy))
+    return [table]
+
+
+def _jobs(cluster: Cluster) -> list[RenderableType]:
+    wrong = [job for job in cluster.jobs if job.status in ("fail", "unknown")]
+    wrong.sort(key=lambda job: job.status)
+    if not wrong:
+        return []
+    table = _table("test jobs", "job", "", "hosts", "reason", "remedy")
+    for job in wrong[:_MOST]:
+        row = [Text(shorten_names(job.hosts)), Text(job.reason), Text(job.remedy)]
+        table.add_row(Text(job.name), _status(job.status), *row)
+    return [table, *_rest(_MOST, len(wrong), "jobs")]
+
+
+def _pairs(cluster: Cluster) -> list[RenderableType]:
+    tables: list[RenderableType] = []
+    for pairs in cluster.pair_tables():
+        title = f"slowest of {len(pairs.figures)} pairs: {pairs.metric}, median {pairs.median:.4g} {pairs.unit}"
+        table = _table(title, "hosts", pairs.unit, "of median", "expected")
+        for figure in pairs.figures[:3]:
+            least = "" if figure.least is None else f"≥ {figure.least:.4g}"
+            share = f"{figure.value / pairs.median:.0%}" if pairs.median else ""
+            table.add_row(Text(" – ".join(figure.job.hosts)), f"{figure.value:.4g}", share, least)
+        tables.append(table)
+    return tables
+
+
+def shorten_names(names: tuple[str, ...], most: int = 6) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
