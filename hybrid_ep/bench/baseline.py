@@ -46,6 +46,7 @@ class AllToAllSubject(Subject):
 
     def __init__(self, plan: BenchPlan, batch: Batch) -> None:
         self.engine = dist.get_backend()
+        self.waiting_calls = frozenset({"dispatch"})
         self.plan, self.batch = plan, batch
         self.num_ranks = dist.get_world_size()
         self.num_local_experts = plan.workload.num_experts // self.num_ranks

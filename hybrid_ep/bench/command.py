@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybrid_ep.bench.launch import Launcher, find_launcher, measure_all
 from hybrid_ep.bench.plan import MODES, BenchPlan, Candidate, default_workload_sizes
-from hybrid_ep.bench.results import BenchResult, summarize
+from hybrid_ep.bench.results import BenchReport
 from hybrid_ep.bench.subjects import BASELINE, require_known
-from hybrid_ep.bench.tables import print_result, render_markdown
+from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.checks import require_int
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.workload import DTYPES, ROUTINGS, Workload
@@ -21,7 +22,7 @@ from hybrid_ep.workload import DTYPES, ROUTINGS, Workload
 __all__ = ["bench"]
 
 _DEFAULT_RANKS_ON_CPU = 4
-_LOG_WIDTH = 140
+_LOG_WIDTH = 170
 _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
 
 
@@ -31,7 +32,10 @@ _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
 @click.option("--mode", type=click.Choice(MODES), default="normal", show_default=True)
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Of dispatched tokens.")
 @click.option("--routing", type=click.Choice(ROUTINGS), default="uniform", show_default=True)
-@click.option("--tokens", type=int, help="Tokens of each rank; default: 4096 on GPUs (128 in low-latency mode).")
+@click.option(
+    "--tokens",
+    help="Tokens of each rank, several separated by commas; default: 4096 on GPUs (128 in low-latency mode).",
+)
 @click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs.")
 @click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs.")
 @click.option("--experts", type=int, help="Experts of all ranks together; default: 256 on GPUs.")
@@ -47,6 +51,7 @@ _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
 )
 @click.option("--num-sms", help="SMs to use, separated by commas, e.g. 8,16,24; default: each one's own choice.")
 @click.option("--no-sync", is_flag=True, help="Give upper bounds of received rows, so that no call waits for the host.")
+@click.option("--wire/--no-wire", default=True, show_default=True, help="Measure the wire's limit beside it, on GPUs.")
 @click.option("--warmups", default=3, show_default=True, help="Calls before timing.")
 @click.option("--runs", type=int, help="Timed calls; default: 30 on GPUs, 10 on a CPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
@@ -61,7 +66,7 @@ def bench(
     mode: str,
     dtype: str,
     routing: str,
-    tokens: int | None,
+    tokens: str | None,
     hidden: int | None,
     topk: int | None,
     experts: int | None,
@@ -69,6 +74,7 @@ def bench(
     implementations: tuple[str, ...],
     num_sms: str | None,
     no_sync: bool,
+    wire: bool,
     warmups: int,
     runs: int | None,
     as_json: bool,
@@ -85,39 +91,43 @@ def bench(
         launcher = find_launcher()
         device = _device(device)
         num_ranks = _num_ranks(ranks, device, launcher)
-        asked = {"tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
+        asked = {"hidden": hidden, "topk": topk, "experts": experts}
         sizes = default_workload_sizes(device, mode) | {name: n for name, n in asked.items() if n is not None}
         require_int("experts", sizes["experts"], minimum=num_ranks, multiple_of=num_ranks)
         for implementation in implementations:
             require_known(implementation, mode)
-        plan = BenchPlan(
-            workload=Workload(
-                num_tokens=sizes["tokens"],
-                hidden=sizes["hidden"],
-                num_topk=sizes["topk"],
-                num_experts=sizes["experts"],
-                dtype=dtype,
-                routing=routing,
-                seed=seed,
-            ),
-            mode=mode,
-            candidates=_candidates(implementations, num_sms, mode),
-            num_warmups=warmups,
-            num_runs=_DEFAULT_RUNS[device] if runs is None else runs,
-            no_sync=no_sync,
-            device=device,
-        )
+        plans = [
+            BenchPlan(
+                workload=Workload(
+                    num_tokens=num_tokens,
+                    hidden=sizes["hidden"],
+                    num_topk=sizes["topk"],
+                    num_experts=sizes["experts"],
+                    dtype=dtype,
+                    routing=routing,
+                    seed=seed,
+                ),
+                mode=mode,
+                candidates=_candidates(implementations, num_sms, mode),
+                num_warmups=warmups,
+                num_runs=_DEFAULT_RUNS[device] if runs is None else runs,
+                no_sync=no_sync,
+                device=device,
+                wire=wire,
+            )
+            for num_tokens in ([sizes["tokens"]] if tokens is None else _integers("tokens", tokens, minimum=0))
+        ]
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    result = _measure_with_progress(plan, num_ranks, launcher)
+    report = measure_with_progress(plans, num_ranks, launcher)
     if launcher is None or launcher.rank == 0:
         if as_json:
-            click.echo(json.dumps(result.to_json(), indent=2))
+            click.echo(json.dumps(report.to_json(), indent=2))
         else:
-            print_result(_console(), result)
+            print_report(_console(), report)
         if out is not None:
-            _write(result, out)
-    ctx.exit(0 if result.ok else 1)
+            _write(report, out)
+    ctx.exit(0 if report.ok else 1)
 
 
 def _device(asked: str) -> str:
@@ -147,10 +157,7 @@ def _candidates(implementations: tuple[str, ...], num_sms: str | None, mode: str
     if num_sms is not None:
         if mode == "low-latency":
             raise ConfigError(f"num-sms is {num_sms!r} in low-latency mode; allowed there: leave it out")
-        try:
-            sweep = [require_int("num-sms", int(text), minimum=1) for text in num_sms.split(",")]
-        except ValueError:
-            raise ConfigError(f"num-sms is {num_sms!r}; allowed: integers ≥ 1, separated by commas") from None
+        sweep = [*_integers("num-sms", num_sms, minimum=1)]
     return tuple(
         Candidate(implementation, count)
         for implementation in dict.fromkeys(implementations)
@@ -158,19 +165,30 @@ def _candidates(implementations: tuple[str, ...], num_sms: str | None, mode: str
     )
 
 
-def _measure_with_progress(plan: BenchPlan, num_ranks: int, launcher: Launcher | None) -> BenchResult:
+def _integers(name: str, text: str, *, minimum: int) -> list[int]:
+    """``8,16`` → each number once."""
+    try:
+        return list(dict.fromkeys(require_int(name, int(part), minimum=minimum) for part in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; allowed: integers ≥ {minimum}, separated by commas") from None
+
+
+def measure_with_progress(plans: Sequence[BenchPlan], num_ranks: int, launcher: Launcher | None) -> BenchReport:
+    """`measure_all`, with a bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     quiet = launcher is not None and launcher.rank != 0
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        task = progress.add_task(f"starting {num_ranks} ranks", total=len(plan.candidates))
+        total = sum(len(plan.candidates) + plan.wire for plan in plans)
+        task = progress.add_task(f"starting {num_ranks} ranks", total=total)
         begun = 0
 
-        def begin(candidate: Candidate) -> None:
+        def begin(plan: BenchPlan, what: str) -> None:
             nonlocal begun
-            progress.update(task, description=f"measuring {candidate.title}", completed=begun)
+            description = f"{what}: {plan.mode}, {plan.workload.dtype}, {plan.workload.num_tokens} tokens"
+            progress.update(task, description=description, completed=begun)
             begun += 1
 
-        return summarize(plan, measure_all(plan, num_ranks, launcher, begin))
+        return measure_all(plans, num_ranks, launcher, begin)
 
 
 def _console() -> Console:
@@ -179,14 +197,14 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=max(_LOG_WIDTH, console.width))
 
 
-def _write(result: BenchResult, folder: Path) -> None:
+def _write(report: BenchReport, folder: Path) -> None:
     # Drawing is loaded only when something is drawn.
     from hybrid_ep.bench.figures import draw
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    (folder / "result.md").write_text(render_markdown(result), encoding="utf-8")
-    if any(outcome.operations for outcome in result.outcomes):
-        picture = draw(result)
+    (folder / "result.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    (folder / "result.md").write_text(render_markdown(report), encoding="utf-8")
+    if any(outcome.operations for result in report.results for outcome in result.outcomes):
+        picture = draw(report)
         (folder / f"{picture.name}.png").write_bytes(picture.png)
     Console(stderr=True).print(f"the result is in {folder}/")

@@ -7,16 +7,17 @@ by a factor that depends on their rank, so that a row combined from the wrong ra
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from hybrid_ep.bench.plan import BenchPlan
 from hybrid_ep.bench.subjects import Received
-from hybrid_ep.layout import compute_layout
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
-from hybrid_ep.workload import Batch, make_batch, make_routing
+from hybrid_ep.workload import Batch, Workload, make_batch
 
-__all__ = ["check_combined", "check_received", "expert_factor", "row_counts"]
+__all__ = ["check_combined", "check_received", "expert_factor"]
 
 _BF16_UNIT = 2.0**-8
 _MOST_ROUNDINGS = 4  # an expert's row, a rank's sum, a domain's sum, the result
@@ -29,27 +30,9 @@ def expert_factor(rank: int) -> float:
     return 1.0 + (rank % 4) / 4
 
 
-def row_counts(plan: BenchPlan, rank: int, num_ranks: int) -> tuple[int, int]:
-    """How many rows cross to `rank` in one dispatch: all of them, and those that come from other ranks.
-
-    A row crosses once for each destination rank; in low-latency mode once for each expert.
-    """
-    total = local = 0
-    for source in range(num_ranks):
-        topk_idx = make_routing(plan.workload, source)[0]
-        if plan.mode == "low-latency":
-            num_rows = int((topk_idx // (plan.workload.num_experts // num_ranks) == rank).sum())
-        else:
-            layout = compute_layout(topk_idx, plan.workload.num_experts, num_ranks, num_ranks)
-            num_rows = int(layout.num_tokens_per_rank[rank])
-        total += num_rows
-        local += num_rows if source == rank else 0
-    return total, total - local
-
-
 def check_received(received: Received, plan: BenchPlan, rank: int, num_ranks: int) -> list[str]:
     """Compares what arrived with what had to; returns problems in words, empty = good."""
-    expected = _expected(plan, rank, num_ranks)
+    expected = _expected(plan.workload, plan.mode, plan.device, rank, num_ranks)
     if received.rows.shape != expected.rows.shape:
         return [f"rank {rank} received {received.rows.shape[0]} rows, not {expected.rows.shape[0]}"]
     if plan.mode == "low-latency":
@@ -96,27 +79,28 @@ def check_combined(combined: Tensor, batch: Batch, plan: BenchPlan, rank: int, n
     return [f"rank {rank} got {wrong} of {x.shape[0]} combined rows wrong"] if wrong else []
 
 
-def _expected(plan: BenchPlan, rank: int, num_ranks: int) -> Received:
-    num_local = plan.workload.num_experts // num_ranks
+@lru_cache(maxsize=1)  # the candidates of a plan expect the same
+def _expected(workload: Workload, mode: str, device_type: str, rank: int, num_ranks: int) -> Received:
+    num_local = workload.num_experts // num_ranks
     rows, labels = [], []
-    device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     for source in range(num_ranks):
-        batch = make_batch(plan.workload, source, device)
+        batch = make_batch(workload, source, device)
         local = batch.topk_idx - rank * num_local
         mine = (local >= 0) & (local < num_local)
         local = torch.where(mine, local, -1)
         weights = torch.where(mine, batch.topk_weights, 0.0)
-        if plan.mode == "normal":
+        if mode == "normal":
             token = torch.nonzero(mine.any(1)).flatten()
             labels.append(torch.cat([local.double(), weights.double()], 1)[token])
         else:
             token, column = torch.nonzero(mine, as_tuple=True)
             second = weights[token, column].double()
             columns = [local[token, column].double(), second]
-            if plan.mode == "low-latency":
+            if mode == "low-latency":
                 columns = [columns[0], torch.full_like(second, source), token.double()]
             labels.append(torch.stack(columns, 1))
-        rows.append(_as_sent(batch.x, plan.workload.dtype)[token])
+        rows.append(_as_sent(batch.x, workload.dtype)[token])
     return Received(torch.cat(rows), torch.cat(labels))
 
 

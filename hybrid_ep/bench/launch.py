@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
-from hybrid_ep.bench.measure import RankMeasurement, measure
-from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.bench.machine import device_name, versions
+from hybrid_ep.bench.measure import measure
+from hybrid_ep.bench.plan import BenchPlan
+from hybrid_ep.bench.results import WIRE, BenchReport, summarize
+from hybrid_ep.bench.timing import time_floor
+from hybrid_ep.bench.wire import measure_wire
 from hybrid_ep.cluster import VirtualCluster
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Launcher", "find_launcher", "measure_all"]
+__all__ = ["Launcher", "find_launcher", "measure_all", "open_ranks"]
 
 
 class Launcher(NamedTuple):
@@ -51,39 +58,71 @@ def find_launcher() -> Launcher | None:
     return None
 
 
-def measure_all(
-    plan: BenchPlan, num_ranks: int, launcher: Launcher | None, begin: Callable[[Candidate], None]
-) -> list[list[RankMeasurement]]:
-    """Measures every candidate.
+@contextmanager
+def open_ranks(num_ranks: int, device: str, launcher: Launcher | None) -> Iterator[Callable[..., list[Any]]]:
+    """Starts ranks, or joins the launcher's.
 
     Args:
-        plan: what to measure.
-        num_ranks: how many ranks to start; the launcher's number where there is one.
+        num_ranks: how many to start; the launcher's number where there is one.
+        device: ``cpu`` or ``cuda``.
         launcher: whose group to join.
-        begin: is told which candidate comes next.
 
-    Returns:
-        For each candidate, what each rank measured; the same on every rank of a launcher.
+    Yields:
+        `run(function, *args)`, which calls the function on every rank and returns the results by rank, on every rank
+        of a launcher.
     """
-    results = []
     if launcher is None:
         # On a machine with GPUs, an engine chosen by itself would not take the CPU's tensors.
-        variables = {env.ENGINE.name: "torch"} if plan.device == "cpu" else {}
-        with VirtualCluster(num_ranks, device=plan.device, variables=variables) as cluster:
-            for candidate in plan.candidates:
-                begin(candidate)
-                results.append(cluster.run(measure, candidate, plan))
-        return results
-    _join(launcher, plan.device)
+        variables = {env.ENGINE.name: "torch"} if device == "cpu" else {}
+        with VirtualCluster(num_ranks, device=device, variables=variables) as cluster:
+            yield cluster.run
+        return
+    _join(launcher, device)
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        gathered: list[Any] = [None] * launcher.num_ranks
+        dist.all_gather_object(gathered, function(*args))
+        return gathered
+
     try:
-        for candidate in plan.candidates:
-            begin(candidate)
-            gathered: list[RankMeasurement | None] = [None] * launcher.num_ranks
-            dist.all_gather_object(gathered, measure(candidate, plan))
-            results.append([measurement for measurement in gathered if measurement is not None])
+        yield run
     finally:
         dist.destroy_process_group()
-    return results
+
+
+def measure_all(
+    plans: Sequence[BenchPlan], num_ranks: int, launcher: Launcher | None, begin: Callable[[BenchPlan, str], None]
+) -> BenchReport:
+    """Measures every candidate of every plan, on the same ranks.
+
+    Args:
+        plans: what to measure; at least one, all on the same device.
+        num_ranks: how many ranks to start; the launcher's number where there is one.
+        launcher: whose group to join.
+        begin: is told what comes next.
+
+    Returns:
+        What was measured; the same on every rank of a launcher.
+    """
+    device = plans[0].device
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    with open_ranks(num_ranks, device, launcher) as run:
+        name = run(device_name, device)[0]
+        floor = [
+            max(times) for times in zip(*run(time_floor, device, max(plan.num_runs for plan in plans)), strict=True)
+        ]
+        results = []
+        for plan in plans:
+            wire = None
+            if plan.wire:
+                begin(plan, WIRE)
+                wire = run(measure_wire, plan)
+            measurements = []
+            for candidate in plan.candidates:
+                begin(plan, candidate.title)
+                measurements.append(run(measure, candidate, plan))
+            results.append(summarize(plan, wire, measurements))
+    return BenchReport(date, num_ranks, name, versions(device), statistics.median(floor), results)
 
 
 def _join(launcher: Launcher, device: str) -> None:

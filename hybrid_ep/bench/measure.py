@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.bench.expected import check_combined, check_received, expert_factor, row_counts
-from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.bench.expected import check_combined, check_received, expert_factor
+from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
+from hybrid_ep.bench.rows import RowCounts, count_rows
 from hybrid_ep.bench.subjects import open_subject
-from hybrid_ep.bench.timing import Times, time_calls
+from hybrid_ep.bench.timing import Times, time_calls, time_host
 from hybrid_ep.workload import make_batch
 
 __all__ = ["RankMeasurement", "measure"]
@@ -24,17 +26,13 @@ class RankMeasurement:
         engine: what moved the tokens.
         problems: what is wrong, in words; then nothing was timed.
         times: operation → time of each run.
-        num_rows: rows that cross to this rank in one dispatch, those of its own tokens included.
-        num_remote_rows: those that come from other ranks.
-        device: name of the GPU, or ``CPU``.
+        rows: call → rows that cross to this rank.
     """
 
     engine: str
     problems: list[str]
     times: dict[str, Times]
-    num_rows: int
-    num_remote_rows: int
-    device: str
+    rows: dict[str, RowCounts]
 
 
 def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
@@ -58,15 +56,15 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
             def combine() -> None:
                 subject.combine(dispatched, outputs)
 
-            times = time_calls(
-                {"dispatch": dispatch, "combine": combine, **subject.further_calls(dispatched, outputs)},
-                num_warmups=plan.num_warmups,
-                num_runs=plan.num_runs,
-                device=plan.device,
-            )
-        num_rows, num_remote_rows = row_counts(plan, rank, num_ranks)
-        device = torch.cuda.get_device_name() if on_gpu else "CPU"
-        return RankMeasurement(subject.engine, problems, times, num_rows, num_remote_rows, device)
+            calls: dict[str, Callable[[], object]] = {"dispatch": dispatch, "combine": combine}
+            calls |= subject.further_calls(dispatched, outputs)
+            times = time_calls(calls, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device)
+            if on_gpu:
+                free = {name: call for name, call in calls.items() if name not in subject.waiting_calls}
+                for name, microseconds in time_host(free).items():
+                    times[name].in_a_row_microseconds = microseconds
+        counts = count_rows(batch.topk_idx, plan.workload.num_experts, once_per_expert=plan.mode == "low-latency")
+        return RankMeasurement(subject.engine, problems, times, dict.fromkeys(CALLS, counts))
     finally:
         subject.close()
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.workload import Workload
 
-__all__ = ["MODES", "BenchPlan", "Candidate", "default_workload_sizes"]
+__all__ = ["CALLS", "MODES", "BenchPlan", "Candidate", "call_of", "default_workload_sizes"]
 
 MODES = ("normal", "permute", "low-latency")
+CALLS = ("dispatch", "combine")
+_HALVES = (": send", ": receive")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class BenchPlan:
         num_runs: timed calls.
         no_sync: give the upper bound of received rows, so that no call waits for the host.
         device: ``cpu`` or ``cuda``.
+        wire: measure the wire's limit beside the candidates.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -54,6 +57,7 @@ class BenchPlan:
     num_runs: int
     no_sync: bool
     device: str
+    wire: bool = True
 
     def __post_init__(self) -> None:
         require(self.mode in MODES, "mode", self.mode, ", ".join(MODES))
@@ -62,9 +66,18 @@ class BenchPlan:
         if self.mode == "low-latency":
             require(self.workload.num_tokens > 0, "tokens", 0, "≥ 1 in low-latency mode")
 
-    def row_bytes(self, operation: str) -> int:
-        """Bytes of one row in ``dispatch`` or ``combine``, or in a part of one of them."""
-        return self.workload.row_bytes if operation.startswith("dispatch") else self.workload.combine_row_bytes
+    def row_bytes(self, call: str) -> int:
+        """Bytes of one row in ``dispatch`` or ``combine``."""
+        return self.workload.row_bytes if call == "dispatch" else self.workload.combine_row_bytes
+
+
+def call_of(operation: str) -> str | None:
+    """The call of which an operation is a form, all rows moved; None for halves and for what moves no rows.
+
+    Operations are named ``call`` or ``call: form``.
+    """
+    call = operation.partition(":")[0]
+    return call if call in CALLS and not operation.endswith(_HALVES) else None
 
 
 def default_workload_sizes(device: str, mode: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What all ranks measured, put together: times over runs and ranks, bytes by both definitions, bandwidth."""
+"""What all ranks measured, put together: times over runs and ranks, bytes by both definitions, bandwidth, the wire."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybrid_ep._version import __version__
 from hybrid_ep.bench.measure import RankMeasurement
-from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate, call_of
+from hybrid_ep.bench.rows import RowCounts
+from hybrid_ep.bench.timing import Times
+from hybrid_ep.bench.wire import RankWire, compared_sms
 
-__all__ = ["BenchResult", "Operation", "Outcome", "summarize"]
+__all__ = ["WIRE", "BenchReport", "BenchResult", "Operation", "Outcome", "settings", "summarize", "varying"]
+
+WIRE = "the wire alone"
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,15 @@ class Operation:
         min_us, median_us, max_us: over runs, µs.
         p50_us, p99_us: for each rank, over runs, µs.
         host_us: until a call returned to the host, median over runs of the slowest rank, µs.
-        rows_bytes: bytes of all received rows, a rank's own included; mean over ranks.
+        host_in_a_row_us: the same of calls in a row; None where the host waits for the device, and on CPUs.
+        rows_bytes: bytes of all received rows, a rank's own included; mean over ranks; 0 for a half of a call and for
+            what moves no rows.
         remote_rows_bytes: bytes of rows from other ranks only; mean over ranks.
         most_rows_bytes: bytes of all received rows of the busiest rank.
         gbps: GB/s of `rows_bytes`.
         remote_gbps: GB/s of `remote_rows_bytes`.
+        wire_us: what the wire alone takes for these rows with as many SMs, median; None where it was not measured.
+        of_wire: `wire_us` over `median_us`; 1 is the limit.
     """
 
     name: str
@@ -39,11 +47,14 @@ class Operation:
     p50_us: list[float]
     p99_us: list[float]
     host_us: float
+    host_in_a_row_us: float | None
     rows_bytes: float
     remote_rows_bytes: float
     most_rows_bytes: int
     gbps: float
     remote_gbps: float
+    wire_us: float | None
+    of_wire: float | None
 
 
 @dataclass(frozen=True)
@@ -65,56 +76,130 @@ class Outcome:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A whole benchmark.
+    """One plan, measured.
 
     Attributes:
         plan: what was asked for.
-        num_ranks: of the group.
-        device: name of the GPUs, or ``CPU``.
-        versions: of hybrid_ep and torch.
         outcomes: of each candidate.
+        wire: the wire alone, with each number of SMs that a candidate is compared with.
+        wire_obstacle: why the wire was not measured though the plan asks for it, or None.
     """
 
     plan: BenchPlan
-    num_ranks: int
-    device: str
-    versions: dict[str, str]
     outcomes: list[Outcome]
+    wire: list[Outcome]
+    wire_obstacle: str | None
 
     @property
     def ok(self) -> bool:
         """Whether every candidate moved every row right."""
         return not any(outcome.problems for outcome in self.outcomes)
 
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All plans that the same ranks have measured.
+
+    Attributes:
+        date: when, UTC.
+        num_ranks: of the group.
+        device: name of the GPUs, or ``CPU``.
+        versions: of what took part.
+        timer_floor_us: one trivial kernel by the same timer, median over runs of the slowest rank, µs.
+        results: of each plan.
+    """
+
+    date: str
+    num_ranks: int
+    device: str
+    versions: dict[str, str]
+    timer_floor_us: float
+    results: list[BenchResult]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every candidate moved every row right."""
+        return all(result.ok for result in self.results)
+
     def describe(self) -> str:
-        """One line for people."""
-        return f"{self.plan.mode} mode, {self.num_ranks} ranks on {self.device}: {self.plan.workload.describe()}"
+        """One line for people: what all plans have in common."""
+        common = {name: value for name, value in settings(self.results[0].plan).items() if name not in self.varying()}
+        parts = ", ".join(f"{name} {value}" for name, value in common.items())
+        return f"{self.num_ranks} ranks on {self.device}: {parts}"
+
+    def varying(self) -> list[str]:
+        """Names of the settings that tell the plans apart."""
+        return varying(self.results)
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON document."""
-        return {**asdict(self), "ok": self.ok}
+        """One JSON document: all outcomes in one list, each with the plan that it belongs to."""
+        about = {name: value for name, value in asdict(self).items() if name != "results"}
+        obstacles = [result.wire_obstacle for result in self.results if result.wire_obstacle is not None]
+        return {
+            "ok": self.ok,
+            **about,
+            "outcomes": [_to_json(result, outcome) for result in self.results for outcome in result.outcomes],
+            "wire": [_to_json(result, outcome) for result in self.results for outcome in result.wire],
+            "wire_obstacle": obstacles[0] if obstacles else None,
+        }
 
 
-def summarize(plan: BenchPlan, measurements: list[list[RankMeasurement]]) -> BenchResult:
-    """Puts together what each rank measured of each candidate."""
-    import torch
+def _to_json(result: BenchResult, outcome: Outcome) -> dict[str, Any]:
+    plan = {name: value for name, value in asdict(result.plan).items() if name != "candidates"}
+    return {"plan": plan, **asdict(outcome)}
 
+
+def settings(plan: BenchPlan) -> dict[str, str]:
+    """What a plan asks for, in words; names as in the options of the command."""
+    workload = plan.workload
+    return {
+        "mode": plan.mode,
+        "dtype": workload.dtype,
+        "routing": workload.routing,
+        "tokens": str(workload.num_tokens),
+        "hidden": str(workload.hidden),
+        "topk": str(workload.num_topk),
+        "experts": str(workload.num_experts),
+        "no-sync": "yes" if plan.no_sync else "no",
+    }
+
+
+def varying(results: list[BenchResult]) -> list[str]:
+    """Names of the settings that tell the plans apart."""
+    all_settings = [settings(result.plan) for result in results]
+    return [name for name in all_settings[0] if len({one[name] for one in all_settings}) > 1]
+
+
+def summarize(plan: BenchPlan, wire: list[RankWire] | None, measurements: list[list[RankMeasurement]]) -> BenchResult:
+    """Puts together what each rank measured of the wire (None = not asked for) and of each candidate."""
+    limits: list[Outcome] = []
+    for num_sms in wire[0].times if wire else ():
+        ranks = [(one.times[num_sms], one.rows) for one in wire or ()]
+        operations = [_operation(call, plan, ranks, None) for call in CALLS]
+        limits.append(Outcome(Candidate(WIRE, num_sms), "push", [], operations))
     outcomes = []
-    for candidate, ranks in zip(plan.candidates, measurements, strict=True):
-        problems = [problem for rank in ranks for problem in rank.problems]
-        operations = [_operation(name, plan, ranks) for name in ranks[0].times]
-        outcomes.append(Outcome(candidate, ranks[0].engine, problems, operations))
-    versions = {"hybrid_ep": __version__, "torch": torch.__version__}
-    return BenchResult(plan, len(measurements[0]), measurements[0][0].device, versions, outcomes)
+    for candidate, found in zip(plan.candidates, measurements, strict=True):
+        problems = [problem for rank in found for problem in rank.problems]
+        same_sms = [limit for limit in limits if limit.candidate.num_sms == compared_sms(candidate, plan)]
+        wire_us = {op.name: op.median_us for limit in same_sms for op in limit.operations}
+        ranks = [(rank.times, rank.rows) for rank in found]
+        operations = [_operation(name, plan, ranks, wire_us.get(call_of(name) or "")) for name in found[0].times]
+        outcomes.append(Outcome(candidate, found[0].engine, problems, operations))
+    return BenchResult(plan, outcomes, limits, wire[0].obstacle if wire else None)
 
 
-def _operation(name: str, plan: BenchPlan, ranks: list[RankMeasurement]) -> Operation:
-    by_rank = [rank.times[name].microseconds for rank in ranks]
+def _operation(
+    name: str, plan: BenchPlan, ranks: list[tuple[dict[str, Times], dict[str, RowCounts]]], wire_us: float | None
+) -> Operation:
+    by_rank = [times[name].microseconds for times, _ in ranks]
     slowest = [max(run) for run in zip(*by_rank, strict=True)]
     median_us = statistics.median(slowest)
-    row_bytes = plan.row_bytes(name)
-    rows_bytes = row_bytes * statistics.fmean(rank.num_rows for rank in ranks)
-    remote_rows_bytes = row_bytes * statistics.fmean(rank.num_remote_rows for rank in ranks)
+    in_a_row = [times[name].in_a_row_microseconds for times, _ in ranks]
+    call = call_of(name)
+    row_bytes = plan.row_bytes(call) if call else 0
+    rows = [counts[call] if call else RowCounts(0, 0) for _, counts in ranks]
+    rows_bytes = row_bytes * statistics.fmean(counts.total for counts in rows)
+    remote_rows_bytes = row_bytes * statistics.fmean(counts.remote for counts in rows)
     return Operation(
         name=name,
         min_us=min(slowest),
@@ -122,12 +207,15 @@ def _operation(name: str, plan: BenchPlan, ranks: list[RankMeasurement]) -> Oper
         max_us=max(slowest),
         p50_us=[_percentile(times, 50) for times in by_rank],
         p99_us=[_percentile(times, 99) for times in by_rank],
-        host_us=max(statistics.median(rank.times[name].host_microseconds) for rank in ranks),
+        host_us=max(statistics.median(times[name].host_microseconds) for times, _ in ranks),
+        host_in_a_row_us=max(map(statistics.median, in_a_row)) if all(in_a_row) else None,
         rows_bytes=rows_bytes,
         remote_rows_bytes=remote_rows_bytes,
-        most_rows_bytes=row_bytes * max(rank.num_rows for rank in ranks),
+        most_rows_bytes=row_bytes * max(counts.total for counts in rows),
         gbps=rows_bytes / median_us / 1e3,
         remote_gbps=remote_rows_bytes / median_us / 1e3,
+        wire_us=wire_us,
+        of_wire=None if wire_us is None else wire_us / median_us,
     )
 
 

@@ -54,6 +54,7 @@ class Subject(abc.ABC):
     """One implementation, ready to be driven with one batch."""
 
     engine: str
+    waiting_calls: frozenset[str] = frozenset()  # in these the host waits for the device, so its time is the device's
 
     @abc.abstractmethod
     def dispatch(self) -> Any:
@@ -158,19 +159,27 @@ class NormalSubject(_ModuleSubject):
         kind = self.module.Buffer
         if num_sms is not None:
             kind.set_num_sms(num_sms)
-        self.dispatch_config = kind.get_dispatch_config(self.num_ranks)
-        self.combine_config = kind.get_combine_config(self.num_ranks)
+        configs = (kind.get_dispatch_config(self.num_ranks), kind.get_combine_config(self.num_ranks))
+        self.dispatch_config: Any = None if num_sms is None else configs[0]
+        self.combine_config: Any = None if num_sms is None else configs[1]
         hidden_bytes = self.plan.workload.combine_row_bytes
-        configs = (self.dispatch_config, self.combine_config)
         num_nvl_bytes = max(c.get_nvl_buffer_size_hint(hidden_bytes, self.num_ranks) for c in configs)
         num_rdma_bytes = 0
         if self.num_ranks > torch.cuda.device_count() > 0:
             num_rdma_bytes = max(c.get_rdma_buffer_size_hint(hidden_bytes, self.num_ranks) for c in configs)
         self.buffer = kind(dist.group.WORLD, num_nvl_bytes, num_rdma_bytes)
-        self.bound = self.plan.workload.num_tokens * self.num_ranks if self.plan.no_sync else 0
+        self.most_rows = self.plan.workload.num_tokens * self.num_ranks
+        self.bound = self.most_rows if self.plan.no_sync else 0
+        if not self.plan.no_sync:
+            self.waiting_calls = frozenset({"dispatch", "dispatch: layout given"})
 
     def dispatch(self) -> Any:
-        layout = self.buffer.get_dispatch_layout(self.batch.topk_idx, self.plan.workload.num_experts)
+        return self._dispatch(self._layout(), self.bound)
+
+    def _layout(self) -> Any:
+        return self.buffer.get_dispatch_layout(self.batch.topk_idx, self.plan.workload.num_experts)
+
+    def _dispatch(self, layout: Any, bound: int) -> Any:
         per_rank, per_domain, per_expert, in_rank, _ = layout
         return self.buffer.dispatch(
             self.tokens,
@@ -180,7 +189,7 @@ class NormalSubject(_ModuleSubject):
             num_tokens_per_expert=per_expert,
             topk_idx=self.batch.topk_idx,
             topk_weights=self.batch.topk_weights,
-            num_worst_tokens=self.bound,
+            num_worst_tokens=bound,
             config=self.dispatch_config,
         )
 
@@ -196,6 +205,20 @@ class NormalSubject(_ModuleSubject):
     def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:
         combined: Tensor = self.buffer.combine(outputs, dispatched[4], config=self.combine_config)[0]
         return combined
+
+    def further_calls(self, dispatched: Any, outputs: Tensor) -> dict[str, Callable[[], object]]:
+        """The layout alone, and dispatch without it: as it is, with a bound, and with a handle's routes."""
+        layout, handle = self._layout(), dispatched[4]
+        calls: dict[str, Callable[[], object]] = {
+            "layout": self._layout,
+            "dispatch: layout given": lambda: self._dispatch(layout, self.bound),
+        }
+        if not self.plan.no_sync and layout[1] is None:  # DeepEP takes no bound between domains
+            calls["dispatch: no sync"] = lambda: self._dispatch(layout, self.most_rows)
+        calls["dispatch: cached"] = lambda: self.buffer.dispatch(
+            self.tokens, handle=handle, config=self.dispatch_config
+        )
+        return calls
 
 
 class PermuteSubject(_ModuleSubject):
@@ -215,6 +238,8 @@ class PermuteSubject(_ModuleSubject):
         )
         most = workload.num_tokens * self.num_ranks * min(workload.num_topk, self.num_local_experts)
         self.bound = most if self.plan.no_sync else None
+        if not self.plan.no_sync:
+            self.waiting_calls = frozenset({"dispatch"})
 
     def dispatch(self) -> Any:
         hidden, scales = (self.tokens[0].view(torch.uint8), self.tokens[1]) if self.fp8 else (self.tokens, None)

@@ -1,4 +1,4 @@
-"""The result as a table: for the terminal and as Markdown, from the same cells."""
+"""The report as a table: for the terminal and as Markdown, from the same cells."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid_ep.bench.results import BenchResult
+from hybrid_ep.bench.results import BenchReport, Operation, Outcome, settings
 from hybrid_ep.report.units import format_bytes, unit_of_microseconds
 
-__all__ = ["print_result", "render_markdown"]
+__all__ = ["print_report", "render_markdown"]
 
 _TEXT_COLUMNS = ("implementation", "engine", "SMs", "operation")
 _NUMBER_COLUMNS = (
@@ -18,80 +18,120 @@ _NUMBER_COLUMNS = (
     "min … max",
     "p50 / p99, slowest rank",
     "host",
+    "host, in a row",
     "bytes",
     "GB/s",
     "bytes remote",
     "GB/s remote",
+    "of the wire",
 )
+_NOTHING = "–"
 _LEGEND = (
-    "Times are of the slowest rank in each run; host: until the call returned to the host. bytes: all rows that a rank "
-    "receives, its own included, mean over ranks; remote: only those from other ranks. GB/s: bytes over the median."
+    "Times are of the slowest rank in each run; host: until the call returned to the host, once after a meeting of the "
+    "ranks, and in a row. bytes: all rows that a rank receives, its own included, mean over ranks; remote: only those "
+    "from other ranks. GB/s: bytes over the median. of the wire: what the wire alone takes for the same rows with as "
+    "many SMs, over the median."
 )
 
 
-def print_result(console: Console, result: BenchResult) -> None:
+def print_report(console: Console, report: BenchReport) -> None:
     """Prints the table, and what is wrong."""
     table = Table(
-        title=escape(result.describe()),
+        title=escape(report.describe()),
         caption=_LEGEND,
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    for name in _TEXT_COLUMNS:
+    for name in (*report.varying(), *_TEXT_COLUMNS):
         table.add_column(name)
     for name in _NUMBER_COLUMNS:
-        table.add_column(name.replace(", ", ",\n").replace(" remote", "\nremote"), justify="right", no_wrap=True)
-    for row in _rows(result):
+        heading = name.replace(", ", ",\n").replace(" remote", "\nremote").replace("of the ", "of the\n")
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in _rows(report):
         table.add_row(*map(escape, row))
     if table.row_count:
         console.print(table)
-    for outcome in result.outcomes:
-        for problem in outcome.problems:
-            console.print(f"[bold red]wrong[/]  {escape(outcome.candidate.title)}: {escape(problem)}")
-    if result.ok:
+    for note in _notes(report):
+        console.print(escape(note))
+    for problem in _problems(report):
+        console.print(f"[bold red]wrong[/]  {escape(problem)}")
+    if report.ok:
         console.print("[bold green]every row arrived and came back right[/]")
 
 
-def render_markdown(result: BenchResult) -> str:
+def render_markdown(report: BenchReport) -> str:
     """The same table as Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    columns = (*_TEXT_COLUMNS, *_NUMBER_COLUMNS)
-    rules = ["---"] * len(_TEXT_COLUMNS) + ["---:"] * len(_NUMBER_COLUMNS)
-    lines = [result.describe() + f". {result.plan.num_runs} runs, {versions}.", ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in (columns, rules, *_rows(result))]
-    problems = [f"- {o.candidate.title}: {problem}" for o in result.outcomes for problem in o.problems]
-    return (
-        "\n".join([*lines, "", _LEGEND, *(["", "Wrong, and so not timed:", "", *problems] if problems else [])]) + "\n"
-    )
+    text_columns = (*report.varying(), *_TEXT_COLUMNS)
+    rules = ["---"] * len(text_columns) + ["---:"] * len(_NUMBER_COLUMNS)
+    about = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines = [report.describe() + ".", "", f"Measured {report.date}; {about}.", ""]
+    lines += [f"| {' | '.join(cells)} |" for cells in ((*text_columns, *_NUMBER_COLUMNS), rules, *_rows(report))]
+    lines += ["", _LEGEND]
+    for note in _notes(report):
+        lines += ["", note]
+    if problems := _problems(report):
+        lines += ["", "Wrong, and so not timed:", "", *(f"- {problem}" for problem in problems)]
+    return "\n".join(lines) + "\n"
 
 
-def _rows(result: BenchResult) -> list[list[str]]:
-    rows = []
-    for outcome in result.outcomes:
-        num_sms = "–" if outcome.candidate.num_sms is None else str(outcome.candidate.num_sms)
-        for op in outcome.operations:
-            slowest = op.p50_us.index(max(op.p50_us))
-            factor, unit = unit_of_microseconds(op.median_us)
-            median, least, most, p50, p99, host = (
-                f"{us / factor:.{0 if op.median_us >= 100 * factor else 2}f}"
-                for us in (op.median_us, op.min_us, op.max_us, op.p50_us[slowest], op.p99_us[slowest], op.host_us)
-            )
-            rows.append(
-                [
-                    outcome.candidate.implementation,
-                    outcome.engine,
-                    num_sms,
-                    op.name,
-                    f"{median} {unit}",
-                    f"{least} … {most}",
-                    f"{p50} / {p99}",
-                    f"{host}",
-                    format_bytes(op.rows_bytes),
-                    f"{op.gbps:.3g}",
-                    format_bytes(op.remote_rows_bytes),
-                    f"{op.remote_gbps:.3g}",
-                ]
-            )
-    return rows
+def _notes(report: BenchReport) -> list[str]:
+    """What the table does not show: the timer's floor, and why the wire was not measured."""
+    num_runs = sorted({result.plan.num_runs for result in report.results})
+    runs = " or ".join(map(str, num_runs))
+    notes = [
+        f"Timer floor: {report.timer_floor_us:.2f} µs, one trivial kernel by the same timer; it is in every figure. "
+        f"{runs} runs."
+    ]
+    obstacles = dict.fromkeys(result.wire_obstacle for result in report.results if result.wire_obstacle)
+    return notes + [f"Wire limit not measured: {obstacle}." for obstacle in obstacles]
+
+
+def _problems(report: BenchReport) -> list[str]:
+    return [
+        f"{', '.join((*_labels(report, i), outcome.candidate.title))}: {problem}"
+        for i, result in enumerate(report.results)
+        for outcome in result.outcomes
+        for problem in outcome.problems
+    ]
+
+
+def _labels(report: BenchReport, result_idx: int) -> list[str]:
+    """What tells this plan from the others."""
+    values = settings(report.results[result_idx].plan)
+    return [values[name] for name in report.varying()]
+
+
+def _rows(report: BenchReport) -> list[list[str]]:
+    return [
+        [*_labels(report, i), *_cells(outcome, operation)]
+        for i, result in enumerate(report.results)
+        for outcome in (*result.outcomes, *result.wire)
+        for operation in outcome.operations
+    ]
+
+
+def _cells(outcome: Outcome, op: Operation) -> list[str]:
+    slowest = op.p50_us.index(max(op.p50_us))
+    factor, unit = unit_of_microseconds(op.median_us)
+    digits = 0 if op.median_us >= 100 * factor else 2
+    times = (op.median_us, op.min_us, op.max_us, op.p50_us[slowest], op.p99_us[slowest], op.host_us)
+    median, least, most, p50, p99, host = (f"{us / factor:.{digits}f}" for us in times)
+    moves = op.rows_bytes > 0
+    return [
+        outcome.candidate.implementation,
+        outcome.engine,
+        _NOTHING if outcome.candidate.num_sms is None else str(outcome.candidate.num_sms),
+        op.name,
+        f"{median} {unit}",
+        f"{least} … {most}",
+        f"{p50} / {p99}",
+        host,
+        _NOTHING if op.host_in_a_row_us is None else f"{op.host_in_a_row_us / factor:.{digits}f}",
+        format_bytes(op.rows_bytes) if moves else _NOTHING,
+        f"{op.gbps:.3g}" if moves else _NOTHING,
+        format_bytes(op.remote_rows_bytes) if moves else _NOTHING,
+        f"{op.remote_gbps:.3g}" if moves else _NOTHING,
+        _NOTHING if op.of_wire is None else f"{op.of_wire:.0%}",
+    ]

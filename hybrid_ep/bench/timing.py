@@ -3,6 +3,9 @@
 On GPUs: CUDA events around each call, after all ranks' GPUs have overwritten their L2 cache and then met in an
 all-reduce. While they do, the host queues the call: what is timed is the device's work, and whatever the call itself
 makes the device wait for. On a CPU: the clock around each call, after a barrier.
+
+The host's own time is a second figure, of calls in a row: there caches are warm, as they are between the layers of a
+model, and nothing else is queued.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-__all__ = ["Times", "time_calls"]
+__all__ = ["Times", "time_calls", "time_floor", "time_host"]
 
 _FLUSH_BYTES = 1 << 30  # several times any L2 cache; overwriting it takes a GPU of 4 TB/s about 0.3 ms
+_NUM_ROWS = 8  # of calls in a row
+_CALLS_IN_A_ROW = 12  # of each name; few enough that the launch queue (about 1000 kernels) never holds the host up
 
 
 @dataclass
@@ -26,10 +31,12 @@ class Times:
     Attributes:
         microseconds: of each run, on the device that does the work.
         host_microseconds: of each run, until the call returned to the host.
+        in_a_row_microseconds: until the call returned to the host, of calls in a row; empty where none were made.
     """
 
     microseconds: list[float] = field(default_factory=list)
     host_microseconds: list[float] = field(default_factory=list)
+    in_a_row_microseconds: list[float] = field(default_factory=list)
 
 
 def time_calls(
@@ -46,6 +53,33 @@ def time_calls(
         for call in calls.values():
             call()
     return _time_on_gpu(calls, num_runs) if device == "cuda" else _time_on_cpu(calls, num_runs)
+
+
+def time_floor(device: str, num_runs: int) -> list[float]:
+    """Microseconds of one trivial kernel (on a CPU: one trivial call) by the same timer. Collective."""
+    number = torch.zeros(1, device=device)
+    return time_calls({"floor": lambda: number.add_(1)}, num_warmups=3, num_runs=num_runs, device=device)[
+        "floor"
+    ].microseconds
+
+
+def time_host(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Makes calls in turn, in a row, that do not wait for the GPU. Collective.
+
+    Returns:
+        For each name, microseconds until each call returned to the host.
+    """
+    microseconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(_NUM_ROWS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        for _ in range(_CALLS_IN_A_ROW):
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                call()
+                microseconds[name].append(1e6 * (time.perf_counter() - begin))
+    torch.cuda.synchronize()
+    return microseconds
 
 
 def _time_on_cpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:

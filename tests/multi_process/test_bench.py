@@ -47,9 +47,11 @@ def test_every_mode_is_right_and_timed(
     names = ["dispatch", "combine"]
     if mode == "low-latency":
         names += [f"{call}: {half}" for call in names for half in ("send", "receive")]
+    if (mode, implementation) == ("normal", "hybrid_ep"):
+        names += ["layout", "dispatch: layout given", "dispatch: no sync", "dispatch: cached"]
     for rank in found:
         assert {name: len(times.microseconds) for name, times in rank.times.items()} == dict.fromkeys(names, 2)
-        assert 0 <= rank.num_remote_rows < rank.num_rows
+        assert 0 <= rank.rows["dispatch"].remote < rank.rows["dispatch"].total
 
 
 @pytest.mark.parametrize("mode", ["normal", "permute"])
@@ -72,13 +74,26 @@ def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["ok"]
+    assert found["timer_floor_us"] > 0
+    assert found["wire_obstacle"] == "the ranks are not on GPUs"
     candidates = [(o["candidate"]["implementation"], o["candidate"]["num_sms"]) for o in found["outcomes"]]
     assert candidates == [("hybrid_ep", 8), ("hybrid_ep", 16), ("torch-nccl", None)]
     assert json.loads((tmp_path / "result.json").read_text()) == found
     markdown = (tmp_path / "result.md").read_text()
-    assert markdown.count("\n| hybrid_ep | torch |") == 4
+    assert markdown.count("\n| hybrid_ep | torch |") == 12
     assert markdown.count("\n| torch-nccl |") == 2
     assert (tmp_path / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_sweeps_tokens_without_the_wire(tmp_path: Path) -> None:
+    sweep = ["--mode", "low-latency", "--tokens", "1,4,1", "--no-wire"]
+    result = CliRunner().invoke(main, ["bench", "--ranks", "2", *TINY, *sweep, "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [outcome["plan"]["workload"]["num_tokens"] for outcome in found["outcomes"]] == [1, 4]
+    assert (found["wire"], found["wire_obstacle"]) == ([], None)
+    assert "not measured" not in (tmp_path / "result.md").read_text()
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_joins_the_ranks_of_torchrun() -> None:

@@ -1,0 +1,36 @@
+"""What the benchmark ran on: for a figure that is to be read later."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from hybrid_ep._version import __version__
+
+__all__ = ["device_name", "versions"]
+
+
+def device_name(device: str) -> str:
+    """Name of this rank's GPU, or ``CPU``."""
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def versions(device: str) -> dict[str, str]:
+    """Versions of what took part: of the library and its ground, and with GPUs of the driver."""
+    found = {"hybrid_ep": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if device == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = _driver()
+    return found
+
+
+def _driver() -> str:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError as error:
+        return f"unknown ({error})"

@@ -1,0 +1,177 @@
+"""The wire's limit: a plan's own rows, pushed to where they belong by a kernel that does nothing else.
+
+No counts, no order, no metadata, no signals (`csrc/kernels/push_rows.cu`). Ranks, timer, row bytes and SMs are those of
+the candidates that are compared with it. A rank that cannot measure says why, and then nobody does.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep import env
+from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
+from hybrid_ep.bench.rows import RowCounts, count_rows, owners
+from hybrid_ep.bench.timing import Times, time_calls
+from hybrid_ep.engine.select import choose_engine
+from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.errors import TopologyError
+from hybrid_ep.layout import first_occurrence
+from hybrid_ep.workload import make_routing
+
+__all__ = ["RankWire", "compared_sms", "measure_wire", "places"]
+
+_DEFAULT_SMS = 16  # what the cuda engine takes where it is not told (csrc/runtime/sm_model.cpp)
+_LOW_LATENCY_SMS = 32  # low-latency calls take as many as they like; more do not make a push faster
+_RANK_SHIFT = 32  # of a place: (rank << 32) | row
+
+
+@dataclass(frozen=True)
+class RankWire:
+    """What one rank measured of the wire.
+
+    Attributes:
+        obstacle: why nothing was measured, or None.
+        times: SMs → call → time of each run.
+        rows: call → rows that crossed to this rank.
+    """
+
+    obstacle: str | None
+    times: dict[int, dict[str, Times]]
+    rows: dict[str, RowCounts]
+
+
+def compared_sms(candidate: Candidate, plan: BenchPlan) -> int:
+    """SMs of the push that a candidate is compared with."""
+    if candidate.num_sms is not None:
+        return candidate.num_sms
+    return _LOW_LATENCY_SMS if plan.mode == "low-latency" else _DEFAULT_SMS
+
+
+def once_per_expert(call: str, plan: BenchPlan) -> bool:
+    """Whether a row must cross for each expert: in a low-latency combine, whose sum is made at the source.
+
+    Elsewhere once for each rank is enough.
+    """
+    return plan.mode == "low-latency" and call == "combine"
+
+
+def measure_wire(plan: BenchPlan) -> RankWire:
+    """Times both calls' rows with each number of SMs that a candidate is compared with. Collective."""
+    obstacle = _anyone(_obstacle(plan))
+    if obstacle is not None:
+        return RankWire(obstacle, {}, {})
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    topk_idx = make_routing(plan.workload, rank)[0].to(device)
+    pushes, counts = {}, {}
+    try:
+        for call in CALLS:
+            each = once_per_expert(call, plan)
+            row_bytes = _aligned(plan.row_bytes(call))
+            where = places(topk_idx, plan.workload.num_experts, rank, num_ranks, once_per_expert=each)
+            pushes[call] = _Push(where, row_bytes, plan.workload.num_tokens * (topk_idx.shape[1] if each else 1))
+            counts[call] = count_rows(topk_idx, plan.workload.num_experts, once_per_expert=each)
+    except TopologyError as error:
+        obstacle = str(error)
+    obstacle = _anyone(obstacle)
+    if obstacle is not None:
+        return RankWire(obstacle, {}, {})
+    times = {}
+    for num_sms in sorted({compared_sms(candidate, plan) for candidate in plan.candidates}):
+        calls: dict[str, Callable[[], object]] = {call: push.with_sms(num_sms) for call, push in pushes.items()}
+        times[num_sms] = time_calls(calls, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device)
+    dist.barrier()  # nobody frees memory that others still write
+    return RankWire(None, times, counts)
+
+
+def places(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int, *, once_per_expert: bool) -> Tensor:
+    """Where this rank's rows go: ``[T, K]`` int64, ``(rank << 32) | row``, or −1.
+
+    Every source has a part of each rank's memory to itself, so that nothing need be agreed on.
+
+    Args:
+        topk_idx: ``[T, K]``, this rank's routing.
+        num_experts: E.
+        rank: this one.
+        num_ranks: R.
+        once_per_expert: a copy for each expert, instead of one for each rank.
+    """
+    num_tokens, num_topk = topk_idx.shape
+    owner = owners(topk_idx, num_experts, num_ranks)
+    row = torch.arange(num_tokens, device=topk_idx.device).unsqueeze(1).expand(-1, num_topk)
+    if once_per_expert:
+        row = row * num_topk + torch.arange(num_topk, device=topk_idx.device)
+        return (owner << _RANK_SHIFT) | (rank * num_tokens * num_topk + row)
+    return torch.where(first_occurrence(owner), (owner << _RANK_SHIFT) | (rank * num_tokens + row), -1)
+
+
+class _Push:
+    """One call's rows and memory. Collective.
+
+    Args:
+        where: of `places`.
+        row_bytes: of a row, a multiple of 16.
+        num_rows: that each source may write at each rank.
+    """
+
+    def __init__(self, where: Tensor, row_bytes: int, num_rows: int) -> None:
+        self.where, self.row_bytes = where, row_bytes
+        # What the bytes are does not matter, but zeros would spare the wire some switching.
+        self.rows = torch.randint(256, (where.shape[0], row_bytes), dtype=torch.uint8, device=where.device)
+        num_bytes = dist.get_world_size() * num_rows * row_bytes
+        self.memory = SymmetricMemory.allocate(max(1, num_bytes), dist.group.WORLD, where.device)
+
+    def with_sms(self, num_sms: int) -> Callable[[], object]:
+        """The push as a call."""
+        from hybrid_ep import _cuda
+
+        def push() -> None:
+            _cuda.push_rows(
+                rows=self.rows.data_ptr(),
+                places=self.where.data_ptr(),
+                memory=self.memory.addresses,
+                num_rows=self.where.shape[0],
+                num_places=self.where.shape[1],
+                row_bytes=self.row_bytes,
+                num_sms=num_sms,
+                stream=torch.cuda.current_stream().cuda_stream,
+            )
+
+        return push
+
+
+def _obstacle(plan: BenchPlan) -> str | None:
+    """Why this rank cannot measure, or None."""
+    if plan.device != "cuda":
+        return "the ranks are not on GPUs"
+    choice = choose_engine("auto")  # the push needs what the cuda engine needs
+    if choice.name != "cuda":
+        return choice.reason
+    from hybrid_ep import _cuda
+
+    row_bytes = max(map(plan.row_bytes, CALLS))
+    if row_bytes > _cuda.max_row_bytes:
+        return f"a row has {row_bytes} bytes; the push takes at most {_cuda.max_row_bytes}"
+    return None
+
+
+def _anyone(obstacle: str | None) -> str | None:
+    """The obstacle of all ranks, or of the first that has one; the same on every rank."""
+    found: list[tuple[str | None, str]] = [(None, "")] * dist.get_world_size()
+    dist.all_gather_object(found, (obstacle, socket.gethostname()))
+    num_hosts = len({host for _, host in found})
+    if num_hosts > 1 and env.ENGINE.get() != "cuda":
+        return f"the ranks are on {num_hosts} hosts; {env.ENGINE.name}=cuda says that NVLink joins them"
+    if len({text for text, _ in found}) == 1:
+        return obstacle
+    return next(f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16

@@ -1,0 +1,173 @@
+"""How `hybrid-ep bench` adds up what ranks measured, compares it with the wire, and shows it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from hybrid_ep.bench.figures import draw
+from hybrid_ep.bench.measure import RankMeasurement
+from hybrid_ep.bench.plan import BenchPlan, Candidate, call_of
+from hybrid_ep.bench.results import BenchReport, BenchResult, summarize
+from hybrid_ep.bench.rows import RowCounts
+from hybrid_ep.bench.tables import print_report, render_markdown
+from hybrid_ep.bench.timing import Times
+from hybrid_ep.bench.wire import RankWire, compared_sms, places
+from hybrid_ep.workload import Workload
+
+WORKLOAD = Workload(num_tokens=4, hidden=128, num_topk=1, num_experts=2, dtype="fp8")
+PLAN = BenchPlan(WORKLOAD, "normal", (Candidate("hybrid_ep", 8), Candidate("hybrid_ep")), 0, 3, False, "cpu")
+ROWS = (
+    {call: RowCounts(6, 2) for call in ("dispatch", "combine")},
+    dict.fromkeys(("dispatch", "combine"), RowCounts(2, 0)),
+)
+
+
+def times(*microseconds: float, in_a_row: tuple[float, ...] = ()) -> Times:
+    return Times(list(microseconds), [us / 10 for us in microseconds], list(in_a_row))
+
+
+def rank(index: int, **operations: Times) -> RankMeasurement:
+    named = {name.replace("_", ": ", 1).replace("_", " "): found for name, found in operations.items()}
+    return RankMeasurement("torch", [], named, ROWS[index])
+
+
+RANKS = [
+    rank(0, dispatch=times(10, 20, 30), combine=times(1, 1, 1, in_a_row=(3, 9, 4)), layout=times(5, 5, 5)),
+    rank(1, dispatch=times(12, 18, 90), combine=times(2, 2, 2, in_a_row=(7, 6, 5)), layout=times(5, 6, 5)),
+]
+WIRE = [
+    RankWire(None, {8: {"dispatch": times(9, 9, 9), "combine": times(1, 1, 1)},
+                    16: {"dispatch": times(5, 6, 7), "combine": times(1, 1, 1)}}, ROWS[index])
+    for index in range(2)
+]  # fmt: skip
+
+
+def report(*results: BenchResult) -> BenchReport:
+    return BenchReport("2026-01-01 00:00 UTC", 2, "CPU", {"torch": "2"}, 1.25, list(results))
+
+
+def sweep(mode: str = "normal", tokens: tuple[int, ...] = (4, 8, 16), **forms: Times) -> list[BenchResult]:
+    ranks = [rank(i, dispatch=times(10, 20, 30), combine=times(1, 1, 1), **forms) for i in range(2)]
+    plans = [
+        replace(PLAN, mode=mode, workload=replace(WORKLOAD, num_tokens=n), candidates=(Candidate("hybrid_ep"),))
+        for n in tokens
+    ]
+    return [summarize(plan, None, [ranks]) for plan in plans]
+
+
+def test_results_add_up() -> None:
+    dispatch, combine, layout = summarize(PLAN, None, [RANKS, RANKS]).outcomes[0].operations
+    assert (dispatch.min_us, dispatch.median_us, dispatch.max_us) == (12, 20, 90)
+    assert (dispatch.p50_us, dispatch.p99_us) == ([20, 18], [30, 90])
+    assert (dispatch.rows_bytes, dispatch.remote_rows_bytes, dispatch.most_rows_bytes) == (4 * 132, 132, 6 * 132)
+    assert (dispatch.host_us, combine.host_us) == (2, 0.2)
+    assert (dispatch.host_in_a_row_us, combine.host_in_a_row_us) == (None, 6)
+    assert dispatch.gbps == pytest.approx(4 * 132 / 20e-6 / 1e9)
+    assert combine.remote_gbps == pytest.approx(256 / 2e-6 / 1e9)
+    assert (layout.rows_bytes, layout.gbps, dispatch.of_wire) == (0, 0, None)
+
+
+def test_each_candidate_is_compared_with_the_wire_at_its_own_sms() -> None:
+    result = summarize(PLAN, WIRE, [RANKS, RANKS])
+    told, own_choice = (outcome.operations for outcome in result.outcomes)
+    assert [op.wire_us for op in told] == [9, 1, None]
+    assert [op.of_wire for op in told] == [9 / 20, 1 / 2, None]
+    assert [op.wire_us for op in own_choice] == [6, 1, None]  # 16 SMs, the engine's default
+    assert [(limit.candidate.num_sms, limit.operations[0].median_us) for limit in result.wire] == [(8, 9), (16, 6)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("dispatch", "dispatch"),
+        ("combine: graph", "combine"),
+        ("dispatch: no sync", "dispatch"),
+        ("layout", None),
+        ("dispatch: send", None),
+        ("combine: receive", None),
+    ],
+)
+def test_only_whole_calls_have_bytes(operation: str, call: str | None) -> None:
+    assert call_of(operation) == call
+
+
+def test_sms_that_are_compared() -> None:
+    assert compared_sms(Candidate("deep_ep", 24), PLAN) == 24
+    assert compared_sms(Candidate("hybrid_ep"), PLAN) == 16
+    assert compared_sms(Candidate("hybrid_ep"), replace(PLAN, mode="low-latency")) == 32
+
+
+def test_the_wire_moves_each_row_once_for_each_rank_to_a_place_of_its_own() -> None:
+    topk_idx = torch.tensor([[0, 1, 7], [6, 2, 3]])  # 8 experts on 4 ranks: ranks 0 0 3, and 3 1 1
+    found = places(topk_idx, 8, 1, 4, once_per_expert=False)
+    assert found.tolist() == [[2, -1, (3 << 32) | 2], [(3 << 32) | 3, (1 << 32) | 3, -1]]
+    copies = places(topk_idx, 8, 1, 4, once_per_expert=True)
+    assert (copies >> 32).tolist() == [[0, 0, 3], [3, 1, 1]]
+    assert (copies & 0xFFFFFFFF).tolist() == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:
+    both = report(summarize(PLAN, WIRE, [RANKS, RANKS]), *sweep(tokens=(8,)))
+    markdown = render_markdown(both)
+    lines = markdown.splitlines()
+    assert lines[0] == (
+        "2 ranks on CPU: mode normal, dtype fp8, routing uniform, hidden 128, topk 1, experts 2, no-sync no."
+    )
+    head = next(line for line in lines if line.startswith("| tokens |"))
+    assert head.endswith("| host | host, in a row | bytes | GB/s | bytes remote | GB/s remote | of the wire |")
+    (dispatch,) = [line for line in lines if line.startswith("| 4 | hybrid_ep | torch | 8 | dispatch |")]
+    assert dispatch.endswith("| 2.00 | – | 528 B | 0.0264 | 132 B | 0.0066 | 45% |")
+    (layout,) = [line for line in lines if line.startswith("| 4 | hybrid_ep | torch | 8 | layout |")]
+    assert layout.endswith("| – | – | – | – | – | – |")
+    assert any(line.startswith("| 4 | the wire alone | push | 16 | dispatch | 6.00 µs |") for line in lines)
+    assert "Timer floor: 1.25 µs" in markdown
+    assert "not measured" not in markdown
+    stream = io.StringIO()
+    print_report(Console(file=stream, width=200), both)
+    assert "45%" in stream.getvalue()
+    assert "every row arrived" in stream.getvalue()
+
+
+def test_table_says_why_the_wire_was_not_measured_and_what_was_wrong() -> None:
+    wrong = [replace(found, times={}, problems=["rank 1 lost a row"]) for found in RANKS]
+    markdown = render_markdown(report(summarize(PLAN, [RankWire("no GPU", {}, {})] * 2, [wrong, RANKS])))
+    assert "Wire limit not measured: no GPU." in markdown
+    assert "- hybrid_ep, 8 SMs: rank 1 lost a row" in markdown
+
+
+def test_document_has_one_list_of_outcomes_with_their_plans() -> None:
+    found = report(summarize(PLAN, WIRE, [RANKS, RANKS]), *sweep(tokens=(8,))).to_json()
+    assert [outcome["plan"]["workload"]["num_tokens"] for outcome in found["outcomes"]] == [4, 4, 8]
+    assert [wire["candidate"]["num_sms"] for wire in found["wire"]] == [8, 16]
+    assert (found["ok"], found["timer_floor_us"], found["num_ranks"], found["wire_obstacle"]) == (True, 1.25, 2, None)
+
+
+FORMS = {f"{call}_{form}": times(1, 2, 3) for call in ("dispatch", "combine") for form in ("send", "receive", "graph")}
+
+
+@pytest.mark.parametrize(
+    ("results", "name", "num_lines", "label"),
+    [
+        (sweep("low-latency", **FORMS), "latency", 4, "tokens of each rank"),
+        (sweep(), "bandwidth", 1, "tokens of each rank"),
+        ([summarize(replace(PLAN, candidates=(Candidate("a", 8), Candidate("a", 16))), WIRE, [RANKS, RANKS])],
+         "bandwidth", 2, "SMs"),
+        ([summarize(PLAN, WIRE, [RANKS, RANKS])], "bandwidth", 0, "GB/s of all received rows"),
+    ],
+    ids=["latency", "tokens", "sms", "bars"],
+)  # fmt: skip
+def test_picture_has_a_line_for_each_form_and_plan(
+    monkeypatch: pytest.MonkeyPatch, results: list[BenchResult], name: str, num_lines: int, label: str
+) -> None:
+    drawn = []
+    monkeypatch.setattr("hybrid_ep.bench.figures.to_png", lambda figure: drawn.append(figure) or b"png")
+    picture = draw(report(*results))
+    assert (picture.name, picture.png) == (name, b"png")
+    for axis in drawn[0].axes:
+        assert axis.get_xlabel() == label
+        assert len(axis.get_lines()) == num_lines
