@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.validation.cluster import load_cluster, load_nodes
+from hybrid_ep.validation.playbooks import COMMANDS
 from hybrid_ep.validation.rounds import Round, rounds
 
 __all__ = ["validation"]
@@ -23,6 +24,10 @@ def validation() -> None:
 
     RESULTS is the folder that the playbooks fill; docs/validation.md says what is in it.
     """
+
+
+for command in COMMANDS:
+    validation.add_command(command)
 
 
 @validation.command("rounds")

@@ -50,15 +50,11 @@ def domains_command(results: Path) -> None:
 @click.option("--kind", type=click.Choice(["pair", "group", "nic"]), required=True)
 @click.option("--host", "hosts", multiple=True, required=True, help="Where it ran; once for each host.")
 @click.option("--exit-code", type=int, required=True, help="Of the job, or of what launched it.")
-@click.option("--reason", default="", help="Why there is no log.")
-def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int, reason: str) -> None:
-    """Write jobs/NAME.json from the job's exit code and from jobs/NAME.log, if there is one."""
-    from hybrid_ep.validation.record import judge_output, write_job
+def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int) -> None:
+    """Write jobs/NAME.json, and jobs/NAME.log from what the job printed (on standard input)."""
+    from hybrid_ep.validation.record import record
 
-    log = results / "jobs" / f"{name}.log"
-    output = log.read_text(errors="replace") if log.exists() else reason
-    job = judge_output(name, kind, hosts, exit_code, output, f"jobs/{log.name}" if log.exists() else "")
-    write_job(results, job)
+    job = record(results, name, kind, hosts, exit_code, sys.stdin.read())
     click.echo(f"{name}: {job.status} {job.reason}".rstrip())
 
 

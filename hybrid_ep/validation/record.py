@@ -14,17 +14,27 @@ from typing import Any
 
 from hybrid_ep.validation.results import JobFile, Metric
 
-__all__ = ["judge_output", "write_job"]
+__all__ = ["judge_output", "record", "write_job"]
 
 _TIMED_OUT = 124  # exit status of timeout(1)
 _KILLED = 137
 
 
-def judge_output(name: str, kind: str, hosts: tuple[str, ...], exit_code: int, output: str, log: str) -> JobFile:
+def record(folder: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int, output: str) -> JobFile:
+    """Judges a job and writes its result and its log; arguments as `judge_output`."""
+    (folder / "jobs").mkdir(exist_ok=True)
+    job = judge_output(name, kind, hosts, exit_code, output)
+    if job.log:
+        (folder / job.log).write_text(output.rstrip() + "\n", encoding="utf-8")
+    write_job(folder, job)
+    return job
+
+
+def judge_output(name: str, kind: str, hosts: tuple[str, ...], exit_code: int, output: str) -> JobFile:
     """Judges a job by its exit code and its output.
 
     Args:
-        name, kind, hosts, log: as in `JobFile`.
+        name, kind, hosts: as in `JobFile`.
         exit_code: of the launcher, e.g. mpirun or timeout.
         output: stdout and stderr, in whatever order.
     """
@@ -41,7 +51,7 @@ def judge_output(name: str, kind: str, hosts: tuple[str, ...], exit_code: int, o
         status, reason = "fail", f"ended with {exit_code}: {_last_line(output)}"
     else:
         status, reason = "unknown", f"ended with 0 and left no result; last said: {_last_line(output)}"
-    return JobFile(name, kind, hosts, status, reason, metrics, log)
+    return JobFile(name, kind, hosts, status, reason, metrics, f"jobs/{name}.log" if output.strip() else "")
 
 
 def write_job(folder: Path, job: JobFile) -> None:
