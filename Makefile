@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+ARCH ?= $(shell uname -m)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format test-gpu bench clean
+.PHONY: help setup demo test lint type format wheel test-gpu bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +32,9 @@ type: setup ## Check types, strictly
 format: setup ## Rewrite Python and C++ in the house style
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r $(BIN)/clang-format -i
+
+wheel: ## Build a manylinux wheel for PYTHON into dist/; ARCH=aarch64 cross-compiles
+	ci/wheel.sh $(PYTHON) $(ARCH) dist
 
 test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda engine to every case
 	ci/test_gpu.sh $(PYTHON)

@@ -7,6 +7,7 @@ left out and why. This file only calls it and puts the modules beside the Python
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,9 @@ class CMakeBuild(build_ext):
             "HYBRID_EP_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0 10.0",
         }
         definitions = [f"-D{name}={value}" for name, value in options.items()]
+        extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))
         jobs = str(self.parallel or os.cpu_count() or 1)
-        subprocess.check_call(["cmake", "-S", ROOT / "csrc", "-B", build_dir, "-G", "Ninja", *definitions])
+        subprocess.check_call(["cmake", "-S", ROOT / "csrc", "-B", build_dir, "-G", "Ninja", *definitions, *extra])
         subprocess.check_call(["cmake", "--build", build_dir, "--parallel", jobs])
 
     def get_outputs(self) -> list[str]:

@@ -7,6 +7,7 @@ packages=(
   qemu-system-x86 busybox-static kmod iproute2           # the Soft-RoCE virtual machine
   openssh-server openmpi-bin                             # the MPIJob on simulated hosts
   libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
+  g++-aarch64-linux-gnu qemu-user-static                 # wheels for aarch64, and an interpreter to import them
   python3-pyverbs                                        # the other reader of verbs attributes
 )
 missing=()

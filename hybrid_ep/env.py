@@ -16,6 +16,7 @@ __all__ = [
     "ARCH_LIST",
     "BUILD_CUDA",
     "BUILD_NVML",
+    "CMAKE_ARGS",
     "ENGINE",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
@@ -34,6 +35,7 @@ __all__ = [
     "POOL_SLOTS",
     "RANK",
     "RDMA_CORE_HOME",
+    "TARGET_ROOT",
     "TIMEOUT_S",
     "VARIABLES",
     "WORLD_SIZE",
@@ -204,6 +206,15 @@ ARCH_LIST = Variable(
     "The GPU architectures that the `_cuda` module is compiled for.",
     "build",
 )
+TARGET_ROOT = Variable(
+    "HYBRID_EP_TARGET_ROOT",
+    "",
+    str,
+    "a folder with usr/include and usr/lib",
+    "Headers of Python and libibverbs of the machine that is cross-compiled for (csrc/cmake/aarch64-linux.cmake).",
+    "build",
+)
+CMAKE_ARGS = Variable("CMAKE_ARGS", "", str, "arguments of cmake", "Added to those that setup.py gives.", "build")
 
 
 def _rank(text: str) -> int:
@@ -268,4 +279,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MULTINODE,
     RDMA_CORE_HOME,
     ARCH_LIST,
+    TARGET_ROOT,
+    CMAKE_ARGS,
 )

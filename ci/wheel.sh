@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Builds a manylinux wheel with all four modules: ci/wheel.sh PYTHON ARCH OUT_DIR
+# ARCH is x86_64 or aarch64; one that is not this machine's is cross-compiled with g++-aarch64-linux-gnu. The wheel is for
+# PYTHON's version. Tools and, unless CUDA_HOME names a toolkit, CUDA come from PyPI with the pins in pyproject.toml.
+# libibverbs is taken from RDMA_CORE_HOME, else from the system; for another ARCH it and Python's headers are taken from
+# HYBRID_EP_TARGET_ROOT, else from this Debian's packages for it. docs/building.md tells the rest.
+# Everything between lands in build/wheel, and is used again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -eq 3 ] || { sed -n 2p "$0" >&2; exit 2; }
+python=$1 arch=$2 out=$3
+case $arch in x86_64 | aarch64) ;; *) echo "ARCH=$arch is not allowed; it takes x86_64 or aarch64" >&2; exit 2 ;; esac
+host=$(uname -m)
+version=$("$python" -c 'import sys; print("{}.{}".format(*sys.version_info))')
+work=$PWD/build/wheel/python$version
+env=$work/env
+target=$work/$arch
+mkdir -p "$target"
+
+# Tools and toolkit.
+[ -x "$env/bin/python" ] || "$python" -m venv "$env"
+pip() { "$env/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+pip install 'pip>=25.1' # the first that reads dependency groups
+pip install --group build
+export PATH="$env/bin:$PATH"
+if [ -z "${CUDA_HOME:-}" ] && [ "${HYBRID_EP_BUILD_CUDA:-on}" != off ]; then
+  pip install --group cuda
+  CUDA_HOME=$(echo "$env"/lib/python*/site-packages/nvidia/cu13)
+  libraries=$CUDA_HOME/lib
+  if [ "$arch" != "$host" ]; then # nvcc runs here; what is linked is the target's
+    runtime=$("$env/bin/pip" freeze | grep ^nvidia-cuda-runtime==)
+    pip install --target "$target/cuda" --upgrade --no-deps --only-binary :all: --platform "manylinux2014_$arch" "$runtime"
+    libraries=$target/cuda/nvidia/cu13/lib
+  fi
+  # The wheels lack the names under which nvcc and CMake look for them.
+  [ "$arch" = aarch64 ] && folder=$CUDA_HOME/targets/sbsa-linux || folder=$CUDA_HOME/targets/x86_64-linux
+  mkdir -p "$folder"
+  ln -sfn ../../include "$folder/include"
+  ln -sfn "$libraries" "$folder/lib"
+  ln -sf libcudart.so.13 "$libraries/libcudart.so"
+fi
+export CUDA_HOME CUDACXX=${CUDACXX:-$CUDA_HOME/bin/nvcc}
+
+# The target's headers and libraries.
+if [ "$arch" != "$host" ]; then
+  [ "$arch" = aarch64 ] || { echo "cross-compiling goes from x86_64 to aarch64 only, not from $host to $arch" >&2; exit 2; }
+  export CMAKE_TOOLCHAIN_FILE=$PWD/csrc/cmake/aarch64-linux.cmake
+  if [ -z "${HYBRID_EP_TARGET_ROOT:-}" ]; then
+    export HYBRID_EP_TARGET_ROOT=$target/root
+    ci/target_root.sh "$HYBRID_EP_TARGET_ROOT" arm64 "libpython$version-dev" libibverbs-dev libibverbs1
+  fi
+fi
+
+# A wheel has everything, or is not built. Of an earlier build only compiled objects stay, and only where their commands are
+# the same: no Python files, and nothing that CMake found under other variables.
+export HYBRID_EP_BUILD_CUDA=${HYBRID_EP_BUILD_CUDA:-on} HYBRID_EP_BUILD_NVML=${HYBRID_EP_BUILD_NVML:-on}
+export HYBRID_EP_MULTINODE=${HYBRID_EP_MULTINODE:-1}
+rm -rf "$target"/build/lib* "$target"/build/bdist* "$target"/build/temp*/CMakeCache.txt "$target/dist"
+printf '%s\n' '[build]' "build_base = $target/build" '[bdist_wheel]' "plat_name = linux_$arch" >"$target/distutils.cfg"
+export DIST_EXTRA_CONFIG=$target/distutils.cfg CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_SKIP_RPATH=ON" # RDMA_CORE_HOME is here only
+"$env/bin/python" -m pip wheel --no-build-isolation --no-deps --wheel-dir "$target/dist" .
+
+# The platform tag is the oldest glibc that the modules run on. Drivers and RDMA libraries are the machine's own.
+mkdir -p "$out"
+auditwheel repair --wheel-dir "$out" --exclude libcuda.so.1 --exclude libnvidia-ml.so.1 --exclude libibverbs.so.1 \
+  "$target"/dist/*.whl
