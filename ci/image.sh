@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Builds one image and says how large it is and how long it took: ci/image.sh [TARGET [PLATFORM]]
+# TARGET is a stage of docker/Dockerfile (default cpu), PLATFORM linux/amd64 or linux/arm64 (default: this machine's).
+#
+#   ENGINE=docker|buildah|builder  default: the first that is there; builder makes its own (ci/image/builder.sh)
+#   SOURCES=public|packages        public: a container registry, rdma-core's releases, pytorch's index. packages: only this
+#                                  machine's apt mirror and pip's index, with pip's own settings; the default for builder
+#   CUDA=cu13|cu12                 of runtime and build
+#   BUILD_ARGS='A=1 B=2'           other ARGs of the Dockerfile
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${1:-cpu}
+case $(uname -m) in aarch64) machine=arm64 ;; *) machine=amd64 ;; esac
+platform=${2:-linux/$machine}
+arch=${platform#linux/}
+case $arch in amd64 | arm64) ;; *) echo "PLATFORM=$platform is not allowed; it takes linux/amd64 or linux/arm64" >&2; exit 2 ;; esac
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' hybrid_ep/_version.py)
+: "${version:?hybrid_ep/_version.py has no version}"
+CUDA=${CUDA:-cu13}
+
+engine=${ENGINE:-}
+if [ -z "$engine" ]; then
+  if docker buildx version >/dev/null 2>&1 && docker info >/dev/null 2>&1; then engine=docker
+  elif command -v buildah >/dev/null && buildah build --help | grep -q -e --build-context; then engine=buildah
+  else engine=builder; fi
+fi
+inside=()
+case $engine in
+  docker | buildah) sources=${SOURCES:-public} ;;
+  builder) sources=${SOURCES:-packages} inside=(ci/image/builder.sh) ;;
+  *) echo "ENGINE=$engine is not allowed; it takes docker, buildah or builder" >&2; exit 2 ;;
+esac
+
+name=hybrid-ep:$version
+[ "$target" = runtime ] || name=$name-$target
+[ "$CUDA" = cu13 ] || name=$name-$CUDA
+[ "$arch" = "$machine" ] || name=$name-$arch
+options=(--target "$target" --platform "$platform" --tag "$name" --file docker/Dockerfile --build-arg "VERSION=$version" --build-arg "CUDA=$CUDA")
+revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+options+=(--build-arg "REVISION=$revision")
+for argument in ${BUILD_ARGS:-}; do options+=(--build-arg "$argument"); done
+
+case $engine-$sources in
+  *-public) ;;
+  docker-packages) echo "SOURCES=packages is not allowed with ENGINE=docker; it takes ENGINE=buildah or builder" >&2; exit 2 ;;
+  *-packages)
+    given=$PWD/.work/image/given
+    ci/image/given.sh "$given" "$target" "$machine" "$arch"
+    export GIVEN_BASES=$given
+    options+=(--pull=never --build-arg BASE_IMAGE=localhost/hybrid-ep-base --build-arg TORCH_CPU_INDEX=
+      --secret "id=pip,src=$given/pip.conf" --build-context "wheels=$given/wheels" --build-context "rdma-core-source=$given/rdma-core")
+    ;;
+  *) echo "SOURCES=$sources is not allowed; it takes public or packages" >&2; exit 2 ;;
+esac
+
+begun=$SECONDS
+if [ "$engine" = docker ]; then
+  docker buildx build --load "${options[@]}" .
+  bytes=$(docker image inspect --format '{{.Size}}' "$name")
+else
+  "${inside[@]}" ci/image/buildah.sh "${options[@]}" .
+  bytes=$("${inside[@]}" buildah images --json "$name" | sed -n 's/.*"size": *"\(.*\)".*/\1/p')
+fi
+echo "$name ($platform): $((bytes / 1000000)) MB, built in $((SECONDS - begun)) s by $engine from $sources sources"

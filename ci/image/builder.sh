@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Runs a command where buildah and podman are: ci/image/builder.sh [--private-network] COMMAND…
+#
+# For machines without a container engine: a small Debian root in .work/image with buildah, podman and podman-compose,
+# made once with mmdebstrap from this machine's own apt mirror, and entered by namespaces of mounts and processes, which
+# take everything that runs in them along when the command ends. Images and containers stay in .work/image/storage.
+# The checkout has the same path inside; so has each folder in BUILDER_FOLDERS (separated by colons).
+# With --private-network the command has a network of its own, and containers can have theirs; needs root.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+repo=$PWD work=$PWD/.work/image root=$PWD/.work/image/builder
+# forky, because of its buildah 1.43: older ones lack heredocs and named build contexts.
+suite=forky packages=aardvark-dns,buildah,ca-certificates,netavark,nftables,podman,podman-compose,runc,iproute2
+namespaces=(--mount --pid --ipc --uts)
+if [ "${1:-}" = --private-network ]; then namespaces+=(--net); shift; fi
+[ "$(id -u)" -eq 0 ] || { echo "building images without docker or buildah needs root" >&2; exit 2; }
+
+mkdir -p "$work/storage"
+exec 9>"$work/lock"
+flock --timeout 1800 9 # until the command ends: two at a time would meet in the storage
+if [ ! -e "$root/.made" ]; then
+  command -v mmdebstrap >/dev/null || { echo "mmdebstrap is missing: ci/system_packages.sh installs it" >&2; exit 2; }
+  rm -rf "$root"
+  ci/image/debian_root.sh "$suite" "$(dpkg --print-architecture)" "$root" --include="$packages"
+  mkdir -p "$root/.host"
+  cat >"$root/etc/containers/storage.conf" <<END
+[storage]
+driver = "overlay"
+graphroot = "$work/storage"
+runroot = "/run/containers"
+END
+  # runc and no limit of processes, because this kernel may have its controllers in the old hierarchy of cgroups.
+  cat >"$root/etc/containers/containers.conf" <<END
+[containers]
+pids_limit = 0
+default_ulimits = ["nofile=20000:20000", "nproc=32768:32768"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+END
+  touch "$root/.made"
+fi
+
+# shellcheck disable=SC2016
+exec unshare "${namespaces[@]}" --fork --kill-child=KILL --propagation private bash -euo pipefail -c '
+root=$1 repo=$2 folders=$3; shift 3
+mount --bind "$root" "$root"
+mount -t proc proc "$root/proc"
+mount -t sysfs sysfs "$root/sys"
+mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
+mount -t tmpfs tmpfs "$root/run"
+mount --rbind /dev "$root/dev"
+cat /etc/resolv.conf >"$root/etc/resolv.conf"
+IFS=:
+for folder in $repo $folders; do mkdir -p "$root$folder"; mount --rbind "$folder" "$root$folder"; done
+unset IFS
+cd "$root"
+pivot_root . .host
+cd "$repo"
+umount -l /.host
+ip link set lo up
+exec "$@"
+' builder "$root" "$repo" "${BUILDER_FOLDERS:-}" "$@"

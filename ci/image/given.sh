@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Makes what a build needs where there is no registry, from apt's mirror and pip's index: ci/image/given.sh DIR TARGET ARCH…
+# DIR gets base-ARCH.tar (a Debian root), pip.conf and wheels (pip's settings of this machine, and the files of its find-links),
+# and rdma-core (PyPI's pyverbs carries the tree of rdma-core 59) for targets that are built from it.
+set -euo pipefail
+dir=$1 target=$2
+shift 2
+mkdir -p "$dir/wheels" "$dir/rdma-core"
+for arch; do
+  [ -s "$dir/base-$arch.tar" ] && continue
+  ci/image/debian_root.sh bookworm "$arch" "$dir/base-$arch.part.tar"
+  mv "$dir/base-$arch.part.tar" "$dir/base-$arch.tar"
+done
+pip() { python3 -m pip --disable-pip-version-check "$@"; }
+{
+  echo "[global]"
+  pip config list | sed -nE "s/^[^=]*\.(index-url|trusted-host|timeout|default-timeout)='(.*)'$/\1 = \2/p"
+} >"$dir/pip.conf"
+for folder in $(pip config list | sed -nE "s/^[^=]*\.find-links='(.*)'$/\1/p"); do
+  [ -d "$folder" ] && cp --update --dereference "$folder"/*.whl "$dir/wheels/"
+done
+case $target in
+  rdma-core | build | runtime* | test)
+    archive=pyverbs-59.0.tar.gz sha256=b30d56bb620b3d3b4301876f9a04c964be1c76cc6553a451e1465f1c6ac9f20e
+    [ -s "$dir/rdma-core/$archive" ] || pip download --quiet --no-deps --no-binary pyverbs --dest "$dir/rdma-core" pyverbs==59.0
+    echo "$sha256  $dir/rdma-core/$archive" | sha256sum --check --quiet
+    ;;
+esac
