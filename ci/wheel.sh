@@ -39,7 +39,7 @@ if [ -z "${CUDA_HOME:-}" ] && [ "${HYBRID_EP_BUILD_CUDA:-on}" != off ]; then
   ln -sfn "$libraries" "$folder/lib"
   ln -sf libcudart.so.13 "$libraries/libcudart.so"
 fi
-export CUDA_HOME CUDACXX=${CUDACXX:-$CUDA_HOME/bin/nvcc}
+if [ -n "${CUDA_HOME:-}" ]; then export CUDA_HOME CUDACXX=${CUDACXX:-$CUDA_HOME/bin/nvcc}; fi
 
 # The target's headers and libraries.
 if [ "$arch" != "$host" ]; then
