@@ -9,6 +9,7 @@ packages=(
   libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
   g++-aarch64-linux-gnu qemu-user-static                 # wheels for aarch64, and an interpreter to import them
   python3-pyverbs                                        # the other reader of verbs attributes
+  chromium chromium-driver                               # the validation report's page
 )
 missing=()
 for package in "${packages[@]}"; do

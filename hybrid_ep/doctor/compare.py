@@ -195,7 +195,7 @@ COMPARISONS = (
         "NIC firmware",
         "the same on every node",
         "Bring the NICs to one firmware version.",
-        lambda reports: _one_value(reports, lambda report: report.facts["nic_firmware"] or ["none"]),
+        lambda reports: _one_value(reports, lambda report: ", ".join(report.facts["nic_firmware"]) or "none"),
     ),
     Comparison(
         "compare.clique",

@@ -11,6 +11,7 @@ from typing import Any
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.topology.svg import draw
 
 __all__ = ["collect_facts"]
 
@@ -20,7 +21,8 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
 
     Returns:
         ``driver``, ``cuda``, ``packages``, ``gpus`` (name, uuid, cluster_uuid, clique), ``nic_firmware``, ``clock``,
-        ``boot_id``, ``unix_time_s`` and, from the profile, ``domain_gpus`` and ``clock_error_ms``.
+        ``boot_id``, ``unix_time_s``, the picture ``topology_svg`` and, from the profile, ``domain_gpus`` and
+        ``clock_error_ms``.
     """
     return {
         "driver": _known(lambda: str(node.nvml.system("driver_version"))),
@@ -31,6 +33,7 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
         "clock": _known(lambda: asdict(node.clock())),
         "boot_id": _known(lambda: node.read("/proc/sys/kernel/random/boot_id")),
         "unix_time_s": round(time.time(), 3),
+        "topology_svg": draw(node.topology),
         "domain_gpus": profile["mnnvl.domain_gpus"],
         "clock_error_ms": profile["host.clock_error_ms"],
     }

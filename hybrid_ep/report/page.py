@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["Cell", "Page"]
+__all__ = ["CSS", "Cell", "Page"]
 
-_CSS = """
+# The look of every page.
+CSS = """
 :root{color-scheme:light dark;--ink:#1b2430;--muted:#5a6675;--paper:#fff;--panel:#f5f7fa;--line:#dfe5ec;
 --good:#00785a;--bad:#b3400b;--accent:#0072b2}
 @media (prefers-color-scheme:dark){:root{--ink:#e6ebf1;--muted:#9aa7b6;--paper:#12171e;--panel:#1b222c;--line:#2c3643;
@@ -104,7 +105,7 @@ class Page:
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{escape(self.title)}</title><style>{_CSS}</style></head><body><main>"
+            f"<title>{escape(self.title)}</title><style>{CSS}</style></head><body><main>"
             f'<h1>{escape(self.title)}</h1><p class="lead">{_inline(self.lead)}</p>'
             f"{''.join(self._parts)}<footer>{_inline(footer)}</footer></main></body></html>\n"
         )

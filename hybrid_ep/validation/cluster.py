@@ -29,10 +29,11 @@ from hybrid_ep.validation.results import (
     stems,
 )
 
-__all__ = ["REPORTED", "Cluster", "Node", "PairFigure", "PairTable", "ToDo", "load_cluster", "load_nodes"]
+__all__ = ["REPORTED", "Cluster", "HostFigure", "Node", "PairFigure", "PairTable", "ToDo", "load_cluster", "load_nodes"]
 
 REPORTED = "node.report"  # id of the check that a host gave a report at all
-_PROMPT = "Run `hybrid-ep doctor` on it by hand"
+_FEWEST_PAIRS = 3  # from which on a host's median says something
+_PROMPT = "Run hybrid-ep doctor on it by hand"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ToDo:
-    """One check that did not pass, with every node where it did not.
+    """One check that did not pass, and every node where the remedy is the same.
 
     Attributes:
         result: of the first of them; what was seen there.
@@ -97,6 +98,14 @@ class PairFigure:
 
 
 @dataclass(frozen=True)
+class HostFigure:
+    """The median over all pairs that a host was in."""
+
+    name: str
+    median: float
+
+
+@dataclass(frozen=True)
 class PairTable:
     """One bandwidth over all pairs that were tested.
 
@@ -104,12 +113,18 @@ class PairTable:
         metric, unit: what.
         median: of all pairs.
         figures: the slowest first.
+        hosts: those with three pairs or more, the slowest first: one that is slow with everyone stands out.
     """
 
     metric: str
     unit: str
     median: float
     figures: tuple[PairFigure, ...]
+    hosts: tuple[HostFigure, ...]
+
+    def share(self, value: float) -> str:
+        """A value as a percentage of the median."""
+        return f"{value / self.median:.0%}" if self.median else ""
 
 
 @dataclass(frozen=True)
@@ -164,10 +179,10 @@ class Cluster:
 
     def to_dos(self) -> list[ToDo]:
         """What did not pass on nodes, by check: the most serious first, then what most nodes have."""
-        found: dict[tuple[str, str], list[tuple[str, Result]]] = defaultdict(list)
+        found: dict[tuple[str, str, str], list[tuple[str, Result]]] = defaultdict(list)
         for node in self.nodes:
             for result in node.problems:
-                found[result.id, result.shown_as].append((node.name, result))
+                found[result.id, result.shown_as, result.remedy].append((node.name, result))
         order = {"fail": 0, "unknown": 1, "warn": 2}
         to_dos = [
             ToDo(items[0][1], tuple(name for name, _ in items), len({result.seen for _, result in items}))
@@ -176,7 +191,7 @@ class Cluster:
         return sorted(to_dos, key=lambda to_do: (order[to_do.result.shown_as], -len(to_do.hosts)))
 
     def pair_tables(self) -> list[PairTable]:
-        """Every bandwidth that jobs of exactly two hosts measured: units per second, where more is better."""
+        """Every bandwidth (units per second: more is better) of jobs on exactly two hosts; that of most pairs first."""
         found: dict[tuple[str, str], list[PairFigure]] = defaultdict(list)
         for job in self.jobs:
             for metric in job.metrics if len(job.hosts) == 2 else ():
@@ -184,10 +199,8 @@ class Cluster:
                     name = metric.name if job.kind == "pair" else f"{job.kind} {metric.name}"
                     figure = PairFigure(job, name, metric.value, metric.unit, metric.least)
                     found[name, metric.unit].append(figure)
-        return [
-            PairTable(metric, unit, median(item.value for item in items), tuple(sorted(items, key=lambda i: i.value)))
-            for (metric, unit), items in found.items()
-        ]
+        tables = [_pair_table(metric, unit, figures) for (metric, unit), figures in found.items()]
+        return sorted(tables, key=lambda table: -len(table.figures))
 
     def to_json(self) -> dict[str, Any]:
         """What report.json holds (schemas/report.json): every status, and in full whatever did not pass."""
@@ -295,6 +308,17 @@ def _job(folder: Path, name: str, platform_of: Mapping[str, str], profiles: Prof
     except ConfigError as error:
         bad = JobFile(name, "group", (), "unknown", str(error), (), "")
         return judge(bad, platform_of, profiles)
+
+
+def _pair_table(metric: str, unit: str, figures: list[PairFigure]) -> PairTable:
+    by_host: dict[str, list[float]] = defaultdict(list)
+    for figure in figures:
+        for host in figure.job.hosts:
+            by_host[host].append(figure.value)
+    hosts = [HostFigure(host, median(values)) for host, values in by_host.items() if len(values) >= _FEWEST_PAIRS]
+    slowest = sorted(figures, key=lambda figure: figure.value)
+    middle = median(figure.value for figure in figures)
+    return PairTable(metric, unit, middle, tuple(slowest), tuple(sorted(hosts, key=lambda host: host.median)))
 
 
 def _advice(result: Result) -> str:

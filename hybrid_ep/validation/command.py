@@ -90,17 +90,18 @@ def healthy_command(results: Path, as_json: bool) -> None:
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where report.json, report.md and junit.xml go; default: RESULTS/report.",
+    help="Where report.html, report.md, report.json and junit.xml go; default: RESULTS/report.",
 )
 @click.pass_context
 def report_command(context: click.Context, results: Path, out: Path | None) -> None:
-    """Print the summary, and write it as JSON, Markdown and JUnit XML.
+    """Print the summary, and write it as one HTML page, Markdown, JSON and JUnit XML.
 
     Exit status: 0 = everything passed, 1 = a fault was confirmed, 2 = no fault, but something could not be told.
     """
     # Loaded only here: rounds and healthy need no templates.
     from hybrid_ep.validation.junit import to_junit
     from hybrid_ep.validation.markdown import to_markdown
+    from hybrid_ep.validation.page import to_html
     from hybrid_ep.validation.terminal import render
 
     try:
@@ -109,11 +110,12 @@ def report_command(context: click.Context, results: Path, out: Path | None) -> N
         raise click.UsageError(str(error)) from None
     out = out or results / "report"
     out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(cluster.to_json(), indent=1, allow_nan=False) + "\n")
+    (out / "report.json").write_text(json.dumps(cluster.to_json(), allow_nan=False) + "\n")
     (out / "report.md").write_text(to_markdown(cluster))
     (out / "junit.xml").write_text(to_junit(cluster))
+    (out / "report.html").write_text(to_html(cluster, results))
     Console(highlight=False).print(render(cluster))
-    click.echo(f"written: {out}/report.md, report.json, junit.xml")
+    click.echo(f"written: {out}/report.html, report.md, report.json, junit.xml")
     context.exit(cluster.status.exit_code)
 
 

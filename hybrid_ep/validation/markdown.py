@@ -59,12 +59,15 @@ def _lines(cluster: Cluster) -> Iterator[str]:
             (
                 " – ".join(figure.job.hosts),
                 f"{figure.value:.4g}",
-                f"{figure.value / pairs.median:.0%}" if pairs.median else "",
+                pairs.share(figure.value),
                 "" if figure.least is None else f"≥ {figure.least:.4g}",
             )
             for figure in pairs.figures[:_MOST_PAIRS]
         ]
         yield from _table(("hosts", pairs.unit, "of median", "expected"), rows)
+        if pairs.hosts:
+            hosts = [(host.name, f"{host.median:.4g}", pairs.share(host.median)) for host in pairs.hosts[:_MOST_PAIRS]]
+            yield from _table(("host, median of its pairs", pairs.unit, "of median"), hosts)
     passed = sum(node.report.status is Status.PASS for node in cluster.nodes)
     yield f"{passed} of {len(cluster.nodes)} nodes passed every check; report.json has each result."
 

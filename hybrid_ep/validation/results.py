@@ -180,7 +180,7 @@ def stems(folder: Path, kind: str) -> Sequence[str]:
 @functools.cache
 def schema(name: str) -> Any:
     """The JSON schema of ``inventory``, ``node``, ``unreachable``, ``job`` or ``report``."""
-    return json.loads(resources.files("hybrid_ep.validation").joinpath("schemas", f"{name}.json").read_text())
+    return json.loads(resources.files("hybrid_ep.validation").joinpath(f"schemas/{name}.json").read_text())
 
 
 def _report(tree: Any, path: Path) -> Report:

@@ -49,7 +49,7 @@ def _to_dos(cluster: Cluster) -> list[RenderableType]:
     table = _table("on nodes", "check", "", "nodes", "seen", "remedy")
     for to_do in to_dos[:_MOST]:
         result = to_do.result
-        others = f" (and {to_do.num_seen - 1} other things elsewhere)" if to_do.num_seen > 1 else ""
+        others = " (or similar elsewhere)" if to_do.num_seen > 1 else ""
         row = [Text(shorten_names(to_do.hosts)), Text(result.seen + others), Text(result.remedy)]
         table.add_row(Text(result.id), _status(result.shown_as), *row)
     return [table, *_rest(_MOST, len(to_dos), "checks")]
@@ -84,8 +84,7 @@ def _pairs(cluster: Cluster) -> list[RenderableType]:
         table = _table(title, "hosts", pairs.unit, "of median", "expected")
         for figure in pairs.figures[:3]:
             least = "" if figure.least is None else f"≥ {figure.least:.4g}"
-            share = f"{figure.value / pairs.median:.0%}" if pairs.median else ""
-            table.add_row(Text(" – ".join(figure.job.hosts)), f"{figure.value:.4g}", share, least)
+            table.add_row(Text(" – ".join(figure.job.hosts)), f"{figure.value:.4g}", pairs.share(figure.value), least)
         tables.append(table)
     return tables
 

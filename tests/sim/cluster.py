@@ -23,7 +23,7 @@ from hybrid_ep.validation.rounds import rounds
 from tests.sim.scenario import build_stub, run_all
 
 PLATFORM = "hgx-h200"
-FAULTS = ("missing NIC", "port down", "link down", "remap pending", "fatal Xid", "port down", "peermem missing")
+FAULTS = ("missing NIC", "port down", "link down", "memlock low", "fatal Xid", "port down", "peermem missing")
 STARTED = "2026-11-21T09:00:00Z"
 
 

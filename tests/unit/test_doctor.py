@@ -279,7 +279,7 @@ def test_equal_nodes_agree() -> None:
         ({"driver": "570.86.15"}, "compare.driver", "570.86.15: b; 580.95.05: a"),
         ({"packages": {"torch": "2.10.0"}}, "compare.packages", "torch: 2.10.0 on b, 2.11.0 on a"),
         ({"packages": {}}, "compare.packages", "torch: 2.11.0 on a, missing on b"),
-        ({"nic_firmware": ["28.39.1002"]}, "compare.nic_firmware", "['28.39.1002']: b"),
+        ({"nic_firmware": ["28.39.1002"]}, "compare.nic_firmware", "28.39.1002: b"),
         ({"clock": {"synchronized": False, "max_error_us": 16000000}}, "compare.clock", "not synchronised: b"),
         (
             {"clock": {"synchronized": True, "max_error_us": 600000}},
