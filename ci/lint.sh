@@ -6,3 +6,6 @@ bin=$1
 "$bin/ruff" format --check --quiet . || { echo "run: make format"; "$bin/ruff" format --diff . | head -40; exit 1; }
 git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r "$bin/clang-format" --dry-run --Werror
 "$bin/python" ci/layers.py --check
+"$bin/yamllint" --strict ansible .ansible-lint
+# Its own Ansible, from the same folder; nothing is fetched.
+PATH="$(cd "$bin" && pwd):$PATH" "$bin/ansible-lint" --offline --quiet ansible

@@ -16,6 +16,7 @@ from hybrid_ep.validation.results import JobFile, Metric
 
 __all__ = ["judge_output", "record", "write_job"]
 
+_OPERATIONS = ("dispatch", "combine")
 _TIMED_OUT = 124  # exit status of timeout(1)
 _KILLED = 137
 
@@ -82,9 +83,14 @@ def _reason(document: dict[str, Any]) -> str:
 
 
 def _metrics(document: dict[str, Any]) -> Iterator[Metric]:
-    """Bandwidth by operation (all received rows) and median time; or what the document lists itself."""
+    """Bandwidth (of all received rows) and median time of the two operations; or what the document lists itself.
+
+    The bench's other forms of them (routing given, cached …) stay in the log.
+    """
     for outcome in document.get("outcomes", []):
         for operation in outcome["operations"]:
+            if operation["name"] not in _OPERATIONS:
+                continue
             yield Metric(operation["name"], operation["gbps"], "GB/s")
             yield Metric(f"{operation['name']} time", operation["median_us"], "µs")
     for metric in document.get("metrics", []):

@@ -1,0 +1,43 @@
+"""The controller's half of the module hybrid_ep_doctor: keeps the report as a file, from within the node's own fork.
+
+So a thousand reports are neither sent back to a node nor held in the controller's memory, and a node that cannot be
+reached leaves a result like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleConnectionFailure
+from ansible.plugins.action import ActionBase
+
+
+class ActionModule(ActionBase):
+    """Runs the module on the node and, with `results`, writes nodes/HOST.json on the controller."""
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the module's answer, without the report where that was written."""
+        super().run(tmp, task_vars)
+        arguments = dict(self._task.args)
+        results = arguments.pop("results", None)
+        if results is None:
+            return self._execute_module(module_args=arguments, task_vars=task_vars)
+        place = Path(results, "nodes", f"{(task_vars or {})['inventory_hostname']}.json")
+        try:
+            answer = self._execute_module(module_args=arguments, task_vars=task_vars)
+        except AnsibleConnectionFailure as error:
+            self._write(place, {"unreachable": f"no connection: {error.message}"})
+            raise
+        if "report" in answer:
+            self._write(place, answer.pop("report"))
+            return answer
+        said = [str(answer[key]).strip() for key in ("msg", "module_stderr", "stderr") if answer.get(key)]
+        reason = ": ".join(said) or "no answer"
+        self._write(place, {"unreachable": reason})
+        return {"changed": False, "answered": False, "msg": reason}
+
+    def _write(self, place: Path, content: dict[str, Any]) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
