@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the extension for this host's GPUs and measures it beside the wire: ci/bench.sh [PYTHON] [options of figures.py]
+# Builds the extension for this host's GPUs and makes the figures that README and docs quote, beside the wire:
+# ci/bench.sh [PYTHON] [options of benchmarks/figures.py]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}

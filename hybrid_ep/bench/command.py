@@ -19,10 +19,10 @@ from hybrid_ep.checks import require_int
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.workload import DTYPES, ROUTINGS, Workload
 
-__all__ = ["bench"]
+__all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
 
 _DEFAULT_RANKS_ON_CPU = 4
-_LOG_WIDTH = 170
+_LOG_WIDTH = 200
 _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
 
 
@@ -124,9 +124,9 @@ def bench(
         if as_json:
             click.echo(json.dumps(report.to_json(), indent=2))
         else:
-            print_report(_console(), report)
+            print_to_terminal(report)
         if out is not None:
-            _write(report, out)
+            write_report(report, out)
     ctx.exit(0 if report.ok else 1)
 
 
@@ -191,20 +191,20 @@ def measure_with_progress(plans: Sequence[BenchPlan], num_ranks: int, launcher: 
         return measure_all(plans, num_ranks, launcher, begin)
 
 
-def _console() -> Console:
-    """The terminal as it is; where there is none (a log), wide enough for the table."""
+def print_to_terminal(report: BenchReport) -> None:
+    """Prints the table on the terminal as it is; where there is none (a log), wide enough for the table."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(_LOG_WIDTH, console.width))
+    print_report(console if console.is_terminal else Console(width=max(_LOG_WIDTH, console.width)), report)
 
 
-def _write(report: BenchReport, folder: Path) -> None:
+def write_report(report: BenchReport, folder: Path, name: str = "result") -> None:
+    """Writes ``name.json``, ``name.md`` and, where anything was timed, ``name.png``."""
     # Drawing is loaded only when something is drawn.
     from hybrid_ep.bench.figures import draw
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    (folder / "result.md").write_text(render_markdown(report), encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(render_markdown(report), encoding="utf-8")
     if any(outcome.operations for result in report.results for outcome in result.outcomes):
-        picture = draw(report)
-        (folder / f"{picture.name}.png").write_bytes(picture.png)
+        (folder / f"{name}.png").write_bytes(draw(report).png)
     Console(stderr=True).print(f"the result is in {folder}/")

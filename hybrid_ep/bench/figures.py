@@ -7,7 +7,7 @@ makes lines of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
@@ -22,26 +22,34 @@ _STYLES = ("-", "--", ":", "-.")
 _Point = tuple[float, float]
 
 
-def draw(report: BenchReport, results: list[BenchResult] | None = None) -> Picture:
-    """Draws one panel for dispatch and one for combine.
-
-    Args:
-        report: what was measured.
-        results: the plans to draw; None = all of the report. At least one with a timed candidate.
+class _Line(NamedTuple):
+    """Attributes:
+    name: of the implementation.
+    plan: what tells its plan from the others.
+    form: of the call; empty for the call itself.
     """
-    results = report.results if results is None else results
+
+    name: str
+    plan: str
+    form: str
+
+
+def draw(report: BenchReport) -> Picture:
+    """Draws one panel for dispatch and one for combine; at least one candidate must have been timed.
+
+    Of plans that differ in tokens all are drawn; otherwise only those that sweep SMs, if any does.
+    """
+    results = report.results
+    over_tokens = "tokens" in report.varying()
+    sweeps = [] if over_tokens else [result for result in results if _sweeps_sms(result)]
+    results = sweeps or results
     timed = [(result, outcome) for result in results for outcome in _shown(result) if outcome.operations]
     low_latency = results[0].plan.mode == "low-latency"
-    over_tokens = "tokens" in varying(results)
-    num_sms = {outcome.candidate.num_sms for _, outcome in timed if outcome.candidate.implementation != WIRE}
-    over_sms = not over_tokens and len(num_sms - {None}) > 1
     value, unit = (_latency, "µs, median") if low_latency else (_bandwidth, "GB/s of all received rows")
-    # Lines need more room than bars: up to eight of them have a legend below.
-    size = (12, 6.4) if over_tokens else (10, 4.8)
-    is_sweep = over_tokens or over_sms
+    is_sweep = over_tokens or bool(sweeps)
     with theme():
         figure, axes = new_figure(
-            1, 2, size=size, title=_title(report, results), grid="y" if is_sweep else "x", sharey=is_sweep
+            1, 2, size=(12, 5.6), title=_title(report, results), grid="y" if is_sweep else "x", sharey=is_sweep
         )
         for axis, call in zip(axes[0], CALLS, strict=True):
             axis.set_title(call)
@@ -52,9 +60,12 @@ def draw(report: BenchReport, results: list[BenchResult] | None = None) -> Pictu
             else:
                 _draw_bars(axis, [(_title_of(results, *one), value(_operation(one[1], call))) for one in timed], unit)
         if is_sweep:
-            axes[0, 0].set_ylim(bottom=0)
+            highest = max(float(y) for axis in axes[0] for line in axis.get_lines() for y in line.get_ydata())
+            axes[0, 0].set_ylim(0, 1.08 * highest)
             axes[0, 0].set_ylabel(unit)
-            figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+            figure.legend(
+                *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, handlelength=3.5
+            )
         png = to_png(figure)
     name = "latency" if low_latency else "bandwidth"
     return Picture(name, png, f"{name.capitalize()} of dispatch and combine for each implementation")
@@ -64,15 +75,18 @@ def _shown(result: BenchResult) -> list[Outcome]:
     return [*result.outcomes, *result.wire]
 
 
+def _sweeps_sms(result: BenchResult) -> bool:
+    return len({outcome.candidate.num_sms for outcome in result.outcomes} - {None}) > 1
+
+
 def _title(report: BenchReport, results: list[BenchResult]) -> str:
     """What the drawn plans have in common."""
     apart = varying(results)
     values = settings(results[0].plan)
-    words = [f"{report.num_ranks} ranks on {report.device}", f"{values['mode']} mode"]
-    words += [values[name] for name in ("dtype", "routing") if name not in apart]
-    if "tokens" not in apart:
-        words.append(f"{values['tokens']} tokens")
-    return ", ".join([*words, f"hidden {values['hidden']}, top-{values['topk']} of {values['experts']}"])
+    words = [values[name] for name in ("mode", "dtype", "routing") if name not in apart]
+    tokens = "" if "tokens" in apart else f"{values['tokens']} tokens, "
+    size = f"{tokens}hidden {values['hidden']}, top-{values['topk']} of {values['experts']}"
+    return f"{report.num_ranks} × {report.device}: {', '.join([*words, size])}"
 
 
 def _labels(results: list[BenchResult], result: BenchResult) -> list[str]:
@@ -103,36 +117,43 @@ def _lines(
     forms: tuple[str, ...],
     value: Callable[[Operation], float],
     over_tokens: bool,
-) -> dict[tuple[str, str, str], list[_Point]]:
-    """(implementation, what tells its plans apart, form) → points."""
-    lines: dict[tuple[str, str, str], list[_Point]] = {}
+) -> dict[_Line, list[_Point]]:
+    """The points of each line. Over SMs, who chose for itself is drawn level, from the first number to the last."""
+    sweep = [outcome.candidate.num_sms for _, outcome in timed if outcome.candidate.num_sms is not None]
+    lines: dict[_Line, list[_Point]] = {}
     for result, outcome in timed:
         who = outcome.candidate
-        for operation in outcome.operations:
-            if operation.name not in [call + form for form in forms]:
+        plan = ", ".join(_labels(results, result))
+        for form in forms:
+            operation = next((one for one in outcome.operations if one.name == call + form), None)
+            if operation is None:
                 continue
-            name = who.title if over_tokens else who.implementation
-            x = result.plan.workload.num_tokens if over_tokens else who.num_sms
-            if x is not None:
-                key = (name, ", ".join(_labels(results, result)), operation.name.removeprefix(call).removeprefix(": "))
-                lines.setdefault(key, []).append((x, value(operation)))
+            if over_tokens:
+                name, places = who.title, [result.plan.workload.num_tokens]
+            elif who.num_sms is None:
+                name, places = f"{who.implementation} (own choice)", [min(sweep), max(sweep)]
+            else:
+                name, places = who.implementation, [who.num_sms]
+            line = _Line(name, plan, form.removeprefix(": "))
+            lines.setdefault(line, []).extend((x, value(operation)) for x in places)
     return lines
 
 
-def _draw_lines(axis: Any, lines: dict[tuple[str, str, str], list[_Point]]) -> None:
-    """Colour: who and which form; the wire is grey. Line style: the plan."""
-    colours = dict.fromkeys((name, form) for name, _, form in lines if not name.startswith(WIRE))
-    colour_of = {key: PALETTE[i % len(PALETTE)] for i, key in enumerate(colours)}
-    plans = list(dict.fromkeys(plan for _, plan, _ in lines))
-    for (name, plan, form), points in lines.items():
+def _draw_lines(axis: Any, lines: dict[_Line, list[_Point]]) -> None:
+    """Line style: the plan. Colour: who, and which form, or where there is one form which plan; the wire is grey."""
+    plans = list(dict.fromkeys(line.plan for line in lines))
+    by_form = len({line.form for line in lines}) > 1
+    kinds = {line: (line.name, line.form if by_form else line.plan) for line in lines if not line.name.startswith(WIRE)}
+    colours = {kind: PALETTE[i % len(PALETTE)] for i, kind in enumerate(dict.fromkeys(kinds.values()))}
+    for line, points in lines.items():
         axis.plot(
             *zip(*sorted(points), strict=True),
             marker="o",
-            linestyle=_STYLES[plans.index(plan) % len(_STYLES)],
-            color=colour_of.get((name, form), GREY),
-            linewidth=2.2,
-            markersize=6,
-            label=", ".join(filter(None, (name, plan, form))),
+            linestyle=_STYLES[plans.index(line.plan) % len(_STYLES)],
+            color=colours[kinds[line]] if line in kinds else GREY,
+            linewidth=2,
+            markersize=5,
+            label=", ".join(filter(None, line)),
         )
 
 

@@ -73,13 +73,15 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     try:
         for call in CALLS:
             each = once_per_expert(call, plan)
-            row_bytes = _aligned(plan.row_bytes(call))
             where = places(topk_idx, plan.workload.num_experts, rank, num_ranks, once_per_expert=each)
-            pushes[call] = _Push(where, row_bytes, plan.workload.num_tokens * (topk_idx.shape[1] if each else 1))
+            copies = topk_idx.shape[1] if each else 1
+            pushes[call] = _Push(where, _aligned(plan.row_bytes(call)), copies, rank, num_ranks)
             counts[call] = count_rows(topk_idx, plan.workload.num_experts, once_per_expert=each)
     except TopologyError as error:
         obstacle = str(error)
     obstacle = _anyone(obstacle)
+    if obstacle is None:
+        obstacle = _anyone(next(filter(None, [pushes[call].check(counts[call]) for call in CALLS]), None))
     if obstacle is not None:
         return RankWire(obstacle, {}, {})
     times = {}
@@ -117,15 +119,33 @@ class _Push:
     Args:
         where: of `places`.
         row_bytes: of a row, a multiple of 16.
-        num_rows: that each source may write at each rank.
+        copies: the most rows of one token at one rank.
+        rank: this one.
+        num_ranks: R.
     """
 
-    def __init__(self, where: Tensor, row_bytes: int, num_rows: int) -> None:
-        self.where, self.row_bytes = where, row_bytes
-        # What the bytes are does not matter, but zeros would spare the wire some switching.
-        self.rows = torch.randint(256, (where.shape[0], row_bytes), dtype=torch.uint8, device=where.device)
-        num_bytes = dist.get_world_size() * num_rows * row_bytes
-        self.memory = SymmetricMemory.allocate(max(1, num_bytes), dist.group.WORLD, where.device)
+    def __init__(self, where: Tensor, row_bytes: int, copies: int, rank: int, num_ranks: int) -> None:
+        self.where, self.row_bytes, self.copies = where, row_bytes, copies
+        num_tokens = where.shape[0]
+        # Zeros would spare the wire some switching. Both ends of a row say which it is.
+        self.rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=where.device)
+        names = rank * num_tokens + torch.arange(1, num_tokens + 1, device=where.device)
+        self.rows.view(torch.int64)[:, [0, -1]] = names.unsqueeze(1)
+        num_bytes = num_ranks * num_tokens * copies * row_bytes
+        self.memory = SymmetricMemory.allocate(num_bytes, dist.group.WORLD, where.device)
+
+    def check(self, counts: RowCounts) -> str | None:
+        """Pushes once and looks at what landed here; returns what is wrong, or None. Collective."""
+        self.with_sms(_DEFAULT_SMS)()
+        torch.cuda.synchronize()
+        dist.barrier()
+        landed = self.memory.local.view(torch.int64).view(-1, self.row_bytes // 8)[:, [0, -1]]
+        names = 1 + torch.arange(landed.shape[0], device=landed.device) // self.copies
+        num_right = int((landed == names.unsqueeze(1)).all(1).sum())
+        num_landed = int((landed != 0).any(1).sum())
+        if (num_right, num_landed) == (counts.total, counts.total):
+            return None
+        return f"of {counts.total} pushed rows {num_landed} landed, {num_right} of them right"
 
     def with_sms(self, num_sms: int) -> Callable[[], object]:
         """The push as a call."""
@@ -150,6 +170,8 @@ def _obstacle(plan: BenchPlan) -> str | None:
     """Why this rank cannot measure, or None."""
     if plan.device != "cuda":
         return "the ranks are not on GPUs"
+    if dist.get_world_size() == 1 or plan.workload.num_tokens == 0:
+        return "no row crosses it"
     choice = choose_engine("auto")  # the push needs what the cuda engine needs
     if choice.name != "cuda":
         return choice.reason

@@ -11,6 +11,7 @@ from subprocess import PIPE
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.figures import main as figures
 from hybrid_ep.bench.measure import RankMeasurement, measure
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.cli import main
@@ -82,7 +83,7 @@ def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
     markdown = (tmp_path / "result.md").read_text()
     assert markdown.count("\n| hybrid_ep | torch |") == 12
     assert markdown.count("\n| torch-nccl |") == 2
-    assert (tmp_path / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_sweeps_tokens_without_the_wire(tmp_path: Path) -> None:
@@ -93,7 +94,17 @@ def test_command_sweeps_tokens_without_the_wire(tmp_path: Path) -> None:
     assert [outcome["plan"]["workload"]["num_tokens"] for outcome in found["outcomes"]] == [1, 4]
     assert (found["wire"], found["wire_obstacle"]) == ([], None)
     assert "not measured" not in (tmp_path / "result.md").read_text()
-    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quoted_figures_come_from_plans(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--ranks", "2", "--quick", "--only", "low_latency", "--out", str(tmp_path)]
+    result = CliRunner().invoke(figures, arguments)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {f"low_latency_2cpu.{kind}" for kind in ("json", "md", "png")}
+    found = json.loads((tmp_path / "low_latency_2cpu.json").read_text())
+    swept = [(o["plan"]["workload"]["dtype"], o["plan"]["workload"]["num_tokens"]) for o in found["outcomes"]]
+    assert swept == [("bf16", 1), ("bf16", 128), ("fp8", 1), ("fp8", 128)]
 
 
 def test_command_joins_the_ranks_of_torchrun() -> None:

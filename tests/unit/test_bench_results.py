@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from hybrid_ep.bench.results import BenchReport, BenchResult, summarize
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.bench.timing import Times
-from hybrid_ep.bench.wire import RankWire, compared_sms, places
+from hybrid_ep.bench.wire import RankWire, _Push, compared_sms, places
 from hybrid_ep.workload import Workload
 
 WORKLOAD = Workload(num_tokens=4, hidden=128, num_topk=1, num_experts=2, dtype="fp8")
@@ -111,6 +112,22 @@ def test_the_wire_moves_each_row_once_for_each_rank_to_a_place_of_its_own() -> N
     assert (copies & 0xFFFFFFFF).tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
+@pytest.mark.parametrize(
+    ("lost", "problem"), [(False, None), (True, "of 4 pushed rows 3 landed, 3 of them right")], ids=["all", "one lost"]
+)
+def test_the_push_is_held_to_what_landed(monkeypatch: pytest.MonkeyPatch, lost: bool, problem: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    push = _Push(places(torch.tensor([[0, 1], [1, 0]]), 2, 0, 1, once_per_expert=True), 32, 2, 0, 1)
+
+    def on_this_host() -> None:
+        for token, row in list(zip([0, 0, 1, 1], push.where.flatten().tolist(), strict=True))[lost:]:
+            ctypes.memmove(push.memory.addresses[row >> 32] + (row & 0xFFFFFFFF) * 32, push.rows[token].data_ptr(), 32)
+
+    monkeypatch.setattr(push, "with_sms", lambda num_sms: on_this_host)
+    assert push.check(RowCounts(4, 0)) == problem
+
+
 def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:
     both = report(summarize(PLAN, WIRE, [RANKS, RANKS]), *sweep(tokens=(8,)))
     markdown = render_markdown(both)
@@ -147,6 +164,7 @@ def test_document_has_one_list_of_outcomes_with_their_plans() -> None:
     assert (found["ok"], found["timer_floor_us"], found["num_ranks"], found["wire_obstacle"]) == (True, 1.25, 2, None)
 
 
+SWEEP_BESIDE_B = (Candidate("a", 8), Candidate("a", 16), Candidate("b"))
 FORMS = {f"{call}_{form}": times(1, 2, 3) for call in ("dispatch", "combine") for form in ("send", "receive", "graph")}
 
 
@@ -158,8 +176,10 @@ FORMS = {f"{call}_{form}": times(1, 2, 3) for call in ("dispatch", "combine") fo
         ([summarize(replace(PLAN, candidates=(Candidate("a", 8), Candidate("a", 16))), WIRE, [RANKS, RANKS])],
          "bandwidth", 2, "SMs"),
         ([summarize(PLAN, WIRE, [RANKS, RANKS])], "bandwidth", 0, "GB/s of all received rows"),
+        ([*sweep(tokens=(4,)), summarize(replace(PLAN, candidates=SWEEP_BESIDE_B), None, [RANKS] * 3)],
+         "bandwidth", 2, "SMs"),
     ],
-    ids=["latency", "tokens", "sms", "bars"],
+    ids=["latency", "tokens", "sms", "bars", "sms of one plan among others"],
 )  # fmt: skip
 def test_picture_has_a_line_for_each_form_and_plan(
     monkeypatch: pytest.MonkeyPatch, results: list[BenchResult], name: str, num_lines: int, label: str
