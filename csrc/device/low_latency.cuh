@@ -16,44 +16,75 @@ __device__ inline uint8_t* buffer_of(const LowLatencyDomain& domain, int rank) {
   return domain.region[rank] + domain.buffer_begin;
 }
 
-// Waits until rank r has raised its flag to `epoch`; returns whether it takes part. A rank that does not come is masked
-// here, so that kernels which are already queued do not wait for it again; the host decides whether that lasts.
-__device__ inline bool wait_for_rank(const LowLatencyDomain& domain, const Waiter& waiter, const uint32_t* flags,
-                                     uint32_t epoch, int r, WaitTag tag) {
-  int32_t& masked = control_of(domain, domain.rank).masked[r];
-  if (*static_cast<volatile int32_t*>(&masked) != 0) return false;
-  if (waiter.until_epoch(flags + r, epoch, r, tag)) return true;
-  if (r != domain.rank) *static_cast<volatile int32_t*>(&masked) = 1;
+// Tells every rank how many calls of each buffer this rank has read, in CTA 0 of a kernel that sends: what the kernels
+// before have read is known without a fence of theirs.
+__device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
+  if (blockIdx.x != 0) return;
+  LowLatencyChannel* own = &control_of(domain, domain.rank).channels[0][0];
+  for (int i = threadIdx.x; i < 2 * kLowLatencyBuffers * domain.num_ranks; i += blockDim.x) {
+    const int channel = i / domain.num_ranks, r = i % domain.num_ranks;
+    LowLatencyChannel& there = (&control_of(domain, r).channels[0][0])[channel];
+    ptx::store_relaxed_system(&there.free_epoch[domain.rank], ptx::load_relaxed_gpu(&own[channel].receive.epoch));
+  }
+}
+
+__device__ inline int32_t& mask_of(const LowLatencyDomain& domain, int r) {
+  return control_of(domain, domain.rank).masked[r];
+}
+
+// Waits, by thread r, until rank r has raised its flag; `wait` does so and returns whether it came. Returns whether the
+// rank takes part. A rank that does not come is masked here, so that kernels which are already queued do not wait for
+// it again; the host decides whether that lasts.
+template <typename Wait>
+__device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
+  volatile int32_t* masked = &mask_of(domain, r);
+  if (*masked != 0) return false;
+  if (wait()) return true;
+  if (r != domain.rank) *masked = 1;
   return false;
 }
 
-// Collective over the CTA. Makes all its writes, to any GPU, visible to the system, and returns true in the last CTA of
-// the grid, which thereby sees the writes of all of them.
-__device__ inline bool is_last_cta(LowLatencyProgress& progress) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    ptx::fence_acq_rel_system();
-    is_last = ptx::add_acq_rel_gpu(&progress.finished_ctas, 1) == gridDim.x * gridDim.y - 1;
-    ptx::fence_acq_rel_system();
-  }
-  __syncthreads();
-  return is_last;
+// Waits until rank r has read what the call before left in the buffer.
+__device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
+  const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch - 1, r, WaitTag::kRoom); });
 }
 
-// Ends the kernel, in its last CTA: whether or not a wait was given up, so that ranks stay in step.
-__device__ inline void end_call(LowLatencyProgress& progress, uint32_t epoch) {
+// Waits until what rank r has sent stands here, and writes its number of tokens.
+__device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
+                                       WaitTag tag, uint32_t* num_tokens) {
+  const uint64_t* flag = &channel_of(domain, domain.rank).sent[r];
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, tag, num_tokens); });
+}
+
+// Collective over the CTA, at the end of a kernel that sends: the last CTA of the grid tells every rank that takes part
+// that all rows stand there.
+__device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch,
+                                   int num_tokens) {
+  LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
+  __syncthreads();
   if (threadIdx.x != 0) return;
+  ptx::fence_acq_rel_system();
+  if (ptx::add_relaxed_gpu(&progress.finished_ctas, 1) != gridDim.x - 1) return;
+  ptx::fence_acq_rel_system();
+  const uint64_t flag = static_cast<uint64_t>(num_tokens) << 32 | epoch;
+  for (int r = 0; r < domain.num_ranks; ++r) {
+    if (present[r]) ptx::store_relaxed_system(&channel_of(domain, r).sent[domain.rank], flag);
+  }
   progress.finished_ctas = 0;
   progress.epoch = epoch;
 }
 
-// Tells every rank that takes part, in the last CTA, that what it had sent has been read.
-__device__ inline void give_back_buffer(const LowLatencyDomain& domain, const bool* present, uint32_t epoch) {
-  const int r = threadIdx.x;
-  if (r < domain.num_ranks && present[r]) {
-    ptx::store_release_system(&channel_of(domain, r).free_epoch[domain.rank], epoch);
-  }
+// Collective over the CTA, at the end of a kernel that receives. Whether or not a wait was given up, the call counts as
+// received, so that ranks stay in step.
+__device__ inline void finish_receive(const LowLatencyDomain& domain, uint32_t epoch) {
+  LowLatencyProgress& progress = channel_of(domain, domain.rank).receive;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  // NOTE: no fence: the only thing to see is the epoch, and every CTA has read it long before it comes here.
+  if (ptx::add_relaxed_gpu(&progress.finished_ctas, 1) != gridDim.x * gridDim.y - 1) return;
+  progress.finished_ctas = 0;
+  progress.epoch = epoch;
 }
 
 }  // namespace hybrid_ep

@@ -38,6 +38,16 @@ class Waiter {
     return true;
   }
 
+  // The same for a flag that brings a value along, which it writes to *value: the epoch is the lower half of the word.
+  __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {
+    uint64_t seen;
+    while (static_cast<int32_t>(static_cast<uint32_t>(seen = ptx::load_acquire_system(flag)) - epoch) < 0) {
+      if (expired()) return give_up(peer, tag, epoch, static_cast<uint32_t>(seen));
+    }
+    *value = static_cast<uint32_t>(seen >> 32);
+    return true;
+  }
+
   // Waits until *counter, written by CTAs of this GPU, is `count`. Acquires at GPU scope.
   __device__ bool until_count(const uint32_t* counter, uint32_t count, WaitTag tag) const {
     uint32_t seen;

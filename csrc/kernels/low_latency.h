@@ -40,7 +40,6 @@ struct ReturnRowsParams {
   const uint8_t* rows;          // [LE, M×R, H] bf16
   const int64_t* layout_range;  // [LE, R]
   const int32_t* origins;       // [LE, M×R]
-  int ctas_per_expert;
 };
 
 struct SumRowsParams {
@@ -53,11 +52,14 @@ struct SumRowsParams {
   int num_tokens;
 };
 
+// Allows the kernels their shared memory on the current device; once for each device, before they are launched.
+void prepare_low_latency();
+
 // Each launches on the stream and returns; throws CudaError if the launch is refused. The receiving kernels may start
 // while the kernel before them still runs, but write nothing before it has ended.
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
 void launch_receive_tokens(ReceiveTokensParams& params, int num_device_sms, cudaStream_t stream);
-void launch_return_rows(ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
+void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
 
 }  // namespace hybrid_ep

@@ -38,11 +38,12 @@ struct Targets {
   alignas(16) uint16_t route[kMaxTopk];  // experts in their columns; kNoExpert for none and for one named before
 };
 
-// Finds the ranks of a token and sends its route to every rank that takes part. One warp, a lane per column.
-__device__ void find_targets(const SendTokensParams& params, const bool* present, int token, Targets& targets) {
+// Finds the ranks of a token and sends its route to every rank that takes part. One warp, a lane per column, which has
+// loaded the expert that is `named` there.
+__device__ void find_targets(const SendTokensParams& params, const bool* present, int token, int64_t named,
+                             Targets& targets) {
   const LowLatencyDomain& domain = params.domain;
-  const int lane = threadIdx.x % 32, num_topk = params.shape.num_topk;
-  int64_t named = lane < num_topk ? params.topk_idx[static_cast<int64_t>(token) * num_topk + lane] : -1;
+  const int lane = threadIdx.x % 32;
   if (named < -1 || named >= params.shape.num_experts) {
     report_fault(domain.fault, FaultKind::kBadExpert, KernelName::kLowLatencyDispatch, WaitTag::kRows, domain.rank, -1,
                  params.shape.num_experts, named);
@@ -83,28 +84,36 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
-  const uint32_t epoch = ptx::load_acquire_gpu(&channel.send.epoch) + 1;
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  if (tid < domain.num_ranks) {
-    present[tid] = wait_for_rank(domain, waiter, channel.free_epoch, epoch - 1, tid, WaitTag::kRoom);
-  }
-  __syncthreads();
-
   const int num_vectors = params.message.row_bytes / 16;
   const int num_words = params.message.num_scale_words;
-  for (int token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
+
+  uint4 next[kVectorsIn];
+  const auto load = [&](int token, int vector) {
     const auto* row =
         reinterpret_cast<const uint4*>(params.rows + static_cast<int64_t>(token) * params.shape.hidden * 2);
-    uint4 next[kVectorsIn];
-    const auto load = [&](int vector) {
+    const bool is_there = token < params.num_tokens && vector < num_vectors;
 #pragma unroll
-      for (int i = 0; i < kVectorsIn; ++i) {
-        next[i] = vector < num_vectors ? ptx::load_streaming(row + vector * kVectorsIn + i) : make_uint4(0, 0, 0, 0);
-      }
-    };
-    load(tid);  // while the first warp looks where the token goes
-    if (warp == 0) find_targets(params, present, token, targets);
+    for (int i = 0; i < kVectorsIn; ++i) {
+      next[i] = is_there ? ptx::load_streaming(row + vector * kVectorsIn + i) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  int64_t named = -1;
+  const auto load_expert = [&](int token) {
+    const bool is_there = warp == 0 && token < params.num_tokens && lane < params.shape.num_topk;
+    named = is_there ? params.topk_idx[static_cast<int64_t>(token) * params.shape.num_topk + lane] : -1;
+  };
+  // What a CTA needs first is on its way while it waits for the ranks.
+  load(blockIdx.x, tid);
+  load_expert(blockIdx.x);
+  const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
+  announce_free_buffers(domain);
+  if (tid < domain.num_ranks) present[tid] = wait_until_free(domain, waiter, epoch, tid);
+  __syncthreads();
+
+  for (int token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
+    if (warp == 0) find_targets(params, present, token, named, targets);
     __syncthreads();
     const int count = targets.count;
     for (int first = warp * 32; first < num_vectors && count > 0; first += kThreads) {
@@ -128,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       } else {
         message = next[0];
       }
-      load(vector + kThreads);
+      load(token, vector + kThreads);
       if (vector < num_vectors) {
         for (int i = 0; i < count; ++i) reinterpret_cast<uint4*>(targets.slot[i])[vector] = message;
       }
@@ -140,16 +149,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         words[i % num_words] = scales[i % num_words];
       }
     }
+    load(token + gridDim.x, tid);
+    load_expert(token + gridDim.x);
     __syncthreads();
   }
-
-  if (!is_last_cta(channel.send)) return;
-  if (tid < domain.num_ranks && present[tid]) {
-    LowLatencyChannel& there = channel_of(domain, tid);
-    there.num_tokens[domain.rank] = params.num_tokens;
-    ptx::store_release_system(&there.sent_epoch[domain.rank], epoch);
-  }
-  end_call(channel.send, epoch);
+  finish_send(domain, present, epoch, params.num_tokens);
 }
 
 // A copy that a CTA has found: which row of its expert, and where the row lies now.
@@ -205,22 +209,22 @@ __device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, c
 
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
-  __shared__ bool present[kMaxRanks];
-  __shared__ int num_tokens[kMaxRanks];
-  __shared__ int begin[kMaxRanks + 1];  // first row of each source
+  __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
+  __shared__ int begin[kMaxRanks + 1];        // first row of each source
   __shared__ int warp_counts[kWarps];
   __shared__ Found found[kThreads];
   const LowLatencyDomain& domain = params.domain;
   const int num_ranks = domain.num_ranks, max_tokens = params.shape.max_tokens;
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
-  const uint32_t epoch = ptx::load_acquire_gpu(&channel.receive.epoch) + 1;
+  const uint32_t epoch = ptx::load_relaxed_gpu(&channel.receive.epoch) + 1;
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   int64_t waited_us = 0;
   if (tid < num_ranks) {
     const uint64_t started = ptx::clock_ns();
-    present[tid] = wait_for_rank(domain, waiter, channel.sent_epoch, epoch, tid, WaitTag::kRows);
-    num_tokens[tid] = present[tid] ? min(__ldcg(&channel.num_tokens[tid]), max_tokens) : 0;
+    uint32_t count = 0;
+    wait_until_sent(domain, waiter, epoch, tid, WaitTag::kRows, &count);
+    num_tokens[tid] = min(count, static_cast<uint32_t>(max_tokens));
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }
   ptx::wait_for_previous_kernel();
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   for (int first_pair = 0; first_pair < num_pairs; first_pair += kThreads) {
     const int pair = first_pair + tid, source = pair / max_tokens, token = pair % max_tokens;
     int column = -1;
-    if (pair < num_pairs && token < num_tokens[source]) {
+    if (pair < num_pairs && token < static_cast<int>(num_tokens[source])) {
       column = find_column(routes + static_cast<int64_t>(pair) * params.message.route_bytes, params.message.route_bytes,
                            expert);
     }
@@ -274,10 +278,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           static_cast<int64_t>(begin[tid]) << 32 | (begin[tid + 1] - begin[tid]);
     }
   }
-
-  if (!is_last_cta(channel.receive)) return;
-  give_back_buffer(domain, present, epoch);
-  end_call(channel.receive, epoch);
+  finish_receive(domain, epoch);
 }
 
 }  // namespace

@@ -7,7 +7,8 @@
 // that nobody needs counts to send. A buffer of combine has a row for each token and column of top-k.
 //
 // Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
-// replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there.
+// replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there; the
+// owner says so at the begin of its next send of either kind, when the kernels before have ended by themselves.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +34,8 @@ struct LowLatencyProgress {
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers.
-  uint32_t sent_epoch[kMaxRanks];  // raised by i when all that it sends stands in this rank's buffer
-  uint32_t free_epoch[kMaxRanks];  // raised by i when it has read what this rank sent
-  int32_t num_tokens[kMaxRanks];   // tokens of i; dispatch only
+  uint64_t sent[kMaxRanks];        // by i when all that it sends stands here: tokens of i (dispatch) << 32 | epoch
+  uint32_t free_epoch[kMaxRanks];  // by i: calls of this buffer whose rows it has read
   // Written by this rank.
   LowLatencyProgress send, receive;
 };

@@ -7,6 +7,7 @@ namespace hybrid_ep {
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                                    const LowLatencyCapacity& capacity)
     : capacity_(capacity), num_device_sms_(communicator.num_device_sms()) {
+  prepare_low_latency();
   const Domain& domain = communicator.domain();
   require(static_cast<int>(memory.size()) == domain.num_ranks, "addresses of the region", memory.size(),
           "one for each rank");

@@ -18,6 +18,27 @@ __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Orders nothing; loads that are issued after it need not wait for it.
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Orders nothing by itself; after a fence of the same thread it publishes what store_release_system would.
+__device__ __forceinline__ void store_relaxed_system(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed_system(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 // Publishes the calling thread's earlier writes, and writes it has itself observed, to whoever acquires the value.
 __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
@@ -26,6 +47,12 @@ __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
 }
 
