@@ -39,8 +39,8 @@ CXX: list[list[str]] = [
 # Modules at the top of the package that are not rooms of their own.
 GROUPS = {
     "base": ["errors", "env", "geometry", "_version"],
-    "tensors": ["checks", "layout", "quantize", "config"],
-    "buffers": ["base_buffer", "buffer", "low_latency", "hybrid_buffer", "event", "streams", "__init__"],
+    "tensors": ["checks", "layout", "quantize", "config", "event", "streams"],
+    "buffers": ["base_buffer", "buffer", "low_latency", "hybrid_buffer", "__init__"],
     "_C": ["_C", "_cuda", "_nvml", "_verbs"],
 }
 # The public names of `hybrid_ep` may be used by whatever stands above the buffers; `engine` needs the packages below

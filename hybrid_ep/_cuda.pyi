@@ -34,8 +34,6 @@ class SlotLayout:
     @property
     def scales(self) -> int: ...
     @property
-    def src_idx(self) -> int: ...
-    @property
     def capacity(self) -> int: ...
 
 class FaultKind(Enum):
@@ -107,7 +105,6 @@ class Communicator:
         rank_prefix: int,
         expert_place: int,
         first_mask: int,
-        is_token_in_rank: int,
         num_tokens_per_expert: int,
         overflow: int,
         waits_for_counts: bool,

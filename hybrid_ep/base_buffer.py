@@ -93,13 +93,14 @@ class BaseBuffer:
         return require_int("num_experts", num_experts, minimum=1, multiple_of=self.group_size) // self.group_size
 
     def _check_geometry(self, grid: RankGrid) -> None:
-        require(grid == self.grid, "handle", f"made for {grid}", f"handles of {self.grid}")
+        if grid is not self.grid and grid != self.grid:
+            require(False, "handle", f"made for {grid}", f"handles of {self.grid}")
 
     def _check_topk(self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> None:
         require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
         num_topk = topk_idx.shape[1]
-        limit = min(MAX_TOPK, num_experts)
-        require(1 <= num_topk <= limit, "top-k (columns of topk_idx)", num_topk, f"1 … {limit}")
+        if not 1 <= num_topk <= min(MAX_TOPK, num_experts):
+            require(False, "top-k (columns of topk_idx)", num_topk, f"1 … {min(MAX_TOPK, num_experts)}")
         require_expert_indices(topk_idx, num_experts)
         if topk_weights is not None:
             shape = tuple(topk_idx.shape)

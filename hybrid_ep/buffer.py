@@ -312,7 +312,7 @@ class Buffer(LowLatencyCalls):
         engine = self.engine
         self._check_handle(handle, num_received_rows=x.shape[0] if isinstance(x, Tensor) else None)
         check_rows("x", x, None)
-        num_tokens = handle.is_token_in_rank.shape[0]
+        num_tokens = handle.num_tokens
         if topk_weights is not None:
             shape = (x.shape[0], handle.num_topk)
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
@@ -362,8 +362,10 @@ class Buffer(LowLatencyCalls):
             ranks, _ = map_to_indices(is_token_in_rank, None)
             return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts)
         self._check_topk(topk_idx, topk_weights, num_experts)
-        require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
-        require(topk_idx.device == rows.data.device, "topk_idx.device", topk_idx.device, str(rows.data.device))
+        if topk_idx.shape[0] != num_tokens:
+            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+        if topk_idx.device != rows.data.device:
+            require(False, "topk_idx.device", topk_idx.device, str(rows.data.device))
         if topk_idx.device.type == "cpu":
             layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
             same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
@@ -375,12 +377,11 @@ class Buffer(LowLatencyCalls):
     ) -> None:
         require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
         self._check_geometry(handle.grid)
-        sent, received = handle.is_token_in_rank.shape[0], handle.recv_src_idx.shape[0]
-        if num_source_rows is not None:
-            require(num_source_rows == sent, "rows of x", num_source_rows, f"{sent}, as dispatched with this handle")
-        if num_received_rows is not None:
-            allowed = f"{received}, as received with this handle"
-            require(num_received_rows == received, "rows of x", num_received_rows, allowed)
+        sent, received = handle.num_tokens, handle.num_recv
+        if num_source_rows not in (None, sent):
+            require(False, "rows of x", num_source_rows, f"{sent}, as dispatched with this handle")
+        if num_received_rows not in (None, received):
+            require(False, "rows of x", num_received_rows, f"{received}, as received with this handle")
 
     @staticmethod
     def _shape(

@@ -38,14 +38,12 @@ def require_tensor(
     contiguous: bool = True,
 ) -> Tensor:
     """Returns `tensor` if its dtype is one of `dtypes` and its shape fits (None = any size)."""
-    require(isinstance(tensor, Tensor), name, type(tensor).__name__, "a torch.Tensor")
-    assert isinstance(tensor, Tensor)
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} is {type(tensor).__name__}; allowed: a torch.Tensor")
     # Calls are checked on every step of a training loop, so messages are only made where one is needed.
     if tensor.dtype not in dtypes:
         require(False, f"{name}.dtype", tensor.dtype, " or ".join(str(d) for d in dtypes))
-    if len(shape) != tensor.dim() or any(
-        want is not None and want != got for want, got in zip(shape, tensor.shape, strict=True)
-    ):
+    if not _fits(tensor.shape, shape):
         wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         require(False, f"{name}.shape", list(tensor.shape), wanted)
     if device is not None and tensor.device != device:
@@ -55,9 +53,15 @@ def require_tensor(
     return tensor
 
 
+def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    if given == wanted:
+        return True
+    return len(given) == len(wanted) and all(w is None or w == g for w, g in zip(wanted, given, strict=True))
+
+
 def require_expert_indices(topk_idx: Tensor, num_experts: int) -> None:
     """Checks that every index is −1 or an expert. On a GPU this would cost a host sync, so kernels check there."""
-    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0:
+    if not topk_idx.is_cpu or topk_idx.numel() == 0:
         return
     low, high = (int(v) for v in topk_idx.aminmax())
     require(low >= -1 and high < num_experts, "topk_idx", low if low < -1 else high, f"−1 … {num_experts - 1}")

@@ -442,7 +442,7 @@ class HybridEPBuffer(BaseBuffer):
 
     def _check_handle(self, handle: DispatchHandle, rows: Rows) -> None:
         self._check_geometry(handle.grid)
-        sent = handle.is_token_in_rank.shape[0]
+        sent = handle.num_tokens
         require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid_ep import _C
 from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.streams import current_raw_stream
 
 try:
     from hybrid_ep import _cuda
@@ -80,7 +81,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
     elif device.type == "cuda" and _cuda is not None:
         num_domains = num_ranks // num_ranks_per_domain
-        totals = torch.zeros(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
+        totals = torch.empty(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
         in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
         _cuda.layout(
             topk_idx=topk_idx.data_ptr(),
@@ -91,7 +92,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
-            stream=torch.cuda.current_stream(device).cuda_stream,
+            stream=current_raw_stream(device.index),
         )
         per_rank, per_domain, per_expert = totals.split((num_ranks, num_domains, num_experts))
         return Layout(per_rank, per_domain, per_expert, in_rank)

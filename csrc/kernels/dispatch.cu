@@ -2,7 +2,7 @@
 //
 //     topk_idx ─ count ─► send_slot ─ grid barrier ─► totals ─► every rank's control block ─ wait ─► first rows
 //     x[t] ─ bulk load ─► shared memory ─ one bulk store per rank ─► row of every receiver ─► rows_epoch
-//     experts, weights, scales, source index of the same tokens ─ coalesced stores ─► the parts beside the rows
+//     experts, weights and scales of the same tokens ─ coalesced stores ─► the parts beside the rows
 //
 // A CTA owns a contiguous block of tokens from beginning to end, so that what it counted it also sends. Its first warps
 // send rows, the others send what goes with them. Legend: T tokens, K top-k, E experts, R ranks, N received rows.
@@ -143,8 +143,6 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
       }
     }
     if (params.topk_idx == nullptr) continue;
-    auto* src_idx = reinterpret_cast<int32_t*>(slot + params.slot.src_idx) + first_row;
-    for (int row = thread; row < count; row += num_threads) src_idx[row] = list[row];
     send_experts(params, list, slot, first_row, count, params.range_first + peer * params.range_step, thread,
                  num_threads);
   }
@@ -155,9 +153,6 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
   uint8_t* slot = routes.slot[domain.rank];
   const int64_t offset = static_cast<int64_t>(blockIdx.x) * num_threads + thread;
   const int64_t step = static_cast<int64_t>(gridDim.x) * num_threads;
-  for (int64_t row = first_free + offset; row < limit; row += step) {
-    reinterpret_cast<int32_t*>(slot + params.slot.src_idx)[row] = -1;
-  }
   for (int64_t j = first_free * num_topk + offset; j < limit * num_topk; j += step) {
     reinterpret_cast<int64_t*>(slot + params.slot.experts)[j] = -1;
     if (params.has_weights) reinterpret_cast<float*>(slot + params.slot.weights)[j] = 0.0f;

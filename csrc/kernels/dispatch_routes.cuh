@@ -85,7 +85,6 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
     __syncwarp();
     for (int r = lane; r < num_ranks; r += 32) {
       params.send_slot[static_cast<int64_t>(token) * num_ranks + r] = places[r];
-      params.is_token_in_rank[static_cast<int64_t>(token) * num_ranks + r] = places[r] >= 0;
     }
     if (params.pad_multiple > 0 && lane < num_topk) {
       params.expert_place[static_cast<int64_t>(token) * num_topk + lane] = expert_place;

@@ -54,9 +54,10 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
 }  // namespace
 
 void launch_layout(const LayoutParams& params, cudaStream_t stream) {
+  const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
+  check_cuda(cudaMemsetAsync(params.totals, 0, shared_bytes, stream), "cudaMemsetAsync");
   if (params.num_tokens == 0) return;
   const int num_ctas = (params.num_tokens + kTokensPerCta - 1) / kTokensPerCta;
-  const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
   layout_kernel<<<num_ctas, kThreads, shared_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of layout_kernel");
 }

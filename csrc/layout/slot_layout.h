@@ -11,21 +11,22 @@
 namespace hybrid_ep {
 
 constexpr int64_t kPartAlignBytes = 128;
+constexpr int64_t kNumParts = 4;
 
 struct SlotLayout {
-  int64_t rows, experts, weights, scales, src_idx;  // byte offsets in the slot
-  int32_t capacity;                                 // rows
+  int64_t rows, experts, weights, scales;  // byte offsets in the slot
+  int32_t capacity;                        // rows
 };
 
 // Bytes per row of each part; a part that is not there has 0.
 struct RowWidths {
-  int64_t rows, experts, weights, scales, src_idx;
+  int64_t rows, experts, weights, scales;
 
-  int64_t total() const { return rows + experts + weights + scales + src_idx; }
+  int64_t total() const { return rows + experts + weights + scales; }
 };
 
 inline SlotLayout make_slot_layout(const RowWidths& widths, int64_t slot_bytes) {
-  const int64_t capacity = (slot_bytes - 5 * kPartAlignBytes) / widths.total();
+  const int64_t capacity = (slot_bytes - kNumParts * kPartAlignBytes) / widths.total();
   SlotLayout layout{};
   layout.capacity = static_cast<int32_t>(capacity < 0 ? 0 : capacity > INT32_MAX ? INT32_MAX : capacity);
   int64_t offset = 0;
@@ -38,13 +39,12 @@ inline SlotLayout make_slot_layout(const RowWidths& widths, int64_t slot_bytes) 
   layout.experts = place(widths.experts);
   layout.weights = place(widths.weights);
   layout.scales = place(widths.scales);
-  layout.src_idx = place(widths.src_idx);
   return layout;
 }
 
 // The slot size from which `num_rows` rows fit.
 inline int64_t slot_bytes_for(const RowWidths& widths, int64_t num_rows) {
-  return num_rows * widths.total() + 5 * kPartAlignBytes;
+  return num_rows * widths.total() + kNumParts * kPartAlignBytes;
 }
 
 }  // namespace hybrid_ep

@@ -12,7 +12,6 @@ ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.streams import current_raw_stream
 
 __all__ = ["Arena", "Landing"]
 
@@ -148,13 +148,12 @@ class Arena:
     def _allocate(self, slot_bytes: int) -> None:
         self._slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
         self._memory = SymmetricMemory.allocate(self._num_slots * self._slot_bytes, self._group, self._device)
-        current_stream: Any = torch._C._cuda_getCurrentRawStream
         self._pool = _cuda.SlotPool(
             base=self._memory.local.data_ptr(),
             slot_bytes=self._slot_bytes,
             num_slots=self._num_slots,
             device=self._device.index,
             memory=self._memory,
-            current_stream=current_stream,
+            current_stream=current_raw_stream,
         )
         self._communicator.set_arena(self._memory.addresses, self._slot_bytes)

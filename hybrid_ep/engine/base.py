@@ -76,8 +76,8 @@ class DispatchHandle(NamedTuple):
 
     Attributes:
         rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
-        recv_src_idx: ``[N]`` int32; index of each received row's token on its source rank.
-        is_token_in_rank: ``[T, R]`` bool.
+        num_tokens: T.
+        num_recv: N, or the bound that stood for it.
         num_experts: E.
         num_topk: K.
         grid: the geometry it was made for.
@@ -85,8 +85,8 @@ class DispatchHandle(NamedTuple):
     """
 
     rank_prefix_matrix: Tensor
-    recv_src_idx: Tensor
-    is_token_in_rank: Tensor
+    num_tokens: int
+    num_recv: int
     num_experts: int
     num_topk: int
     grid: RankGrid
@@ -135,8 +135,7 @@ class LowLatencyHandle(NamedTuple):
     state: Any
 
 
-@dataclass(frozen=True)
-class Dispatched:
+class Dispatched(NamedTuple):
     """Result of `Engine.dispatch`.
 
     Attributes:
@@ -154,8 +153,7 @@ class Dispatched:
     handle: DispatchHandle
 
 
-@dataclass(frozen=True)
-class Permuted:
+class Permuted(NamedTuple):
     """Result of `Engine.dispatch_permuted`.
 
     Attributes:

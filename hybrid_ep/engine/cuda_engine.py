@@ -40,10 +40,9 @@ from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
 from hybrid_ep.geometry import RankGrid
 from hybrid_ep.quantize import Fp8Format
+from hybrid_ep.streams import current_raw_stream
 
 __all__ = ["CudaEngine"]
-
-_current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
 
 class CudaEngine(Engine):
@@ -125,7 +124,7 @@ class CudaEngine(Engine):
     ) -> Combined:
         stream = self._begin()
         route: Route = handle.state
-        num_tokens, hidden = handle.is_token_in_rank.shape[0], data.shape[1]
+        num_tokens, hidden = handle.num_tokens, data.shape[1]
         row_bytes = row_bytes_of(data)
         num_weights = 0 if weights is None else weights.shape[1]
         widths = _cuda.combine_widths(row_bytes, num_weights)
@@ -295,7 +294,7 @@ class CudaEngine(Engine):
 
     def _order(self) -> int:
         """Orders the next launch after the engine's earlier ones and returns the stream."""
-        stream = _current_stream(self._index)
+        stream = current_raw_stream(self._index)
         if self._last_stream is None or self._last_stream.cuda_stream != stream:
             current = torch.cuda.current_stream(self._index)
             # Inside a capture there is nothing to wait for: it began when the device was idle.
@@ -352,7 +351,6 @@ class CudaEngine(Engine):
         memory = torch.empty(route_ints + num_tokens * (num_topk + 1), dtype=torch.int32, device=device)
         scratch = memory.data_ptr() + 4 * route_ints
         rank_prefix = torch.empty(num_ranks, num_ranks, dtype=torch.int32, device=device)
-        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
         num_local = num_experts // num_ranks
         counts = torch.empty((2 if is_permuted else 1) * num_local, dtype=torch.int32, device=device)
         overflow = torch.empty(1, dtype=torch.int32, device=device) if is_permuted else None
@@ -390,7 +388,6 @@ class CudaEngine(Engine):
                 rank_prefix=rank_prefix.data_ptr(),
                 expert_place=scratch + 4 * num_tokens,
                 first_mask=scratch,
-                is_token_in_rank=in_rank.data_ptr(),
                 num_tokens_per_expert=counts.data_ptr(),
                 overflow=address(overflow),
                 waits_for_counts=bound is None,
@@ -416,7 +413,7 @@ class CudaEngine(Engine):
             landing.release()
             self._arena.ensure(widths.slot_bytes_for(mail.max_rows))
         parts = self._communicator.slot_layout(widths)
-        return Sent(landing, parts, route, num_rows, rank_prefix, in_rank, counts, reported, overflow)
+        return Sent(landing, parts, route, num_rows, rank_prefix, counts, reported, overflow)
 
     def _send_again(
         self, rows: Rows, handle: DispatchHandle, max_rows: int, pad_multiple: int, num_sms: int | None
@@ -424,7 +421,7 @@ class CudaEngine(Engine):
         """Launches a dispatch along a known route, which needs no counts and no wait."""
         stream = self._begin()
         route: Route = handle.state
-        num_tokens, num_ranks = handle.is_token_in_rank.shape
+        num_tokens, num_ranks = handle.num_tokens, self.grid.num_ranks
         row_bytes = row_bytes_of(rows.data)
         num_scales = 0 if rows.scales is None else rows.scales.shape[1]
         widths = _cuda.dispatch_widths(row_bytes, num_scales, 0, False, pad_multiple > 0)
@@ -454,7 +451,6 @@ class CudaEngine(Engine):
             rank_prefix=handle.rank_prefix_matrix.data_ptr(),
             expert_place=0,
             first_mask=0,
-            is_token_in_rank=0,
             num_tokens_per_expert=0,
             overflow=0,
             waits_for_counts=False,
@@ -474,14 +470,13 @@ class CudaEngine(Engine):
         raise TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
 
     def _handle(self, sent: Sent, routing: Routing) -> DispatchHandle:
-        # The source indices are copied: a handle must not hold the slot that its dispatch landed in.
-        src_idx = sent.landing.result(sent.parts.src_idx, (sent.route.num_recv,), torch.int32, copy=True)
+        num_tokens, num_topk = routing.topk_idx.shape
         return DispatchHandle(
             rank_prefix_matrix=sent.rank_prefix,
-            recv_src_idx=src_idx,
-            is_token_in_rank=sent.in_rank,
+            num_tokens=num_tokens,
+            num_recv=sent.route.num_recv,
             num_experts=routing.num_experts,
-            num_topk=routing.topk_idx.shape[1],
+            num_topk=num_topk,
             grid=self.grid,
             state=sent.route,
         )
@@ -527,7 +522,7 @@ class CudaEngine(Engine):
             num_scales=0 if scales is None else scales.shape[1],
             row_limit=num_rows,
             recv_limit=num_recv,
-            stream=_current_stream(self._index),
+            stream=current_raw_stream(self._index),
         )
         if not landing.slot_idx:
             data = data.clone()

@@ -55,7 +55,6 @@ class Sent(NamedTuple):
     route: Route
     num_rows: int  # of the result
     rank_prefix: Tensor
-    in_rank: Tensor
     counts: Tensor  # as PermuteState has them; a plain dispatch has only the first row
     reported: Tensor  # of the first row: on the host where the host waited for it
     overflow: Tensor | None

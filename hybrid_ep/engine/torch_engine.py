@@ -108,7 +108,7 @@ class TorchEngine(Engine):
         arrived = within.forward(exchange, held)
 
         data, global_topk, src, *rest = fmt.unpack(arrived)
-        order = torch.argsort(src[:, 0], stable=True)
+        order = torch.argsort(src.flatten(), stable=True)
         num_recv = arrived.shape[0]
         weights = rest.pop(0)[order] if routing.topk_weights is not None else None
         scales = rest.pop(0)[order] if rows.scales is not None else None
@@ -118,8 +118,8 @@ class TorchEngine(Engine):
         counts = torch.bincount(local[local >= 0], minlength=num_local).to(torch.int32)
         handle = DispatchHandle(
             rank_prefix_matrix=sent.cumsum(0, dtype=torch.int32),
-            recv_src_idx=src[order, 1],
-            is_token_in_rank=layout.is_token_in_rank,
+            num_tokens=topk_idx.shape[0],
+            num_recv=num_recv,
             num_experts=routing.num_experts,
             num_topk=topk_idx.shape[1],
             grid=grid,
@@ -135,7 +135,7 @@ class TorchEngine(Engine):
         fmt = RecordFormat.of(columns)
         held = route.between.forward(self._exchange, fmt.pack(columns))
         arrived = fmt.unpack(route.within.forward(self._exchange, held))
-        sorted_columns = [_pad(column[route.order], handle.recv_src_idx.shape[0]) for column in arrived]
+        sorted_columns = [_pad(column[route.order], handle.num_recv) for column in arrived]
         return Rows(*sorted_columns)
 
     def combine(
@@ -199,7 +199,7 @@ class TorchEngine(Engine):
     def combine_permuted(
         self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
     ) -> Combined:
-        num_recv = handle.dispatch.recv_src_idx.shape[0]
+        num_recv = handle.dispatch.num_recv
         permutation: Permutation = handle.state
         kept = permutation.place < handle.num_permuted
         row, column, place = permutation.row[kept], permutation.column[kept], permutation.place[kept]
@@ -268,9 +268,7 @@ class TorchEngine(Engine):
         optional.
         """
         num_tokens = rows.data.shape[0]
-        src = torch.empty(num_tokens, 2, dtype=torch.int32, device=rows.data.device)
-        src[:, 0] = self.grid.rank
-        src[:, 1] = torch.arange(num_tokens, device=src.device)
+        src = torch.full((num_tokens, 1), self.grid.rank, dtype=torch.int32, device=rows.data.device)
         columns = [rows.data, topk_idx.to(torch.int32), src]
         if weights is not None:
             columns.append(weights)
@@ -306,7 +304,7 @@ def _padded(result: Dispatched, bound: int) -> Dispatched:
     data = _pad(result.rows.data.view(torch.uint8), bound).view(result.rows.data.dtype)
     scales = None if result.rows.scales is None else _pad(result.rows.scales, bound)
     weights = None if result.topk_weights is None else _pad(result.topk_weights, bound)
-    handle = result.handle._replace(recv_src_idx=_pad(result.handle.recv_src_idx, bound, -1))
+    handle = result.handle._replace(num_recv=bound)
     return Dispatched(
         Rows(data, scales), _pad(result.topk_idx, bound, -1), weights, result.num_tokens_per_expert, handle
     )

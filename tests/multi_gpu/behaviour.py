@@ -131,7 +131,7 @@ def check_pool() -> None:
         del view
         assert arena.num_free == num_slots
         again, *_ = buffer.dispatch(first.x[rank], handle=handle)
-        assert again.shape[0] == handle.recv_src_idx.shape[0]
+        assert again.shape[0] == handle.num_recv
 
 
 def check_async() -> None:

@@ -286,7 +286,7 @@ def _on_two_ranks() -> list[str]:
     with Buffer(num_ranks_per_domain=2) as one, Buffer(num_ranks_per_domain=1) as two:
         expect(lambda: one.get_dispatch_layout(TOPK, 7))
         handle = handle_of(one)
-        expect(lambda: two.combine(torch.ones(handle.recv_src_idx.shape[0], H, dtype=BF16), handle))
+        expect(lambda: two.combine(torch.ones(handle.num_recv, H, dtype=BF16), handle))
         size = H * (rank + 1)
         expect(lambda: one.dispatch(torch.ones(T, size, dtype=BF16), **layout_of(one), topk_idx=TOPK))
         expect(lambda: one.dispatch(X, **layout_of(one), topk_idx=TOPK, num_worst_tokens=2))

@@ -12,7 +12,6 @@ RowWidths dispatch_widths(int row_bytes, int num_scales, int num_topk, bool has_
   widths.experts = static_cast<int64_t>(num_topk) * (is_permuted ? sizeof(int32_t) : sizeof(int64_t));
   widths.weights = has_weights ? static_cast<int64_t>(num_topk) * sizeof(float) : 0;
   widths.scales = static_cast<int64_t>(num_scales) * sizeof(uint32_t);
-  widths.src_idx = sizeof(int32_t);
   return widths;
 }
 
@@ -40,7 +39,6 @@ void add_communicator(py::module_& module) {
       .def_readonly("experts", &SlotLayout::experts)
       .def_readonly("weights", &SlotLayout::weights)
       .def_readonly("scales", &SlotLayout::scales)
-      .def_readonly("src_idx", &SlotLayout::src_idx)
       .def_readonly("capacity", &SlotLayout::capacity);
 
   py::enum_<FaultKind>(module, "FaultKind")
@@ -80,8 +78,8 @@ void add_communicator(py::module_& module) {
              uintptr_t scales, int num_tokens, int num_topk, int num_experts, int row_bytes, int num_scales,
              int range_first, int range_step, int range_size, int slot_idx, int row_limit, int pad_multiple,
              uintptr_t send_slot, uintptr_t send_list, uintptr_t dst_row, uintptr_t rank_prefix, uintptr_t expert_place,
-             uintptr_t first_mask, uintptr_t is_token_in_rank, uintptr_t num_tokens_per_expert, uintptr_t overflow,
-             bool waits_for_counts, int num_sms, uintptr_t stream) {
+             uintptr_t first_mask, uintptr_t num_tokens_per_expert, uintptr_t overflow, bool waits_for_counts,
+             int num_sms, uintptr_t stream) {
             DispatchParams params{};
             params.rows = pointer<uint8_t>(rows);
             params.topk_idx = pointer<int64_t>(topk_idx);
@@ -105,7 +103,6 @@ void add_communicator(py::module_& module) {
             params.rank_prefix = pointer<int32_t>(rank_prefix);
             params.expert_place = pointer<int32_t>(expert_place);
             params.first_mask = pointer<uint32_t>(first_mask);
-            params.is_token_in_rank = pointer<bool>(is_token_in_rank);
             params.num_tokens_per_expert = pointer<int32_t>(num_tokens_per_expert);
             params.overflow = pointer<int32_t>(overflow);
             return self.dispatch(params, widths, waits_for_counts, num_sms, stream_of(stream));
@@ -115,8 +112,8 @@ void add_communicator(py::module_& module) {
           py::arg("num_scales"), py::arg("range_first"), py::arg("range_step"), py::arg("range_size"),
           py::arg("slot_idx"), py::arg("row_limit"), py::arg("pad_multiple"), py::arg("send_slot"),
           py::arg("send_list"), py::arg("dst_row"), py::arg("rank_prefix"), py::arg("expert_place"),
-          py::arg("first_mask"), py::arg("is_token_in_rank"), py::arg("num_tokens_per_expert"), py::arg("overflow"),
-          py::arg("waits_for_counts"), py::arg("num_sms"), py::arg("stream"))
+          py::arg("first_mask"), py::arg("num_tokens_per_expert"), py::arg("overflow"), py::arg("waits_for_counts"),
+          py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
           [](Communicator& self, const RowWidths& widths, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
