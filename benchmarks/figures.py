@@ -8,7 +8,6 @@ NAME_{ranks}gpu.json, .md and .png.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import click
 import torch
 
 from hybrid_ep.bench.command import measure_with_progress, print_to_terminal, write_report
+from hybrid_ep.bench.launch import open_ranks
 from hybrid_ep.bench.plan import BenchPlan, Candidate, default_workload_sizes
 from hybrid_ep.workload import Workload
 
@@ -66,15 +66,13 @@ def main(
     out = out or (None if quick else RESULTS)
     ok = True
     for num_ranks in numbers:
-        plans = {group: list(plans_of(group, device, quick=quick)) for group in only or GROUPS}
-        whole = measure_with_progress([plan for group in plans.values() for plan in group], num_ranks, None)
-        results = iter(whole.results)
-        for group, asked in plans.items():
-            report = dataclasses.replace(whole, results=[next(results) for _ in asked])
-            print_to_terminal(report)
-            if out is not None:
-                write_report(report, out, f"{group}_{num_ranks}{'gpu' if device == 'cuda' else 'cpu'}")
-        ok = ok and whole.ok
+        with open_ranks(num_ranks, device, None) as run:
+            for group in only or GROUPS:
+                report = measure_with_progress(list(plans_of(group, device, quick=quick)), run)
+                print_to_terminal(report)
+                if out is not None:
+                    write_report(report, out, f"{group}_{num_ranks}{'gpu' if device == 'cuda' else 'cpu'}")
+                ok = ok and report.ok
     ctx.exit(0 if ok else 1)
 
 

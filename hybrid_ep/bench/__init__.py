@@ -6,6 +6,7 @@ command  options, progress, what is printed and written
                ├► subjects, baseline   implementations behind one small interface
                ├► expected             what must arrive, made from the seed; compares, measures nothing
                └► timing               CUDA events or the CPU's clock; measures, asserts nothing
+         └► wire       on every rank: the same rows by a kernel that only pushes, by the same timer ─► RankWire
    └► results    what all ranks measured, put together
    └► tables, figures   how it looks
 """

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybrid_ep.bench.launch import Launcher, find_launcher, measure_all
+from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
 from hybrid_ep.bench.plan import MODES, BenchPlan, Candidate, default_workload_sizes
 from hybrid_ep.bench.results import BenchReport
 from hybrid_ep.bench.subjects import BASELINE, require_known
@@ -119,8 +119,10 @@ def bench(
         ]
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    report = measure_with_progress(plans, num_ranks, launcher)
-    if launcher is None or launcher.rank == 0:
+    is_first = launcher is None or launcher.rank == 0
+    with open_ranks(num_ranks, device, launcher) as run:
+        report = measure_with_progress(plans, run, quiet=not is_first)
+    if is_first:
         if as_json:
             click.echo(json.dumps(report.to_json(), indent=2))
         else:
@@ -173,13 +175,11 @@ def _integers(name: str, text: str, *, minimum: int) -> list[int]:
         raise ConfigError(f"{name} is {text!r}; allowed: integers ≥ {minimum}, separated by commas") from None
 
 
-def measure_with_progress(plans: Sequence[BenchPlan], num_ranks: int, launcher: Launcher | None) -> BenchReport:
+def measure_with_progress(plans: Sequence[BenchPlan], run: Run, *, quiet: bool = False) -> BenchReport:
     """`measure_all`, with a bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    quiet = launcher is not None and launcher.rank != 0
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        total = sum(len(plan.candidates) + plan.wire for plan in plans)
-        task = progress.add_task(f"starting {num_ranks} ranks", total=total)
+        task = progress.add_task("measuring", total=sum(len(plan.candidates) + plan.wire for plan in plans))
         begun = 0
 
         def begin(plan: BenchPlan, what: str) -> None:
@@ -188,7 +188,7 @@ def measure_with_progress(plans: Sequence[BenchPlan], num_ranks: int, launcher: 
             progress.update(task, description=description, completed=begun)
             begun += 1
 
-        return measure_all(plans, num_ranks, launcher, begin)
+        return measure_all(plans, run, begin)
 
 
 def print_to_terminal(report: BenchReport) -> None:

@@ -21,7 +21,10 @@ from hybrid_ep.bench.wire import measure_wire
 from hybrid_ep.cluster import VirtualCluster
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Launcher", "find_launcher", "measure_all", "open_ranks"]
+__all__ = ["Launcher", "Run", "find_launcher", "measure_all", "open_ranks"]
+
+
+Run = Callable[..., list[Any]]
 
 
 class Launcher(NamedTuple):
@@ -59,7 +62,7 @@ def find_launcher() -> Launcher | None:
 
 
 @contextmanager
-def open_ranks(num_ranks: int, device: str, launcher: Launcher | None) -> Iterator[Callable[..., list[Any]]]:
+def open_ranks(num_ranks: int, device: str, launcher: Launcher | None) -> Iterator[Run]:
     """Starts ranks, or joins the launcher's.
 
     Args:
@@ -90,15 +93,12 @@ def open_ranks(num_ranks: int, device: str, launcher: Launcher | None) -> Iterat
         dist.destroy_process_group()
 
 
-def measure_all(
-    plans: Sequence[BenchPlan], num_ranks: int, launcher: Launcher | None, begin: Callable[[BenchPlan, str], None]
-) -> BenchReport:
+def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan, str], None]) -> BenchReport:
     """Measures every candidate of every plan, on the same ranks.
 
     Args:
         plans: what to measure; at least one, all on the same device.
-        num_ranks: how many ranks to start; the launcher's number where there is one.
-        launcher: whose group to join.
+        run: of `open_ranks`.
         begin: is told what comes next.
 
     Returns:
@@ -106,23 +106,21 @@ def measure_all(
     """
     device = plans[0].device
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    with open_ranks(num_ranks, device, launcher) as run:
-        name = run(device_name, device)[0]
-        floor = [
-            max(times) for times in zip(*run(time_floor, device, max(plan.num_runs for plan in plans)), strict=True)
-        ]
-        results = []
-        for plan in plans:
-            wire = None
-            if plan.wire:
-                begin(plan, WIRE)
-                wire = run(measure_wire, plan)
-            measurements = []
-            for candidate in plan.candidates:
-                begin(plan, candidate.title)
-                measurements.append(run(measure, candidate, plan))
-            results.append(summarize(plan, wire, measurements))
-    return BenchReport(date, num_ranks, name, versions(device), statistics.median(floor), results)
+    names = run(device_name, device)
+    by_rank = run(time_floor, device, max(plan.num_runs for plan in plans))
+    floor_us = statistics.median(max(times) for times in zip(*by_rank, strict=True))
+    results = []
+    for plan in plans:
+        wire = None
+        if plan.wire:
+            begin(plan, WIRE)
+            wire = run(measure_wire, plan)
+        measurements = []
+        for candidate in plan.candidates:
+            begin(plan, candidate.title)
+            measurements.append(run(measure, candidate, plan))
+        results.append(summarize(plan, wire, measurements))
+    return BenchReport(date, len(names), names[0], versions(device), floor_us, results)
 
 
 def _join(launcher: Launcher, device: str) -> None:
