@@ -122,6 +122,11 @@ class PairTable:
     figures: tuple[PairFigure, ...]
     hosts: tuple[HostFigure, ...]
 
+    @property
+    def has_floor(self) -> bool:
+        """Whether a profile has a figure for it."""
+        return any(figure.least is not None for figure in self.figures)
+
     def share(self, value: float) -> str:
         """A value as a percentage of the median."""
         return f"{value / self.median:.0%}" if self.median else ""
@@ -164,7 +169,7 @@ class Cluster:
     def headline(self) -> str:
         """How many are fit; which are not and, as long as they are few, what to do about it."""
         unfit = self.unfit
-        text = f"{len(self.fit)} of {len(self.nodes)} nodes {'is' if len(self.nodes) == 1 else 'are'} fit"
+        text = f"{len(self.fit)} of {len(self.nodes)} {'node is' if len(self.nodes) == 1 else 'nodes are'} fit"
         if not unfit:
             return text
         if len(unfit) > 3:

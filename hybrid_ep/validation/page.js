@@ -253,14 +253,16 @@
   // ---- heat map: host × host, or blocks of hosts where they are many ----
 
   const WIDTH = 640; // px at most
+  const FEWEST_BLOCKS = 48; // to a side
   const MOST_NAMED = 16; // hosts whose names and figures fit into the picture
   let heat = null;
 
   function cells(pairs) {
     const involved = [...new Set([...pairs.a, ...pairs.b])].sort((x, y) => x - y);
     const rank = new Map(involved.map((host, index) => [host, index]));
-    const density = pairs.v.length / Math.max(1, (involved.length * (involved.length - 1)) / 2);
-    const block = involved.length <= 64 ? 1 : Math.max(Math.ceil(Math.sqrt(1 / density)), Math.ceil(involved.length / WIDTH));
+    // A round is one diagonal, and few rounds leave gaps between them; a block is wide enough to meet one.
+    const gap = (involved.length * involved.length) / pairs.v.length / 2;
+    const block = involved.length <= FEWEST_BLOCKS ? 1 : Math.ceil(Math.min(gap / 2, involved.length / FEWEST_BLOCKS));
     const size = Math.ceil(involved.length / block);
     const slowest = new Map();
     pairs.v.forEach((value, index) => {

@@ -31,7 +31,7 @@ __all__ = ["to_html"]
 
 _MOST_PAIRS, _MOST_HOSTS = 8, 4
 _MOST_PICTURES = 6
-_MOST_JOBS = 100  # that passed or were skipped; of those that did not, ten times as many
+_MOST_JOBS = 20  # that passed or were skipped; of those that did not, twenty times as many
 _LOG_BYTES = 400_000  # of all tails together
 _LETTERS = {"pass": "p", "fail": "f", "warn": "w", "unknown": "u"}
 
@@ -116,7 +116,7 @@ def _shown_jobs(cluster: Cluster) -> list[Job]:
     rest = [job for job in cluster.jobs if job.status not in ("fail", "unknown")]
     rest.sort(key=lambda job: job.kind != "group")
     wrong.sort(key=lambda job: job.status)
-    return wrong[: 10 * _MOST_JOBS] + rest[:_MOST_JOBS]
+    return wrong[: 20 * _MOST_JOBS] + rest[:_MOST_JOBS]
 
 
 def _left_out(cluster: Cluster, shown: list[Job]) -> str:
