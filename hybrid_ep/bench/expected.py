@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import BenchPlan
 from hybrid_ep.bench.subjects import Received
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
@@ -80,12 +81,12 @@ def check_combined(combined: Tensor, batch: Batch, plan: BenchPlan, rank: int, n
 
 
 @lru_cache(maxsize=1)  # the candidates of a plan expect the same
-def _expected(workload: Workload, mode: str, device_type: str, rank: int, num_ranks: int) -> Received:
+def _expected(workload: Workload, mode: str, device: str, rank: int, num_ranks: int) -> Received:
     num_local = workload.num_experts // num_ranks
     rows, labels = [], []
-    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    on = rank_device(device)
     for source in range(num_ranks):
-        batch = make_batch(workload, source, device)
+        batch = make_batch(workload, source, on)
         local = batch.topk_idx - rank * num_local
         mine = (local >= 0) & (local < num_local)
         local = torch.where(mine, local, -1)

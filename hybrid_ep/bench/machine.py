@@ -8,7 +8,12 @@ import torch
 
 from hybrid_ep._version import __version__
 
-__all__ = ["device_name", "versions"]
+__all__ = ["device_name", "rank_device", "versions"]
+
+
+def rank_device(device: str) -> torch.device:
+    """This rank's GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
 
 def device_name(device: str) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep.bench.expected import check_combined, check_received, expert_factor
+from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows
 from hybrid_ep.bench.subjects import open_subject
@@ -39,7 +40,7 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
     """Checks, then times. Collective: no rank times unless every rank found its result right."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     on_gpu = plan.device == "cuda"
-    batch = make_batch(plan.workload, rank, torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    batch = make_batch(plan.workload, rank, rank_device(plan.device))
     subject = open_subject(candidate, plan, batch)
     try:
         dispatched = subject.dispatch()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
+from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows, owners
 from hybrid_ep.bench.timing import Times, time_calls
@@ -67,8 +68,7 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     if obstacle is not None:
         return RankWire(obstacle, {}, {})
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
-    topk_idx = make_routing(plan.workload, rank)[0].to(device)
+    topk_idx = make_routing(plan.workload, rank)[0].to(rank_device(plan.device))
     pushes, counts = {}, {}
     try:
         for call in CALLS:

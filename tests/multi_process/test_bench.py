@@ -1,20 +1,33 @@
 """`hybrid-ep bench` at small sizes: every mode and dtype, both ways of starting, and a wrong implementation."""
 
+import ctypes
+import itertools
 import json
 import os
+import re
 import socket
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from benchmarks.figures import main as figures
+from hybrid_ep.bench import wire
 from hybrid_ep.bench.measure import RankMeasurement, measure
 from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.bench.timing import time_host
+from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
+from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.workload import Workload
 from tests.conftest import RunRanks
 
@@ -67,6 +80,72 @@ def test_a_wrong_implementation_is_caught_and_not_timed(run_ranks: RunRanks, mod
     assert "rank 1 received rows that differ from those sent" in found[1].problems
     assert "rank 2 got 1 of 24 combined rows wrong" in found[2].problems
     assert all(rank.times == {} for rank in found)
+
+
+def wire_on_this_host(folder: str, asked: BenchPlan, loses_a_row: bool) -> RankWire:
+    """The wire's measurement with files for symmetric memory and `memmove` for the kernel."""
+    num_allocated = itertools.count()
+
+    def allocate(num_bytes: int, group: object, device: torch.device) -> SymmetricMemory:
+        name, rank = f"{folder}/{next(num_allocated)}", dist.get_rank()
+        (Path(f"{name}.{rank}")).write_bytes(bytes(num_bytes))
+        dist.barrier()
+        parts = [torch.from_file(f"{name}.{r}", shared=True, size=num_bytes, dtype=torch.uint8) for r in range(4)]
+        return SymmetricMemory(parts[rank], [part.data_ptr() for part in parts], parts)
+
+    def with_sms(push: wire._Push, num_sms: int) -> Callable[[], None]:
+        def move() -> None:
+            for token, row_places in enumerate(push.where.tolist()):
+                for place in row_places:
+                    if place >= 0 and not (loses_a_row and token == 3):
+                        target = push.memory.addresses[place >> 32] + (place & 0xFFFFFFFF) * push.row_bytes
+                        ctypes.memmove(target, push.rows[token].data_ptr(), push.row_bytes)
+
+        return move
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_obstacle", lambda plan: None)
+        patch.setattr(SymmetricMemory, "allocate", allocate)
+        patch.setattr(wire._Push, "with_sms", with_sms)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        return wire.measure_wire(asked)
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_the_wire_moves_every_row_of_the_plan(run_ranks: RunRanks, tmp_path: Path, mode: str) -> None:
+    asked = replace(plan(mode, "fp8"), candidates=(Candidate("hybrid_ep"),))
+    found: list[RankWire] = run_ranks(4, wire_on_this_host, str(tmp_path), asked, False)
+    ranks: list[RankMeasurement] = run_ranks(4, measure, Candidate("hybrid_ep"), asked)
+    for pushed, measured in zip(found, ranks, strict=True):
+        assert pushed.obstacle is None
+        (timed,) = pushed.times.values()
+        assert {name: len(times.microseconds) for name, times in timed.items()} == {"dispatch": 2, "combine": 2}
+        assert pushed.rows["combine"] == measured.rows["combine"]
+        once_suffices = mode == "low-latency"
+        assert (pushed.rows["dispatch"].total < measured.rows["dispatch"].total) == once_suffices
+
+
+def test_a_wire_that_loses_a_row_is_not_measured(run_ranks: RunRanks, tmp_path: Path) -> None:
+    asked = replace(plan("normal"), candidates=(Candidate("hybrid_ep"),))
+    for pushed in run_ranks(4, wire_on_this_host, str(tmp_path), asked, True):
+        assert re.fullmatch(r"rank 0: of \d+ pushed rows \d+ landed, \d+ of them right", pushed.obstacle)
+        assert pushed.times == {}
+
+
+def calls_in_a_row() -> tuple[list[str], dict[str, list[float]]]:
+    """What `time_host` calls, in order, and what it returns."""
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
+        times = time_host({"a": lambda: time.sleep(0.002) or called.append("a"), "b": lambda: called.append("b")})
+    return called, times
+
+
+def test_host_time_is_of_calls_in_turn_without_waits_between(run_ranks: RunRanks) -> None:
+    for called, times in run_ranks(2, calls_in_a_row):
+        assert "".join(name[0] for name in called) == ("w" + "ab" * 12) * 8 + "w"
+        assert {name: len(found) for name, found in times.items()} == {"a": 96, "b": 96}
+        assert min(times["a"]) >= 2000 > statistics.median(times["b"])
 
 
 def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
