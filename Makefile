@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 ARCH ?= $(shell uname -m)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format wheel test-gpu bench clean
+.PHONY: help setup demo test lint type format wheel image image-test test-gpu bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ format: setup ## Rewrite Python and C++ in the house style
 
 wheel: ## Build a manylinux wheel for PYTHON into dist/; ARCH=aarch64 cross-compiles
 	ci/wheel.sh $(PYTHON) $(ARCH) dist
+
+image: ## Build a container image: TARGET=cpu|runtime|build|test, PLATFORM=linux/amd64|linux/arm64, ENGINE, SOURCES, CUDA
+	ENGINE="$(ENGINE)" SOURCES="$(SOURCES)" CUDA="$(CUDA)" BUILD_ARGS="$(BUILD_ARGS)" ci/image.sh $(or $(TARGET),cpu) $(PLATFORM)
+
+image-test: ## Build the images of both architectures and run them; takes long
+	ci/image_test.sh
 
 test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda engine to every case
 	ci/test_gpu.sh $(PYTHON)
