@@ -29,9 +29,21 @@ from hybrid_ep.validation.results import (
     stems,
 )
 
-__all__ = ["REPORTED", "Cluster", "HostFigure", "Node", "PairFigure", "PairTable", "ToDo", "load_cluster", "load_nodes"]
+__all__ = [
+    "MOST_TABLES",
+    "REPORTED",
+    "Cluster",
+    "HostFigure",
+    "Node",
+    "PairFigure",
+    "PairTable",
+    "ToDo",
+    "load_cluster",
+    "load_nodes",
+]
 
 REPORTED = "node.report"  # id of the check that a host gave a report at all
+MOST_TABLES = 3  # of pairs, where space is short: nic jobs measure every NIC by itself
 _FEWEST_PAIRS = 3  # from which on a host's median says something
 _PROMPT = "Run hybrid-ep doctor on it by hand"
 

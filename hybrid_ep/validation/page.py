@@ -23,7 +23,7 @@ from hybrid_ep._version import __version__
 from hybrid_ep.doctor.model import Result, Severity, Status
 from hybrid_ep.doctor.registry import GROUPS
 from hybrid_ep.report.page import CSS
-from hybrid_ep.validation.cluster import Cluster, Node, PairTable
+from hybrid_ep.validation.cluster import MOST_TABLES, Cluster, Node, PairTable
 from hybrid_ep.validation.judge import Job
 from hybrid_ep.validation.results import read_log_tail
 
@@ -48,7 +48,7 @@ def to_html(cluster: Cluster, folder: Path) -> str:
         data=_script_text(_data(cluster)),
         cards=_cards(cluster),
         to_dos=cluster.to_dos(),
-        pair_tables=cluster.pair_tables(),
+        pair_tables=cluster.pair_tables()[:MOST_TABLES],
         most_pairs=_MOST_PAIRS,
         most_hosts=_MOST_HOSTS,
         jobs=list(_with_tails(jobs, folder)),

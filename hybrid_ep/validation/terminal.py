@@ -8,7 +8,7 @@ from rich.text import Text
 
 from hybrid_ep.doctor.model import Status
 from hybrid_ep.doctor.render import STYLES
-from hybrid_ep.validation.cluster import Cluster
+from hybrid_ep.validation.cluster import MOST_TABLES, Cluster
 
 __all__ = ["render"]
 
@@ -79,7 +79,7 @@ def _jobs(cluster: Cluster) -> list[RenderableType]:
 
 def _pairs(cluster: Cluster) -> list[RenderableType]:
     tables: list[RenderableType] = []
-    for pairs in cluster.pair_tables():
+    for pairs in cluster.pair_tables()[:MOST_TABLES]:
         title = f"slowest of {len(pairs.figures)} pairs: {pairs.metric}, median {pairs.median:.4g} {pairs.unit}"
         table = _table(title, "hosts", pairs.unit, "of median", "expected")
         for figure in pairs.figures[:3]:

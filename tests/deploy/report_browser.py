@@ -16,7 +16,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from hybrid_ep.validation.cluster import load_cluster
+from hybrid_ep.validation.cluster import Cluster, load_cluster
 from hybrid_ep.validation.page import to_html
 from tests.sim.cluster import simulated_reports, write_large, write_small
 
@@ -25,7 +25,7 @@ _LOAD_LIMIT_S = 60
 
 
 @contextmanager
-def browser(*, width: int = 1280, height: int = 1000, javascript: bool = True) -> Iterator[webdriver.Chrome]:
+def browser(*, width: int = 1280, height: int = 1000) -> Iterator[webdriver.Chrome]:
     """A browser window that reaches no network; its console is kept."""
     options = Options()
     options.binary_location = CHROMIUM or ""
@@ -33,8 +33,6 @@ def browser(*, width: int = 1280, height: int = 1000, javascript: bool = True) -
         options.add_argument(word)
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    if not javascript:
-        options.add_experimental_option("prefs", {"profile.managed_default_content_settings.javascript": 2})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     driver.set_page_load_timeout(_LOAD_LIMIT_S)
     try:
@@ -56,11 +54,16 @@ def scheme(driver: webdriver.Chrome, name: str) -> None:
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
-def write_page(results: Path) -> Path:
-    """Writes the page of a results folder beside it."""
-    page = results / "report.html"
-    page.write_text(to_html(load_cluster(results), results))
-    return page
+def write_page(results: Path) -> Cluster:
+    """Writes ``report.html`` into a results folder; returns what it shows."""
+    cluster = load_cluster(results)
+    (results / "report.html").write_text(to_html(cluster, results))
+    return cluster
+
+
+def open_page(driver: webdriver.Chrome, results: Path) -> None:
+    """Opens what `write_page` wrote."""
+    driver.get((results / "report.html").as_uri())
 
 
 def main() -> None:
@@ -71,7 +74,8 @@ def main() -> None:
         small, large = Path(folder, "small"), Path(folder, "large")
         write_small(small, reports)
         write_large(large, reports, 1000, 30)
-        driver.get(write_page(small).as_uri())
+        write_page(small)
+        open_page(driver, small)
         for name in ("light", "dark"):
             scheme(driver, name)
             cell = driver.find_element("css selector", "#matrix td.f")
@@ -79,7 +83,8 @@ def main() -> None:
             driver.save_screenshot(str(target / f"report-{name}.png"))
         scheme(driver, "light")
         resize(driver, 1280, 2600)
-        driver.get(write_page(large).as_uri())
+        write_page(large)
+        open_page(driver, large)
         driver.save_screenshot(str(target / "report-1000.png"))
 
 
