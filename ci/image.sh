@@ -10,6 +10,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${1:-cpu}
+targets=" $(sed -n 's/^FROM .* AS \([a-z-]*\)$/\1/p' docker/Dockerfile | tr '\n' ' ')"
+[[ $targets == *" $target "* ]] || { echo "TARGET=$target is not allowed; it takes$targets" >&2; exit 2; }
 case $(uname -m) in aarch64) machine=arm64 ;; *) machine=amd64 ;; esac
 platform=${2:-linux/$machine}
 arch=${platform#linux/}
@@ -45,6 +47,7 @@ case $engine-$sources in
   docker-packages) echo "SOURCES=packages is not allowed with ENGINE=docker; it takes ENGINE=buildah or builder" >&2; exit 2 ;;
   *-packages)
     given=$PWD/.work/image/given
+    [ "$arch" = "$machine" ] || ci/image/emulate.sh
     ci/image/given.sh "$given" "$target" "$machine" "$arch"
     export GIVEN_BASES=$given
     options+=(--pull=never --build-arg BASE_IMAGE=localhost/hybrid-ep-base --build-arg TORCH_CPU_INDEX=
@@ -56,9 +59,9 @@ esac
 begun=$SECONDS
 if [ "$engine" = docker ]; then
   docker buildx build --load "${options[@]}" .
-  bytes=$(docker image inspect --format '{{.Size}}' "$name")
+  size=$(docker images --format '{{.Size}}' "$name")
 else
   "${inside[@]}" ci/image/buildah.sh "${options[@]}" .
-  bytes=$("${inside[@]}" buildah images --json "$name" | sed -n 's/.*"size": *"\(.*\)".*/\1/p')
+  size=$("${inside[@]}" buildah images --format '{{.Size}}' "localhost/$name")
 fi
-echo "$name ($platform): $((bytes / 1000000)) MB, built in $((SECONDS - begun)) s by $engine from $sources sources"
+echo "$name ($platform): $size, built in $((SECONDS - begun)) s by $engine from $sources sources"

@@ -11,13 +11,13 @@ cd "$(dirname "$0")/../.."
 repo=$PWD work=$PWD/.work/image root=$PWD/.work/image/builder
 # forky, because of its buildah 1.43: older ones lack heredocs and named build contexts.
 suite=forky packages=aardvark-dns,buildah,ca-certificates,netavark,nftables,podman,podman-compose,runc,iproute2
-namespaces=(--mount --pid --ipc --uts)
-if [ "${1:-}" = --private-network ]; then namespaces+=(--net); shift; fi
+namespaces=(--mount --pid --ipc --uts) purpose=build
+if [ "${1:-}" = --private-network ]; then namespaces+=(--net) purpose=run; shift; fi
 [ "$(id -u)" -eq 0 ] || { echo "building images without docker or buildah needs root" >&2; exit 2; }
 
 mkdir -p "$work/storage"
-exec 9>"$work/lock"
-flock --timeout 1800 9 # until the command ends: two at a time would meet in the storage
+exec 8>"$work/made.lock"
+flock --timeout 600 8
 if [ ! -e "$root/.made" ]; then
   command -v mmdebstrap >/dev/null || { echo "mmdebstrap is missing: ci/system_packages.sh installs it" >&2; exit 2; }
   rm -rf "$root"
@@ -41,6 +41,10 @@ events_logger = "none"
 END
   touch "$root/.made"
 fi
+exec 8>&-
+# Until the command ends: podman takes the containers of another session for its own, and builds would do work twice.
+exec 9>"$work/$purpose.lock"
+flock --timeout 1800 9 || { echo "another $purpose has held $work/$purpose.lock for 1800 s" >&2; exit 1; }
 
 # shellcheck disable=SC2016
 exec unshare "${namespaces[@]}" --fork --kill-child=KILL --propagation private bash -euo pipefail -c '

@@ -13,11 +13,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docker" / "requirements"

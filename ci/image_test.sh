@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds `cpu` and `build` for both architectures and runs what came out, arm64 under emulation: ci/image_test.sh
+# This takes long (docs/images.md has the times), so `make test` has a shorter one. The log is .work/image/image-test.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+mkdir -p .work/image
+exec > >(tee .work/image/image-test.log) 2>&1
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' hybrid_ep/_version.py)
+image=localhost/hybrid-ep:$version
+other=arm64 slowness=20
+[ "$(uname -m)" = x86_64 ] || { echo "this takes an x86-64 machine, which cross-compiles for arm64" >&2; exit 2; }
+run() { echo "+ $*"; "$@"; }
+check() { run ci/image/builder.sh --private-network python3 ci/image/check.py "$@"; }
+
+export ENGINE=builder
+for platform in amd64 "$other"; do
+  run ci/image.sh cpu "linux/$platform"
+  run ci/image.sh build "linux/$platform"
+done
+check "$image-cpu"
+check "$image-cpu-$other" --slowness "$slowness"
+check "$image-build" wheel
+check "$image-build-$other" wheel
+echo "image-test: all passed in $SECONDS s"

@@ -1,0 +1,43 @@
+// All images for both architectures: docker buildx bake -f docker/docker-bake.hcl [TARGET]; with --push to a registry.
+// Versions of what goes in are the ARGs of docker/Dockerfile and the lists in docker/requirements.
+variable "REGISTRY" { default = "" } // with its slash at the end
+variable "VERSION" { default = "0.1.0" }
+variable "REVISION" { default = "unknown" }
+
+group "default" { targets = ["cpu", "runtime"] }
+group "all" { targets = ["cpu", "runtime", "runtime-cu12", "test"] }
+
+target "_common" {
+  context    = "."
+  dockerfile = "docker/Dockerfile"
+  platforms  = ["linux/amd64", "linux/arm64"]
+  args       = { VERSION = VERSION, REVISION = REVISION }
+  attest     = ["type=provenance,mode=max", "type=sbom"]
+  labels     = { "org.opencontainers.image.version" = VERSION, "org.opencontainers.image.revision" = REVISION }
+}
+
+target "cpu" {
+  inherits = ["_common"]
+  target   = "cpu"
+  tags     = ["${REGISTRY}hybrid-ep:${VERSION}-cpu"]
+}
+
+target "runtime" {
+  inherits = ["_common"]
+  target   = "runtime"
+  tags     = ["${REGISTRY}hybrid-ep:${VERSION}"]
+}
+
+// torch for CUDA 12 is on PyPI for x86-64 only.
+target "runtime-cu12" {
+  inherits  = ["runtime"]
+  platforms = ["linux/amd64"]
+  args      = { CUDA = "cu12" }
+  tags      = ["${REGISTRY}hybrid-ep:${VERSION}-cu12"]
+}
+
+target "test" {
+  inherits = ["_common"]
+  target   = "test"
+  tags     = ["${REGISTRY}hybrid-ep:${VERSION}-test"]
+}

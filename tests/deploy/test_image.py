@@ -1,0 +1,152 @@
+"""The `cpu` image, built for this machine and run; what takes longer is in ci/image_test.sh."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybrid_ep import __version__
+from tests.prerequisites import require
+
+pytestmark = pytest.mark.deploy
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = f"localhost/hybrid-ep:{__version__}-cpu"
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+
+
+@cache
+def build() -> str:
+    """Builds the image once; returns what the build said."""
+    for program, package in (("mmdebstrap", "mmdebstrap"), ("unshare", "util-linux")):
+        require(shutil.which(program), package)
+    require(os.geteuid() == 0, "root (namespaces and mounts)")
+    command = ["ci/image.sh", "cpu"]
+    variables = os.environ | {"ENGINE": "builder"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout.splitlines()[-1]
+
+
+def check(image: str, *names: str, prepare: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs checks of ci/image/check.py where the engine is, after the shell commands `prepare`."""
+    script = f'{prepare}\nexec python3 ci/image/check.py "$@"'
+    command = ["ci/image/builder.sh", "--private-network", "bash", "-ec", script, "check", image, *names]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+
+
+@pytest.mark.timeout(1600)
+def test_size_and_time_are_reported() -> None:
+    report = re.fullmatch(
+        rf"hybrid-ep:{__version__}-cpu \(linux/\w+\): ([\d.]+) (MB|GB), built in \d+ s by .*", build()
+    )
+    assert report is not None
+    assert float(report[1]) * {"MB": 1e6, "GB": 1e9}[report[2]] <= 1.2e9
+
+
+@pytest.mark.timeout(2200)
+def test_image_keeps_its_promises() -> None:
+    build()
+    done = check(IMAGE)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ok  ") == 10, done.stdout
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that the builder sees."""
+    path = Path(tempfile.mkdtemp(dir=ROOT / ".work"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.timeout(2200)
+@pytest.mark.parametrize(
+    ("name", "spoilt"),
+    [
+        ("user", "USER root"),
+        ("labels", "LABEL org.opencontainers.image.licenses=unknown"),
+        ("labels", "RUN echo all rights reserved >/usr/share/doc/hybrid-ep/LICENSE"),
+        ("health", "HEALTHCHECK CMD true"),
+        ("contents", "RUN ln -s /bin/true /usr/bin/gcc"),
+        ("contents", "RUN touch /usr/local/lib/libnvidia-ml.so.1"),
+        ("contents", "RUN ssh-keygen -q -t ed25519 -N '' -f /home/hep/.ssh/id_rsa"),
+        ("contents", "RUN echo hep:hep | chpasswd"),
+        ("modules", "RUN rm /usr/local/bin/mpirun"),
+        ("doctor", "RUN sed -i '2i echo hello' /usr/local/bin/hybrid-ep-entrypoint"),
+        ("ssh", "RUN sed -i 's/^AuthenticationMethods.*//' /etc/hybrid-ep/ssh/sshd_config"),
+        ("ssh", "RUN sed -i 's/^PermitRootLogin.*//' /etc/hybrid-ep/ssh/sshd_config"),
+    ],
+)
+def test_checks_see_a_spoilt_image(name: str, spoilt: str, folder: Path) -> None:
+    build()
+    user = "" if spoilt.startswith("USER") else "USER hep"
+    (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nUSER root\n{spoilt}\n{user}\n")
+    prepare = (
+        f"buildah build -q --format docker --pull=never --isolation chroot -t localhost/spoilt {folder} >/dev/null"
+    )
+    done = check("localhost/spoilt", name, prepare=prepare)
+    assert done.returncode == 1, done.stdout
+    assert f"FAILED {name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cpu", "linux/riscv64"], "PLATFORM=linux/riscv64 is not allowed; it takes linux/amd64 or linux/arm64"),
+        (["nothing"], "TARGET=nothing is not allowed; it takes "),
+    ],
+)
+def test_bad_words_are_named(words: list[str], message: str) -> None:
+    done = subprocess.run(["ci/image.sh", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_locked_packages_are_those_of_the_project() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = project["dependency-groups"]
+
+    def locked(*names: str) -> dict[str, str]:
+        lines = [line for name in names for line in (ROOT / "docker/requirements" / name).read_text().splitlines()[1:]]
+        assert all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+        return {line.split("==")[0].lower(): line.split()[0].split("==")[1] for line in lines}
+
+    def name_of(entry: str) -> str:
+        return re.split(r"[=<>\[; ]", entry)[0].lower()
+
+    for arch in ("amd64", "arm64"):
+        for torch in ("torch-cpu", "torch-cu13"):
+            there = locked(f"{torch}-{arch}.txt", f"packages-{arch}.txt")
+            assert {name_of(entry) for entry in project["project"]["dependencies"]} <= there.keys()
+        tools = locked(f"build-{arch}.txt", f"build-cuda-{arch}.txt")
+        pins = dict(entry.split("==") for entry in [*groups["build"], *groups["cuda"]])
+        assert {name: tools[name] for name in pins} == pins
+
+
+def test_bake_and_compose_name_this_version_and_real_stages() -> None:
+    stages = set(re.findall(r"^FROM .* AS ([\w-]+)$", DOCKERFILE, re.MULTILINE))
+    assert {"rdma-core", "build", "runtime", "test", "cpu"} <= stages
+    bake = (ROOT / "docker" / "docker-bake.hcl").read_text()
+    assert set(re.findall(r'^  target += "([^"]+)"', bake, re.MULTILINE)) <= stages
+    assert f'variable "VERSION" {{ default = "{__version__}" }}' in bake
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    images = {service["image"] for service in compose["services"].values()}
+    assert images == {f"${{HYBRID_EP_IMAGE:-hybrid-ep:{__version__}-cpu}}"}
+
+
+def test_versions_stand_in_one_block() -> None:
+    """Every ARG with a default comes before the first stage, but for apt's word that nobody is there to answer."""
+    _, stages = DOCKERFILE.split("\nFROM ", 1)
+    assert set(re.findall(r"^ARG (\w+=.*)$", stages, re.MULTILINE)) == {"DEBIAN_FRONTEND=noninteractive"}
