@@ -33,7 +33,7 @@ def chrome() -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
-    """The doctor's reports of all simulated nodes."""
+    """The doctor's reports of simulated nodes."""
     return simulated_reports()
 
 

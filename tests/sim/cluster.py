@@ -129,9 +129,9 @@ def write(path: Path, tree: object) -> None:
 
 
 def simulated_reports() -> dict[str, Report]:
-    """The doctor's report of every simulated node, by scenario; takes about 12 s."""
+    """The doctor's reports of the simulated nodes that these clusters are made of."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_all(build_stub(Path(folder)))
+        return run_all(build_stub(Path(folder)), {PLATFORM, *FAULTS})
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,9 +127,12 @@ def stub_environment(stub: Path, nvml_conf: Path | None = None) -> dict[str, str
     return {**found, "HYBRID_EP_NVML_STUB": str(nvml_conf)} if nvml_conf else found
 
 
-def run_all(stub: Path) -> dict[str, Report]:
-    """Reports by the name of the healthy platform, of the scenario, or "RECORDING as PROFILE"."""
-    command = [sys.executable, "-m", "tests.sim.scenario"]
+def run_all(stub: Path, names: Collection[str] = ()) -> dict[str, Report]:
+    """Reports by the name of the healthy platform, of the scenario, or "RECORDING as PROFILE".
+
+    `names` limits them to these platforms and scenarios.
+    """
+    command = [sys.executable, "-m", "tests.sim.scenario", *names]
     done = subprocess.run(command, env=stub_environment(stub), capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return {name: Report.from_json(report) for name, report in json.loads(done.stdout).items()}
@@ -143,12 +147,24 @@ def run_recording(recording: Recording, profile: str, root: Path) -> Report:
 
 
 def main() -> None:
-    """Prints the reports of all scenarios, of recordings taken from the healthy ones, and of real nodes' recordings."""
+    """Prints the reports of the scenarios that are named.
+
+    Without names: of all, of recordings taken from the healthy ones, and of real nodes' recordings.
+    """
+    names = sys.argv[1:]
     scenarios = [Scenario(name=name, platform=name) for name in HEALTHY] + load_scenarios()
     reports = {}
-    for scenario in scenarios:
+    for scenario in [scenario for scenario in scenarios if not names or scenario.name in names]:
         with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
             reports[scenario.name] = run(scenario, Path(folder)).to_json()
+    if not names:
+        reports |= _replayed()
+    json.dump(reports, sys.stdout)
+
+
+def _replayed() -> dict[str, Any]:
+    """Reports of recordings: of the healthy nodes, and of real ones."""
+    reports = {}
     for name in HEALTHY:
         with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
             healthy(name).write(Path(folder, "node"))
@@ -163,7 +179,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
                 report = run_recording(recording, name, Path(folder))
                 reports[f"{path.stem} as {report.profile}"] = report.to_json()
-    json.dump(reports, sys.stdout)
+    return reports
 
 
 if __name__ == "__main__":
