@@ -1,0 +1,82 @@
+"""The wheel and a clean environment that it is installed into, made once for all tests of what is shipped."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import venv
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.deploy.commands import must
+from tests.prerequisites import require
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "build" / "wheel-test"
+
+BuildWheel = Callable[[str], Path]
+
+
+def copy_tracked_files() -> None:
+    """Makes SOURCE a copy of the tracked files: what is not tracked must not be needed.
+
+    It stays there, with the times of the files, so that the next run compiles only what has changed.
+    """
+    listed = must("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    wanted = {Path(name) for name in listed if (ROOT / name).is_file()}
+    for folder, folders, files in os.walk(SOURCE):
+        here = Path(folder).relative_to(SOURCE)
+        if here == Path():
+            folders[:] = [name for name in folders if name != "build"]
+        for name in files:
+            if here / name not in wanted:
+                (SOURCE / here / name).unlink()
+    for path in wanted:
+        (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, SOURCE / path)
+
+
+@pytest.fixture(scope="session")
+def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> BuildWheel:
+    """Returns `build(arch)`: the wheel of ci/wheel.sh with kernels for one GPU architecture, which halves the time."""
+    out = tmp_path_factory.mktemp("dist")
+    copy_tracked_files()
+
+    @cache
+    def build(arch: str) -> Path:
+        for program, package in (("apt-get", "a Debian"), ("readelf", "binutils"), ("c++", "g++")):
+            require(shutil.which(program), package)
+        if arch == platform.machine():
+            require(Path("/usr/include/infiniband/verbs.h").exists(), "libibverbs-dev")
+        else:
+            require(shutil.which(f"{arch}-linux-gnu-g++"), f"g++-{arch}-linux-gnu")
+        unset = ("CUDA_HOME", "CUDACXX", "RDMA_CORE_HOME", "CMAKE_ARGS", "HYBRID_EP_MULTINODE", "HYBRID_EP_TARGET_ROOT")
+        clean = [argument for name in unset for argument in ("-u", name)]
+        must("env", *clean, "TORCH_CUDA_ARCH_LIST=9.0", SOURCE / "ci" / "wheel.sh", sys.executable, arch, out)
+        (built,) = out.glob(f"*_{arch}.whl")
+        return built
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def wheel(build_wheel: BuildWheel) -> Path:
+    """The wheel for this machine."""
+    return build_wheel(platform.machine())
+
+
+@pytest.fixture(scope="session")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a clean environment with the wheel and its dependencies; torch is the one tested with."""
+    home = tmp_path_factory.mktemp("clean")
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    torch_pin = f"torch=={torch.__version__.split('+')[0]}"
+    must(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, torch_pin, "setuptools>=77")
+    return python
