@@ -42,6 +42,7 @@ Subsystem sftp internal-sftp
 """
 # What a playbook must know of a simulated node that it need not know of a real one.
 _SIMULATED = {
+    "ansible_python_interpreter": "/usr/bin/python3",  # this machine's user may have another one first
     "doctor_options": ["--sysroot", "/opt/node"],
     "container_environment": {"LD_LIBRARY_PATH": "/opt/stub", "HYBRID_EP_NVML_STUB": "/opt/node/hybrid_ep/nvml.conf"},
 }

@@ -1,0 +1,254 @@
+"""The playbooks, run: five nodes reached by ssh, of which one has faults and one is switched off; and this machine.
+
+The nodes are trays of an NVL72 (tests/sim/fleet.py): what the doctor reads there is simulated; ssh, mpirun, the ranks
+and the files that `configure.yml` writes are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.prerequisites import require
+from tests.sim.fleet import HOME, ROOT, Fleet, Play, names_of
+from tests.sim.hosts import missing_prerequisites
+from tests.sim.platforms import healthy
+from tests.sim.scenario import Scenario, build_stub
+
+pytestmark = pytest.mark.deploy
+FIT = ("node-a", "node-b", "node-c")
+FAULTS = {"nvlink.links", "host.memlock"}
+PROFILE = "/opt/site/tray.yaml"
+# The domain is four trays of four GPUs, not 18: a profile of the site says so.
+SITE = {"extends": "gb200-nvl72", "mnnvl": {"domain_gpus": 16, "imex": True}}
+BENCH = "--device cpu --tokens 16 --hidden 128 --topk 2 --runs 1 --warmups 1"
+GROUPS = {"gb200_nvl72": (*FIT, "node-d", "node-e"), "domain_rack_1": (*FIT, "node-d"), "domain_rack_2": ("node-e",)}
+# Nothing of this machine may be changed from within a node: what would reach the kernel notes that it was called.
+_NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >>/run/called\n'
+_SYSTEMCTL = """#!/bin/sh
+# Enough of systemctl for Ansible's module; a unit's state is a file.
+state=/run/units; unit=$2
+case $1 in
+  show) echo "Id=$unit"; echo LoadState=loaded
+    if [ -e "$state/$unit.active" ]; then echo ActiveState=active; else echo ActiveState=inactive; fi ;;
+  is-enabled) if [ -e "$state/$unit.enabled" ]; then echo enabled; else echo disabled; exit 1; fi ;;
+  start | restart) mkdir -p "$state"; touch "$state/$unit.active"; echo "systemctl $*" >>/run/called ;;
+  enable) mkdir -p "$state"; touch "$state/$unit.enabled" ;;
+esac
+"""
+FILES = {
+    "/usr/sbin/modprobe": _NOTE,
+    "/usr/sbin/update-initramfs": _NOTE,
+    "/usr/bin/systemctl": _SYSTEMCTL,
+    PROFILE: yaml.safe_dump(SITE),
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
+    for program, package in (("/usr/sbin/sshd", "openssh-server"), ("/usr/bin/mpirun", "openmpi-bin")):
+        require(shutil.which(program), package)
+    require(Path(sys.prefix, "bin", "ansible-playbook").exists(), "pip install ansible-core")
+    broken = Scenario(
+        "broken",
+        "gb200-nvl72",
+        nvml={"gpu.3.link.7.state": 0},
+        files={"/proc/self/limits": "Max locked memory         65536                65536                bytes     \n"},
+    )
+    nodes = {name: healthy("gb200-nvl72") for name in FIT} | {"node-d": broken.build(), "node-e": None}
+    with Fleet(nodes, build_stub(tmp_path_factory.mktemp("stub")), FILES) as fleet:
+        write_inventory(fleet)
+        yield fleet
+
+
+def write_inventory(fleet: Fleet, **groups: tuple[str, ...]) -> None:
+    fleet.write_inventory(
+        names_of({**GROUPS, **groups}),
+        doctor_profile=PROFILE,
+        jobs_ranks_per_node=1,
+        jobs_experts=4,
+        jobs_bench_options=BENCH.split(),
+        jobs_poll_s=1,
+        jobs_limit_s=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def validated(fleet: Fleet) -> Play:
+    return fleet.play("validate.yml")
+
+
+@pytest.fixture(scope="module")
+def tested(fleet: Fleet, validated: Play) -> Play:
+    """test_jobs.yml, where node-b takes another address for node-c's, so that it can start no job there."""
+    hosts = fleet.nodes["node-b"].path("/etc/hosts")
+    lines = [line for line in hosts.read_text().splitlines() if not line.endswith(" node-c")]
+    hosts.write_text("\n".join([*lines, f"{fleet.cluster.reserve_address()} node-c", ""]))
+    return fleet.play("test_jobs.yml", "-e", "nvlink_bandwidth=false")
+
+
+def findings(fleet: Fleet, folder: str = "results") -> dict[str, Any]:
+    """Host → check → status of what did not pass; or why there is no report."""
+    found: dict[str, Any] = {}
+    for path in sorted(fleet.controller.path(f"{HOME}/{folder}/nodes").glob("*.json")):
+        report = json.loads(path.read_text())
+        wrong = {item["id"]: item["status"] for item in report.get("results", []) if item["status"] != "pass"}
+        found[path.stem] = report.get("unreachable") or wrong
+    return found
+
+
+def jobs(fleet: Fleet) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in fleet.results("jobs").glob("*.json")}
+
+
+def test_validation_names_exactly_the_broken_nodes(fleet: Fleet, validated: Play) -> None:
+    found = findings(fleet)
+    assert [found.pop(node) for node in FIT] == [{}, {}, {}], validated.output
+    assert found.pop("node-d") == dict.fromkeys(FAULTS, "fail")
+    assert "node-e" in found.pop("node-e")
+    assert found == {}
+    assert validated.code != 0
+    assert [validated.recap(node)["failed"] for node in (*FIT, "node-d", "node-e")] == [0, 0, 0, 1, 1]
+    said = " ".join(validated.output.split())
+    assert "GPU 3: 17 of 18 links up, down: 7" in said
+    assert "Reset the GPUs and restart the fabric manager" in said  # the remedy
+    assert "3 of 5 nodes are fit" in said
+
+
+def test_validation_changes_nothing(validated: Play) -> None:
+    assert [validated.recap(node)["changed"] for node in GROUPS["gb200_nvl72"]] == [0] * 5
+
+
+def test_cross_node_checks_ran_once_on_the_controller(fleet: Fleet, validated: Play) -> None:
+    compared = json.loads(fleet.results("compare.json").read_text())
+    assert compared["host"] == "4 nodes"  # node-e gave no report
+    assert {item["status"] for item in compared["results"]} == {"pass"}
+    domains = {name: job["status"] for name, job in jobs(fleet).items() if name.startswith("domain")}
+    assert domains.items() >= {("domain-rack_1-cliques", "pass"), ("domain-rack_2-cliques", "unknown")}
+
+
+def test_check_mode_finds_the_same(fleet: Fleet, validated: Play) -> None:
+    checked = fleet.play("validate.yml", "--check", "-e", f"preflight_results={HOME}/checked")
+    assert findings(fleet, "checked") == findings(fleet)
+    assert checked.code == validated.code
+    assert [checked.recap(node)["changed"] for node in GROUPS["gb200_nvl72"]] == [0] * 5
+
+
+def test_jobs_ran_on_the_fit_nodes_only(fleet: Fleet, tested: Play) -> None:
+    ran = {name: job for name, job in jobs(fleet).items() if not name.endswith("-cliques")}
+    assert {host for job in ran.values() for host in job["hosts"]} == set(FIT), tested.output
+    pairs = {frozenset(job["hosts"]) for job in ran.values() if job["kind"] == "pair"}
+    assert pairs == {frozenset(pair) for pair in (("node-a", "node-b"), ("node-a", "node-c"), ("node-b", "node-c"))}
+    whole = [ran.pop(name) for name in ("all", "domain-rack_1")]
+    assert [(job["status"], sorted(job["hosts"])) for job in whole] == [("pass", list(FIT))] * 2, tested.output
+    assert {metric["name"] for metric in whole[0]["metrics"]} >= {"dispatch", "combine"}
+    assert {job["status"] for job in ran.values() if job["kind"] == "nic"} <= {"skipped", "fail"}
+    assert "node-d is left out: " in tested.output
+
+
+def test_failed_pair_does_not_stop_the_others(fleet: Fleet, tested: Play) -> None:
+    ended = {name: job["status"] for name, job in jobs(fleet).items() if job["kind"] == "pair"}
+    (failed,) = [name for name, status in ended.items() if status != "pass"]
+    assert failed == "pair-node-b-node-c"
+    assert sorted(ended.values()) == ["fail", "pass", "pass"]
+    job = jobs(fleet)[failed]
+    assert "node-c" in fleet.results(job["log"]).read_text()
+    assert tested.recap("node-b")["rescued"] >= 1
+    assert failed in tested.output
+
+
+def test_report_holds_it_all(fleet: Fleet, tested: Play) -> None:
+    report = json.loads(fleet.results("report/report.json").read_text())
+    text = json.dumps(report)
+    assert all(name in text for name in ("pair-node-b-node-c", "nvlink.links", "node-e", "domain-rack_2-cliques"))
+    assert tested.code != 0
+    for name in ("report.html", "report.md", "junit.xml"):
+        assert fleet.results(f"report/{name}").stat().st_size > 1000
+
+
+def test_empty_group_is_an_error_before_any_node_is_asked(fleet: Fleet, validated: Play) -> None:
+    before = fleet.results("inventory.json").read_text()
+    write_inventory(fleet, domain_rack_3=())
+    try:
+        done = fleet.play("validate.yml")
+    finally:
+        write_inventory(fleet)
+    assert done.code != 0
+    assert "''domain_rack_3'' is empty: add its hosts" in " ".join(done.output.split())
+    assert "Ask the doctor" not in done.output
+    assert fleet.results("inventory.json").read_text() == before
+
+
+def configure(fleet: Fleet, *options: str) -> Play:
+    settings = {"nic_sysctl": {"net.ipv4.tcp_mtu_probing": 1}, "nvlink_services": ["nvidia-persistenced"]}
+    # A setting of the node's own network namespace; gdr.ibgda and others are asked of the simulated node.
+    settings["nvlink_verify"] = ["gpu.persistence", "nvlink.fabric_state"]
+    words = ["-u", "root", "--limit", "node-a,node-d", "-e", json.dumps(settings), *options]
+    return fleet.play("configure.yml", *words)
+
+
+def probing(fleet: Fleet, node: str) -> str:
+    process = fleet.nodes[node].start(["cat", "/proc/sys/net/ipv4/tcp_mtu_probing"], output=subprocess.PIPE)
+    return process.communicate()[0].decode().strip()
+
+
+def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet) -> None:
+    node = fleet.nodes["node-a"]
+    written = [
+        "/etc/modules-load.d/hybrid-ep.conf",
+        "/etc/modprobe.d/hybrid-ep-nic.conf",
+        "/etc/security/limits.d/90-hybrid-ep.conf",
+        "/etc/sysctl.d/90-hybrid-ep.conf",
+        "/etc/modprobe.d/hybrid-ep-mnnvl.conf",
+        "/etc/nvidia-imex/nodes_config.cfg",
+    ]
+    assert not any(node.path(path).exists() for path in written)
+    assert probing(fleet, "node-a") == "0"
+
+    foretold = configure(fleet, "--check", "--limit", "node-a")
+    assert foretold.recap("node-a")["changed"] >= len(written), foretold.output
+    assert not any(node.path(path).exists() for path in written)
+    assert not node.path("/run/called").exists()
+
+    first = configure(fleet)
+    assert [first.recap(name)["failed"] for name in ("node-a", "node-d")] == [0, 1], first.output
+    assert "host.memlock: " in first.output  # node-d: written, but the doctor is not content
+    assert all(node.path(path).exists() for path in written)
+    assert probing(fleet, "node-a") == "1"
+    assert 'PeerMappingOverride=1;"' in node.path(written[1]).read_text()
+    assert node.path(written[5]).read_text().split() == list(GROUPS["domain_rack_1"])
+    called = node.path("/run/called").read_text().splitlines()
+    assert "modprobe --all nvidia_peermem" in called
+    assert "update-initramfs -u" in called
+    assert "systemctl start nvidia-persistenced" in called
+
+    second = configure(fleet)
+    assert [second.recap(name)["changed"] for name in ("node-a", "node-d")] == [0, 0], second.output
+    assert node.path("/run/called").read_text().splitlines() == called
+
+
+def test_make_validate_on_this_machine(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOSTS", "INVENTORY", "SIMULATE")}
+    done = subprocess.run(
+        ["ci/validate.sh", f"{sys.prefix}/bin"],
+        env={**environment, "OUT": str(tmp_path / "out")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("This ")  # what it is going to do
+    report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
+    assert "node-localhost" in json.dumps(report)
+    assert done.stdout.rstrip().endswith(f"{tmp_path}/out/report/report.html")
