@@ -20,7 +20,7 @@ from hybrid_ep.bench.plan import BenchPlan, Candidate, default_workload_sizes
 from hybrid_ep.workload import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GROUPS = ("figures", "batch_sizes", "low_latency")
+GROUPS = ("figures", "low_latency", "batch_sizes")
 DTYPES = ("bf16", "fp8")
 LOW_LATENCY_EXPERTS = 288
 

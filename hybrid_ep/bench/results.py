@@ -196,7 +196,7 @@ def _operation(
     median_us = statistics.median(slowest)
     in_a_row = [times[name].in_a_row_microseconds for times, _ in ranks]
     call = call_of(name)
-    row_bytes = plan.row_bytes(call) if call else 0
+    row_bytes = plan.row_bytes(call or "")
     rows = [counts[call] if call else RowCounts(0, 0) for _, counts in ranks]
     rows_bytes = row_bytes * statistics.fmean(counts.total for counts in rows)
     remote_rows_bytes = row_bytes * statistics.fmean(counts.remote for counts in rows)
