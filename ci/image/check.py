@@ -63,19 +63,26 @@ class Image:
         """What a shell prints that root runs in it."""
         return self.output("sh", "-c", script, options=("--user=0",))
 
-    def config(self) -> dict[str, Any]:
-        """Its configuration, as `inspect` shows it."""
+    def inspect(self) -> dict[str, Any]:
+        """What the engine knows about it."""
         done = subprocess.run([self.engine, "image", "inspect", self.name], capture_output=True, text=True, timeout=60)
         if done.returncode:
             raise ImageError(f"{self.engine} has no image {self.name}: {done.stderr.strip()}")
         entry: dict[str, Any] = json.loads(done.stdout)[0]
-        return entry["Config"] | {"Healthcheck": entry["Config"].get("Healthcheck") or entry.get("Healthcheck") or {}}
+        return entry
 
 
 def expect(found: object, what: str, seen: object) -> None:
     """Raises ImageError unless `found`."""
     if not found:
         raise ImageError(f"{what}; seen: {seen}")
+
+
+def check_architecture(image: Image) -> None:
+    """Its programs are of the architecture that its label says."""
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}[image.inspect()["Architecture"]]
+    seen = image.output("python3", "-c", "import sysconfig; print(sysconfig.get_platform())").strip()
+    expect(seen == f"linux-{machine}", f"Python is for linux-{machine}", seen)
 
 
 def check_user(image: Image) -> None:
@@ -86,7 +93,7 @@ def check_user(image: Image) -> None:
 
 def check_labels(image: Image) -> None:
     """Labels say what it is, and the licence is in it."""
-    labels = image.config()["Labels"]
+    labels = image.inspect()["Config"]["Labels"]
     version = image.output("--version").split()[-1]
     prefix = "org.opencontainers.image."
     seen = {name: labels.get(prefix + name) for name in ("title", "description", "licenses", "version", "revision")}
@@ -98,7 +105,8 @@ def check_labels(image: Image) -> None:
 
 def check_health(image: Image) -> None:
     """The health check is the doctor, and it passes."""
-    test = image.config()["Healthcheck"].get("Test")
+    known = image.inspect()
+    test = (known["Config"].get("Healthcheck") or known.get("Healthcheck") or {}).get("Test")
     expect(
         test and test[:3] == ["CMD", "hybrid-ep", "doctor"] and "--quick" in test,
         "the health check is the doctor",

@@ -59,7 +59,7 @@ def test_image_keeps_its_promises() -> None:
     build()
     done = check(IMAGE)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("ok  ") == 10, done.stdout
+    assert done.stdout.count("ok  ") == 11, done.stdout
 
 
 @pytest.fixture
