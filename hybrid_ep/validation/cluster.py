@@ -264,7 +264,7 @@ def _node(folder: Path, host: Host) -> Node:
         found = read_node(folder, host.name)
     except ConfigError as error:
         remedy = f"{_PROMPT} and look at what it writes; then gather its result again."
-        return _silent(host, Status.UNKNOWN, str(error), remedy)
+        return _silent(host, Status.UNKNOWN, _inside(folder, error), remedy)
     if found is None:
         return _silent(host, Status.FAIL, "no result", f"{_PROMPT}; find out why its result was not gathered.")
     if isinstance(found, Unreachable):
@@ -296,7 +296,9 @@ def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Re
         compared = read_compare(folder)
     except ConfigError as error:
         compared = None
-        results.append(_of_folder("results.compare", Status.UNKNOWN, str(error), "a report", "Compare again."))
+        results.append(
+            _of_folder("results.compare", Status.UNKNOWN, _inside(folder, error), "a report", "Compare again.")
+        )
     else:
         answered = sum(node.reported for node in nodes)
         if compared is None and answered > 1:
@@ -313,6 +315,11 @@ def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Re
     return Report(__version__, "between nodes", "", "", 0.0, (*found, *results))
 
 
+def _inside(folder: Path, error: ConfigError) -> str:
+    """What is wrong with a file, which is named as the folder knows it."""
+    return str(error).removeprefix(f"{folder}/")
+
+
 def _of_folder(check_id: str, status: Status, seen: str, expected: str, remedy: str) -> Result:
     title = {"results.compare": "what nodes say together", "results.inventory": "results of the inventory's hosts"}
     where = (expected, "the results folder", remedy)
@@ -323,7 +330,7 @@ def _job(folder: Path, name: str, platform_of: Mapping[str, str], profiles: Prof
     try:
         return judge(read_job(folder, name), platform_of, profiles)
     except ConfigError as error:
-        bad = JobFile(name, "group", (), "unknown", str(error), (), "")
+        bad = JobFile(name, "group", (), "unknown", _inside(folder, error), (), "")
         return judge(bad, platform_of, profiles)
 
 

@@ -195,7 +195,7 @@ def test_unreachable_host_failed_with_its_reason(results: Path) -> None:
     [
         ("{", "nodes/b.json is no JSON"),
         ("[" * 100_000, "nodes/b.json is no JSON"),
-        ('{"duration_s": NaN}', "NaN is no number"),
+        ('{"duration_s": NaN}', "nodes/b.json is no JSON: NaN is no number"),
         ("[]", "nodes/b.json: the document: [] is not of type 'object'"),
         ('{"unreachable": 7}', "nodes/b.json: unreachable: 7 is not of type 'string'"),
         ('{"results": []}', "nodes/b.json: the document: "),
@@ -206,7 +206,7 @@ def test_bad_node_file_is_that_nodes_result_alone(results: Path, text: str, seen
     (results / "nodes" / "b.json").write_text(text)
     cluster = load_cluster(results)
     assert _node(cluster, "b").status is Status.UNKNOWN
-    assert seen in _node(cluster, "b").seen
+    assert _node(cluster, "b").seen.startswith(seen)
     assert [node.name for node in cluster.fit] == ["a", "c"]
     assert cluster.status is Status.UNKNOWN
 
@@ -374,7 +374,7 @@ def test_bad_job_file_is_that_jobs_result_alone(results: Path, fields: dict[str,
     )
     jobs = {job.name: job for job in load_cluster(results).jobs}
     assert (jobs["good"].status, jobs["j"].status) == ("pass", "unknown")
-    assert reason in jobs["j"].reason
+    assert jobs["j"].reason.startswith(reason)
 
 
 def test_log_tail(tmp_path: Path) -> None:
