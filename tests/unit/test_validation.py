@@ -325,6 +325,13 @@ def test_judge(job: Job, status: str, reason: str) -> None:
     assert bool(job.remedy) == (status in ("fail", "unknown"))
 
 
+def test_job_that_measured_nothing_says_nothing_of_figures() -> None:
+    job = judge(
+        JobFile("j", "group", ("a", "b"), "pass", "one clique", (), ""), _PLATFORM_OF, Profiles(_PROFILES.__getitem__)
+    )
+    assert (job.status, job.reason, job.expected) == ("pass", "one clique", "it ends well")
+
+
 def test_a_floor_comes_with_its_source() -> None:
     metric = _judged("a", "b").metrics[0]
     assert (metric.least, metric.source) == (360, "0.9 of 400 Gb/s, profile fast: measured")
