@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 ARCH ?= $(shell uname -m)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format wheel image image-test test-gpu bench clean
+.PHONY: help setup demo test lint type format wheel image image-test test-gpu bench validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda eng
 
 bench: ## On a GPU host whose PYTHON has torch: measure, beside the wire's limit, into benchmarks/results
 	ci/bench.sh $(PYTHON)
+
+validate: setup ## Validate this machine: doctor, test job, report in out/validate; HOSTS="a b" or INVENTORY=FILE: those nodes
+	ci/validate.sh $(BIN)
 
 clean: ## Remove everything that was built
 	rm -rf $(VENV) build dist out *.egg-info hybrid_ep/*.so

@@ -1,7 +1,8 @@
 """Simulated nodes that a playbook reaches by ssh: each has a GPU platform of its own, healthy or with a fault.
 
-    with Fleet({"node-a": load_recording(), …}, stub) as fleet:
-        done = fleet.play("validate.yml", "-e", "…")
+    with Fleet({"node-a": healthy("hgx-h100"), …}, stub) as fleet:
+        fleet.write_inventory(names_of({"hgx_h100": ["node-a", …]}), doctor_profile="hgx-h100")
+        done = fleet.play("validate.yml")
 
 A node is a host of tests/sim/hosts.py with sshd, a user without privileges, the NVML stub and a recorded or simulated
 node below /opt/node, which the doctor reads. One more host is the controller: playbooks, mpirun and report run there
@@ -10,9 +11,12 @@ and on the nodes as they would on machines, over a real network.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +28,9 @@ import yaml
 
 from hybrid_ep.topology.recording import Recording
 from tests.sim.hosts import Cluster, Host, HostError
+from tests.sim.platforms import healthy
 from tests.sim.pods import checkout_image
+from tests.sim.scenario import Scenario, build_stub
 
 ROOT = Path(__file__).resolve().parents[2]
 USER, HOME = 1000, "/home/hep"
@@ -112,34 +118,30 @@ class Fleet:
         content = {"all": {"children": dict(groups), "vars": {**_SIMULATED, **variables}}}
         self.controller.write(f"{HOME}/inventory.yml", yaml.safe_dump(content))
 
-    def play(self, playbook: str, *options: str) -> Play:
-        """Runs a playbook on the controller as the user, with results in ~/results; at most four minutes."""
+    def play(self, playbook: str, *options: str, shown: bool = False) -> Play:
+        """Runs a playbook on the controller as the user, with results in ~/results; at most four minutes.
+
+        With `shown` its output goes to this process's own, and is not in the result.
+        """
         words = [f"{sys.prefix}/bin/ansible-playbook", "-i", f"{HOME}/inventory.yml", playbook]
         words += ["-e", f"preflight_results={RESULTS}", *options]
         process = self.controller.start(
             ["sh", "-c", 'cd "$0" && exec "$@"', str(ROOT / "ansible"), *words],
             user=USER,
             variables={"LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
-            output=subprocess.PIPE,
+            output=None if shown else subprocess.PIPE,
         )
         try:
             output, _ = process.communicate(timeout=_PLAY_S)
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            raise HostError(f"{playbook} took more than {_PLAY_S:g} s:\n{output.decode()}") from None
-        return Play(process.returncode, output.decode())
+            raise HostError(f"{playbook} took more than {_PLAY_S:g} s:\n{(output or b'').decode()}") from None
+        return Play(process.returncode, (output or b"").decode())
 
     def results(self, path: str = "") -> Path:
         """A path in the results folder, as seen from outside."""
         return self.controller.path(f"{RESULTS}/{path}")
-
-    def cut(self, one: str, other: str) -> None:
-        """Takes two nodes' way to each other away, and no other."""
-        for here, there in ((one, other), (other, one)):
-            route = ["ip", "route", "add", "blackhole", f"{self._addresses[there]}/32"]
-            if self.nodes[here].start(route).wait():
-                raise HostError(f"{here}: {' '.join(route)} failed")
 
     def _make_keys(self) -> dict[str, str]:
         folder = self.cluster.make_folder()
@@ -181,3 +183,33 @@ class Fleet:
 def names_of(groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Group → hosts as an inventory has it."""
     return {group: {"hosts": {host: {} for host in hosts}} for group, hosts in groups.items()}
+
+
+def main() -> int:
+    """Validates four simulated nodes, one of them broken, and copies the results into a folder: FOLDER."""
+    out = Path(sys.argv[1])
+    broken = Scenario("link down", "hgx-h100", nvml={"gpu.3.link.7.state": 0}).build()
+    nodes = {f"node-{letter}": healthy("hgx-h100") for letter in "abc"} | {"node-d": broken}
+    with tempfile.TemporaryDirectory() as folder, Fleet(nodes, build_stub(Path(folder))) as fleet:
+        fleet.write_inventory(
+            names_of({"hgx_h100": list(nodes)}),
+            doctor_profile="hgx-h100",
+            jobs_ranks_per_node=1,
+            jobs_experts=4,
+            jobs_bench_options=["--device", "cpu", "--tokens", "64", "--hidden", "512", "--topk", "2", "--runs", "3"],
+        )
+        fleet.play("validate.yml", shown=True)
+        fleet.play("test_jobs.yml", shown=True)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(fleet.results(), out)
+    report = json.loads((out / "report" / "report.json").read_text())
+    print(f"The report: {out}/report/report.html")
+    unfit = [node["name"] for node in report["nodes"] if not node["fit"]]
+    if unfit == ["node-d"]:
+        return 0
+    print(f"node-d is broken, but the report says that these are: {', '.join(unfit) or 'none'}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""What the playbooks call: the start of a validation, cross-node checks, how a job ended, NIC bandwidth."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_ep.doctor import Report
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.topology import probe
+from hybrid_ep.validation.begin import Inventory, begin_validation
+from hybrid_ep.validation.crossnode import check_domains, compare_nodes
+from hybrid_ep.validation.perftest import listen, write_to
+from hybrid_ep.validation.record import judge_output, record
+from hybrid_ep.validation.results import read_inventory, read_job
+from tests.sim.platforms import healthy
+
+TRAYS = ("a", "b", "c", "d")
+
+
+def inventory(**changes: Any) -> Inventory:
+    given: dict[str, Any] = {
+        "title": "t",
+        "hosts": list(TRAYS),
+        "groups": {"all": [*TRAYS], "ungrouped": [], "gb200": [*TRAYS], "domain_1": ["a", "b"], "domain_2": ["c", "d"]},
+        "platforms": dict.fromkeys(TRAYS, "gb200-nvl72"),
+    }
+    groups = given["groups"] | changes.pop("groups", {})
+    return Inventory.from_json(json.dumps({**given, **changes, "groups": groups}))
+
+
+def test_inventory_is_written_with_domains(tmp_path: Path) -> None:
+    begin_validation(tmp_path, inventory())
+    found = read_inventory(tmp_path)
+    assert [(host.name, host.domain) for host in found.hosts] == [("a", "1"), ("b", "1"), ("c", "2"), ("d", "2")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"groups": {"domain_3": []}}, "group 'domain_3' is empty"),
+        ({"groups": {"domain_2": ["c", "a"]}}, "host 'a' is in the NVLink domains domain_1, domain_2"),
+        ({"groups": {"domain_2": ["c"]}}, "host 'd' is in no group domain_NAME"),
+        ({"platforms": {"a": "gb200-nvl72"}}, "host 'b' has no platform"),
+        ({"platforms": dict.fromkeys(TRAYS, "gb300")}, "profile 'gb300' is not known; allowed: cpu"),
+        ({"hosts": [], "groups": {}}, "it has no host"),
+    ],
+)
+def test_unusable_inventory_is_refused_and_leaves_nothing(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="not usable") as error:
+        begin_validation(tmp_path / "results", inventory(**changes))
+    assert said in str(error.value)
+    assert not (tmp_path / "results").exists()
+
+
+def test_all_faults_of_an_inventory_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        begin_validation(tmp_path, inventory(platforms={"a": "gb200-nvl72"}, groups={"empty": []}))
+    assert [f"host {host!r}" in str(error.value) for host in TRAYS[1:]] == [True] * 3
+    assert "group 'empty'" in str(error.value)
+
+
+def test_begin_removes_earlier_results_and_nothing_else(tmp_path: Path) -> None:
+    begin_validation(tmp_path, inventory())
+    for path in (tmp_path / "nodes" / "gone.json", tmp_path / "jobs" / "all.json", tmp_path / "compare.json"):
+        path.write_text("{}")
+    begin_validation(tmp_path, inventory())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["inventory.json", "jobs", "nodes"]
+    (tmp_path / "inventory.json").unlink()
+    with pytest.raises(ConfigError, match="neither empty nor a results folder"):
+        begin_validation(tmp_path, inventory())
+
+
+def test_what_is_no_inventory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no JSON object"):
+        Inventory.from_json('{"title": "t"}')
+
+
+def write_node(folder: Path, host: str, cluster: str = "f" * 32, clique: int = 1) -> None:
+    gpus = [{"name": "", "uuid": "", "cluster_uuid": cluster, "clique": clique}] * 4
+    facts = {"driver": "1", "packages": {}, "gpus": gpus, "nic_firmware": [], "domain_gpus": 8}
+    facts |= {"clock": {"synchronized": True, "max_error_us": 1}, "clock_error_ms": 500}
+    report = Report("0.1.0", host, "gb200-nvl72", "given", 0.0, (), (), facts)
+    (folder / "nodes" / f"{host}.json").write_text(json.dumps(report.to_json()))
+
+
+def domains(folder: Path, placed: dict[str, tuple[str, int]]) -> dict[str, tuple[str, str]]:
+    begin_validation(folder, inventory())
+    for host, (cluster, clique) in placed.items():
+        write_node(folder, host, cluster * 32, clique)
+    check_domains(folder)
+    jobs = [read_job(folder, f"domain-{name}-cliques") for name in ("1", "2")]
+    return {job.name.split("-")[1]: (job.status, job.reason) for job in jobs}
+
+
+def test_domains_that_are_cliques_pass(tmp_path: Path) -> None:
+    found = domains(tmp_path, {"a": ("e", 1), "b": ("e", 1), "c": ("f", 1), "d": ("f", 1)})
+    assert found == {"1": ("pass", ""), "2": ("pass", "")}
+
+
+def test_domain_of_two_cliques_is_named(tmp_path: Path) -> None:
+    found = domains(tmp_path, {"a": ("e", 1), "b": ("e", 2), "c": ("f", 1), "d": ("0", 0)})
+    assert found["1"][0] == found["2"][0] == "fail"
+    assert "2 in the fabric" in found["1"][1]
+    assert "clique 2 on b" in found["1"][1]
+    assert found["2"][1] == "in no multi-node domain: d"
+
+
+def test_clique_that_reaches_into_another_domain_is_named(tmp_path: Path) -> None:
+    found = domains(tmp_path, {"a": ("e", 1), "b": ("e", 1), "c": ("e", 1), "d": ("e", 1)})
+    assert found["1"] == ("fail", "its clique also holds nodes that the inventory puts into 2")
+
+
+def test_domain_without_a_report_is_unknown(tmp_path: Path) -> None:
+    found = domains(tmp_path, {"a": ("e", 1), "c": ("f", 1), "d": ("f", 1)})
+    assert found["1"] == ("unknown", "no report of b")
+
+
+def test_compare_takes_only_nodes_with_a_report(tmp_path: Path) -> None:
+    begin_validation(tmp_path, inventory())
+    write_node(tmp_path, "a")
+    (tmp_path / "nodes" / "b.json").write_text('{"unreachable": "off"}')
+    (tmp_path / "nodes" / "c.json").write_text("{")
+    assert compare_nodes(tmp_path) is None
+    assert not (tmp_path / "compare.json").exists()
+    write_node(tmp_path, "d")
+    compare_nodes(tmp_path)
+    assert json.loads((tmp_path / "compare.json").read_text())["host"] == "2 nodes"
+
+
+def bench_output(problems: list[str]) -> str:
+    operations = [{"name": name, "gbps": 1.5, "median_us": 2.0} for name in ("dispatch", "combine", "layout")]
+    outcome = {"problems": problems, "operations": [] if problems else operations}
+    document = json.dumps({"ok": not problems, "outcomes": [outcome]}, indent=2)
+    return f"WARNING {{once}}\n{document}\n-----\nmpirun says goodbye\n"
+
+
+def test_job_that_ended_well_has_its_figures() -> None:
+    job = judge_output("n", "pair", ("a", "b"), 0, bench_output([]))
+    assert (job.status, job.reason, job.log) == ("pass", "", "jobs/n.log")
+    figures = [(metric.name, metric.value, metric.unit) for metric in job.metrics]
+    assert figures[:2] == [("dispatch", 1.5, "GB/s"), ("dispatch time", 2.0, "µs")]
+    assert len(figures) == 4  # the two operations, not their other forms
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "status", "reason"),
+    [
+        (1, bench_output(["rank 1 lost rows"]), "fail", "rank 1 lost rows"),
+        (1, bench_output([]), "fail", "ended with 1: mpirun says goodbye"),
+        (255, "ssh: no route\n-----\n", "fail", "ended with 255: ssh: no route"),
+        (124, "rank 3 waits", "fail", "did not end in time; last said: rank 3 waits"),
+        (0, "fine", "unknown", "ended with 0 and left no result; last said: fine"),
+        (0, "", "unknown", "ended with 0 and left no result; last said: nothing"),
+        (0, '{"ok": true, "status": "skipped", "reason": "no NIC"}', "skipped", "no NIC"),
+    ],
+)
+def test_job_that_did_not_says_why(exit_code: int, output: str, status: str, reason: str) -> None:
+    job = judge_output("n", "group", ("a",), exit_code, output)
+    assert (job.status, job.reason) == (status, reason)
+    assert job.log == ("jobs/n.log" if output else "")
+
+
+def test_record_leaves_result_and_log(tmp_path: Path) -> None:
+    record(tmp_path, "pair-a-b", "pair", ("a", "b"), 0, bench_output([]))
+    assert read_job(tmp_path, "pair-a-b").status == "pass"
+    assert "goodbye" in (tmp_path / "jobs" / "pair-a-b.log").read_text()
+
+
+# As perftest prints it; a server has no address among its words.
+_PERFTEST = """#!/bin/sh
+echo "$@" >>"$0.log"
+for word; do last=$word; done
+case "$*" in *mlx5_1*) echo "Couldn't connect to $last" >&2; exit 1 ;; esac
+echo ' #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]'
+echo ' 1048576    93800            0.00               393.40             0.046897'
+"""
+
+
+@pytest.fixture
+def perftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "ib_write_bw"
+    program.write_text(_PERFTEST)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return program
+
+
+def node(tmp_path: Path, num_nics: int = 2) -> Path:
+    recording = healthy("hgx-h200")
+    for path in [path for path in recording.links if "/infiniband/mlx5_" in path]:
+        if int(path.split("mlx5_")[1].split("/")[0]) >= num_nics:
+            for table in (recording.files, recording.links):
+                for gone in [name for name in table if name.startswith(path.removesuffix("/device") + "/")]:
+                    del table[gone]
+    recording.write(tmp_path / "node")
+    return tmp_path / "node"
+
+
+def test_nic_bandwidth_is_each_nics_own(tmp_path: Path, perftest: Path) -> None:
+    result = write_to("peer", probe(node(tmp_path, num_nics=1)), gid_index=3, limit_s=5)
+    assert (result["ok"], result["status"], result["reason"]) == (True, "pass", "")
+    assert result["metrics"][0] == {"name": "write", "value": 393.4, "unit": "Gb/s"}
+    words = perftest.with_suffix(".log").read_text().split()
+    assert (words[0], words[-1]) == ("--ib-dev=mlx5_0", "peer")
+    assert "--gid-index=3" in words  # the port is Ethernet
+
+
+def test_nic_that_does_not_connect_is_named_beside_the_others(tmp_path: Path, perftest: Path) -> None:
+    result = write_to("peer", probe(node(tmp_path)), gid_index=None, limit_s=1)
+    assert (result["ok"], result["status"]) == (False, "fail")
+    assert result["reason"] == "mlx5_1: no connection within 1 s: Couldn't connect to peer"
+    assert [metric["name"] for metric in result["metrics"]] == ["write", "write mlx5_0"]
+
+
+def test_listener_goes_through_its_nics_and_gives_up_in_time(tmp_path: Path, perftest: Path) -> None:
+    begun = time.monotonic()
+    perftest.write_text(_PERFTEST + "exec sleep 60\n")
+    listen(probe(node(tmp_path)), gid_index=None, limit_s=0.5)
+    assert time.monotonic() - begun < 30
+    lines = perftest.with_suffix(".log").read_text().splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["--ib-dev=mlx5_0", "--port=18515"],
+        ["--ib-dev=mlx5_1", "--port=18516"],
+    ]
+    assert not any("peer" in line or "gid" in line for line in lines)
+
+
+def test_node_without_a_nic_or_without_perftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert write_to("peer", probe(tmp_path), None, 1)["status"] == "skipped"
+    missing = write_to("peer", probe(node(tmp_path)), None, 1)
+    assert (missing["status"], missing["reason"]) == ("unknown", "ib_write_bw is not installed (package perftest)")
+
+
+def test_nic_bandwidth_wants_two_ranks_of_mpirun() -> None:
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "validation", "nic-bandwidth"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "there are no ranks of mpirun; allowed: 2" in done.stderr
