@@ -109,13 +109,20 @@ def report_command(context: click.Context, results: Path, out: Path | None) -> N
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     out = out or results / "report"
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(cluster.to_json(), allow_nan=False) + "\n")
-    (out / "report.md").write_text(to_markdown(cluster))
-    (out / "junit.xml").write_text(to_junit(cluster))
-    (out / "report.html").write_text(to_html(cluster, results))
+    files = {
+        "report.html": to_html(cluster, results),
+        "report.md": to_markdown(cluster),
+        "report.json": json.dumps(cluster.to_json(), allow_nan=False) + "\n",
+        "junit.xml": to_junit(cluster),
+    }
     Console(highlight=False).print(render(cluster))
-    click.echo(f"written: {out}/report.html, report.md, report.json, junit.xml")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"{out} cannot be written: {error.strerror}; --out chooses another folder") from None
+    click.echo(f"written: {out}/{', '.join(files)}")
     context.exit(cluster.status.exit_code)
 
 

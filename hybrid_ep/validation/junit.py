@@ -29,7 +29,7 @@ def to_junit(cluster: Cluster) -> str:
         suite.set("tests", str(len(cluster.jobs)))
         suite.set("skipped", str(len(skipped)))
         root.append(suite)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return f"<?xml version='1.0' encoding='utf-8'?>\n{ElementTree.tostring(root, encoding='unicode')}\n"
 
 
 def _result(job: Job) -> Result:

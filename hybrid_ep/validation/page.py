@@ -60,7 +60,7 @@ def to_html(cluster: Cluster, folder: Path) -> str:
 
 
 def _file(name: str) -> str:
-    return resources.files("hybrid_ep.validation").joinpath(name).read_text()
+    return resources.files("hybrid_ep.validation").joinpath(name).read_text(encoding="utf-8")
 
 
 def _script_text(tree: Any) -> Markup:

@@ -481,6 +481,11 @@ def test_default_place_of_the_report(results: Path) -> None:
     assert _run("report", results).exit_code == 0  # and it does not read itself
 
 
+def test_place_that_cannot_be_written(results: Path) -> None:
+    done = _run("report", results, "--out", results / "inventory.json" / "report")
+    assert (done.exit_code, "cannot be written: Not a directory; --out chooses" in done.stderr) == (2, True)
+
+
 def test_summary_names_node_check_and_remedy(results: Path) -> None:
     _put(results, "b", _result(Status.FAIL))
     assert load_cluster(results).headline == "2 of 3 nodes are fit; b is not: gpu.count: reseat it"
