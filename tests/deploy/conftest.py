@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import platform
 import shutil
@@ -26,7 +27,7 @@ BuildWheel = Callable[[str], Path]
 def copy_tracked_files() -> None:
     """Makes SOURCE a copy of the tracked files: what is not tracked must not be needed.
 
-    It stays there, with the times of the files, so that the next run compiles only what has changed.
+    It stays there, and only files that differ are written, so that the next run compiles just what has changed.
     """
     listed = must("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     wanted = {Path(name) for name in listed if (ROOT / name).is_file()}
@@ -39,7 +40,8 @@ def copy_tracked_files() -> None:
                 (SOURCE / here / name).unlink()
     for path in wanted:
         (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / path, SOURCE / path)
+        if not (SOURCE / path).is_file() or not filecmp.cmp(ROOT / path, SOURCE / path, shallow=False):
+            shutil.copy(ROOT / path, SOURCE / path)
 
 
 @pytest.fixture(scope="session")
