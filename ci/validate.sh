@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Validates nodes by the playbooks: the doctor on each, test jobs on those that are fit, one report: ci/validate.sh BIN
-#   HOSTS="a b c"     these nodes, by ssh, without root; PROFILE says what they are (default: cpu), RANKS how many each
+#   HOSTS="a b c"     these nodes, by ssh, without root, of platform PROFILE (default: cpu); otherwise this machine
 #   INVENTORY=FILE    the nodes of an Ansible inventory (ansible/inventories holds examples)
 #   SIMULATE=1        four simulated nodes on this machine, one of them broken; needs root
+#   OPTIONS="-e …"    further options of ansible-playbook, e.g. how hybrid-ep is called on the nodes
 #   OUT=DIR           where results and report go (default: out/validate)
-# Without any of them: this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(cd "$1" && pwd)
@@ -15,30 +15,41 @@ export PATH="$bin:$PATH"
 if [ "${SIMULATE:-}" = 1 ]; then
   echo "This starts four simulated GPU nodes on this machine, breaks one, and validates them; nothing of it stays."
   exec "$bin/python" -m tests.sim.fleet "$out"
-elif [ -n "${INVENTORY:-}" ]; then
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+if [ -n "${INVENTORY:-}" ]; then
   inventory=$(realpath "$INVENTORY") nodes="the nodes of $INVENTORY"
-elif [ -n "${HOSTS:-}" ]; then
-  inventory=$out/hosts.yml nodes="$HOSTS (profile ${PROFILE:=cpu}, ${RANKS:=2} ranks each)"
-  "$bin/python" - "$inventory" "$PROFILE" "$RANKS" $HOSTS <<'PY'
-import json, sys
-file, profile, ranks, *hosts = sys.argv[1:]
-small = {"jobs_experts": 16, "jobs_bench_options": ["--device", "cpu"]} if profile == "cpu" else {}
-settings = {"doctor_profile": profile, "jobs_ranks_per_node": int(ranks), **small}
-group = {"hosts": {host: {} for host in hosts}, "vars": settings}
-open(file, "w").write(json.dumps({"all": {"children": {profile.replace("-", "_"): group}}}))
-PY
 else
-  inventory=$PWD/ansible/inventories/localhost.yml nodes="this machine"
+  inventory=$work/hosts.yml nodes=${HOSTS:-this machine}
+  # shellcheck disable=SC2086
+  "$bin/python" - "$inventory" "${PROFILE:-}" ${HOSTS:-} <<'PY'
+import json, pathlib, subprocess, sys
+from hybrid_ep.doctor import load_profile
+file, profile, *names = sys.argv[1:]
+hosts = {name: {} for name in names}
+if not names:
+    hosts["localhost"] = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+if not names and not profile:
+    done = subprocess.run(["hybrid-ep", "doctor", "--quick", "--json"], stdout=subprocess.PIPE, text=True)
+    profile = json.loads(done.stdout)["profile"] if done.stdout else sys.exit("set PROFILE")
+profile = profile or "cpu"
+gpus = load_profile(profile)["gpu.count"]
+small = {"jobs_ranks_per_node": 2, "jobs_experts": 16, "jobs_bench_options": ["--device", "cpu"]}
+settings = {"doctor_profile": profile, **({"jobs_ranks_per_node": gpus} if gpus else small)}
+pathlib.Path(file).write_text(json.dumps({"all": {"children": {"nodes": {"hosts": hosts, "vars": settings}}}}))
+PY
 fi
 cat <<TEXT
-This validates $nodes: it runs the doctor on each node, then dispatch and combine on each that is fit, on pairs of
-them and on all together, and writes a report. It changes nothing on a node, installs nothing and needs no root.
+This validates $nodes: the doctor on each node, then dispatch and combine on each that is fit, on pairs of them and on
+all together, then a report. It changes nothing on a node, installs nothing and needs no root.
 TEXT
-run() { (cd ansible && ansible-playbook -i "$inventory" "$1" -e "preflight_results=$out"); }
-# A node that is not fit ends the first playbook with an error; the others are tested all the same.
+# shellcheck disable=SC2086
+run() { (cd ansible && ansible-playbook -i "$inventory" "$1" -e "preflight_results=$out" ${OPTIONS:-}); }
 status=0
 run validate.yml || status=$?
-[ -f "$out/inventory.json" ] || exit "$status"
+# A node that is not fit is an error, and the others are tested all the same; without new results there is nothing to test.
+[ "$out/inventory.json" -nt "$work" ] || exit "$status"
 run test_jobs.yml || status=$?
 echo "The report: $out/report/report.html"
 exit "$status"

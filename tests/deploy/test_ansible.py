@@ -51,6 +51,7 @@ FILES = {
     "/usr/bin/systemctl": _SYSTEMCTL,
     PROFILE: yaml.safe_dump(SITE),
 }
+USED = ("HOSTS", "INVENTORY", "OPTIONS", "PROFILE", "SIMULATE")
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +239,7 @@ def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet
 
 
 def test_make_validate_on_this_machine(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("HOSTS", "INVENTORY", "SIMULATE")}
+    environment = {name: value for name, value in os.environ.items() if name not in USED}
     done = subprocess.run(
         ["ci/validate.sh", f"{sys.prefix}/bin"],
         env={**environment, "OUT": str(tmp_path / "out")},
