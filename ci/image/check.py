@@ -175,8 +175,9 @@ def check_demo(image: Image) -> None:
 
 def check_commands(image: Image) -> None:
     """Subcommands and other programs; an unknown program is an error and not the demo."""
-    seen = json.loads(image.output("bench", "--ranks", "2", "--tokens", "8", "--runs", "2", "--json"))
-    expect(seen["ok"] is True, "the benchmark finds every row right", seen)
+    seen = image.output("bench", "--ranks", "2", "--tokens", "8", "--runs", "2", "--json")
+    result = json.loads(seen[seen.index("{\n") :])  # older versions of gloo greet on stdout
+    expect(result["ok"] is True, "the benchmark finds every row right", seen)
     expect(image.output("bash", "-c", "echo $((6 * 7))") == "42\n", "bash runs", "")
     expect(image.run("hybrid-epp").returncode == 127, "an unknown program is exit status 127", "")
 
@@ -266,9 +267,9 @@ def main() -> int:
         begun = time.monotonic()
         try:
             CHECKS[name](image)
-        except (ImageError, subprocess.TimeoutExpired) as error:
+        except (ImageError, subprocess.TimeoutExpired, ValueError, KeyError) as error:
             failed += 1
-            print(f"FAILED {name} ({time.monotonic() - begun:.1f} s): {error}", flush=True)
+            print(f"FAILED {name} ({time.monotonic() - begun:.1f} s): {type(error).__name__}: {error}", flush=True)
         else:
             print(f"ok     {name} ({time.monotonic() - begun:.1f} s): {CHECKS[name].__doc__}", flush=True)
     return 1 if failed else 0

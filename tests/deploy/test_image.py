@@ -103,13 +103,33 @@ def test_checks_see_a_spoilt_image(name: str, spoilt: str, folder: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["cpu", "linux/riscv64"], "PLATFORM=linux/riscv64 is not allowed; it takes linux/amd64 or linux/arm64"),
-        (["nothing"], "TARGET=nothing is not allowed; it takes "),
+        (
+            ["ci/image.sh", "cpu", "linux/riscv64"],
+            "PLATFORM=linux/riscv64 is not allowed; it takes linux/amd64 or linux/arm64",
+        ),
+        (["ci/image.sh", "nothing"], "TARGET=nothing is not allowed; it takes "),
+        (["env", "ENGINE=none", "ci/image.sh"], "ENGINE=none is not allowed; it takes docker, buildah or builder"),
+        (
+            ["env", "ENGINE=docker", "SOURCES=packages", "ci/image.sh"],
+            "SOURCES=packages is not allowed with ENGINE=docker",
+        ),
+        (
+            ["env", "ENGINE=docker", "SOURCES=all", "ci/image.sh"],
+            "SOURCES=all is not allowed; it takes public or packages",
+        ),
+        (
+            ["docker/install_packages", "download", "unused", "riscv64", "x"],
+            "riscv64 is not allowed; it takes amd64 or arm64",
+        ),
+        (
+            ["docker/build_rdma_core", "docs", "amd64", "unused", "unused"],
+            "it takes one .tar.gz with the source of rdma-core",
+        ),
     ],
 )
 def test_bad_words_are_named(words: list[str], message: str) -> None:
-    done = subprocess.run(["ci/image.sh", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
     assert message in done.stderr
 
 
