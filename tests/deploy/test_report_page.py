@@ -295,16 +295,24 @@ def test_hostile_text_stays_text(
 def test_printing_shows_the_matrix_and_hides_the_tools(
     chrome: Chrome, large: Path, show: Callable[[Path], Cluster]
 ) -> None:
+    from tests.deploy.report_browser import resize
+
     show(large)
     chrome.execute_script("document.getElementById('only-problems').click()")
     assert len(_texts(chrome, "#matrix tbody th")) < 100
     chrome.execute_script("dispatchEvent(new Event('beforeprint'))")
     assert len(chrome.find_elements("css selector", "#matrix tbody th")) == 200
     chrome.execute_script("dispatchEvent(new Event('afterprint'))")
-    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert len(_texts(chrome, "#matrix tbody th")) < 100
+    resize(chrome, 720, 1000)  # A4 without its margins
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
     try:
         hidden = [chrome.find_element("id", name).is_displayed() for name in ("filter", "heat-tool", "detail")]
         assert hidden == [False, False, False]
+        assert chrome.execute_script("return document.documentElement.scrollWidth") == 720
+        paper = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert paper == "rgb(255, 255, 255)"
     finally:
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
