@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.deploy
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Chrome]:
     """One browser for all tests."""
-    pytest.importorskip("selenium")
+    require(find_spec("selenium"), "selenium (a development dependency)")
     from tests.deploy.report_browser import CHROMIUM, DRIVER, browser
 
     require(CHROMIUM and DRIVER, "chromium and chromium-driver (ci/system_packages.sh)")
