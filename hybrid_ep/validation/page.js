@@ -283,9 +283,13 @@
     return `rgb(${from.map((value, index) => Math.round(value + (to[index] - value) * at)).join(",")})`;
   }
 
+  function share(index, pairs) {
+    return pairs.median ? pairs.v[index] / pairs.median : 0;
+  }
+
   function said(index, pairs) {
     const names = [pairs.a[index], pairs.b[index]].map((host) => data.nodes[host].name).join(" – ");
-    return `${names}: ${pairs.v[index]} ${pairs.unit}, ${Math.round((100 * pairs.v[index]) / pairs.median)} % of the median`;
+    return `${names}: ${pairs.v[index]} ${pairs.unit}, ${Math.round(100 * share(index, pairs))} % of the median`;
   }
 
   function drawHeat() {
@@ -311,10 +315,10 @@
     paint.fillRect(margin, 0, step * size, step * size);
     const gap = step > 6 ? 1 : 0;
     for (const [key, index] of slowest) {
-      paint.fillStyle = colour(pairs.v[index] / pairs.median);
+      paint.fillStyle = colour(share(index, pairs));
       paint.fillRect(margin + (key % size) * step, Math.floor(key / size) * step, step - gap, step - gap);
       if (named) {
-        paint.fillStyle = pairs.v[index] / pairs.median < 0.65 ? "#fff" : "#1b2430";
+        paint.fillStyle = share(index, pairs) < 0.65 ? "#fff" : "#1b2430";
         paint.font = font;
         paint.textAlign = "center";
         paint.textBaseline = "middle";
@@ -337,7 +341,7 @@
     const ramp = element("span", { class: "ramp" });
     ramp.style.background = `linear-gradient(to right, ${[0.5, 0.8, 1].map(colour).join(",")})`;
     byId("heat-scale").replaceChildren("half of the median or less", ramp, `median, ${Number(pairs.median.toPrecision(4))} ${pairs.unit}`);
-    byId("heat-seen").textContent = `Slowest: ${said(pairs.v.indexOf(Math.min(...pairs.v)), pairs)}.`;
+    byId("heat-seen").textContent = `Slowest: ${said(0, pairs)}.`;
   }
 
   function pointed(event) {

@@ -175,7 +175,7 @@ def _data(cluster: Cluster) -> dict[str, Any]:
     Returns:
         ``texts``; ``checks``, the columns; ``wants``, [expected, source, remedy] as numbers of texts; ``shapes``, a
         number of `wants` for each column; ``nodes``, each with a letter of its status and the text that was seen for
-        each column, and its shape; ``pairs``, for each bandwidth the hosts' numbers and the values.
+        each column, and its shape; ``pairs``, for each bandwidth the hosts' numbers and the values, slowest first.
     """
     texts, wants, shapes = _Index(), _Index(), _Index()
     columns = _columns(cluster)
