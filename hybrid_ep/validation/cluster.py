@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -207,6 +208,7 @@ class Cluster:
         ]
         return sorted(to_dos, key=lambda to_do: (order[to_do.result.shown_as], -len(to_do.hosts)))
 
+    @cached_property
     def pair_tables(self) -> list[PairTable]:
         """Every bandwidth (units per second: more is better) of jobs on exactly two hosts; that of most pairs first."""
         found: dict[tuple[str, str], list[PairFigure]] = defaultdict(list)

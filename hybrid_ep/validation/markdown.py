@@ -52,7 +52,7 @@ def _lines(cluster: Cluster) -> Iterator[str]:
                 ("job", "result", "hosts", "reason", "remedy"),
                 [(job.name, job.status, ", ".join(job.hosts), job.reason, job.remedy) for job in wrong],
             )
-    for pairs in cluster.pair_tables()[:MOST_TABLES]:
+    for pairs in cluster.pair_tables[:MOST_TABLES]:
         yield f"## Slowest pairs: {_text(pairs.metric)}\n"
         yield f"{len(pairs.figures)} pairs, median {pairs.median:.4g} {_text(pairs.unit)}.\n"
         rows = [

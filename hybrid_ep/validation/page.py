@@ -48,7 +48,7 @@ def to_html(cluster: Cluster, folder: Path) -> str:
         data=_script_text(_data(cluster)),
         cards=_cards(cluster),
         to_dos=cluster.to_dos(),
-        pair_tables=cluster.pair_tables()[:MOST_TABLES],
+        pair_tables=cluster.pair_tables[:MOST_TABLES],
         most_pairs=_MOST_PAIRS,
         most_hosts=_MOST_HOSTS,
         jobs=list(_with_tails(jobs, folder)),
@@ -187,7 +187,7 @@ def _data(cluster: Cluster) -> dict[str, Any]:
         "wants": list(wants.numbers),
         "shapes": list(shapes.numbers),
         "nodes": nodes,
-        "pairs": [_pairs_data(pairs, number) for pairs in cluster.pair_tables()],
+        "pairs": [_pairs_data(pairs, number) for pairs in cluster.pair_tables],
     }
 
 

@@ -79,7 +79,7 @@ def _jobs(cluster: Cluster) -> list[RenderableType]:
 
 def _pairs(cluster: Cluster) -> list[RenderableType]:
     tables: list[RenderableType] = []
-    for pairs in cluster.pair_tables()[:MOST_TABLES]:
+    for pairs in cluster.pair_tables[:MOST_TABLES]:
         title = f"slowest of {len(pairs.figures)} pairs: {pairs.metric}, median {pairs.median:.4g} {pairs.unit}"
         table = _table(title, "hosts", pairs.unit, "of median", "expected")
         for figure in pairs.figures[:3]:

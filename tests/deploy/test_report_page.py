@@ -191,7 +191,7 @@ def test_filter(chrome: Chrome, small: Path, show: Callable[[Path], Cluster]) ->
 
 def test_heat_map(chrome: Chrome, small: Path, show: Callable[[Path], Cluster]) -> None:
     cluster = show(small)
-    assert _texts(chrome, "#metric option") == [table.metric for table in cluster.pair_tables()]
+    assert _texts(chrome, "#metric option") == [table.metric for table in cluster.pair_tables]
     chrome.find_element("id", "metric").send_keys("nic write")
     seen = chrome.find_element("id", "heat-seen")
     assert seen.text == "Slowest: worker-1 – worker-4: 212.4 Gb/s, 70 % of the median."

@@ -401,7 +401,7 @@ def test_pairs_and_hosts_by_bandwidth(results: Path) -> None:
         write_job(results, f"pair-{a}-{b}", "pair", [a, b], metrics=metrics)
     metrics = [{"name": "write", "value": 380.0, "unit": "Gb/s"}]
     write_job(results, "nic", "nic", ["a", "b"], metrics=metrics)
-    dispatch, write_table = load_cluster(results).pair_tables()
+    dispatch, write_table = load_cluster(results).pair_tables
     assert (dispatch.metric, dispatch.median, dispatch.hosts) == ("dispatch", 79.0, ())
     assert [figure.value for figure in dispatch.figures] == [40.0, 79.0, 80.0]
     assert dispatch.share(40.0) == "51%"
@@ -414,7 +414,7 @@ def test_a_host_that_is_slow_with_everyone_stands_out(tmp_path: Path) -> None:
     for a, b in combinations(hosts, 2):
         metrics = [{"name": "dispatch", "value": 40.0 if "worker-4" in (a, b) else 80.0, "unit": "GB/s"}]
         write_job(tmp_path, f"{a}-{b}", "pair", [a, b], metrics=metrics)
-    table = load_cluster(tmp_path).pair_tables()[0]
+    table = load_cluster(tmp_path).pair_tables[0]
     assert [(host.name, host.median) for host in table.hosts][:2] == [("worker-4", 40.0), ("worker-1", 80.0)]
 
 
