@@ -226,6 +226,8 @@ def test_light_and_dark_wide_and_narrow(
     assert chrome.execute_script("return document.documentElement.scrollWidth") == width
     paper = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 23, 30)"}[name]
+    passed = chrome.execute_script("return getComputedStyle(document.querySelector('.cell.p')).backgroundColor")
+    assert passed == {"light": "rgb(231, 244, 239)", "dark": "rgb(22, 48, 42)"}[name]
     selectors = ["h1", ".lead", "#headline", ".card b", ".card span", ".badge.pass", ".badge.fail", ".badge.skipped"]
     selectors += [".cell.p", ".cell.f", "#matrix th.unfit", "#matrix thead span", "#detail dt", "#detail dd", ".hint"]
     selectors += ["td.bad", "#between th" if width > 600 else "#between td", "#to-do td", "footer"]
