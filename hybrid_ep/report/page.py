@@ -13,8 +13,8 @@ __all__ = ["CSS", "Cell", "Page"]
 CSS = """
 :root{color-scheme:light dark;--ink:#1b2430;--muted:#5a6675;--paper:#fff;--panel:#f5f7fa;--line:#dfe5ec;
 --good:#00785a;--bad:#b3400b;--accent:#0072b2}
-@media screen and (prefers-color-scheme:dark){:root{--ink:#e6ebf1;--muted:#9aa7b6;--paper:#12171e;--panel:#1b222c;--line:#2c3643;
---good:#3ecf9f;--bad:#ff9259;--accent:#63b8ee}}
+@media screen and (prefers-color-scheme:dark){:root{--ink:#e6ebf1;--muted:#9aa7b6;--paper:#12171e;--panel:#1b222c;
+--line:#2c3643;--good:#3ecf9f;--bad:#ff9259;--accent:#63b8ee}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);
 font:16px/1.6 Inter,system-ui,-apple-system,"Segoe UI",sans-serif}
