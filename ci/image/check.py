@@ -20,13 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = "cc gcc g++ c++ clang cpp ld as make cmake ninja nvcc cicc ptxas rustc go"
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -p 2222"
-# Makes the job's key as an operator would, and starts sshd as this user.
 START_SSHD = """
-set -e
-cd /home/hep/.ssh
-ssh-keygen -q -t ed25519 -N "" -C "" -f id_rsa
-cp id_rsa.pub authorized_keys
-/usr/sbin/sshd -De -f /etc/hybrid-ep/ssh/sshd_config 2>/tmp/sshd.log &
+hybrid-ep-entrypoint sshd 2>/tmp/sshd.log &
 for i in $(seq 100); do (exec 3<>/dev/tcp/127.0.0.1/2222) 2>/dev/null && break; sleep 0.1; done
 """
 
@@ -178,6 +173,9 @@ def check_commands(image: Image) -> None:
     seen = image.output("bench", "--ranks", "2", "--tokens", "8", "--runs", "2", "--json")
     result = json.loads(seen[seen.index("{\n") :])  # older versions of gloo greet on stdout
     expect(result["ok"] is True, "the benchmark finds every row right", seen)
+    small = "--ranks 4 --domains 2 --tokens 16 --hidden 128 --topk 2 --experts 8 --steps 2"
+    seen = image.output("demo", *small.split(), limit_s=180)
+    expect("all checks passed" in seen, "the demo takes options and passes", seen)
     expect(image.output("bash", "-c", "echo $((6 * 7))") == "42\n", "bash runs", "")
     expect(image.run("hybrid-epp").returncode == 127, "an unknown program is exit status 127", "")
 
