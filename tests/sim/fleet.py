@@ -47,7 +47,7 @@ PidFile none
 Subsystem sftp internal-sftp
 """
 # What a playbook must know of a simulated node that it need not know of a real one.
-_SIMULATED = {
+SIMULATED = {
     "ansible_python_interpreter": "/usr/bin/python3",  # this machine's user may have another one first
     "doctor_options": ["--sysroot", "/opt/node"],
     "container_environment": {"LD_LIBRARY_PATH": "/opt/stub", "HYBRID_EP_NVML_STUB": "/opt/node/hybrid_ep/nvml.conf"},
@@ -115,7 +115,7 @@ class Fleet:
 
     def write_inventory(self, groups: Mapping[str, Any], **variables: Any) -> None:
         """Writes ~/inventory.yml on the controller: group → its content, and variables of all nodes."""
-        content = {"all": {"children": dict(groups), "vars": {**_SIMULATED, **variables}}}
+        content = {"all": {"children": dict(groups), "vars": {**SIMULATED, **variables}}}
         self.controller.write(f"{HOME}/inventory.yml", yaml.safe_dump(content))
 
     def play(self, playbook: str, *options: str, shown: bool = False) -> Play:
