@@ -10,9 +10,4 @@ constexpr int kMaxStages = 32;  // of a warp
 constexpr int kDispatchStoresInFlight = 3;
 constexpr int kCombineStoresInFlight = 2;
 
-// Of a ring of sums (device/sum_ring.cuh): warps that add, bytes that they hold of a row, and stages of what leaves.
-constexpr int kSumWarps = 7;
-constexpr int kPartBytes = kSumWarps * 2048;
-constexpr int kOutStages = 3;
-
 }  // namespace hybrid_ep

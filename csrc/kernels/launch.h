@@ -4,17 +4,13 @@
 #include <cuda_runtime.h>
 
 #include "common/cuda_check.h"
-#include "device/row_ring_limits.h"
 #include "kernels/params.h"
 
 namespace hybrid_ep {
 
 constexpr int kDispatchThreads = 512;
-constexpr int kMaxSendWarps = 3;
-constexpr int kRingWarps = 1 + kSumWarps + 1;  // of a ring of sums: load, add, store
-constexpr int combine_threads(bool from_experts) {
-  return (kRingWarps + (from_experts ? kRingWarps : kMaxSendWarps)) * 32;
-}
+constexpr int kCombineThreads = 384;
+constexpr int kMaxSendWarps = 4;
 
 // Shared memory that a CTA may ask for beside what the kernels declare.
 constexpr int kDynamicSharedBytes = 212 * 1024;
@@ -28,6 +24,7 @@ void prepare_combine();
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
 void launch_combine(const CombineParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
 void launch_duplicate(const DuplicateParams& params, cudaStream_t stream);
+void launch_reduce_local(const ReduceLocalParams& params, cudaStream_t stream);
 void launch_layout(const LayoutParams& params, cudaStream_t stream);
 
 template <typename Params>

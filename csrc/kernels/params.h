@@ -70,20 +70,17 @@ struct DispatchParams {
 
 struct CombineParams {
   Domain domain;
-  const uint8_t* rows;         // [N, H] bf16; with places [P, H], by expert
-  const float* weights;        // [N, W] or nullptr; with places [P]
-  const int32_t* places;       // [N, K] row of each copy, or −1; nullptr: one row for each received token
+  const uint8_t* rows;         // [N, H] bf16
+  const float* weights;        // [N, W] or nullptr
   const uint8_t* bias[2];      // [T, H] bf16 or nullptr
   uint8_t* out;                // [T, H] bf16
   float* out_weights;          // [T, W] or nullptr
   const int32_t* send_slot;    // [T, R]
   const int32_t* rank_prefix;  // [R, R]
-  int num_tokens, row_bytes;
-  int num_rows;             // N, or what the sizes allow of it
-  int num_topk, row_limit;  // K and P, with places
+  int num_tokens, num_rows, row_bytes;
   int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
   SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
-  int num_send_warps, num_stages, num_sum_stages;
+  int num_send_warps, num_stages;
 };
 
 // Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not
@@ -101,6 +98,17 @@ struct DuplicateParams {
   int rank, num_ranks, num_topk, num_local_experts, row_bytes, num_scales;
   int row_limit;   // rows of the output
   int recv_limit;  // rows of places
+};
+
+// The way back: sums a token's local experts in ascending order, rounds once, and gives its weights their columns.
+struct ReduceLocalParams {
+  const uint8_t* rows;         // [P, H] bf16
+  const float* probs;          // [P] or nullptr
+  const int32_t* places;       // [N, K]
+  const int32_t* rank_prefix;  // [R, R], for N
+  uint8_t* out;                // [N, H] bf16
+  float* out_weights;          // [N, K] or nullptr
+  int rank, num_ranks, num_topk, row_bytes, row_limit, recv_limit;
 };
 
 // Counts of this rank's tokens, for `get_dispatch_layout`.

@@ -112,10 +112,9 @@ uint32_t Communicator::dispatch(DispatchParams& params, const RowWidths& widths,
 void Communicator::combine(CombineParams& params, const RowWidths& widths, int num_sms, cudaStream_t stream) {
   params.domain = domain_;
   params.slot = slot_layout(widths);
-  const LaunchShape shape = combine_shape(params.row_bytes, params.places != nullptr, num_sms, num_device_sms_);
+  const LaunchShape shape = combine_shape(params.row_bytes, num_sms, num_device_sms_);
   params.num_send_warps = shape.num_send_warps;
   params.num_stages = shape.num_stages;
-  params.num_sum_stages = shape.num_sum_stages;
   const int matrix_bytes = domain_.num_ranks * domain_.num_ranks * static_cast<int>(sizeof(int32_t));
   launch_combine(params, shape.num_sms, std::max(matrix_bytes, shape.ring_bytes), stream);
 }

@@ -5,14 +5,13 @@ namespace hybrid_ep {
 
 struct LaunchShape {
   int num_sms;
-  int num_send_warps;  // of a CTA, that send rows as they are
-  int num_stages;      // of a sending warp's ring, or of the ring of sums that are sent
-  int num_sum_stages;  // of the ring that sums what arrives at a combine
+  int num_send_warps;  // of a CTA
+  int num_stages;      // of a sending warp's ring
   int ring_bytes;      // of a CTA
 };
 
 // `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has.
 LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms);
-LaunchShape combine_shape(int row_bytes, bool from_experts, int asked, int num_device_sms);
+LaunchShape combine_shape(int row_bytes, int asked, int num_device_sms);
 
 }  // namespace hybrid_ep

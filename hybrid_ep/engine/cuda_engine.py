@@ -122,7 +122,39 @@ class CudaEngine(Engine):
         bias: tuple[Tensor, ...],
         num_sms: int | None,
     ) -> Combined:
-        return self._combine(data, handle, weights, bias, num_sms)
+        stream = self._begin()
+        route: Route = handle.state
+        num_tokens, hidden = handle.num_tokens, data.shape[1]
+        row_bytes = row_bytes_of(data)
+        num_weights = 0 if weights is None else weights.shape[1]
+        widths = _cuda.combine_widths(row_bytes, num_weights)
+        self._arena.ensure(widths.slot_bytes_for(route.max_sent))
+        self._arena.note_use()
+        out = torch.empty(num_tokens, hidden, dtype=data.dtype, device=data.device)
+        out_weights = None
+        if weights is not None:
+            out_weights = torch.empty(num_tokens, num_weights, dtype=torch.float32, device=data.device)
+        terms = [aligned(term) for term in bias]
+        data = aligned(data)
+        self._communicator.combine(
+            widths=widths,
+            rows=data.data_ptr(),
+            weights=address(weights),
+            bias_0=address(terms[0] if terms else None),
+            bias_1=address(terms[1] if len(terms) > 1 else None),
+            out=out.data_ptr(),
+            out_weights=address(out_weights),
+            send_slot=route.memory.data_ptr(),
+            rank_prefix=handle.rank_prefix_matrix.data_ptr(),
+            num_tokens=num_tokens,
+            num_rows=data.shape[0],
+            num_weights=num_weights,
+            row_bytes=row_bytes,
+            num_sms=num_sms or 0,
+            stream=stream,
+        )
+        self.traffic.within_domain += route.num_from_away * widths.total
+        return Combined(out, out_weights)
 
     def dispatch_permuted(
         self,
@@ -175,8 +207,31 @@ class CudaEngine(Engine):
     def combine_permuted(
         self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
     ) -> Combined:
+        stream = self._begin()
         state: PermuteState = handle.state
-        return self._combine(data, handle.dispatch, probs, (), num_sms, state.places)
+        num_recv, num_topk = state.places.shape
+        row_bytes = row_bytes_of(data)
+        data = aligned(data)
+        reduced = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
+        weights = None
+        if probs is not None:
+            weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
+        _cuda.reduce_local(
+            rows=data.data_ptr(),
+            probs=address(probs),
+            places=state.places.data_ptr(),
+            rank_prefix=handle.dispatch.rank_prefix_matrix.data_ptr(),
+            out=reduced.data_ptr(),
+            out_weights=address(weights),
+            rank=self.grid.rank,
+            num_ranks=self.grid.num_ranks,
+            num_topk=num_topk,
+            row_bytes=row_bytes,
+            row_limit=handle.num_permuted,
+            recv_limit=num_recv,
+            stream=stream,
+        )
+        return self.combine(reduced, handle.dispatch, weights=weights, bias=(), num_sms=num_sms)
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
         if not handle.state.waited:
@@ -404,61 +459,6 @@ class CudaEngine(Engine):
         )
         self.traffic.within_domain += route.num_sent_away * widths.total
         return landing, self._communicator.slot_layout(widths)
-
-    def _combine(
-        self,
-        data: Tensor,
-        handle: DispatchHandle,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        num_sms: int | None,
-        places: Tensor | None = None,
-    ) -> Combined:
-        """Launches a combine.
-
-        Args:
-            data, handle, weights, bias, num_sms: as in `combine`; with `places` as in `combine_permuted`.
-            places: ``[N, K]`` int32; where each copy of a received row stands in expert-major `data`, or −1.
-        """
-        stream = self._begin()
-        route: Route = handle.state
-        num_tokens, hidden = handle.num_tokens, data.shape[1]
-        row_bytes = row_bytes_of(data)
-        num_weights = 0
-        if weights is not None:
-            num_weights = weights.shape[1] if places is None else places.shape[1]
-        widths = _cuda.combine_widths(row_bytes, num_weights)
-        self._arena.ensure(widths.slot_bytes_for(route.max_sent))
-        self._arena.note_use()
-        out = torch.empty(num_tokens, hidden, dtype=data.dtype, device=data.device)
-        out_weights = None
-        if num_weights:
-            out_weights = torch.empty(num_tokens, num_weights, dtype=torch.float32, device=data.device)
-        terms = [aligned(term) for term in bias]
-        data = aligned(data)
-        self._communicator.combine(
-            widths=widths,
-            rows=data.data_ptr(),
-            weights=address(weights),
-            bias_0=address(terms[0] if terms else None),
-            bias_1=address(terms[1] if len(terms) > 1 else None),
-            # An empty tensor has no address, and no address means rows by source.
-            places=0 if places is None else places.data_ptr() or self._control.local.data_ptr(),
-            out=out.data_ptr(),
-            out_weights=address(out_weights),
-            send_slot=route.memory.data_ptr(),
-            rank_prefix=handle.rank_prefix_matrix.data_ptr(),
-            num_tokens=num_tokens,
-            num_rows=data.shape[0] if places is None else places.shape[0],
-            num_topk=0 if places is None else places.shape[1],
-            row_limit=data.shape[0],
-            num_weights=num_weights,
-            row_bytes=row_bytes,
-            num_sms=num_sms or 0,
-            stream=stream,
-        )
-        self.traffic.within_domain += route.num_from_away * widths.total
-        return Combined(out, out_weights)
 
     def _wait_for_counts(self, ticket: int, landing: Landing) -> _cuda.Mail:
         arrived = self._communicator.wait_mailbox(ticket)

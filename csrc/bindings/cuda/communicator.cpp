@@ -117,9 +117,8 @@ void add_communicator(py::module_& module) {
       .def(
           "combine",
           [](Communicator& self, const RowWidths& widths, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
-             uintptr_t bias_1, uintptr_t places, uintptr_t out, uintptr_t out_weights, uintptr_t send_slot,
-             uintptr_t rank_prefix, int num_tokens, int num_rows, int num_topk, int row_limit, int num_weights,
-             int row_bytes, int num_sms, uintptr_t stream) {
+             uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t send_slot, uintptr_t rank_prefix,
+             int num_tokens, int num_rows, int num_weights, int row_bytes, int num_sms, uintptr_t stream) {
             CombineParams params{};
             params.rows = pointer<uint8_t>(rows);
             params.weights = pointer<float>(weights);
@@ -129,19 +128,15 @@ void add_communicator(py::module_& module) {
             params.out_weights = pointer<float>(out_weights);
             params.send_slot = pointer<int32_t>(send_slot);
             params.rank_prefix = pointer<int32_t>(rank_prefix);
-            params.places = pointer<int32_t>(places);
             params.num_tokens = num_tokens;
             params.num_rows = num_rows;
-            params.num_topk = num_topk;
-            params.row_limit = row_limit;
             params.num_weights = num_weights;
             params.row_bytes = row_bytes;
             self.combine(params, widths, num_sms, stream_of(stream));
           },
           py::kw_only(), py::arg("widths"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"),
-          py::arg("places"), py::arg("out"), py::arg("out_weights"), py::arg("send_slot"), py::arg("rank_prefix"),
-          py::arg("num_tokens"), py::arg("num_rows"), py::arg("num_topk"), py::arg("row_limit"), py::arg("num_weights"),
-          py::arg("row_bytes"), py::arg("num_sms"), py::arg("stream"))
+          py::arg("out"), py::arg("out_weights"), py::arg("send_slot"), py::arg("rank_prefix"), py::arg("num_tokens"),
+          py::arg("num_rows"), py::arg("num_weights"), py::arg("row_bytes"), py::arg("num_sms"), py::arg("stream"))
       .def("wait_mailbox", &Communicator::wait_mailbox, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("mail", &Communicator::mailbox, py::return_value_policy::reference_internal)
       .def("take_fault", &Communicator::take_fault);

@@ -38,6 +38,18 @@ void add_local_kernels(pybind11::module_& module) {
       py::arg("num_ranks"), py::arg("num_topk"), py::arg("num_local_experts"), py::arg("row_bytes"),
       py::arg("num_scales"), py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
   module.def(
+      "reduce_local",
+      [](uintptr_t rows, uintptr_t probs, uintptr_t places, uintptr_t rank_prefix, uintptr_t out, uintptr_t out_weights,
+         int rank, int num_ranks, int num_topk, int row_bytes, int row_limit, int recv_limit, uintptr_t stream) {
+        launch_reduce_local({pointer<uint8_t>(rows), pointer<float>(probs), pointer<int32_t>(places),
+                             pointer<int32_t>(rank_prefix), pointer<uint8_t>(out), pointer<float>(out_weights), rank,
+                             num_ranks, num_topk, row_bytes, row_limit, recv_limit},
+                            stream_of(stream));
+      },
+      py::kw_only(), py::arg("rows"), py::arg("probs"), py::arg("places"), py::arg("rank_prefix"), py::arg("out"),
+      py::arg("out_weights"), py::arg("rank"), py::arg("num_ranks"), py::arg("num_topk"), py::arg("row_bytes"),
+      py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
+  module.def(
       "copy",
       [](uintptr_t to, uintptr_t from, size_t num_bytes, uintptr_t stream) {
         check_cuda(cudaMemcpyAsync(pointer<void>(to), pointer<void>(from), num_bytes, cudaMemcpyDeviceToDevice,

@@ -18,8 +18,6 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Makes what the calling thread has acquired in global memory visible to the copy engine.
-__device__ __forceinline__ void fence_global_for_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t num_bytes) {
@@ -27,12 +25,7 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t num_b
                : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Waits for the phase to end. Only the copy engine and warps of this CTA can delay it, so this wait needs no
-// clock.
+// Waits for the phase to end. Only the local copy engine can delay it, so this wait needs no clock.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   do {
