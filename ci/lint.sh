@@ -8,4 +8,4 @@ git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r "$bin/clang-format" -
 "$bin/python" ci/layers.py --check
 "$bin/yamllint" --strict ansible .ansible-lint
 # Its own Ansible, from the same folder; nothing is fetched.
-PATH="$(cd "$bin" && pwd):$PATH" "$bin/ansible-lint" --offline --quiet ansible
+PATH="$(cd "$bin" && pwd):$PATH" "$bin/ansible-lint" --offline -q ansible
