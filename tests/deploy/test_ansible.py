@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hybrid_ep.validation.begin import Inventory, begin_validation
+from hybrid_ep.validation.results import read_inventory
 from tests.prerequisites import require
 from tests.sim.fleet import HOME, ROOT, SIMULATED, Fleet, Play, names_of
 from tests.sim.hosts import missing_prerequisites
@@ -241,6 +243,27 @@ def test_wheel_and_image_are_installed_when_asked_and_then_used(fleet: Fleet, tm
     log = fleet.nodes["node-b"].path("/tmp/docker.log").read_text()
     assert "docker run --rm --pull=never --network=host" in log
     assert log.count("docker pull") == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ansible" / "inventories").glob("*.yml")), ids=lambda path: path.stem)
+def test_example_inventory_is_one_that_preflight_takes(path: Path, tmp_path: Path) -> None:
+    program = f"{sys.prefix}/bin/ansible-inventory"
+    done = subprocess.run([program, "-i", path, "--list"], cwd=ROOT / "ansible", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)
+    variables = tree.pop("_meta")["hostvars"]
+
+    def members(group: str) -> list[str]:
+        entry = tree.get(group, {})
+        return [*entry.get("hosts", []), *(host for child in entry.get("children", []) for host in members(child))]
+
+    platforms = {host: known.get("doctor_profile", "") for host, known in variables.items()}
+    groups = {group: members(group) for group in tree}
+    begin_validation(tmp_path / "results", Inventory("example", list(variables), groups, platforms))
+    assert len(read_inventory(tmp_path / "results").hosts) >= 4
+    defaults = "".join(file.read_text() for file in (ROOT / "ansible" / "roles").glob("*/defaults/main.yml"))
+    for name in {name for known in variables.values() for name in known if not name.startswith("ansible_")}:
+        assert f"\n{name}:" in defaults, f"{name} is no knob of a role"
 
 
 def configure(fleet: Fleet, *options: str) -> Play:
