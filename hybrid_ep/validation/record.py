@@ -98,6 +98,13 @@ def _metrics(document: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _last_line(output: str) -> str:
-    """The last line that says something: mpirun frames its notes with dashes."""
-    lines = [line.strip() for line in output.splitlines() if line.strip(" -=*\t")]
-    return lines[-1] if lines else "nothing"
+    """The last line that is not one of mpirun's notes, which it frames with dashes; else how the first note begins."""
+    said: list[str] = []
+    noted: list[str] = []
+    in_note = False
+    for line in map(str.strip, output.splitlines()):
+        if line.startswith("-----"):
+            in_note = not in_note
+        elif line:
+            (noted if in_note else said).append(line)
+    return said[-1] if said else noted[0] if noted else "nothing"

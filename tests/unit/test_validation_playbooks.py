@@ -139,7 +139,7 @@ def bench_output(problems: list[str]) -> str:
     operations = [{"name": name, "gbps": 1.5, "median_us": 2.0} for name in ("dispatch", "combine", "layout")]
     outcome = {"problems": problems, "operations": [] if problems else operations}
     document = json.dumps({"ok": not problems, "outcomes": [outcome]}, indent=2)
-    return f"WARNING {{once}}\n{document}\n-----\nmpirun says goodbye\n"
+    return f"WARNING {{once}}\n{document}\nmpirun says goodbye\n"
 
 
 def test_job_that_ended_well_has_its_figures() -> None:
@@ -155,7 +155,8 @@ def test_job_that_ended_well_has_its_figures() -> None:
     [
         (1, bench_output(["rank 1 lost rows"]), "fail", "rank 1 lost rows"),
         (1, bench_output([]), "fail", "ended with 1: mpirun says goodbye"),
-        (255, "ssh: no route\n-----\n", "fail", "ended with 255: ssh: no route"),
+        (255, "ssh: no route\n-----\nORTE was unable\nto start\n-----\n", "fail", "ended with 255: ssh: no route"),
+        (1, "-----\nNo slots\nthis helps\n-----\n", "fail", "ended with 1: No slots"),
         (124, "rank 3 waits", "fail", "did not end in time; last said: rank 3 waits"),
         (0, "fine", "unknown", "ended with 0 and left no result; last said: fine"),
         (0, "", "unknown", "ended with 0 and left no result; last said: nothing"),
