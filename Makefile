@@ -37,7 +37,7 @@ wheel: ## Build a manylinux wheel for PYTHON into dist/; ARCH=aarch64 cross-comp
 	ci/wheel.sh $(PYTHON) $(ARCH) dist
 
 image: ## Build a container image: TARGET=cpu|runtime|build|test, PLATFORM=linux/amd64|linux/arm64, ENGINE, SOURCES, CUDA
-	ENGINE="$(ENGINE)" SOURCES="$(SOURCES)" CUDA="$(CUDA)" BUILD_ARGS="$(BUILD_ARGS)" ci/image.sh $(or $(TARGET),cpu) $(PLATFORM)
+	PYTHON="$(PYTHON)" ENGINE="$(ENGINE)" SOURCES="$(SOURCES)" CUDA="$(CUDA)" BUILD_ARGS="$(BUILD_ARGS)" ci/image.sh $(or $(TARGET),cpu) $(PLATFORM)
 
 image-test: ## Build the images of both architectures and run them; takes long
 	ci/image_test.sh
@@ -52,4 +52,4 @@ validate: setup ## Validate this machine: doctor, test job, report in out/valida
 	ci/validate.sh $(BIN)
 
 clean: ## Remove everything that was built
-	rm -rf $(VENV) build dist out *.egg-info hybrid_ep/*.so
+	rm -rf $(VENV) build dist out .work/image *.egg-info hybrid_ep/*.so

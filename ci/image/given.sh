@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what a build needs where there is no registry, from apt's mirror and pip's index: ci/image/given.sh DIR TARGET ARCH…
 # DIR gets base-ARCH.tar (a Debian root), pip.conf and wheels (pip's settings of this machine, and the files of its find-links),
-# and rdma-core (PyPI's pyverbs carries the tree of rdma-core 59) for targets that are built from it.
+# and rdma-core (PyPI's pyverbs carries the tree of rdma-core 59) for targets that are built from it. PYTHON is one with pip.
 set -euo pipefail
 dir=$1 target=$2
 shift 2
@@ -11,7 +11,7 @@ for arch; do
   ci/image/debian_root.sh bookworm "$arch" "$dir/base-$arch.part.tar"
   mv "$dir/base-$arch.part.tar" "$dir/base-$arch.tar"
 done
-pip() { python3 -m pip --disable-pip-version-check "$@"; }
+pip() { "${PYTHON:-python3}" -m pip --disable-pip-version-check "$@"; }
 {
   echo "[global]"
   pip config list | sed -nE "s/^[^=]*\.(index-url|trusted-host|timeout|default-timeout)='(.*)'$/\1 = \2/p"
