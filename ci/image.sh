@@ -23,7 +23,8 @@ CUDA=${CUDA:-cu13}
 engine=${ENGINE:-}
 if [ -z "$engine" ]; then
   if docker buildx version >/dev/null 2>&1 && docker info >/dev/null 2>&1; then engine=docker
-  elif command -v buildah >/dev/null && buildah build --help | grep -q -e --build-context; then engine=buildah
+  elif command -v buildah >/dev/null && # 1.33 is the first that reads heredocs
+    [ "$(buildah --version | sed 's/^buildah version \([0-9.]*\).*/1.33\n\1/' | sort -V | head -n 1)" = 1.33 ]; then engine=buildah
   else engine=builder; fi
 fi
 inside=()
