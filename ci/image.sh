@@ -6,6 +6,7 @@
 #   SOURCES=public|packages        public: a container registry, rdma-core's releases, pytorch's index. packages: only this
 #                                  machine's apt mirror and pip's index, with pip's own settings; the default for builder
 #   CUDA=cu13|cu12                 of runtime and build
+#   TORCH_CPU_INDEX=ADDRESS        public sources, cpu on amd64: pytorch's index of wheels for CPUs
 #   BUILD_ARGS='A=1 B=2'           other ARGs of the Dockerfile
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,7 +45,7 @@ options+=(--build-arg "REVISION=$revision")
 for argument in ${BUILD_ARGS:-}; do options+=(--build-arg "$argument"); done
 
 case $engine-$sources in
-  *-public) ;;
+  *-public) options+=(--build-arg "TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-}") ;;
   docker-packages) echo "SOURCES=packages is not allowed with ENGINE=docker; it takes ENGINE=buildah or builder" >&2; exit 2 ;;
   *-packages)
     given=$PWD/.work/image/given

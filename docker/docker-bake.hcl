@@ -3,6 +3,7 @@
 variable "REGISTRY" { default = "" } // with its slash at the end
 variable "VERSION" { default = "0.1.0" }
 variable "REVISION" { default = "unknown" }
+variable "TORCH_CPU_INDEX" { default = "" } // for cpu on amd64, see docs/images.md
 
 group "default" { targets = ["cpu", "runtime"] }
 group "all" { targets = ["cpu", "runtime", "runtime-cu12", "test"] }
@@ -18,6 +19,7 @@ target "_common" {
 
 target "cpu" {
   inherits = ["_common"]
+  args     = { TORCH_CPU_INDEX = TORCH_CPU_INDEX }
   target   = "cpu"
   tags     = ["${REGISTRY}hybrid-ep:${VERSION}-cpu"]
 }
