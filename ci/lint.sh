@@ -7,5 +7,10 @@ bin=$1
 git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r "$bin/clang-format" --dry-run --Werror
 "$bin/python" ci/layers.py --check
 "$bin/yamllint" --strict ansible .ansible-lint
-# Its own Ansible, from the same folder; nothing is fetched.
-PATH="$(cd "$bin" && pwd):$PATH" "$bin/ansible-lint" --offline -q ansible
+if [ -x "$bin/ansible-lint" ]; then
+  # Its own Ansible, from the same folder; nothing is fetched.
+  PATH="$(cd "$bin" && pwd):$PATH" "$bin/ansible-lint" --offline -q ansible
+else
+  echo "ansible-lint is not installed (it needs Python 3.11): the playbooks were not checked" >&2
+  [ "${CI:-}" != true ]
+fi
