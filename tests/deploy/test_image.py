@@ -66,6 +66,7 @@ def test_image_keeps_its_promises() -> None:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that the builder sees."""
+    build()
     path = Path(tempfile.mkdtemp(dir=ROOT / ".work"))
     yield path
     shutil.rmtree(path)
@@ -91,7 +92,6 @@ def folder() -> Iterator[Path]:
     ],
 )
 def test_checks_see_a_spoilt_image(name: str, spoilt: str, folder: Path) -> None:
-    build()
     user = "" if spoilt.startswith("USER") else "USER hep"
     (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nUSER root\n{spoilt}\n{user}\n")
     prepare = (
