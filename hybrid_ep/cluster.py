@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,20 @@ __all__ = ["RankError", "VirtualCluster"]
 T = TypeVar("T")
 _START_S = 120.0
 _LEAVE_S = 5.0
+# torch reads this at the first rendezvous of a process: symmetric memory of two ranks may be on one GPU.
+_SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+class _Setup(NamedTuple):
+    """What a rank needs to begin; `gpu` is None on a CPU."""
+
+    rank: int
+    num_ranks: int
+    backend: str
+    gpu: int | None
+    num_threads: int
+    port: int
+    variables: dict[str, str]
 
 
 class RankError(HybridEPError):
@@ -56,9 +70,12 @@ class VirtualCluster:
         device: ``cpu`` (gloo) or ``cuda`` (NCCL; rank r takes GPU r).
         num_threads: CPU threads of each rank.
         variables: environment variables to set in every rank.
+        ranks_share_gpus: with ``cuda``, rank r takes GPU r modulo the number of GPUs, over gloo, because NCCL refuses
+            two ranks on one GPU. For tests of more ranks than there are GPUs, never for speed: the ranks of a GPU run
+            in turns of milliseconds, also while they wait for each other.
 
     Raises:
-        ConfigError: fewer GPUs than ranks, or a number that is not positive.
+        ConfigError: fewer GPUs than ranks, none at all to share, or a number that is not positive.
     """
 
     def __init__(
@@ -68,14 +85,22 @@ class VirtualCluster:
         device: str = "cpu",
         num_threads: int = 1,
         variables: dict[str, str] | None = None,
+        ranks_share_gpus: bool = False,
     ) -> None:
         if num_ranks < 1:
             raise ConfigError(f"num_ranks is {num_ranks}; allowed: ≥ 1")
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device is {device!r}; allowed: 'cpu' or 'cuda'")
-        if device == "cuda" and torch.cuda.device_count() < num_ranks:
-            raise ConfigError(f"num_ranks is {num_ranks}; allowed with cuda: ≤ {torch.cuda.device_count()} GPUs")
+        if ranks_share_gpus and device != "cuda":
+            raise ConfigError(f"ranks_share_gpus is True with device {device!r}; allowed with it: 'cuda'")
+        num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if ranks_share_gpus and num_gpus == 0:
+            raise ConfigError("the GPUs that ranks share are 0; allowed: ≥ 1")
+        if device == "cuda" and not ranks_share_gpus and num_gpus < num_ranks:
+            raise ConfigError(f"num_ranks is {num_ranks}; allowed with cuda: ≤ {num_gpus} GPUs")
         self.num_ranks = num_ranks
+        backend = "nccl" if device == "cuda" and not ranks_share_gpus else "gloo"
+        variables = ({_SHARED_GPUS: "1"} if ranks_share_gpus else {}) | (variables or {})
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         # Without CUDA in the parent, ranks can fork from a server that has torch loaded; CUDA must start in each rank
         # itself.
@@ -85,7 +110,8 @@ class VirtualCluster:
         self._processes: list[Any] = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            setup = (rank, num_ranks, device, num_threads, self._store.port, variables or {})
+            gpu = rank % num_gpus if device == "cuda" else None
+            setup = _Setup(rank, num_ranks, backend, gpu, num_threads, self._store.port, variables)
             process = context.Process(target=_serve, args=(there, setup), daemon=True)
             process.start()
             there.close()
@@ -171,12 +197,11 @@ class VirtualCluster:
         return [answers[rank][1] for rank in ranks]
 
 
-def _serve(pipe: Connection, setup: tuple[int, int, str, int, int, dict[str, str]]) -> None:
+def _serve(pipe: Connection, setup: _Setup) -> None:
     """The life of one rank."""
-    rank, num_ranks, device, num_threads, port, variables = setup
-    os.environ.update(variables)
-    torch.set_num_threads(num_threads)
-    _answer(pipe, _join, rank, num_ranks, device, port)
+    os.environ.update(setup.variables)
+    torch.set_num_threads(setup.num_threads)
+    _answer(pipe, _join, setup)
     while True:
         try:
             task = pipe.recv()
@@ -190,16 +215,20 @@ def _serve(pipe: Connection, setup: tuple[int, int, str, int, int, dict[str, str
     os._exit(0)
 
 
-def _join(rank: int, num_ranks: int, device: str, port: int) -> None:
-    store = TCPStore("127.0.0.1", port, None, is_master=False)
+def _join(setup: _Setup) -> None:
+    store = TCPStore("127.0.0.1", setup.port, None, is_master=False)
     timeout = timedelta(seconds=max(env.TIMEOUT_S.get(), 60.0))
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "nccl", store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=torch.device("cuda", rank)
-        )
-    else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    gpu = None if setup.gpu is None else torch.device("cuda", setup.gpu)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        setup.backend,
+        store=store,
+        rank=setup.rank,
+        world_size=setup.num_ranks,
+        timeout=timeout,
+        device_id=gpu if setup.backend == "nccl" else None,
+    )
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], *args: Any) -> None:

@@ -19,12 +19,19 @@ class RankPool:
         device: ``cpu`` or ``cuda``.
         variables: environment variables of every rank.
         one_at_a_time: end the clusters of other sizes before one is started.
+        ranks_share_gpus: as in `VirtualCluster`.
     """
 
     def __init__(
-        self, *, device: str = "cpu", variables: dict[str, str] | None = None, one_at_a_time: bool = False
+        self,
+        *,
+        device: str = "cpu",
+        variables: dict[str, str] | None = None,
+        one_at_a_time: bool = False,
+        ranks_share_gpus: bool = False,
     ) -> None:
-        self._options: dict[str, Any] = {"device": device, "variables": variables}
+        options = {"device": device, "variables": variables, "ranks_share_gpus": ranks_share_gpus}
+        self._options: dict[str, Any] = options
         self._one_at_a_time = one_at_a_time
         self._started: dict[int, VirtualCluster] = {}
 
