@@ -3,22 +3,30 @@
 // The deadline is the kernel's, not the wait's: once it has passed, every later wait of the kernel polls once and gives
 // up, so that a kernel always ends within its time however many waits it has. A kernel whose wait failed goes on to its
 // end in order and leaves its barriers and epochs as a successful one does.
+//
+// A rank that dies inside a call has sent to some ranks and not to others. Those that lack something stop, and the next
+// ones wait for them. So a rank that waits in vain tells all others for whom, and listens a little longer before it
+// reports: it names the rank at the end of the chain, which has said nothing.
 #pragma once
 
 #include "device/ptx/memory.cuh"
+#include "layout/control_block.h"
 #include "layout/fault.h"
 
 namespace hybrid_ep {
 
+constexpr uint64_t kListenNs = 1'000'000'000;  // to what other ranks tell
+
 // Writes the record unless an earlier fault has. Any thread.
 __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelName kernel, WaitTag tag, int rank,
-                                    int peer, int64_t expected, int64_t seen) {
+                                    int peer, int64_t expected, int64_t seen, int witness = -1) {
   if (atomicCAS_system(&record->claimed, 0u, 1u) != 0u) return;
   record->kind = kind;
   record->kernel = kernel;
   record->tag = tag;
   record->rank = rank;
   record->peer = peer;
+  record->witness = witness;
   record->expected = expected;
   record->seen = seen;
   ptx::store_release_system(&record->written, 1u);
@@ -26,8 +34,15 @@ __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelN
 
 class Waiter {
  public:
-  __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns)
-      : record_(record), kernel_(kernel), rank_(rank), deadline_(ptx::clock_ns() + timeout_ns) {}
+  // `control` are the blocks of all ranks, through which they tell each other whom they miss; without, nobody is asked.
+  __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns,
+                    ControlBlock* const* control = nullptr, int num_ranks = 0)
+      : record_(record),
+        kernel_(kernel),
+        rank_(rank),
+        deadline_(ptx::clock_ns() + timeout_ns),
+        control_(control),
+        num_ranks_(num_ranks) {}
 
   // Waits until *flag, written by another GPU, has reached `epoch` (epochs wrap). Acquires at system scope.
   __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
@@ -60,15 +75,49 @@ class Waiter {
  private:
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
-  __device__ __noinline__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
-    report_fault(record_, FaultKind::kTimeout, kernel_, tag, rank_, peer, expected, seen);
+  __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
+    const bool asks = control_ != nullptr && peer != rank_;
+    const int culprit = asks ? find_culprit(record_, control_, num_ranks_, rank_, peer) : peer;
+    report_timeout(record_, kernel_, tag, rank_, culprit, expected, seen, culprit == peer ? -1 : peer);
     return false;
+  }
+
+  // NOTE: what follows is never reached in a call that succeeds, and takes values, so that a Waiter stays in registers.
+  static __device__ __noinline__ void report_timeout(FaultRecord* record, KernelName kernel, WaitTag tag, int rank,
+                                                     int peer, uint32_t expected, uint32_t seen, int witness) {
+    report_fault(record, FaultKind::kTimeout, kernel, tag, rank, peer, expected, seen, witness);
+  }
+
+  // Tells every rank that this one waits for `peer`, and follows what they tell until the time for that is over.
+  static __device__ __noinline__ int find_culprit(FaultRecord* record, ControlBlock* const* control, int num_ranks,
+                                                  int rank, int peer) {
+    uint32_t* missed = control[rank]->missed;
+    const uint32_t word = static_cast<uint32_t>(peer) + 1;
+    if (atomicCAS(&missed[rank], 0u, word) == 0u) {
+      for (int r = 0; r < num_ranks; ++r) {
+        if (r != rank) ptx::store_release_system(&control[r]->missed[rank], word);
+      }
+    }
+    const uint64_t end = ptx::clock_ns() + kListenNs;
+    int culprit = peer;
+    // Once another wait of this kernel has reported, nobody reads what this one finds.
+    while (ptx::clock_ns() < end && *const_cast<volatile uint32_t*>(&record->claimed) == 0u) {
+      culprit = peer;
+      for (int step = 0; step < num_ranks; ++step) {
+        const int next = static_cast<int>(ptx::load_acquire_system(&missed[culprit])) - 1;
+        if (next < 0 || next == rank) break;
+        culprit = next;
+      }
+    }
+    return culprit;
   }
 
   FaultRecord* record_;
   KernelName kernel_;
   int rank_;
   uint64_t deadline_;
+  ControlBlock* const* control_;
+  int num_ranks_;
 };
 
 }  // namespace hybrid_ep

@@ -313,7 +313,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   __shared__ uint64_t barriers[kMaxSendWarps * kMaxStages];
   const Domain& domain = params.domain;
   ControlBlock& own = *domain.control[domain.rank];
-  const Waiter waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns);
+  const Waiter waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns, domain.control,
+                      domain.num_ranks);
   const uint32_t epoch = ptx::load_acquire_gpu(&own.combine_epoch) + 1;
 
   // This kernel runs, so nothing reads the arena's first slot any more: peers may write it.

@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   __shared__ uint64_t barriers[kMaxSendWarps * kMaxStages];
   const Domain& domain = params.domain;
   ControlBlock& own = *domain.control[domain.rank];
-  const Waiter waiter(domain.fault, KernelName::kDispatch, domain.rank, domain.timeout_ns);
+  const Waiter waiter(domain.fault, KernelName::kDispatch, domain.rank, domain.timeout_ns, domain.control,
+                      domain.num_ranks);
   const uint32_t epoch = ptx::load_acquire_gpu(&own.dispatch_epoch) + 1;
   const int warp = threadIdx.x / 32;
   const bool makes_route = params.topk_idx != nullptr;

@@ -19,6 +19,7 @@ struct FaultRecord {
   WaitTag tag;
   int32_t rank;
   int32_t peer;      // −1 where no single rank is to blame
+  int32_t witness;   // the rank that was waited for and has itself waited for the peer; −1 where it was the peer
   int64_t expected;  // epoch waited for, or what is allowed
   int64_t seen;      // epoch seen, or the value found
 };

@@ -124,17 +124,23 @@ bool Communicator::wait_mailbox(uint32_t ticket) const {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s_ + kMailboxGraceS);
   while (*written != ticket) {
     for (int i = 0; i < 64 && *written != ticket; ++i) std::this_thread::yield();
-    if (std::chrono::steady_clock::now() > deadline) return false;
+    if ((has_fault() && fault_->kind == FaultKind::kTimeout) || std::chrono::steady_clock::now() > deadline)
+      return false;
   }
   std::atomic_thread_fence(std::memory_order_acquire);
   return true;
 }
 
-std::optional<Fault> Communicator::take_fault() {
-  if (*reinterpret_cast<const volatile uint32_t*>(&fault_->written) == 0) return std::nullopt;
+bool Communicator::has_fault() const {
+  if (*reinterpret_cast<const volatile uint32_t*>(&fault_->written) == 0) return false;
   std::atomic_thread_fence(std::memory_order_acquire);
-  const Fault fault{fault_->kind, name_of(fault_->kernel), name_of(fault_->tag),
-                    fault_->peer, fault_->expected,        fault_->seen};
+  return true;
+}
+
+std::optional<Fault> Communicator::take_fault() {
+  if (!has_fault()) return std::nullopt;
+  const Fault fault{fault_->kind,    name_of(fault_->kernel), name_of(fault_->tag), fault_->peer,
+                    fault_->witness, fault_->expected,        fault_->seen};
   *fault_ = FaultRecord{};
   return fault;
 }

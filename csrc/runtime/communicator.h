@@ -19,7 +19,7 @@ namespace hybrid_ep {
 struct Fault {
   FaultKind kind;
   std::string kernel, tag;
-  int peer;
+  int peer, witness;
   int64_t expected, seen;
 };
 
@@ -45,7 +45,7 @@ class Communicator {
   void combine(CombineParams& params, const RowWidths& widths, int num_sms, cudaStream_t stream);
 
   // Waits, without a device synchronisation, until the call with this ticket has written the mailbox. Returns false
-  // when it has not by long after the kernel's own deadline.
+  // when it has not by long after the kernel's own deadline, and as soon as this or an earlier call has lost a rank.
   bool wait_mailbox(uint32_t ticket) const;
   const Mailbox& mailbox() const { return *mailbox_; }
 
@@ -56,6 +56,8 @@ class Communicator {
   std::optional<Fault> take_fault();
 
  private:
+  bool has_fault() const;
+
   Domain domain_{};
   int device_;
   int num_device_sms_ = 0;

@@ -318,6 +318,8 @@ class CudaEngine(Engine):
             raise OverflowError(f"{where}: {fault.seen} at rank {rank}; allowed by the bound: {fault.expected}")
         peer = self.grid.domain[fault.peer]
         detail = f"it is at step {fault.seen}, expected {fault.expected}"
+        if fault.witness >= 0:
+            detail = f"rank {self.grid.domain[fault.witness]} gave up on it first"
         raise TimeoutError(where, rank, peer, detail, timeout_s=self._timeout_s)
 
     def _send(

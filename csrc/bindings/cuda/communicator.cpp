@@ -50,6 +50,7 @@ void add_communicator(py::module_& module) {
       .def_readonly("kernel", &Fault::kernel)
       .def_readonly("tag", &Fault::tag)
       .def_readonly("peer", &Fault::peer)
+      .def_readonly("witness", &Fault::witness)
       .def_readonly("expected", &Fault::expected)
       .def_readonly("seen", &Fault::seen);
 

@@ -1,0 +1,184 @@
+"""Ranks that call dispatch and combine in a loop, until one of them is killed somewhere inside a call.
+
+A team is some ranks of a cluster with a buffer over them; after a loss the others make a new team, as
+docs/cuda_engine.md asks of them, unless the buffer can go on without the lost rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybrid_ep
+from tests.multi_gpu.exact import RoundTrip, check_round_trip, draw_exact, finish_round_trip, start_round_trip
+from tests.multi_gpu.random_routings import Tokens, check_received, check_returned, dispatch, draw_tokens
+
+__all__ = ["call_until_lost", "go_on_without", "join", "lose_one_that_reached_some"]
+
+NUM_DRAWS = 3
+CALLS_IN_A_ROW = 50
+CALLS_AFTER_LOSS = 5
+
+
+class _Team(NamedTuple):
+    """The ranks that call together.
+
+    Attributes:
+        members: rank of the cluster, by rank of the buffer.
+        buffer: over them.
+        pool: what the calls send, in turn.
+        lost: ranks of the buffer that it goes on without.
+    """
+
+    members: list[int]
+    low_latency: bool
+    buffer: hybrid_ep.Buffer
+    pool: list[Tokens]
+    lost: set[int]
+
+
+_teams: list[_Team] = []
+
+
+def join(members: list[int], low_latency: bool, shrink: bool, timeout_s: float) -> None:
+    """Makes a team of these ranks of the cluster, whatever has become of the others, and its first calls."""
+    group = dist.new_group(members, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    options = {"low_latency_mode": low_latency, "enable_shrink": shrink}
+    buffer = hybrid_ep.Buffer(group, engine="cuda", timeout_s=timeout_s, **options)
+    num_ranks = len(members)
+    draws = [
+        draw_exact(seed, num_ranks) if low_latency else draw_tokens(seed, [256] * num_ranks, 1024, 4, 8 * num_ranks)
+        for seed in range(NUM_DRAWS)
+    ]
+    team = _Team(members, low_latency, buffer, draws, set())
+    if low_latency:
+        _low_latency_calls(team, 2)
+    else:
+        _round_trips(team, 0)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    _teams.append(team)
+
+
+def call_until_lost() -> int:
+    """Calls until one raises TimeoutError; returns whom that names, as rank of the cluster."""
+    team = _teams.pop()
+    with team.buffer:
+        try:
+            _call(team)
+        except hybrid_ep.TimeoutError as error:
+            _check_gpu()
+            return team.members[_peer(error)]
+
+
+def go_on_without() -> int:
+    """As `call_until_lost`, but the team stays, and its next low-latency calls succeed without the lost rank."""
+    team = _teams[-1]
+    try:
+        _call(team)
+    except hybrid_ep.TimeoutError as error:
+        team.lost.add(_peer(error))
+        status = torch.zeros(len(team.members), dtype=torch.int32, device="cuda")
+        team.buffer.low_latency_query_mask_buffer(status)
+        assert {r for r, masked in enumerate(status.tolist()) if masked} == team.lost
+        _low_latency_calls(team, CALLS_AFTER_LOSS)
+        _check_gpu()
+        return team.members[_peer(error)]
+
+
+def lose_one_that_reached_some(members: list[int]) -> str:
+    """The last rank ends inside a dispatch, when the first has all that it sends and the others have nothing.
+
+    The first then lacks rows of the others only, which will not come because they wait for the last.
+    """
+    team = _teams.pop()
+    group, buffer, sent = team.buffer.group, team.buffer, team.pool[0]
+    with buffer:
+        rank, last = buffer.rank, len(members) - 1
+        if rank == 0:
+            _raise_flags_of(buffer, last)
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        if rank == last:
+            return ""
+        try:
+            dispatch(buffer, sent, rank)
+            torch.cuda.synchronize()
+            dispatch(buffer, sent, rank)
+        except hybrid_ep.TimeoutError as error:
+            _check_gpu()
+            return str(error)
+    return "no error"
+
+
+def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
+    """Writes what the peer's next dispatch would, where csrc/layout/control_block.h has it; the counts stand there."""
+    from hybrid_ep import _cuda
+
+    control: Tensor = buffer.engine._control.local  # type: ignore[attr-defined]
+    words = control.view(torch.int32)
+    counts_epoch = _cuda.max_ranks * (_cuda.max_ranks + _cuda.max_experts + 4)
+    rows_epoch = counts_epoch + _cuda.max_ranks
+    words[counts_epoch + peer] += 1
+    words[rows_epoch + peer] += 1
+
+
+def _call(team: _Team) -> NoReturn:
+    """Calls and compares until an error."""
+    for call in itertools.count():
+        if team.low_latency:
+            _low_latency_calls(team, CALLS_IN_A_ROW)
+        else:
+            _round_trips(team, call)
+    raise AssertionError
+
+
+def _round_trips(team: _Team, call: int) -> None:
+    """A dispatch that waits for its counts, one with a bound and a cached one, each with its combine.
+
+    Only the next call that waits tells of a rank that is lost in those which do not: until then nothing is compared.
+    """
+    buffer, sent, rank = team.buffer, team.pool[call % NUM_DRAWS], team.buffer.rank
+    bound = sum(x.shape[0] for x in sent.x)
+    first = dispatch(buffer, sent, rank)
+    first_back = buffer.combine(first[0], first[4], first[2])
+    second = dispatch(buffer, sent, rank, num_worst_tokens=bound)
+    second_back = buffer.combine(second[0], second[4], second[2])
+    again, *_ = buffer.dispatch(sent.x[rank], handle=first[4])
+    again_back = buffer.combine(again, first[4], first[2])
+    dispatch(buffer, sent, rank)
+    for result, back, num_rows in ((first, first_back, 0), (second, second_back, bound), (first, again_back, 0)):
+        check_received(result, sent, rank, f"call {call}", num_rows)
+        check_returned(back[0], back[1], sent, rank, f"call {call}")
+    assert torch.equal(again, first[0])
+
+
+def _low_latency_calls(team: _Team, count: int) -> None:
+    """So many pairs of calls, each compared when the next dispatch has raised nothing; of the last only that counts."""
+    buffer = team.buffer
+    unchecked: tuple[RoundTrip, Tokens] | None = None
+    for call in range(count):
+        sent = team.pool[call % NUM_DRAWS]
+        started = start_round_trip(buffer, sent)
+        if unchecked is not None:
+            check_round_trip(*unchecked, buffer.rank, team.lost)
+        unchecked = finish_round_trip(buffer, sent, started), sent
+        # Once in a step the host waits for its GPU, as sampling a token does: so all ranks learn of a loss in one call.
+        torch.cuda.synchronize()
+
+
+def _peer(error: hybrid_ep.TimeoutError) -> int:
+    if error.peer is None:
+        raise error
+    return error.peer
+
+
+def _check_gpu() -> None:
+    torch.cuda.synchronize()
+    ones = torch.ones(64, 64, device="cuda")
+    assert torch.equal(ones @ ones, torch.full((64, 64), 64.0, device="cuda"))
