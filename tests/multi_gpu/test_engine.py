@@ -13,7 +13,7 @@ from hybrid_ep.cluster import VirtualCluster
 from tests.battery import hybrid, normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
-from tests.multi_gpu import behaviour, random_routings
+from tests.multi_gpu import behaviour, random_routings, subgroups
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -30,7 +30,7 @@ RunGpus = Callable[..., object]
 def run_gpus() -> Iterator[RunGpus]:
     """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
     variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
-    pool = RankPool(device="cuda", variables=variables, one_at_a_time=True)
+    pool = RankPool(device="cuda", variables=variables)
     yield pool.run
     pool.close()
 
@@ -65,6 +65,13 @@ def _permuted_fp8(case: Case) -> None:
 
 def test_two_buffers(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, normal.check_two_buffers, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")
+
+
+@pytest.mark.skipif(NUM_GPUS < 4, reason="two groups of two ranks need 4 GPUs")
+@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[0, 2], [3, 1]]], ids=["neighbours", "interleaved"])
+@pytest.mark.parametrize("check", [subgroups.check_groups_apart, subgroups.check_groups_and_all])
+def test_subgroups(run_gpus: RunGpus, members: list[list[int]], check: Callable[..., None]) -> None:
+    run_gpus(4, check, members)
 
 
 def test_random_routings(run_gpus: RunGpus) -> None:
