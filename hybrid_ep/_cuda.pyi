@@ -249,6 +249,7 @@ class LowLatencyRegion:
         buffer_idx: int,
         rows: int,
         topk_idx: int,
+        row_of: int,
         num_tokens: int,
         stream: int,
     ) -> None: ...
@@ -263,12 +264,24 @@ class LowLatencyRegion:
         count: int,
         src_info: int,
         layout_range: int,
-        origins: int,
+        row_of: int,
+        num_received: int,
         wait_stats: int,
         stream: int,
     ) -> None: ...
     def return_rows(
-        self, *, shape: LowLatencyShape, buffer_idx: int, rows: int, layout_range: int, origins: int, stream: int
+        self,
+        *,
+        shape: LowLatencyShape,
+        buffer_idx: int,
+        rows: int,
+        row_of: int,
+        num_received: int,
+        topk_weights: int,
+        num_tokens: int,
+        min_tokens_to_sum: int,
+        wait_stats: int,
+        stream: int,
     ) -> None: ...
     def sum_rows(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_ep.base_buffer import BaseBuffer
 from hybrid_ep.checks import require, require_int, require_tensor, unsupported
-from hybrid_ep.engine.base import LowLatencyHandle
+from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, LowLatencyHandle
 from hybrid_ep.errors import ConfigError, TransportError
 from hybrid_ep.event import EventOverlap
 from hybrid_ep.quantize import CHANNELS_PER_SCALE, Fp8Format
@@ -167,7 +167,9 @@ class LowLatencyCalls(BaseBuffer):
             use_logfmt: not supported.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer(handle)` instead of `x`.
             async_finish: return before the current stream has waited for the result.
-            return_recv_hook: only send; the returned hook receives. Not together with `async_finish`.
+            return_recv_hook: only send; the returned hook receives. Not together with `async_finish`. The same at all
+                ranks: without a hook, and from 32 tokens on, the rows of a token's experts on one rank are summed and
+                rounded to bf16 before they cross, for which the send waits for the source's weights.
             out: ``[T, H]`` bf16 to write to.
             combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
             overlap: start before the experts have finished; not supported.
@@ -201,7 +203,13 @@ class LowLatencyCalls(BaseBuffer):
         self._check_stats(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", torch.int64, self.group_size)
         with self._comm_stream.scope(None, async_finish):
             receive = self.engine.low_latency_combine(
-                x, topk_idx, topk_weights, handle, out=out, wait_stats=combine_wait_recv_cost_stats
+                x,
+                topk_idx,
+                topk_weights,
+                handle,
+                out=out,
+                min_tokens_to_sum=NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
+                wait_stats=combine_wait_recv_cost_stats,
             )
         hook, event = self._receive(receive, async_finish, return_recv_hook, (x, topk_idx, topk_weights, out))
         return out, event, hook

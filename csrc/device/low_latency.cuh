@@ -6,6 +6,9 @@
 
 namespace hybrid_ep {
 
+constexpr int kVectorsPerLane = 4;  // 16-byte vectors of a row that a lane moves at once
+constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
+
 __device__ inline LowLatencyControl& control_of(const LowLatencyDomain& domain, int rank) {
   return *reinterpret_cast<LowLatencyControl*>(domain.region[rank]);
 }
@@ -28,19 +31,19 @@ __device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
   }
 }
 
-__device__ inline int32_t& mask_of(const LowLatencyDomain& domain, int r) {
+__device__ inline volatile int32_t& mask_of(const LowLatencyDomain& domain, int r) {
   return control_of(domain, domain.rank).masked[r];
 }
+__device__ inline bool is_masked(const LowLatencyDomain& domain, int r) { return mask_of(domain, r) != 0; }
 
 // Waits, by thread r, until rank r has raised its flag; `wait` does so and returns whether it came. Returns whether the
 // rank takes part. A rank that does not come is masked here, so that kernels which are already queued do not wait for
 // it again; the host decides whether that lasts.
 template <typename Wait>
 __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
-  volatile int32_t* masked = &mask_of(domain, r);
-  if (*masked != 0) return false;
+  if (is_masked(domain, r)) return false;
   if (wait()) return true;
-  if (r != domain.rank) *masked = 1;
+  if (r != domain.rank) mask_of(domain, r) = 1;
   return false;
 }
 
@@ -50,26 +53,37 @@ __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch - 1, r, WaitTag::kRoom); });
 }
 
-// Waits until what rank r has sent stands here, and writes its number of tokens.
+// Waits until the weights of rank r's tokens stand here.
+__device__ inline bool wait_for_weights(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
+  const uint32_t* flag = &channel_of(domain, domain.rank).weights_epoch[r];
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kWeights); });
+}
+
+// Waits until what rank r has sent stands here, and writes the value that its flag brings along.
 __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
-                                       WaitTag tag, uint32_t* num_tokens) {
+                                       WaitTag tag, uint32_t* value) {
   const uint64_t* flag = &channel_of(domain, domain.rank).sent[r];
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, tag, num_tokens); });
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, tag, value); });
 }
 
 // Collective over the CTA, at the end of a kernel that sends: the last CTA of the grid tells every rank that takes part
-// that all rows stand there.
-__device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch,
-                                   int num_tokens) {
+// that all rows stand there, and a value. `has_lost`, of any thread: the CTA gave a rank up in the middle, and did not
+// send what belongs to it.
+__device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, uint32_t value,
+                                   bool has_lost = false) {
+  constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
-  __syncthreads();
+  has_lost = __syncthreads_or(has_lost);
   if (threadIdx.x != 0) return;
   ptx::fence_acq_rel_system();
-  if (ptx::add_relaxed_gpu(&progress.finished_ctas, 1) != gridDim.x - 1) return;
+  const uint32_t before = ptx::add_relaxed_gpu(&progress.finished_ctas, has_lost ? kLost + 1 : 1);
+  if (before % kLost != gridDim.x - 1) return;
   ptx::fence_acq_rel_system();
-  const uint64_t flag = static_cast<uint64_t>(num_tokens) << 32 | epoch;
+  has_lost = has_lost || before >= kLost;
+  const uint64_t flag = static_cast<uint64_t>(value) << 32 | epoch;
   for (int r = 0; r < domain.num_ranks; ++r) {
-    if (present[r]) ptx::store_relaxed_system(&channel_of(domain, r).sent[domain.rank], flag);
+    if (!present[r] || (has_lost && is_masked(domain, r))) continue;
+    ptx::store_relaxed_system(&channel_of(domain, r).sent[domain.rank], flag);
   }
   progress.finished_ctas = 0;
   progress.epoch = epoch;

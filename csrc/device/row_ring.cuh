@@ -15,7 +15,7 @@ namespace hybrid_ep {
 template <int kInFlight>
 class RowRing {
  public:
-  // Collective over the warp. `stages` has num_stages rows of row_bytes; `barriers` one barrier for each.
+  // Collective over the warp. `stages` has num_stages of row_bytes; `barriers` one barrier for each.
   __device__ RowRing(uint8_t* stages, uint64_t* barriers, int num_stages, int row_bytes, int lane)
       : stages_(stages), barriers_(barriers), num_stages_(num_stages), row_bytes_(row_bytes), lane_(lane) {
     if (lane_ == 0) {
@@ -28,17 +28,20 @@ class RowRing {
   __device__ int num_ahead() const { return num_stages_ - kInFlight; }
 
   // Lane 0 asks for a row; the others do nothing. At most num_ahead() rows may be asked for and not yet released.
-  __device__ void fetch(const uint8_t* row) {
+  __device__ void fetch(const uint8_t* row) { fetch(row, row_bytes_); }
+
+  // The same for something shorter than a stage.
+  __device__ void fetch(const uint8_t* from, int num_bytes) {
     if (lane_ == 0) {
-      ptx::barrier_expect(barriers_ + load_stage_, row_bytes_);
-      ptx::bulk_load(stages_ + static_cast<int64_t>(load_stage_) * row_bytes_, row, row_bytes_,
+      ptx::barrier_expect(barriers_ + load_stage_, num_bytes);
+      ptx::bulk_load(stages_ + static_cast<int64_t>(load_stage_) * row_bytes_, from, num_bytes,
                      barriers_ + load_stage_);
     }
     if (++load_stage_ == num_stages_) load_stage_ = 0;
   }
 
   // Waits for the next row and returns where it stands.
-  __device__ const uint8_t* wait() const {
+  __device__ uint8_t* wait() const {
     ptx::barrier_wait(barriers_ + stage_, parity_);
     return stages_ + static_cast<int64_t>(stage_) * row_bytes_;
   }

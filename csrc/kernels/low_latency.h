@@ -17,6 +17,7 @@ struct SendTokensParams {
   ScaleFormat format;
   const uint8_t* rows;      // [T, H] bf16
   const int64_t* topk_idx;  // [T, K]
+  int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
   int num_tokens;
 };
 
@@ -29,7 +30,8 @@ struct ReceiveTokensParams {
   int32_t* count;         // [LE]
   int32_t* src_info;      // [LE, M×R] source token
   int64_t* layout_range;  // [LE, R] (begin << 32) | count
-  int32_t* origins;       // [LE, M×R] (source × M + token) × K + column of top-k: where combine brings the row back to
+  int32_t* row_of;        // [R, M, K] the packed row of a source's token and column of top-k, or −1
+  int32_t* num_received;  // [R] tokens of each source
   int64_t* wait_stats;    // [R] or nullptr
   int ctas_per_expert;
 };
@@ -38,8 +40,13 @@ struct ReturnRowsParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
   const uint8_t* rows;          // [LE, M×R, H] bf16
-  const int64_t* layout_range;  // [LE, R]
-  const int32_t* origins;       // [LE, M×R]
+  const int32_t* row_of;        // [R, M, K]
+  const int32_t* num_received;  // [R]
+  const float* topk_weights;    // [T, K]
+  int64_t* wait_stats;          // [R] or nullptr
+  int num_tokens;
+  int min_tokens_to_sum;  // rows of one token of a source with as many tokens are summed before they cross
+  LowLatencyWeights weights;
 };
 
 struct SumRowsParams {

@@ -1,20 +1,24 @@
-// Low-latency combine: two launches, a warp per row on the way out and some CTAs per token on the way in.
+// Low-latency combine: two launches, a warp per segment of a row on the way out and some CTAs per token on the way in.
 //
-//     rows[e][place] ─► shared memory ─► row (token, column) in the source's buffer ─ sent ─► sum_rows
-//     sum_rows: out[t] = Σ_k weight[t, k] × row (t, k)
+//     rows[row_of[s, t, k]] ─► (several of one token: weighted sum) ─► row (t, k) in s's buffer ─ sent ─► sum_rows
+//     topk_weights ─► every rank ─────────────────────┘
+//     sum_rows: out[t] = Σ_k weight[t, k] × row (t, k), weight 1 where the row is a sum already
 //
-// The expert's rank stores each row straight where the source's sum reads it: dispatch has left the address of every
-// row in `origins`. Rows are not summed before they cross: that would need the weights, which the sources have, and so
-// a wait in the middle of the send, where nothing may hold an SM for another rank. Legend: T tokens, K top-k, H hidden,
-// M most tokens of a rank, R ranks, LE local experts.
+// The expert's rank stores each row straight where the source's sum reads it: dispatch has written down which packed
+// row stands for each source, token and column. Where a token has several experts on one rank, their rows are summed
+// before they cross, into the first one's column. That needs the source's weights, which only combine is given: every
+// rank sends them first, and rows that stand alone leave while they are on their way. A source of few tokens gets every
+// row, because its weights would cost more time than the bytes save; so does every source where the receive is a launch
+// of its own, because such a send may not wait for another rank. The flag says from how many tokens on there are sums.
+// Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "device/bf16.cuh"
 #include "device/low_latency.cuh"
-#include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/launch.cuh"
+#include "device/row_ring.cuh"
 #include "kernels/launch.h"
 #include "kernels/low_latency.h"
 #include "layout/expert_map.h"
@@ -23,81 +27,19 @@ namespace hybrid_ep {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxReturnWarps = 16;
-constexpr int kSumThreads = 256;  // a thread sums one 16-byte vector of a token
-constexpr int kRowsInFlight = 8;  // that a thread loads before it adds
+constexpr int kReturnWarps = 16;
+constexpr int kReturnStages = 6;  // of a warp
+constexpr int kReturnStoresInFlight = 2;
+constexpr int kReturnRingBytes = kReturnWarps * kReturnStages * kSegmentBytes;
+static_assert(kReturnRingBytes <= kDynamicSharedBytes);
+constexpr int kWeightsInFlight = 8;  // 16-byte vectors of weights that a lane loads before it stores
+constexpr int kSumThreads = 256;     // a thread sums one 16-byte vector of a token
+constexpr int kRowsInFlight = 8;     // that a thread loads before it adds
 
-// Each warp has one row of shared memory. The warps of the grid take the experts in turn, so that those of one expert
-// are on different SMs.
-__global__ void __launch_bounds__(kMaxReturnWarps * 32, 1)
-    return_rows_kernel(const __grid_constant__ ReturnRowsParams params) {
-  extern __shared__ __align__(128) uint8_t stages[];
-  __shared__ uint64_t barriers[kMaxReturnWarps];
-  __shared__ bool present[kMaxRanks];
-  ptx::allow_next_kernel();
-  const LowLatencyDomain& domain = params.domain;
-  const Waiter waiter(domain.fault, KernelName::kLowLatencyCombine, domain.rank, domain.timeout_ns);
-  const int tid = threadIdx.x, warp = tid / 32;
-  const bool is_leader = tid % 32 == 0;
-  const int num_warps = blockDim.x / 32 * gridDim.x, num_local_experts = params.shape.num_experts / domain.num_ranks;
-  const int capacity = params.shape.max_tokens * domain.num_ranks;
-  const int row_bytes = 2 * params.shape.hidden, rows_per_rank = params.shape.max_tokens * params.shape.num_topk;
-  uint8_t* stage = stages + static_cast<int64_t>(warp) * row_bytes;
-  uint64_t* barrier = barriers + warp;
-  uint32_t parity = 0;
+using SegmentRing = RowRing<kReturnStoresInFlight>;
 
-  // A leader's first row is on its way while the CTA waits for the ranks. Items are (share of an expert, expert).
-  const int first_item = warp * gridDim.x + blockIdx.x, shares = max(1, num_warps / num_local_experts);
-  const auto count_rows = [&](int expert) {
-    const int64_t last = params.layout_range[(expert + 1) * static_cast<int64_t>(domain.num_ranks) - 1];
-    return static_cast<int>(last >> 32) + static_cast<int>(last & 0xffffffff);
-  };
-  const auto load_row = [&](int64_t row) {
-    ptx::barrier_expect(barrier, row_bytes);
-    ptx::bulk_load(stage, params.rows + row * row_bytes, row_bytes, barrier);
-  };
-  const bool has_item = is_leader && first_item < shares * num_local_experts;
-  bool is_loaded = false;
-  int count = 0;
-  if (has_item) {
-    ptx::barrier_init(barrier, 1);
-    ptx::fence_barrier_init();
-    count = count_rows(first_item % num_local_experts);
-    is_loaded = first_item / num_local_experts < count;
-    if (is_loaded) {
-      load_row(static_cast<int64_t>(first_item % num_local_experts) * capacity + first_item / num_local_experts);
-    }
-  }
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).send.epoch) + 1;
-  announce_free_buffers(domain);
-  if (tid < domain.num_ranks) present[tid] = wait_until_free(domain, waiter, epoch, tid);
-  __syncthreads();
-
-  if (has_item) {
-    for (int item = first_item; item < shares * num_local_experts; item += num_warps) {
-      const int expert = item % num_local_experts;
-      if (item != first_item) count = count_rows(expert);
-      for (int place = item / num_local_experts; place < count; place += shares) {
-        const int64_t row = static_cast<int64_t>(expert) * capacity + place;
-        if (!is_loaded) {
-          ptx::bulk_wait_read<0>();
-          load_row(row);
-        }
-        is_loaded = false;
-        const int origin = params.origins[row];
-        ptx::barrier_wait(barrier, parity);
-        parity ^= 1;
-        // NOTE: after a dispatch that gave a rank up, an origin may never have been written.
-        const int source = origin / rows_per_rank;
-        if (origin < 0 || source >= domain.num_ranks || !present[source]) continue;
-        uint8_t* target = buffer_of(domain, source) + static_cast<int64_t>(origin % rows_per_rank) * row_bytes;
-        ptx::bulk_store(target, stage, row_bytes);
-        ptx::bulk_commit();
-      }
-    }
-    ptx::bulk_wait_written<0>();
-  }
-  finish_send(domain, present, epoch, 0);
+__device__ int segments_of(const LowLatencyShape& shape) {
+  return (2 * shape.hidden + kSegmentBytes - 1) / kSegmentBytes;
 }
 
 // Adds a weighted row to eight sums. Product and sum round separately, as every engine does.
@@ -110,7 +52,180 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& row, 
   }
 }
 
-// The columns of a token whose rows have come, in order.
+// What a warp sends at a time: one segment of the rows, or of their sum, that a rank has for a source's token.
+// Collective over the warp; lane i holds the i-th row.
+struct Unit {
+  int source, token;
+  int begin, num_bytes;  // of each row
+  int num_rows;
+  int row, column;  // the packed row, and its column of top-k
+  int num_fetched;
+
+  // Units stand in the order of tokens, so that neighbouring ones, which are on different SMs, go to different sources.
+  static __device__ Unit find(const ReturnRowsParams& params, int index) {
+    const LowLatencyShape& shape = params.shape;
+    const int num_segments = segments_of(shape), lane = threadIdx.x % 32;
+    const int pair = index / num_segments;
+    Unit unit{};
+    unit.source = pair % params.domain.num_ranks;
+    unit.token = pair / params.domain.num_ranks;
+    unit.begin = index % num_segments * kSegmentBytes;
+    unit.num_bytes = min(kSegmentBytes, 2 * shape.hidden - unit.begin);
+    int row = -1;
+    if (unit.token < shape.max_tokens && lane < shape.num_topk) {
+      row = params.row_of[(unit.source * shape.max_tokens + unit.token) * shape.num_topk + lane];
+    }
+    for (unsigned left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1) {
+      if (lane == unit.num_rows++) unit.column = __ffs(left) - 1;
+    }
+    unit.row = __shfl_sync(kAllLanes, row, unit.column);
+    return unit;
+  }
+
+  __device__ void fetch_next(const ReturnRowsParams& params, SegmentRing& ring) {
+    if (num_fetched == num_rows) return;
+    const int64_t its_row = __shfl_sync(kAllLanes, row, num_fetched++);
+    ring.fetch(params.rows + its_row * 2 * params.shape.hidden + begin, num_bytes);
+  }
+  __device__ void fetch_ahead(const ReturnRowsParams& params, SegmentRing& ring) {
+    for (int i = 0; i < ring.num_ahead(); ++i) fetch_next(params, ring);
+  }
+};
+
+// Where the weights of a source's tokens stand at a rank: [M, K].
+__device__ float* weights_of(const ReturnRowsParams& params, int rank, int source) {
+  return reinterpret_cast<float*>(buffer_of(params.domain, rank) + params.weights.begin +
+                                  source * params.weights.rank_bytes);
+}
+
+// Sends this rank's weights to the other ranks, a warp to each. Few tokens need none.
+__device__ void send_weights(const ReturnRowsParams& params, const bool* present, uint32_t epoch) {
+  const LowLatencyDomain& domain = params.domain;
+  if (params.num_tokens < params.min_tokens_to_sum) return;
+  const int lane = threadIdx.x % 32;
+  // NOTE: the last vector may reach beyond the tensor, but not beyond the 16 bytes that its end stands in.
+  const int num_vectors = (params.num_tokens * params.shape.num_topk + 3) / 4;
+  const auto* weights = reinterpret_cast<const uint4*>(params.topk_weights);
+  for (int r = blockIdx.x; r < domain.num_ranks; r += gridDim.x) {
+    if (r == domain.rank || !present[r]) continue;
+    auto* target = reinterpret_cast<uint4*>(weights_of(params, r, domain.rank));
+    for (int first = lane; first < num_vectors; first += 32 * kWeightsInFlight) {
+      uint4 vectors[kWeightsInFlight];
+#pragma unroll
+      for (int i = 0; i < kWeightsInFlight; ++i) {
+        if (first + 32 * i < num_vectors) vectors[i] = ptx::load_streaming(weights + first + 32 * i);
+      }
+#pragma unroll
+      for (int i = 0; i < kWeightsInFlight; ++i) {
+        if (first + 32 * i < num_vectors) target[first + 32 * i] = vectors[i];
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::store_release_system(&channel_of(domain, r).weights_epoch[domain.rank], epoch);
+  }
+}
+
+// Adds to wait_stats how long each rank's weights are waited for; a thread per rank.
+__device__ void note_waits(const ReturnRowsParams& params, const int* num_received, const Waiter& waiter,
+                           uint32_t epoch) {
+  const int r = threadIdx.x;
+  if (r >= params.domain.num_ranks || r == params.domain.rank || num_received[r] < params.min_tokens_to_sum) return;
+  const uint64_t started = ptx::clock_ns();
+  wait_for_weights(params.domain, waiter, epoch, r);
+  params.wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
+}
+
+// Sends a unit's rows as they are, or, summed, into the first one's column; lane i has the weight of the i-th row. The
+// first rows have been asked for. Where the source was given up they are dropped. Collective over the warp.
+__device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_present, bool is_sum, float weight,
+                          SegmentRing& ring) {
+  const int lane = threadIdx.x % 32, row_bytes = 2 * params.shape.hidden;
+  uint8_t* target = buffer_of(params.domain, unit.source) + unit.begin +
+                    static_cast<int64_t>(unit.token) * params.shape.num_topk * row_bytes;
+  float sum[kVectorsPerLane][8] = {};
+  for (int i = 0; i < unit.num_rows; ++i) {
+    const int64_t column = __shfl_sync(kAllLanes, unit.column, is_sum ? 0 : i);
+    const bool is_last = i + 1 == unit.num_rows;
+    uint8_t* segment = ring.wait();
+    if (is_sum) {
+      const float its_weight = __shfl_sync(kAllLanes, weight, i);
+#pragma unroll
+      for (int v = 0; v < kVectorsPerLane; ++v) {
+        auto* vector = reinterpret_cast<uint4*>(segment) + v * 32 + lane;
+        add_weighted(sum[v], *vector, its_weight);
+        if (is_last) *vector = round_to_bf16(sum[v]);
+      }
+      if (is_last) ptx::fence_shared_for_bulk();
+      __syncwarp();
+    }
+    if (lane == 0 && is_present && (!is_sum || is_last)) {
+      ptx::bulk_store(target + column * row_bytes, segment, unit.num_bytes);
+    }
+    ring.release();
+    unit.fetch_next(params, ring);
+  }
+}
+
+__global__ void __launch_bounds__(kReturnWarps * 32, 1)
+    return_rows_kernel(const __grid_constant__ ReturnRowsParams params) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  __shared__ uint64_t barriers[kReturnWarps * kReturnStages];
+  __shared__ bool present[kMaxRanks];
+  __shared__ int num_received[kMaxRanks], max_tokens;
+  ptx::allow_next_kernel();
+  const LowLatencyDomain& domain = params.domain;
+  const LowLatencyShape& shape = params.shape;
+  const Waiter waiter(domain.fault, KernelName::kLowLatencyCombine, domain.rank, domain.timeout_ns);
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  const int received = tid < domain.num_ranks ? params.num_received[tid] : 0;
+  SegmentRing ring(stages + warp * kReturnStages * kSegmentBytes, barriers + warp * kReturnStages, kReturnStages,
+                   kSegmentBytes, lane);
+
+  // The first rows are on their way while the CTA waits for the ranks.
+  int index = warp * gridDim.x + blockIdx.x;
+  Unit unit = Unit::find(params, index);
+  unit.fetch_ahead(params, ring);
+  if (tid == 0) max_tokens = 0;
+  const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).send.epoch) + 1;
+  announce_free_buffers(domain);
+  __syncthreads();
+  if (tid < domain.num_ranks) {
+    num_received[tid] = received;
+    atomicMax(&max_tokens, received);
+    present[tid] = wait_until_free(domain, waiter, epoch, tid);
+  }
+  __syncthreads();
+  if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // the warp that is the last to get a unit
+  if (params.wait_stats != nullptr && blockIdx.x == 0) note_waits(params, num_received, waiter, epoch);
+  __syncwarp();
+
+  bool has_lost = false;
+  const int num_units = max_tokens * domain.num_ranks * segments_of(shape);
+  while (index < num_units) {
+    index += gridDim.x * kReturnWarps;
+    Unit next{};
+    if (index < num_units) next = Unit::find(params, index);  // while the rows come
+    const bool is_sum = unit.num_rows > 1 && num_received[unit.source] >= params.min_tokens_to_sum;
+    bool is_present = present[unit.source];
+    float weight = 0;
+    if (is_sum && is_present) {
+      const bool is_local = unit.source == domain.rank;
+      is_present = is_local || wait_for_weights(domain, waiter, epoch, unit.source);
+      is_present = __all_sync(kAllLanes, is_present);
+      has_lost |= !is_present;
+      const int position = unit.token * shape.num_topk + unit.column;
+      const float* weights = is_local ? params.topk_weights : weights_of(params, domain.rank, unit.source);
+      if (is_present && lane < unit.num_rows) weight = __ldcg(weights + position);
+    }
+    send_unit(params, unit, is_present, is_sum, weight, ring);
+    unit = next;
+    unit.fetch_ahead(params, ring);
+  }
+  if (lane == 0) ptx::bulk_wait_written<0>();
+  finish_send(domain, present, epoch, params.min_tokens_to_sum, has_lost);
+}
+
+// The columns of a token in which something has come, in order.
 struct Terms {
   int count;
   int column[kMaxTopk];
@@ -118,13 +233,19 @@ struct Terms {
 };
 
 // One warp, a lane per column, which has loaded the expert and the weight that stand there. Of a duplicate expert the
-// first column counts.
-__device__ void find_terms(const SumRowsParams& params, const bool* present, int64_t expert, float weight,
-                           Terms& terms) {
+// first column counts; of several experts of a rank that has summed their rows, the first one's.
+__device__ void find_terms(const SumRowsParams& params, const bool* present, const bool* has_summed, int64_t expert,
+                           float weight, Terms& terms) {
   const int lane = threadIdx.x % 32;
   if (expert >= params.shape.num_experts) expert = -1;  // dispatch reports it
   bool counts = __ffs(__match_any_sync(kAllLanes, static_cast<int>(expert))) - 1 == lane && expert >= 0;
-  counts = counts && present[ExpertMap{params.shape.num_experts, params.domain.num_ranks}.rank_of(counts ? expert : 0)];
+  const int rank = counts ? ExpertMap{params.shape.num_experts, params.domain.num_ranks}.rank_of(expert) : -1;
+  counts = counts && present[rank];
+  const unsigned same_rank = __match_any_sync(kAllLanes, rank);
+  if (counts && has_summed[rank] && __popc(same_rank) > 1) {
+    counts = __ffs(same_rank) - 1 == lane;
+    weight = 1;
+  }
   const unsigned chosen = __ballot_sync(kAllLanes, counts);
   if (counts) {
     const int i = __popc(chosen & ((1u << lane) - 1));
@@ -135,7 +256,7 @@ __device__ void find_terms(const SumRowsParams& params, const bool* present, int
 }
 
 __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
-  __shared__ bool present[kMaxRanks];
+  __shared__ bool present[kMaxRanks], has_summed[kMaxRanks];
   __shared__ Terms terms;
   const LowLatencyDomain& domain = params.domain;
   const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).receive.epoch) + 1;
@@ -150,8 +271,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
   }
   if (tid < domain.num_ranks) {
     const uint64_t started = ptx::clock_ns();
-    uint32_t unused = 0;
-    present[tid] = wait_until_sent(domain, waiter, epoch, tid, WaitTag::kPartialRows, &unused);
+    uint32_t min_tokens_to_sum = 0;
+    present[tid] = wait_until_sent(domain, waiter, epoch, tid, WaitTag::kPartialRows, &min_tokens_to_sum);
+    has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }
   ptx::wait_for_previous_kernel();
@@ -160,7 +282,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
     params.wait_stats[tid] += waited_us;
   }
   if (token < params.num_tokens) {
-    if (tid < 32) find_terms(params, present, expert, weight, terms);
+    if (tid < 32) find_terms(params, present, has_summed, expert, weight, terms);
     __syncthreads();
     const int row_bytes = 2 * params.shape.hidden, offset = (blockIdx.y * kSumThreads + tid) * 16;
     if (offset < row_bytes) {
@@ -191,9 +313,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
 void prepare_low_latency() { allow_shared_memory(return_rows_kernel); }
 
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream) {
-  const int row_bytes = 2 * params.shape.hidden;
-  const int num_warps = std::clamp(kDynamicSharedBytes / row_bytes, 1, kMaxReturnWarps);
-  return_rows_kernel<<<num_device_sms, num_warps * 32, num_warps * row_bytes, stream>>>(params);
+  return_rows_kernel<<<num_device_sms, kReturnWarps * 32, kReturnRingBytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of return_rows_kernel");
 }
 

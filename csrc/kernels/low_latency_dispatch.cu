@@ -28,8 +28,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kCtasPerSm = 2;
 constexpr int kNoExpert = 0xffff;
 constexpr int kMaxScales = kMaxRowBytes / 2 / kChannelsPerScale;
-constexpr int kVectorsPerLane = 4;  // 16-byte vectors of a row that a lane copies at once
-constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
 
 // Where one token goes.
 struct Targets {
@@ -107,6 +105,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   // What a CTA needs first is on its way while it waits for the ranks.
   load(blockIdx.x, tid);
   load_expert(blockIdx.x);
+  const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
+  for (int i = blockIdx.x * kThreads + tid; i < num_columns; i += gridDim.x * kThreads) params.row_of[i] = -1;
   const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
   announce_free_buffers(domain);
   if (tid < domain.num_ranks) present[tid] = wait_until_free(domain, waiter, epoch, tid);
@@ -229,7 +229,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   }
   ptx::wait_for_previous_kernel();
   __syncthreads();
-  if (params.wait_stats != nullptr && blockIdx.x == 0 && tid < num_ranks) params.wait_stats[tid] += waited_us;
+  if (blockIdx.x == 0 && tid < num_ranks) {
+    params.num_received[tid] = num_tokens[tid];
+    if (params.wait_stats != nullptr) params.wait_stats[tid] += waited_us;
+  }
 
   const int local_expert = blockIdx.x / params.ctas_per_expert, share = blockIdx.x % params.ctas_per_expert;
   const int expert = domain.rank * (params.shape.num_experts / num_ranks) + local_expert;
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       const int place = total + before;
       found[before / params.ctas_per_expert] = {slots + static_cast<int64_t>(pair) * params.message.slot_bytes, place};
       params.src_info[first_row + place] = token;
-      params.origins[first_row + place] = pair * params.shape.num_topk + column;
+      params.row_of[pair * params.shape.num_topk + column] = static_cast<int>(first_row) + place;
     }
     __syncthreads();
     copy_rows(params, local_expert, found, (num_found - skipped + params.ctas_per_expert - 1) / params.ctas_per_expert);

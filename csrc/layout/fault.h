@@ -9,7 +9,15 @@ enum class FaultKind : int32_t { kNone = 0, kTimeout = 1, kBadExpert = 2, kOverf
 enum class KernelName : int32_t { kDispatch = 0, kCombine = 1, kLowLatencyDispatch = 2, kLowLatencyCombine = 3 };
 
 // What a wait waits for. The names that people read are in fault_names.h.
-enum class WaitTag : int32_t { kGrid = 0, kCounts = 1, kRows = 2, kReady = 3, kPartialRows = 4, kRoom = 5 };
+enum class WaitTag : int32_t {
+  kGrid = 0,
+  kCounts = 1,
+  kRows = 2,
+  kReady = 3,
+  kPartialRows = 4,
+  kRoom = 5,
+  kWeights = 6
+};
 
 struct FaultRecord {
   uint32_t claimed;  // the first fault takes the record; later ones are dropped

@@ -4,7 +4,8 @@
 //
 // Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
 // and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
-// that nobody needs counts to send. A buffer of combine has a row for each token and column of top-k.
+// that nobody needs counts to send. A buffer of combine has a row for each token and column of top-k, and the weights
+// of every rank's tokens, with which rows are summed before they cross.
 //
 // Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
 // replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there; the
@@ -34,8 +35,11 @@ struct LowLatencyProgress {
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers.
-  uint64_t sent[kMaxRanks];        // by i when all that it sends stands here: tokens of i (dispatch) << 32 | epoch
-  uint32_t free_epoch[kMaxRanks];  // by i: calls of this buffer whose rows it has read
+  // By i when all that it sends stands here: value << 32 | epoch. The value of a dispatch is i's number of tokens, that
+  // of a combine from how many tokens on i sums a token's rows before it sends them.
+  uint64_t sent[kMaxRanks];
+  uint32_t weights_epoch[kMaxRanks];  // by i when its weights stand here (combine)
+  uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
   // Written by this rank.
   LowLatencyProgress send, receive;
 };
@@ -75,14 +79,25 @@ struct LowLatencyMessage {
   }
 };
 
+// The weights of combine: for each rank [M, K] fp32, behind [M, K] rows.
+struct LowLatencyWeights {
+  int64_t begin, rank_bytes;
+
+  static LowLatencyWeights of(const LowLatencyShape& shape) {
+    const int64_t num_columns = static_cast<int64_t>(shape.max_tokens) * shape.num_topk;
+    return {low_latency_align(2 * shape.hidden * num_columns), low_latency_align(4 * num_columns)};
+  }
+};
+
 // Bytes of one buffer of each kind, whatever the format: scales never make an FP8 row larger than one of bf16.
 struct LowLatencyCapacity {
   int64_t dispatch_bytes, combine_bytes;
 
   static LowLatencyCapacity of(const LowLatencyShape& shape, int num_ranks) {
     const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone, num_ranks);
+    const LowLatencyWeights weights = LowLatencyWeights::of(shape);
     return {message.slots_begin + static_cast<int64_t>(num_ranks) * shape.max_tokens * message.slot_bytes,
-            low_latency_align(static_cast<int64_t>(shape.max_tokens) * shape.num_topk * message.row_bytes)};
+            weights.begin + num_ranks * weights.rank_bytes};
   }
   bool covers(const LowLatencyCapacity& other) const {
     return dispatch_bytes >= other.dispatch_bytes && combine_bytes >= other.combine_bytes;

@@ -43,6 +43,8 @@ const char* name_of(WaitTag tag) {
       return "partial rows";
     case WaitTag::kRoom:
       return "room for rows";
+    case WaitTag::kWeights:
+      return "weights";
   }
   return "unknown";
 }

@@ -44,6 +44,7 @@ void LowLatencyRegion::receive_tokens(ReceiveTokensParams& params, int buffer_id
 
 void LowLatencyRegion::return_rows(ReturnRowsParams& params, int buffer_idx, cudaStream_t stream) const {
   params.domain = domain_of(params.shape, LowLatencyKind::kCombine, buffer_idx);
+  params.weights = LowLatencyWeights::of(params.shape);
   launch_return_rows(params, num_device_sms_, stream);
 }
 

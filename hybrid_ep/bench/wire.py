@@ -54,14 +54,6 @@ def compared_sms(candidate: Candidate, plan: BenchPlan) -> int:
     return _LOW_LATENCY_SMS if plan.mode == "low-latency" else _DEFAULT_SMS
 
 
-def once_per_expert(call: str, plan: BenchPlan) -> bool:
-    """Whether a row must cross for each expert: in a low-latency combine, whose sum is made at the source.
-
-    Elsewhere once for each rank is enough.
-    """
-    return plan.mode == "low-latency" and call == "combine"
-
-
 def measure_wire(plan: BenchPlan) -> RankWire:
     """Times both calls' rows with each number of SMs that a candidate is compared with. Collective."""
     obstacle = _anyone(_obstacle(plan))
@@ -71,12 +63,10 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     topk_idx = make_routing(plan.workload, rank)[0].to(rank_device(plan.device))
     pushes, counts = {}, {}
     try:
+        where = places(topk_idx, plan.workload.num_experts, rank, num_ranks)
         for call in CALLS:
-            each = once_per_expert(call, plan)
-            where = places(topk_idx, plan.workload.num_experts, rank, num_ranks, once_per_expert=each)
-            copies = topk_idx.shape[1] if each else 1
-            pushes[call] = _Push(where, _aligned(plan.row_bytes(call)), copies, rank, num_ranks)
-            counts[call] = count_rows(topk_idx, plan.workload.num_experts, once_per_expert=each)
+            pushes[call] = _Push(where, _aligned(plan.row_bytes(call)), rank, num_ranks)
+            counts[call] = count_rows(topk_idx, plan.workload.num_experts, once_per_expert=False)
     except TopologyError as error:
         obstacle = str(error)
     obstacle = _anyone(obstacle)
@@ -92,8 +82,8 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     return RankWire(None, times, counts)
 
 
-def places(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int, *, once_per_expert: bool) -> Tensor:
-    """Where this rank's rows go: ``[T, K]`` int64, ``(rank << 32) | row``, or −1.
+def places(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int) -> Tensor:
+    """Where this rank's rows go, once to each rank: ``[T, K]`` int64, ``(rank << 32) | row``, or −1.
 
     Every source has a part of each rank's memory to itself, so that nothing need be agreed on.
 
@@ -102,15 +92,10 @@ def places(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int, *, onc
         num_experts: E.
         rank: this one.
         num_ranks: R.
-        once_per_expert: a copy for each expert, instead of one for each rank.
     """
-    num_tokens, num_topk = topk_idx.shape
     owner = owners(topk_idx, num_experts, num_ranks)
-    row = torch.arange(num_tokens, device=topk_idx.device).unsqueeze(1).expand(-1, num_topk)
-    if once_per_expert:
-        row = row * num_topk + torch.arange(num_topk, device=topk_idx.device)
-        return (owner << _RANK_SHIFT) | (rank * num_tokens * num_topk + row)
-    return torch.where(first_occurrence(owner), (owner << _RANK_SHIFT) | (rank * num_tokens + row), -1)
+    row = torch.arange(topk_idx.shape[0], device=topk_idx.device).unsqueeze(1)
+    return torch.where(first_occurrence(owner), (owner << _RANK_SHIFT) | (rank * topk_idx.shape[0] + row), -1)
 
 
 class _Push:
@@ -119,19 +104,18 @@ class _Push:
     Args:
         where: of `places`.
         row_bytes: of a row, a multiple of 16.
-        copies: the most rows of one token at one rank.
         rank: this one.
         num_ranks: R.
     """
 
-    def __init__(self, where: Tensor, row_bytes: int, copies: int, rank: int, num_ranks: int) -> None:
-        self.where, self.row_bytes, self.copies = where, row_bytes, copies
+    def __init__(self, where: Tensor, row_bytes: int, rank: int, num_ranks: int) -> None:
+        self.where, self.row_bytes = where, row_bytes
         num_tokens = where.shape[0]
         # Zeros would spare the wire some switching. Both ends of a row say which it is.
         self.rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=where.device)
         names = rank * num_tokens + torch.arange(1, num_tokens + 1, device=where.device)
         self.rows.view(torch.int64)[:, [0, -1]] = names.unsqueeze(1)
-        num_bytes = num_ranks * num_tokens * copies * row_bytes
+        num_bytes = num_ranks * num_tokens * row_bytes
         self.memory = SymmetricMemory.allocate(num_bytes, dist.group.WORLD, where.device)
 
     def check(self, counts: RowCounts) -> str | None:
@@ -140,7 +124,7 @@ class _Push:
         torch.cuda.synchronize()
         dist.barrier()
         landed = self.memory.local.view(torch.int64).view(-1, self.row_bytes // 8)[:, [0, -1]]
-        names = 1 + torch.arange(landed.shape[0], device=landed.device) // self.copies
+        names = torch.arange(1, landed.shape[0] + 1, device=landed.device)
         num_right = int((landed == names.unsqueeze(1)).all(1).sum())
         num_landed = int((landed != 0).any(1).sum())
         if (num_right, num_landed) == (counts.total, counts.total):

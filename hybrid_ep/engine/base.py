@@ -9,8 +9,9 @@ tokens: it may trust its arguments, works on the current stream, and must give t
 * sums: the rows of one token's experts on one rank are summed in fp32 in ascending local expert order and rounded once
   to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop or the output, and
   across domains in ascending domain index. Bias is added in fp32 before the last rounding. Low-latency combine
-  multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order. Weights and probabilities are
-  summed in fp32.
+  multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order; for a source of
+  `min_tokens_to_sum` tokens and more, a rank that has several experts of a token first does the same with their rows,
+  rounds once to bf16, and the result stands in the place of the first. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
 rows, M the most tokens that a rank may send in low-latency mode.
@@ -31,6 +32,8 @@ from hybrid_ep.geometry import RankGrid
 from hybrid_ep.quantize import Fp8Format
 
 __all__ = [
+    "MIN_TOKENS_TO_SUM",
+    "NO_SUMS",
     "Combined",
     "DispatchHandle",
     "Dispatched",
@@ -43,6 +46,12 @@ __all__ = [
     "Rows",
     "Traffic",
 ]
+
+
+# From how many tokens on low-latency combine sums a token's rows on one rank before they cross: below it, waiting for
+# the weights costs more than the bytes that it saves (docs/low_latency.md).
+MIN_TOKENS_TO_SUM = 32
+NO_SUMS = 2**31 - 1
 
 
 class Rows(NamedTuple):
@@ -325,9 +334,13 @@ class Engine(abc.ABC):
         handle: LowLatencyHandle,
         *,
         out: Tensor,
+        min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
         """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
+
+        For a source of at least `min_tokens_to_sum` tokens, rows of one token that are on one rank are summed before
+        they cross, for which the rank's kernel waits for the source. Equal at all ranks.
 
         Returns what waits for the rows; `out` is complete once it has run. Rows of masked ranks count as zero.
         """

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
+from hybrid_ep.engine.cuda_route import address, aligned
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError
 from hybrid_ep.geometry import RankGrid
@@ -31,13 +32,13 @@ class _State(NamedTuple):
 
     Attributes:
         shape: of the dispatch.
-        layout_range: ``[LE, R]`` int64, as in the handle.
-        origins: ``[LE, M×R]`` int32; (source rank × M + token) × K + column of top-k of each packed row.
+        row_of: ``[R, M, K]`` int32; the packed row (expert × M×R + place) of each source's token and column, or −1.
+        num_received: ``[R]`` int32; tokens of each source.
     """
 
     shape: _cuda.LowLatencyShape
-    layout_range: Tensor
-    origins: Tensor
+    row_of: Tensor
+    num_received: Tensor
 
 
 @dataclass
@@ -121,7 +122,9 @@ class CudaLowLatency:
         rows = self._empty_packed(num_local, capacity, hidden, fp8)
         count = torch.empty(num_local, dtype=torch.int32, device=self._device)
         layout_range = torch.empty(num_local, self._grid.num_ranks, dtype=torch.int64, device=self._device)
-        src_info, origins = torch.empty(2, num_local, capacity, dtype=torch.int32, device=self._device)
+        src_info = torch.empty(num_local, capacity, dtype=torch.int32, device=self._device)
+        row_of = torch.empty(capacity, shape.num_topk, dtype=torch.int32, device=self._device)
+        num_received = torch.empty(self._grid.num_ranks, dtype=torch.int32, device=self._device)
         handle = LowLatencyHandle(
             src_info,
             layout_range,
@@ -129,17 +132,18 @@ class CudaLowLatency:
             hidden,
             num_experts,
             self._grid,
-            _State(shape, layout_range, origins),
+            _State(shape, row_of, num_received),
         )
         scale_format = _scale_format(fp8)
         buffer_idx = self._dispatches.take("low_latency_dispatch")
-        data = _aligned(data)
+        data = aligned(data)
         region.send_tokens(
             shape=shape,
             format=scale_format,
             buffer_idx=buffer_idx,
             rows=data.data_ptr(),
             topk_idx=topk_idx.data_ptr(),
+            row_of=row_of.data_ptr(),
             num_tokens=data.shape[0],
             stream=self._order(),
         )
@@ -151,12 +155,13 @@ class CudaLowLatency:
                 format=scale_format,
                 buffer_idx=buffer_idx,
                 rows=rows.data.data_ptr(),
-                scales=0 if rows.scales is None else rows.scales.data_ptr(),
+                scales=address(rows.scales),
                 count=count.data_ptr(),
                 src_info=src_info.data_ptr(),
                 layout_range=layout_range.data_ptr(),
-                origins=origins.data_ptr(),
-                wait_stats=0 if wait_stats is None else wait_stats.data_ptr(),
+                row_of=row_of.data_ptr(),
+                num_received=num_received.data_ptr(),
+                wait_stats=address(wait_stats),
                 stream=self._order(),
             )
             self._raise_fault()
@@ -170,6 +175,7 @@ class CudaLowLatency:
         topk_weights: Tensor,
         handle: LowLatencyHandle,
         out: Tensor,
+        min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
         state: _State = handle.state
@@ -179,13 +185,17 @@ class CudaLowLatency:
             )
         region = self._ensure(state.shape)
         buffer_idx = self._combines.take("low_latency_combine")
-        data, target = _aligned(data), _aligned(out)
+        data, weights, target = aligned(data), aligned(topk_weights), aligned(out)
         region.return_rows(
             shape=state.shape,
             buffer_idx=buffer_idx,
             rows=data.data_ptr(),
-            layout_range=state.layout_range.data_ptr(),
-            origins=state.origins.data_ptr(),
+            row_of=state.row_of.data_ptr(),
+            num_received=state.num_received.data_ptr(),
+            topk_weights=weights.data_ptr(),
+            num_tokens=topk_idx.shape[0],
+            min_tokens_to_sum=min_tokens_to_sum,
+            wait_stats=address(wait_stats),
             stream=self._order(),
         )
 
@@ -195,10 +205,10 @@ class CudaLowLatency:
                 shape=state.shape,
                 buffer_idx=buffer_idx,
                 topk_idx=topk_idx.data_ptr(),
-                topk_weights=topk_weights.data_ptr(),
+                topk_weights=weights.data_ptr(),
                 out=target.data_ptr(),
                 num_tokens=topk_idx.shape[0],
-                wait_stats=0 if wait_stats is None else wait_stats.data_ptr(),
+                wait_stats=address(wait_stats),
                 stream=self._order(),
             )
             if target is not out:
@@ -284,8 +294,3 @@ def _scale_format(fp8: Fp8Format | None) -> _cuda.ScaleFormat:
 
 def _refuse() -> NoReturn:
     raise ClosedError("the hook of a low-latency call was called after its buffer was closed")
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, moved where it does not begin at a whole vector."""
-    return tensor.clone() if tensor.data_ptr() % _cuda.row_align_bytes else tensor

@@ -247,9 +247,10 @@ class TorchEngine(Engine):
         handle: LowLatencyHandle,
         *,
         out: Tensor,
+        min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
-        return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, wait_stats)
+        return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
 
     def set_masked(self, rank: int, masked: bool) -> None:
         (self._exchange.masked.add if masked else self._exchange.masked.discard)(rank)

@@ -102,6 +102,7 @@ class TorchLowLatency:
         topk_weights: Tensor,
         handle: LowLatencyHandle,
         out: Tensor,
+        min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
         exchange, grid = self._exchange, self._exchange.grid
@@ -128,13 +129,42 @@ class TorchLowLatency:
             copies = data.new_zeros(*sent.shape, handle.hidden)
             for r, (token, column) in wanted.items():
                 copies[token, column] = rows[r]
-            total = torch.zeros(sent.shape[0], handle.hidden, device=data.device)
-            for k in range(sent.shape[1]):
-                weight = torch.where(sent[:, k] >= 0, topk_weights[:, k], 0.0)
-                total += copies[:, k].float() * weight.unsqueeze(1)
-            out.copy_(total)
+            weights = torch.where(sent >= 0, topk_weights, 0.0)
+            if sent.shape[0] >= min_tokens_to_sum:
+                copies, weights = _sum_within_ranks(copies, weights, owner)
+            out.copy_(_weighted_sum(copies, weights))
 
         return finish
+
+
+def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """``[T, H]`` float32: Σ_k weight × row of ``[T, K, H]``, in order."""
+    total = rows.new_zeros(rows.shape[0], rows.shape[2], dtype=torch.float32)
+    for k in range(rows.shape[1]):
+        total += rows[:, k].float() * weights[:, k].unsqueeze(1)
+    return total
+
+
+def _sum_within_ranks(rows: Tensor, weights: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums the rows of each token that are on one rank, where there are several, into the first one's column.
+
+    Args:
+        rows: ``[T, K, H]`` bf16.
+        weights: ``[T, K]`` float32.
+        owner: ``[T, K]``, the rank of each, or −1.
+
+    Returns:
+        Rows, and weights that are 1 for a sum and 0 for a row that went into one.
+    """
+    result, new_weights = rows.clone(), weights.clone()
+    for k in range(rows.shape[1]):
+        same = (owner == owner[:, k : k + 1]) & (owner >= 0)
+        is_sum = same.sum(1) > 1
+        is_first = is_sum & ~same[:, :k].any(1)
+        total = _weighted_sum(rows, torch.where(same, weights, 0.0))
+        result[:, k] = torch.where(is_first.unsqueeze(1), total.to(rows.dtype), rows[:, k])
+        new_weights[:, k] = torch.where(is_first, 1.0, torch.where(is_sum, 0.0, weights[:, k]))
+    return result, new_weights
 
 
 def _empty_packed(num_local: int, capacity: int, hidden: int, fp8: Fp8Format | None, device: torch.device) -> Rows:

@@ -139,17 +139,18 @@ CASES = [
 ]
 
 LOW_LATENCY_CASES = [
-    Case("one_rank", 1, 16, num_experts=6, topk=3),
-    Case("four_ranks", 4, 20),
-    Case("eight_ranks", 8, 8, num_experts=32, topk=8),
-    Case("ragged", 4, (0, 7, 1, 30)),
+    Case("one_rank", 1, 40, num_experts=6, topk=3),
+    Case("four_ranks", 4, 36),
+    Case("eight_ranks", 8, 34, num_experts=32, topk=8),
+    Case("few_tokens", 4, 5),
+    Case("ragged", 4, (0, 7, 32, 45)),
     Case("zero_tokens_everywhere", 2, 0),
-    Case("hot_expert", 4, 24, routing="hot"),
-    Case("holes", 4, 24, routing="holes"),
-    Case("duplicates", 4, 24, routing="duplicates"),
-    Case("hidden_7168", 2, 8, hidden=7168, num_experts=36, topk=8),
-    Case("hidden_640", 2, 8, hidden=640),
-    Case("top_32", 2, 8, topk=32, num_experts=64),
+    Case("hot_expert", 4, 40, routing="hot"),
+    Case("holes", 4, 40, routing="holes"),
+    Case("duplicates", 4, 40, routing="duplicates"),
+    Case("hidden_7168", 2, 33, hidden=7168, num_experts=36, topk=8),
+    Case("hidden_640", 2, 40, hidden=640),
+    Case("top_32", 2, 33, topk=32, num_experts=64),
 ]
 
 

@@ -39,6 +39,7 @@ RAGGED = tuple((7 * rank) % 5 for rank in range(40))
 # One lane of a warp stands for one rank up to 32 ranks; beyond, for several.
 FORTY = Case("forty_ranks", 40, 5, num_experts=80, topk=8)
 FORTY_RAGGED = Case("forty_ranks_ragged", 40, RAGGED, hidden=512, num_experts=120, topk=20, routing="holes")
+FORTY_SUMMED = Case("forty_ranks_summed", 40, 33, hidden=128, num_experts=80, topk=8)
 LARGEST = Case("seventy_two_ranks", 72, 3, hidden=128, num_experts=144, topk=8)
 
 EIGHT = [case for case in select_cases(CASES + MORE_OF_EIGHT, one_domain=True) if case.num_ranks == 8]
@@ -116,6 +117,7 @@ def test_forty_ranks(run_ranks: RunRanks, check: Callable[..., None]) -> None:
 
 def test_forty_ranks_low_latency(run_ranks: RunRanks) -> None:
     run_ranks(40, _low_latency_formats, FORTY)
+    run_ranks(40, low_latency.check_low_latency, FORTY_SUMMED, "bf16", "cuda")
 
 
 @pytest.mark.parametrize("check", [normal.check_round_trip, hybrid.check_permuted])

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from benchmarks.figures import main as figures
 from hybrid_ep.bench import wire
 from hybrid_ep.bench.measure import RankMeasurement, measure
-from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_host
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
@@ -120,9 +120,11 @@ def test_the_wire_moves_every_row_of_the_plan(run_ranks: RunRanks, tmp_path: Pat
         assert pushed.obstacle is None
         (timed,) = pushed.times.values()
         assert {name: len(times.microseconds) for name, times in timed.items()} == {"dispatch": 2, "combine": 2}
-        assert pushed.rows["combine"] == measured.rows["combine"]
-        once_suffices = mode == "low-latency"
-        assert (pushed.rows["dispatch"].total < measured.rows["dispatch"].total) == once_suffices
+        for call in CALLS:
+            if mode == "low-latency":  # an implementation's rows count once for each expert there
+                assert pushed.rows[call].total < measured.rows[call].total
+            else:
+                assert pushed.rows[call] == measured.rows[call]
 
 
 def test_a_wire_that_loses_a_row_is_not_measured(run_ranks: RunRanks, tmp_path: Path) -> None:

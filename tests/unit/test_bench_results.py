@@ -104,11 +104,8 @@ def test_sms_that_are_compared() -> None:
 
 def test_the_wire_moves_each_row_once_for_each_rank_to_a_place_of_its_own() -> None:
     topk_idx = torch.tensor([[0, 1, 7], [6, 2, 3]])  # 8 experts on 4 ranks: ranks 0 0 3, and 3 1 1
-    found = places(topk_idx, 8, 1, 4, once_per_expert=False)
+    found = places(topk_idx, 8, 1, 4)
     assert found.tolist() == [[2, -1, (3 << 32) | 2], [(3 << 32) | 3, (1 << 32) | 3, -1]]
-    copies = places(topk_idx, 8, 1, 4, once_per_expert=True)
-    assert (copies >> 32).tolist() == [[0, 0, 3], [3, 1, 1]]
-    assert (copies & 0xFFFFFFFF).tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
 def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:

@@ -40,22 +40,23 @@ void add_low_latency(pybind11::module_& module) {
       .def(
           "send_tokens",
           [](const LowLatencyRegion& self, const LowLatencyShape& shape, ScaleFormat format, int buffer_idx,
-             uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t stream) {
+             uintptr_t rows, uintptr_t topk_idx, uintptr_t row_of, int num_tokens, uintptr_t stream) {
             SendTokensParams params{};
             params.shape = shape;
             params.format = format;
             params.rows = pointer<uint8_t>(rows);
             params.topk_idx = pointer<int64_t>(topk_idx);
+            params.row_of = pointer<int32_t>(row_of);
             params.num_tokens = num_tokens;
             self.send_tokens(params, buffer_idx, stream_of(stream));
           },
           py::kw_only(), py::arg("shape"), py::arg("format"), py::arg("buffer_idx"), py::arg("rows"),
-          py::arg("topk_idx"), py::arg("num_tokens"), py::arg("stream"))
+          py::arg("topk_idx"), py::arg("row_of"), py::arg("num_tokens"), py::arg("stream"))
       .def(
           "receive_tokens",
           [](const LowLatencyRegion& self, const LowLatencyShape& shape, ScaleFormat format, int buffer_idx,
              uintptr_t rows, uintptr_t scales, uintptr_t count, uintptr_t src_info, uintptr_t layout_range,
-             uintptr_t origins, uintptr_t wait_stats, uintptr_t stream) {
+             uintptr_t row_of, uintptr_t num_received, uintptr_t wait_stats, uintptr_t stream) {
             ReceiveTokensParams params{};
             params.shape = shape;
             params.rows = pointer<uint8_t>(rows);
@@ -63,26 +64,33 @@ void add_low_latency(pybind11::module_& module) {
             params.count = pointer<int32_t>(count);
             params.src_info = pointer<int32_t>(src_info);
             params.layout_range = pointer<int64_t>(layout_range);
-            params.origins = pointer<int32_t>(origins);
+            params.row_of = pointer<int32_t>(row_of);
+            params.num_received = pointer<int32_t>(num_received);
             params.wait_stats = pointer<int64_t>(wait_stats);
             self.receive_tokens(params, buffer_idx, format, stream_of(stream));
           },
           py::kw_only(), py::arg("shape"), py::arg("format"), py::arg("buffer_idx"), py::arg("rows"), py::arg("scales"),
-          py::arg("count"), py::arg("src_info"), py::arg("layout_range"), py::arg("origins"), py::arg("wait_stats"),
-          py::arg("stream"))
+          py::arg("count"), py::arg("src_info"), py::arg("layout_range"), py::arg("row_of"), py::arg("num_received"),
+          py::arg("wait_stats"), py::arg("stream"))
       .def(
           "return_rows",
           [](const LowLatencyRegion& self, const LowLatencyShape& shape, int buffer_idx, uintptr_t rows,
-             uintptr_t layout_range, uintptr_t origins, uintptr_t stream) {
+             uintptr_t row_of, uintptr_t num_received, uintptr_t topk_weights, int num_tokens, int min_tokens_to_sum,
+             uintptr_t wait_stats, uintptr_t stream) {
             ReturnRowsParams params{};
             params.shape = shape;
             params.rows = pointer<uint8_t>(rows);
-            params.layout_range = pointer<int64_t>(layout_range);
-            params.origins = pointer<int32_t>(origins);
+            params.row_of = pointer<int32_t>(row_of);
+            params.num_received = pointer<int32_t>(num_received);
+            params.topk_weights = pointer<float>(topk_weights);
+            params.num_tokens = num_tokens;
+            params.min_tokens_to_sum = min_tokens_to_sum;
+            params.wait_stats = pointer<int64_t>(wait_stats);
             self.return_rows(params, buffer_idx, stream_of(stream));
           },
-          py::kw_only(), py::arg("shape"), py::arg("buffer_idx"), py::arg("rows"), py::arg("layout_range"),
-          py::arg("origins"), py::arg("stream"))
+          py::kw_only(), py::arg("shape"), py::arg("buffer_idx"), py::arg("rows"), py::arg("row_of"),
+          py::arg("num_received"), py::arg("topk_weights"), py::arg("num_tokens"), py::arg("min_tokens_to_sum"),
+          py::arg("wait_stats"), py::arg("stream"))
       .def(
           "sum_rows",
           [](const LowLatencyRegion& self, const LowLatencyShape& shape, int buffer_idx, uintptr_t topk_idx,
