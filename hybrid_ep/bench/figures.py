@@ -17,7 +17,7 @@ from hybrid_ep.report.charts import GREY, PALETTE, Picture, label_bars, new_figu
 
 __all__ = ["draw"]
 
-_FORMS = ("", ": graph", ": send", ": receive")
+_FORMS = ("", ": graph", ": graph of 20", ": send", ": receive")
 _STYLES = ("-", "--", ":", "-.")
 _Point = tuple[float, float]
 

@@ -64,6 +64,7 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
                 free = {name: call for name, call in calls.items() if name not in subject.waiting_calls}
                 for name, microseconds in time_host(free).items():
                     times[name].in_a_row_microseconds = microseconds
+            times |= {name: times[name].each_of(number) for name, number in subject.num_calls.items()}
         counts = count_rows(batch.topk_idx, plan.workload.num_experts, once_per_expert=plan.mode == "low-latency")
         return RankMeasurement(subject.engine, problems, times, dict.fromkeys(CALLS, counts))
     finally:

@@ -12,6 +12,7 @@ __all__ = ["CALLS", "MODES", "BenchPlan", "Candidate", "call_of", "default_workl
 MODES = ("normal", "permute", "low-latency")
 CALLS = ("dispatch", "combine")
 _HALVES = (": send", ": receive")
+_IN_A_ROW = ": graph of "
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,13 @@ class BenchPlan:
 
 
 def call_of(operation: str) -> str | None:
-    """The call of which an operation is a form, all rows moved; None for halves and for what moves no rows.
+    """The call of which an operation is a form, all rows moved and timed alone as the wire is; None for the others.
 
     Operations are named ``call`` or ``call: form``.
     """
     call = operation.partition(":")[0]
-    return call if call in CALLS and not operation.endswith(_HALVES) else None
+    is_alone = not operation.endswith(_HALVES) and _IN_A_ROW not in operation
+    return call if call in CALLS and is_alone else None
 
 
 def default_workload_sizes(device: str, mode: str) -> dict[str, int]:

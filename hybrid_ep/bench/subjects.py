@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 BASELINE = "torch-nccl"
+_CALLS_OF_A_GRAPH = 20
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Subject(abc.ABC):
 
     engine: str
     waiting_calls: frozenset[str] = frozenset()  # in these the host waits for the device, so its time is the device's
+    num_calls: Mapping[str, int] = MappingProxyType({})  # how many calls one run makes, of those that make several
 
     @abc.abstractmethod
     def dispatch(self) -> Any:
@@ -328,7 +330,7 @@ class LowLatencySubject(_ModuleSubject):
         return combined
 
     def further_calls(self, dispatched: Any, outputs: Tensor) -> dict[str, Callable[[], object]]:
-        """The two halves of each call, as the hook splits them, and each call as a CUDA graph."""
+        """The halves of each call, as the hook splits them, and CUDA graphs of one call and of several in a row."""
         hooks: list[Callable[[], None]] = []
 
         def send_dispatch() -> None:
@@ -347,8 +349,14 @@ class LowLatencySubject(_ModuleSubject):
             "combine: receive": receive,
         }
         if self.plan.device == "cuda":
-            calls["dispatch: graph"] = _capture(self.dispatch)
-            calls["combine: graph"] = _capture(lambda: self.combine(dispatched, outputs))
+            whole: dict[str, Callable[[], object]] = {
+                "dispatch": self.dispatch,
+                "combine": lambda: self.combine(dispatched, outputs),
+            }
+            for name, call in whole.items():
+                calls[f"{name}: graph"] = _capture(call)
+                calls[f"{name}: graph of {_CALLS_OF_A_GRAPH}"] = _capture(call, _CALLS_OF_A_GRAPH)
+            self.num_calls = {name: _CALLS_OF_A_GRAPH for name in calls if name.endswith(f"of {_CALLS_OF_A_GRAPH}")}
         return calls
 
     def _combine(self, dispatched: Any, outputs: Tensor, return_recv_hook: bool = False) -> Any:
@@ -361,11 +369,12 @@ class LowLatencySubject(_ModuleSubject):
         )
 
 
-def _capture(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
+def _capture(call: Callable[[], object], num_calls: int = 1) -> Callable[[], object]:
+    """So many of the call, one after the other, as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(num_calls):
+            call()
     return graph.replay
 
 

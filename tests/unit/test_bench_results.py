@@ -86,6 +86,7 @@ def test_each_candidate_is_compared_with_the_wire_at_its_own_sms() -> None:
     [
         ("dispatch", "dispatch"),
         ("combine: graph", "combine"),
+        ("combine: graph of 20", None),
         ("dispatch: no sync", "dispatch"),
         ("layout", None),
         ("dispatch: send", None),
@@ -94,6 +95,10 @@ def test_each_candidate_is_compared_with_the_wire_at_its_own_sms() -> None:
 )
 def test_only_whole_calls_have_bytes(operation: str, call: str | None) -> None:
     assert call_of(operation) == call
+
+
+def test_a_run_of_several_calls_counts_for_each() -> None:
+    assert Times([40, 60], [20, 10], [5]).each_of(20) == Times([2, 3], [1, 0.5], [0.25])
 
 
 def test_sms_that_are_compared() -> None:
