@@ -17,7 +17,7 @@ from hybrid_ep.base_buffer import BaseBuffer, check_rows
 from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.layout import indices_to_map, map_to_indices, widest_token
+from hybrid_ep.layout import indices_to_map, map_to_indices, weights_to_probs, widest_token
 
 __all__ = ["HybridEPBuffer", "HybridHandle", "PermutedHandle", "indices_to_map"]
 
@@ -220,7 +220,7 @@ class HybridEPBuffer(BaseBuffer):
         )
         received_probs = None
         if result.topk_weights is not None:
-            _, received_probs = indices_to_map(result.topk_idx, result.topk_weights, result.topk_idx.shape[0], size)
+            received_probs = weights_to_probs(result.topk_idx, result.topk_weights, size)
         overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
         made = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, overflow)
         return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
@@ -400,8 +400,10 @@ class HybridEPBuffer(BaseBuffer):
         config = self.configurer.buffer_config
         num_tokens, size = rows.data.shape
         most = config.max_num_of_tokens_per_rank
-        require(num_tokens <= most, "rows of hidden", num_tokens, f"≤ max_num_of_tokens_per_rank = {most}")
-        require(size <= config.hidden_dim, "hidden", size, f"≤ hidden_dim = {config.hidden_dim}")
+        if num_tokens > most:
+            require(False, "rows of hidden", num_tokens, f"≤ max_num_of_tokens_per_rank = {most}")
+        if size > config.hidden_dim:
+            require(False, "hidden", size, f"≤ hidden_dim = {config.hidden_dim}")
         return rows, as_bytes
 
     def _routing(
@@ -421,8 +423,8 @@ class HybridEPBuffer(BaseBuffer):
         expected = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
         if num_experts is None:
             num_experts = routing_map.shape[-1] if routing_map is not None else expected
-        allowed = f"{expected} (num_local_experts × ranks)"
-        require(num_experts == expected, "num_of_experts", num_experts, allowed)
+        if num_experts != expected:
+            require(False, "num_of_experts", num_experts, f"{expected} (num_local_experts × ranks)")
         num_tokens = rows.data.shape[0]
         if routing_map is not None:
             shape = (num_tokens, num_experts)
@@ -437,7 +439,8 @@ class HybridEPBuffer(BaseBuffer):
             assert topk_idx is not None
             require(probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
         self._check_topk(topk_idx, topk_weights, num_experts)
-        require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
+        if topk_idx.shape[0] != num_tokens:
+            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
         return Routing(topk_idx, topk_weights, num_experts)
 
     def _check_handle(self, handle: DispatchHandle, rows: Rows) -> None:
@@ -447,8 +450,8 @@ class HybridEPBuffer(BaseBuffer):
 
     @staticmethod
     def _to_experts(weights: Tensor | None, topk_idx: Tensor, num_experts: int) -> Tensor | None:
-        """``[T, K]`` weights → ``[T, E]``; of a duplicate, the first counts."""
-        return indices_to_map(topk_idx, weights, topk_idx.shape[0], num_experts)[1]
+        """``[T, K]`` weights → ``[T, E]``, where there are any."""
+        return None if weights is None else weights_to_probs(topk_idx, weights, num_experts)
 
 
 def _num_sms(name: str, value: int | None) -> int | None:

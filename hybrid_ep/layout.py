@@ -29,6 +29,7 @@ __all__ = [
     "indices_to_map",
     "map_to_indices",
     "permutation_by_expert",
+    "weights_to_probs",
     "widest_token",
 ]
 
@@ -151,9 +152,14 @@ def indices_to_map(
     if topk_weights is None:
         return routing_map, None
     require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=tuple(topk_idx.shape))
-    columns = torch.where(first_occurrence(topk_idx), topk_idx, num_of_experts)
-    probs = topk_weights.new_zeros(num_of_tokens, num_of_experts + 1).scatter_(1, columns, topk_weights)
-    return routing_map, probs[:, :num_of_experts].contiguous()
+    return routing_map, weights_to_probs(topk_idx, topk_weights, num_of_experts)
+
+
+def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
+    """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities. Of a duplicate, the first weight counts."""
+    columns = torch.where(first_occurrence(topk_idx), topk_idx, num_experts)
+    probs = topk_weights.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, topk_weights)
+    return probs[:, :num_experts].contiguous()
 
 
 def map_to_indices(routing_map: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
