@@ -23,7 +23,7 @@ from hybrid_ep.streams import CommStream
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "check_rows"]
+__all__ = ["BaseBuffer", "as_rows", "check_rows"]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 
@@ -168,4 +168,9 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, hidden: int | 
         device=data.device,
         contiguous=False,
     )
-    return Rows(data, scales.contiguous())
+    return as_rows(data, scales)
+
+
+def as_rows(data: Tensor, scales: Tensor | None) -> Rows:
+    """Checked rows in the engine's form: with row-major scales."""
+    return Rows(data, None if scales is None else scales.contiguous())

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.base_buffer import check_rows
-from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.base_buffer import as_rows, check_rows
+from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.config import Config
 from hybrid_ep.engine.base import Dispatched, DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
@@ -93,6 +93,7 @@ class Buffer(LowLatencyCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._local_memory: dict[bool, Tensor] = {}
+        self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
 
     def destroy(self) -> None:
@@ -243,7 +244,7 @@ class Buffer(LowLatencyCalls):
             TimeoutError, TransportError: a rank was lost.
         """
         engine = self.engine
-        rows = check_rows("x", *(x if isinstance(x, tuple) else (x, None)))
+        data, scales = x if isinstance(x, tuple) else (x, None)
         num_sms = None if config is None else config.num_sms
         require_int("expert_alignment", expert_alignment, minimum=1)
         require_int("num_worst_tokens", num_worst_tokens, minimum=0)
@@ -251,14 +252,15 @@ class Buffer(LowLatencyCalls):
             require(
                 topk_idx is None and topk_weights is None, "topk_idx or topk_weights", "given", "None with a handle"
             )
+            rows = check_rows("x", data, scales)
             self._check_handle(handle, num_source_rows=rows.data.shape[0])
             with self._comm_stream.scope(previous_event, async_finish):
                 received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return _as_given(received), None, None, None, None, event
 
-        routing = self._routing(
-            rows, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+        rows, routing = self._rows_and_routing(
+            data, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
         )
         num_local = routing.num_experts // self.group_size
         first = self.rank * num_local
@@ -331,6 +333,29 @@ class Buffer(LowLatencyCalls):
     internode_dispatch = dispatch
     internode_combine = combine
 
+    def _rows_and_routing(
+        self,
+        data: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        is_token_in_rank: Tensor | None,
+        num_tokens_per_rank: Tensor | None,
+        num_tokens_per_expert: Tensor | None,
+    ) -> tuple[Rows, Routing]:
+        """Checks what is sent and where it goes, unless calls with the same traits have passed."""
+        layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+        given = traits(data, scales, topk_idx, topk_weights, *layout)
+        if given in self._passed:
+            assert topk_idx is not None
+            assert num_tokens_per_expert is not None
+            return as_rows(data, scales), Routing(topk_idx, topk_weights, num_tokens_per_expert.shape[0])
+        rows = check_rows("x", data, scales)
+        routing = self._routing(rows, topk_idx, topk_weights, *layout)
+        if topk_idx is not None and topk_idx.is_cuda:
+            self._passed.add(given)  # no value has been looked at
+        return rows, routing
+
     def _routing(
         self,
         rows: Rows,
@@ -366,7 +391,7 @@ class Buffer(LowLatencyCalls):
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
         if topk_idx.device != rows.data.device:
             require(False, "topk_idx.device", topk_idx.device, str(rows.data.device))
-        if topk_idx.device.type == "cpu":
+        if topk_idx.is_cpu:
             layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
             same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
             require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
@@ -385,11 +410,17 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def _shape(
-        result: Dispatched, counts: Tensor, has_topk: bool, alignment: int, num_worst_tokens: int, event: EventOverlap
+        result: Dispatched,
+        counts: Tensor | None,
+        has_topk: bool,
+        alignment: int,
+        num_worst_tokens: int,
+        event: EventOverlap,
     ) -> DispatchResult:
         """The result in the peer's order."""
         aligned: list[int] = []
         if num_worst_tokens == 0:
+            assert counts is not None
             aligned = [-(-count // alignment) * alignment for count in counts.tolist()]
         topk_idx = result.topk_idx if has_topk else None
         return _as_given(result.rows), topk_idx, result.topk_weights, aligned, result.handle, event

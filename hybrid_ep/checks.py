@@ -9,7 +9,15 @@ from torch import Tensor
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["require", "require_expert_indices", "require_int", "require_tensor", "unsupported"]
+__all__ = [
+    "Passed",
+    "require",
+    "require_expert_indices",
+    "require_int",
+    "require_tensor",
+    "traits",
+    "unsupported",
+]
 
 MAX_TOPK = 32
 
@@ -53,10 +61,39 @@ def require_tensor(
     return tensor
 
 
+def traits(*tensors: object) -> tuple[object, ...]:
+    """All that checks of these tensors look at but their values: where the traits are equal, so is the outcome."""
+    return tuple(
+        [
+            (tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous())
+            if isinstance(tensor, Tensor)
+            else type(tensor)
+            for tensor in tensors
+        ]
+    )
+
+
+class Passed(set[object]):
+    """Traits that have passed a check. The calls of a training loop repeat a few, and need not be checked again."""
+
+    _MOST = 1024
+
+    def add(self, traits: object) -> None:
+        """Remembers them; forgets all others where they have become many."""
+        if len(self) >= self._MOST:
+            self.clear()
+        super().add(traits)
+
+
 def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:
     if given == wanted:
         return True
-    return len(given) == len(wanted) and all(w is None or w == g for w, g in zip(wanted, given, strict=True))
+    if len(given) != len(wanted):
+        return False
+    for i, size in enumerate(wanted):  # noqa: SIM110 - a generator would take longer than the rest of a check
+        if size is not None and size != given[i]:
+            return False
+    return True
 
 
 def require_expert_indices(topk_idx: Tensor, num_experts: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import hybrid_ep
 from hybrid_ep import Config, ConfigError, EventOverlap, TopologyError, env, errors
+from hybrid_ep.checks import Passed, traits
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.geometry import RankGrid
@@ -54,6 +55,29 @@ def test_variables_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         assert variable.get() == variable.default
     monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "2.5")
     assert env.TIMEOUT_S.get() == 2.5
+
+
+def test_traits_differ_where_a_check_could() -> None:
+    tensor = torch.zeros(4, 6)
+    other = (
+        tensor.double(),
+        tensor[:3],
+        tensor.t().contiguous().t(),
+        torch.zeros(4, 6, device="meta"),
+        tensor.tolist(),
+        None,
+    )
+    seen = [traits(each) for each in (tensor, *other)]
+    assert len(set(seen)) == len(seen)
+    assert traits(tensor, None) == traits(torch.ones(4, 6), None)
+
+
+def test_what_has_passed_is_forgotten_when_it_is_much() -> None:
+    passed = Passed()
+    for size in range(3000):
+        passed.add(traits(torch.empty(size, device="meta")))
+        assert traits(torch.empty(size, device="meta")) in passed
+    assert 0 < len(passed) <= 1024
 
 
 def test_nobody_else_reads_the_environment() -> None:
