@@ -1,8 +1,10 @@
 """The CUDA kernels and what launches them. Pointers and streams are integers; the caller keeps tensors alive."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
+
+from torch import Tensor
 
 version: str
 control_bytes: int
@@ -14,27 +16,42 @@ row_align_bytes: int
 
 class CudaError(RuntimeError): ...
 
-class RowWidths:
+class DispatchPlan:
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        has_weights: bool,
+        hidden: int,
+        row_type: tuple[int, int],
+        num_scales: int,
+        scale_type: tuple[int, int],
+        range_first: int,
+        range_step: int,
+        range_size: int,
+        pad_multiple: int,
+        row_limit: int,
+        waits_for_counts: bool,
+        num_sms: int,
+    ) -> None: ...
     @property
-    def total(self) -> int: ...
+    def row_bytes(self) -> int: ...
+    @property
+    def route_ints(self) -> int: ...
+    @property
+    def counts_at(self) -> int: ...
+    @property
+    def overflow_at(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
-def dispatch_widths(
-    row_bytes: int, num_scales: int, num_topk: int, has_weights: bool, is_permuted: bool
-) -> RowWidths: ...
-def combine_widths(row_bytes: int, num_weights: int) -> RowWidths: ...
-
-class SlotLayout:
+class CombinePlan:
+    def __init__(self, *, num_tokens: int, num_rows: int, row_bytes: int, num_weights: int, num_sms: int) -> None: ...
     @property
-    def rows(self) -> int: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def weights(self) -> int: ...
-    @property
-    def scales(self) -> int: ...
-    @property
-    def capacity(self) -> int: ...
+    def row_bytes(self) -> int: ...
+    def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class FaultKind(Enum):
     TIMEOUT = ...
@@ -81,55 +98,28 @@ class Mail:
 class Communicator:
     def __init__(self, *, rank: int, control: list[int], device: int, timeout_s: float) -> None: ...
     def set_arena(self, arena: list[int], slot_bytes: int) -> None: ...
-    def slot_layout(self, widths: RowWidths) -> SlotLayout: ...
+    def capacity(self, plan: DispatchPlan) -> int: ...
     def dispatch(
         self,
-        *,
-        widths: RowWidths,
+        plan: DispatchPlan,
         rows: int,
         topk_idx: int,
         topk_weights: int,
         scales: int,
-        num_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        row_bytes: int,
-        num_scales: int,
-        range_first: int,
-        range_step: int,
-        range_size: int,
+        route: int,
         slot_idx: int,
-        row_limit: int,
-        pad_multiple: int,
-        send_slot: int,
-        send_list: int,
-        dst_row: int,
-        rank_prefix: int,
-        expert_place: int,
-        first_mask: int,
-        num_tokens_per_expert: int,
-        overflow: int,
-        waits_for_counts: bool,
-        num_sms: int,
         stream: int,
     ) -> int: ...
     def combine(
         self,
-        *,
-        widths: RowWidths,
+        plan: CombinePlan,
         rows: int,
         weights: int,
         bias_0: int,
         bias_1: int,
         out: int,
         out_weights: int,
-        send_slot: int,
-        rank_prefix: int,
-        num_tokens: int,
-        num_rows: int,
-        num_weights: int,
-        row_bytes: int,
-        num_sms: int,
+        route: int,
         stream: int,
     ) -> None: ...
     def wait_mailbox(self, ticket: int) -> bool: ...
@@ -147,15 +137,20 @@ class SlotPool:
         device: int,
         memory: object,
         current_stream: Callable[[int], int],
+        from_dlpack: Callable[[Any], Tensor],
     ) -> None: ...
     def take(self, stream: int) -> int: ...
+    def note_use(self, stream: int) -> None: ...
     def release(self, slot_idx: int) -> None: ...
-    def tensor(self, slot_idx: int, offset: int, shape: tuple[int, ...], code: int, bits: int) -> Any: ...
+    def tensors(
+        self, slot_idx: int, plan: DispatchPlan, num_rows: int, num_recv: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
     @property
     def num_free(self) -> int: ...
     @property
-    def slot_bytes(self) -> int: ...
+    def was_captured(self) -> bool: ...
 
+def int32_capsule(memory: object, address: int, shape: Sequence[int], device: int) -> Any: ...
 def duplicate(
     *,
     rows: int,
@@ -164,8 +159,8 @@ def duplicate(
     scales: int,
     probs: int,
     permuted_scales: int,
-    rank_prefix: int,
-    num_tokens_per_expert: int,
+    route: int,
+    counts_at: int,
     rank: int,
     num_ranks: int,
     num_topk: int,
@@ -181,7 +176,7 @@ def reduce_local(
     rows: int,
     probs: int,
     places: int,
-    rank_prefix: int,
+    route: int,
     out: int,
     out_weights: int,
     rank: int,
@@ -203,7 +198,6 @@ def push_rows(
     num_sms: int,
     stream: int,
 ) -> None: ...
-def copy(to: int, source: int, num_bytes: int, stream: int) -> None: ...
 def layout(
     *,
     topk_idx: int,

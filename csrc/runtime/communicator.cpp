@@ -89,32 +89,74 @@ void Communicator::set_arena(const std::vector<uintptr_t>& arena, int64_t slot_b
   for (int r = 0; r < domain_.num_ranks; ++r) domain_.arena[r] = reinterpret_cast<uint8_t*>(arena[r]);
 }
 
-SlotLayout Communicator::slot_layout(const RowWidths& widths) const {
-  return make_slot_layout(widths, domain_.slot_bytes);
+int Communicator::capacity(const RowWidths& widths) const {
+  return make_slot_layout(widths, domain_.slot_bytes).capacity;
 }
 
-uint32_t Communicator::dispatch(DispatchParams& params, const RowWidths& widths, bool has_mailbox, int num_sms,
+uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int slot_idx,
                                 cudaStream_t stream) {
+  const bool is_permuted = plan.pad_multiple > 0, is_new = plan.num_topk > 0;
+  const auto part = [&](bool is_there, int64_t offset) { return is_there ? tensors.route + offset : nullptr; };
+  DispatchParams params{};
   params.domain = domain_;
-  params.slot = slot_layout(widths);
-  params.has_weights = widths.weights > 0;
+  params.rows = tensors.rows;
+  // An empty tensor has no address, and to the kernel no address means a route that is read.
+  params.topk_idx =
+      is_new && tensors.topk_idx == nullptr ? reinterpret_cast<int64_t*>(tensors.route) : tensors.topk_idx;
+  params.topk_weights = tensors.topk_weights;
+  params.scales = tensors.scales;
+  params.num_tokens = plan.num_tokens;
+  params.num_topk = plan.num_topk;
+  params.num_experts = plan.num_experts;
+  params.row_bytes = static_cast<int>(plan.format.rows.bytes());
+  params.num_scales = plan.format.scales.num;
+  params.has_weights = plan.format.weights.num > 0;
+  params.range_first = plan.range_first;
+  params.range_step = plan.range_step;
+  params.range_size = plan.range_size;
+  params.slot_idx = slot_idx;
+  params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   // A call that waits for the host takes whatever fits; the host makes room if that is not enough.
-  if (!params.is_bound) params.row_limit = params.slot.capacity;
-  params.mailbox = has_mailbox ? mailbox_ : nullptr;
-  params.ticket = has_mailbox ? ++ticket_ : 0;
+  params.is_bound = !plan.waits_for_counts;
+  params.row_limit = params.is_bound ? plan.row_limit : params.slot.capacity;
+  params.pad_multiple = plan.pad_multiple;
+  params.rank_prefix = part(true, plan.route.rank_prefix);
+  params.send_slot = part(true, plan.route.send_slot);
+  params.send_list = part(true, plan.route.send_list);
+  params.dst_row = part(is_permuted, plan.route.dst_row);
+  params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
+  params.overflow = part(is_new && is_permuted, plan.route.overflow);
+  params.first_mask = reinterpret_cast<uint32_t*>(part(is_new, plan.route.first_mask));
+  params.expert_place = part(is_new, plan.route.expert_place);
+  params.mailbox = plan.waits_for_counts ? mailbox_ : nullptr;
+  params.ticket = plan.waits_for_counts ? ++ticket_ : 0;
   const int counter_bytes =
-      params.topk_idx == nullptr ? 0 : (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int));
-  const LaunchShape shape = dispatch_shape(params.row_bytes, num_sms, num_device_sms_);
+      is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
+  const LaunchShape shape = dispatch_shape(params.row_bytes, plan.num_sms, num_device_sms_);
   params.num_send_warps = shape.num_send_warps;
   params.num_stages = shape.num_stages;
   launch_dispatch(params, shape.num_sms, std::max(counter_bytes, shape.ring_bytes), stream);
   return params.ticket;
 }
 
-void Communicator::combine(CombineParams& params, const RowWidths& widths, int num_sms, cudaStream_t stream) {
+void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, cudaStream_t stream) {
+  const RouteLayout route = make_route_layout(domain_.num_ranks, plan.num_tokens, 0, 0, false);
+  CombineParams params{};
   params.domain = domain_;
-  params.slot = slot_layout(widths);
-  const LaunchShape shape = combine_shape(params.row_bytes, num_sms, num_device_sms_);
+  params.rows = tensors.rows;
+  params.weights = tensors.weights;
+  params.bias[0] = tensors.bias[0];
+  params.bias[1] = tensors.bias[1];
+  params.out = tensors.out;
+  params.out_weights = tensors.out_weights;
+  params.send_slot = tensors.route + route.send_slot;
+  params.rank_prefix = tensors.route + route.rank_prefix;
+  params.num_tokens = plan.num_tokens;
+  params.num_rows = plan.num_rows;
+  params.row_bytes = static_cast<int>(plan.widths.rows);
+  params.num_weights = plan.num_weights;
+  params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
+  const LaunchShape shape = combine_shape(params.row_bytes, plan.num_sms, num_device_sms_);
   params.num_send_warps = shape.num_send_warps;
   params.num_stages = shape.num_stages;
   const int matrix_bytes = domain_.num_ranks * domain_.num_ranks * static_cast<int>(sizeof(int32_t));

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/params.h"
+#include "runtime/plan.h"
 
 namespace hybrid_ep {
 
@@ -35,14 +36,12 @@ class Communicator {
   // Names the arena that later calls use: each rank's base address, and the bytes of a slot.
   void set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes);
 
-  // The layout that a slot of the arena has for rows of these widths.
-  SlotLayout slot_layout(const RowWidths& widths) const;
+  // Rows of these widths that a slot of the arena holds.
+  int capacity(const RowWidths& widths) const;
 
-  // The caller fills everything but the domain, the slot layout and the shape of the launch. num_sms 0 = the default.
-  // Returns the ticket that the mailbox will show if the call has one.
-  uint32_t dispatch(DispatchParams& params, const RowWidths& widths, bool has_mailbox, int num_sms,
-                    cudaStream_t stream);
-  void combine(CombineParams& params, const RowWidths& widths, int num_sms, cudaStream_t stream);
+  // Returns the ticket that the mailbox will show if the call waits for counts.
+  uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int slot_idx, cudaStream_t stream);
+  void combine(const CombinePlan& plan, const CombineTensors& tensors, cudaStream_t stream);
 
   // Waits, without a device synchronisation, until the call with this ticket has written the mailbox. Returns false
   // when it has not by long after the kernel's own deadline, and as soon as this or an earlier call has lost a rank.

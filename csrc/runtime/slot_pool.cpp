@@ -1,47 +1,23 @@
 #include "runtime/slot_pool.h"
 
+#include <algorithm>
+
 #include "common/check.h"
 #include "common/cuda_check.h"
-#include "runtime/dlpack_abi.h"
 
 namespace py = pybind11;
 
 namespace hybrid_ep {
-namespace {
-
-struct Holder {
-  dlpack::ManagedTensor managed{};
-  std::shared_ptr<SlotPool> pool;
-  int slot_idx = 0;
-  std::vector<int64_t> shape;
-};
-
-void delete_holder(dlpack::ManagedTensor* managed) {
-  auto* holder = static_cast<Holder*>(managed->context);
-  // At interpreter exit there is no Python to ask for a stream, and the process gives its memory back anyway.
-  if (!Py_IsInitialized()) return;
-  py::gil_scoped_acquire gil;
-  holder->pool->release(holder->slot_idx);
-  delete holder;
-}
-
-// A capsule that no consumer has renamed still owns its tensor.
-void delete_capsule(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return;
-  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-  managed->deleter(managed);
-}
-
-}  // namespace
 
 SlotPool::SlotPool(uintptr_t base, int64_t slot_bytes, int num_slots, int device, py::object memory,
-                   py::object current_stream)
+                   py::object current_stream, py::object from_dlpack)
     : base_(base),
       slot_bytes_(slot_bytes),
       device_(device),
       slots_(num_slots > 0 ? num_slots - 1 : 0),
       memory_(std::move(memory)),
-      current_stream_(std::move(current_stream)) {
+      current_stream_(std::move(current_stream)),
+      from_dlpack_(std::move(from_dlpack)) {
   require(num_slots >= 1, "num_slots", num_slots, "≥ 1");
   for (Slot& slot : slots_) {
     check_cuda(cudaEventCreateWithFlags(&slot.event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
@@ -52,7 +28,16 @@ SlotPool::~SlotPool() {
   for (Slot& slot : slots_) cudaEventDestroy(slot.event);
 }
 
+bool SlotPool::note_use(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  if (status == cudaStreamCaptureStatusNone) return false;
+  was_captured_ = true;
+  return true;
+}
+
 int SlotPool::take(cudaStream_t stream) {
+  if (note_use(stream)) return 0;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
@@ -65,11 +50,13 @@ int SlotPool::take(cudaStream_t stream) {
 }
 
 void SlotPool::hold(int slot_idx) {
+  if (slot_idx == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   ++slots_.at(slot_idx - 1).holders;
 }
 
 void SlotPool::release(int slot_idx) {
+  if (slot_idx == 0) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (--slots_.at(slot_idx - 1).holders > 0) return;
@@ -91,25 +78,23 @@ void SlotPool::release(int slot_idx) {
   slots_[slot_idx - 1].holders = 0;
 }
 
-py::capsule SlotPool::tensor(int slot_idx, int64_t offset, const std::vector<int64_t>& shape, int code, int bits) {
-  int64_t num_bytes = bits / 8;
-  for (const int64_t size : shape) num_bytes *= size;
-  require(offset >= 0 && offset + num_bytes <= slot_bytes_, "end of the tensor", offset + num_bytes,
-          "within the slot's bytes");
-  auto holder = std::make_unique<Holder>();
-  holder->pool = shared_from_this();
-  holder->slot_idx = slot_idx;
-  holder->shape = shape;
-  dlpack::Tensor& tensor = holder->managed.tensor;
-  tensor.data = reinterpret_cast<void*>(base_ + slot_idx * slot_bytes_ + offset);
-  tensor.device = {dlpack::kCuda, device_};
-  tensor.num_dims = static_cast<int32_t>(shape.size());
-  tensor.dtype = {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};
-  tensor.shape = holder->shape.data();
-  holder->managed.context = holder.get();
-  holder->managed.deleter = delete_holder;
+py::tuple SlotPool::tensors(int slot_idx, const RowFormat& format, int64_t num_rows, int64_t num_recv) {
+  const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
+  require(std::max(num_rows, num_recv) <= layout.capacity, "rows of a result", std::max(num_rows, num_recv),
+          "what a slot holds");
+  py::tuple result = py::make_tuple(tensor(slot_idx, layout.rows, num_rows, format.rows),
+                                    tensor(slot_idx, layout.experts, num_recv, format.experts),
+                                    tensor(slot_idx, layout.weights, num_recv, format.weights),
+                                    tensor(slot_idx, layout.scales, num_recv, format.scales));
+  release(slot_idx);
+  return result;
+}
+
+py::object SlotPool::tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns) {
+  if (columns.num == 0) return py::none();
   hold(slot_idx);
-  return py::capsule(&holder.release()->managed, "dltensor", &delete_capsule);
+  return from_dlpack_(make_capsule(base_ + slot_idx * slot_bytes_ + offset, {num_rows, columns.num}, columns.type,
+                                   device_, [pool = shared_from_this(), slot_idx] { pool->release(slot_idx); }));
 }
 
 int SlotPool::num_free() const {

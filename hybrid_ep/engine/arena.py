@@ -11,7 +11,7 @@ ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,60 +22,32 @@ from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.streams import current_raw_stream
 
-__all__ = ["Arena", "Landing"]
+__all__ = ["Arena", "Landed"]
 
 _INITIAL_SLOT_BYTES = 64 << 20
 _GROWTH = 1.25  # a slot that was too small becomes this much larger than what it must hold
 _SLOT_ALIGN_BYTES = 2 << 20  # the page size of device memory
-_DLPACK_CODES = {torch.bfloat16: 4, torch.float32: 2, torch.int32: 0, torch.int64: 0, torch.uint8: 1}
 
 
-class Landing:
-    """Where one dispatch lands: a slot of the pool, or slot 0 to be copied out.
+class Landed(NamedTuple):
+    """What landed in a slot; None where the call has none.
 
     Attributes:
-        slot_idx: 0 = to be copied out.
+        rows: ``[n, H]``; e4m3 as uint8.
+        experts: ``[N, K]`` of each received row: int64 local experts, or expert-major the int32 places of its copies.
+        weights: ``[N, K]`` float32.
+        scales: ``[N, …]``.
     """
 
-    def __init__(self, pool: _cuda.SlotPool, memory: Tensor, slot_idx: int, stream: int) -> None:
-        self._pool = pool
-        self._memory = memory
-        self._stream = stream
-        self.slot_idx = slot_idx
+    rows: Tensor
+    experts: Tensor | None
+    weights: Tensor | None
+    scales: Tensor | None
 
-    def result(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, *, copy: bool = False) -> Tensor:
-        """Returns what landed at an offset of the slot.
-
-        Args:
-            offset: bytes from the begin of the slot.
-            shape: of the result, contiguous.
-            dtype: of the result.
-            copy: copy out even where the slot could be handed out, so that the result does not hold it.
-        """
-        carrier = torch.uint8 if dtype.itemsize == 1 else dtype
-        if math.prod(shape) == 0:
-            return torch.empty(shape, dtype=dtype, device=self._memory.device)
-        if self.slot_idx and not copy:
-            capsule = self._pool.tensor(self.slot_idx, offset, shape, _DLPACK_CODES[carrier], 8 * carrier.itemsize)
-            tensor = torch._C._from_dlpack(capsule)
-        else:
-            tensor = torch.empty(shape, dtype=carrier, device=self._memory.device)
-            source = self._memory.data_ptr() + self.slot_idx * self._pool.slot_bytes + offset
-            _cuda.copy(tensor.data_ptr(), source, tensor.nbytes, self._stream)
-        return tensor if carrier is dtype else tensor.view(dtype)
-
-    def in_place(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns what landed at an offset, never a copy; of slot 0 it is only valid until the next call."""
-        if self.slot_idx or math.prod(shape) == 0:
-            return self.result(offset, shape, dtype)
-        flat = self._memory[offset : offset + math.prod(shape) * dtype.itemsize]
-        return flat.view(dtype).view(shape)
-
-    def release(self) -> None:
-        """Ends the dispatch's own hold; the results that were taken keep the slot."""
-        if self.slot_idx:
-            self._pool.release(self.slot_idx)
-            self.slot_idx = 0
+    def copied(self) -> Landed:
+        """The same in memory of torch's own allocator."""
+        rows, *others = self
+        return Landed(rows.clone(), *(None if tensor is None else tensor.clone() for tensor in others))
 
 
 class Arena:
@@ -100,7 +72,6 @@ class Arena:
         self._communicator = communicator
         self._num_slots = num_slots + 1
         self._captured: list[SymmetricMemory] = []
-        self._is_captured = False
         self._allocate(_INITIAL_SLOT_BYTES)
 
     @property
@@ -129,21 +100,32 @@ class Arena:
         torch.cuda.synchronize(self._device)
         if self._group is not None:
             dist.barrier(self._group)
-        if self._is_captured:
+        if self._pool.was_captured:
             self._captured.append(self._memory)  # graphs have its addresses
-            self._is_captured = False
         self._allocate(int(num_bytes * _GROWTH))
 
-    def land(self, stream: int) -> Landing:
-        """Returns where the next dispatch lands."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        self._is_captured |= capturing
-        slot_idx = 0 if capturing else self._pool.take(stream)
-        return Landing(self._pool, self._memory.local, slot_idx, stream)
+    def take(self, stream: int) -> int:
+        """Returns the slot that the next dispatch lands in, 0 where none is free; `landed` or `release` must follow."""
+        return self._pool.take(stream)
 
-    def note_use(self) -> None:
+    def release(self, slot_idx: int) -> None:
+        """Gives back a slot that was taken in vain."""
+        self._pool.release(slot_idx)
+
+    def landed(self, slot_idx: int, plan: _cuda.DispatchPlan, num_rows: int, num_recv: int) -> Landed:
+        """Returns what landed in a slot; the tensors hold it from now on. Of slot 0, only valid until the next call.
+
+        Args:
+            slot_idx: that the dispatch landed in.
+            plan: of the dispatch.
+            num_rows: n, of the result.
+            num_recv: N, that were received.
+        """
+        return Landed(*self._pool.tensors(slot_idx, plan, num_rows, num_recv))
+
+    def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0: a captured use keeps the memory for good."""
-        self._is_captured |= torch.cuda.is_current_stream_capturing()
+        self._pool.note_use(stream)
 
     def _allocate(self, slot_bytes: int) -> None:
         self._slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
@@ -155,5 +137,6 @@ class Arena:
             device=self._device.index,
             memory=self._memory,
             current_stream=current_raw_stream,
+            from_dlpack=torch._C._from_dlpack,
         )
         self._communicator.set_arena(self._memory.addresses, self._slot_bytes)

@@ -1,7 +1,8 @@
 """The cuda engine: hand-written kernels for the GPUs of one NVLink domain.
 
 A call is one launch on the current stream (`_cuda.Communicator`); this file allocates what the call writes, decides
-where rows land, and shapes the results. docs/cuda_engine.md tells how the kernels work and what they reach.
+where rows land, and shapes the results. docs/cuda_engine.md tells how the kernels work and what they reach. What calls
+of one shape have in common is in cuda_plan.py.
 
 A call with a bound never waits for the device. One without waits for a mailbox that the kernel fills as soon as the
 counts are known, while the rows are still on their way. If a slot of any rank is too small for what would arrive, no
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
-from hybrid_ep.engine.arena import Arena, Landing
+from hybrid_ep.engine.arena import Arena, Landed
 from hybrid_ep.engine.base import (
     Combined,
     Dispatched,
@@ -34,7 +35,8 @@ from hybrid_ep.engine.base import (
     Rows,
 )
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda_route import PermuteState, Route, Sent, address, aligned, row_bytes_of
+from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, row_bytes_of, scale_kind
+from hybrid_ep.engine.cuda_route import PermuteState, Route, RouteMemory, Sent, address, aligned
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
@@ -77,6 +79,7 @@ class CudaEngine(Engine):
             rank=grid.rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
         self._arena = Arena(group, self.device, self._communicator, env.POOL_SLOTS.get())
+        self._routes = RouteMemory(self.device)
         self._last_stream: torch.cuda.Stream | None = None
         self._low_latency = CudaLowLatency(group, grid, self.device, self._communicator, self._order, self._raise_fault)
 
@@ -89,29 +92,17 @@ class CudaEngine(Engine):
         num_recv_bound: int | None,
         num_sms: int | None,
     ) -> Dispatched:
-        num_topk = routing.topk_idx.shape[1]
         sent = self._send(rows, routing, expert_range, 0, num_recv_bound, num_sms)
-        n, landing, parts = sent.num_rows, sent.landing, sent.parts
-        weights = None
-        if routing.topk_weights is not None:
-            weights = landing.result(parts.weights, (n, num_topk), torch.float32)
-        handle = self._handle(sent, routing)
-        result = Dispatched(
-            self._rows(landing, parts, rows, n),
-            landing.result(parts.experts, (n, num_topk), torch.int64),
-            weights,
-            sent.reported,
-            handle,
+        landed = self._results(sent.slot_idx, sent.plan, sent.num_rows)
+        assert landed.experts is not None
+        return Dispatched(
+            _as_sent(rows, landed), landed.experts, landed.weights, sent.reported, self._handle(sent, routing)
         )
-        landing.release()
-        return result
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
         route: Route = handle.state
-        landing, parts = self._send_again(rows, handle, route.max_recv, 0, num_sms)
-        result = self._rows(landing, parts, rows, route.num_recv)
-        landing.release()
-        return result
+        slot_idx, plan = self._send_again(rows, handle, route.max_recv, 0, num_sms)
+        return _as_sent(rows, self._results(slot_idx, plan, route.num_recv))
 
     def combine(
         self,
@@ -124,36 +115,29 @@ class CudaEngine(Engine):
     ) -> Combined:
         stream = self._begin()
         route: Route = handle.state
-        num_tokens, hidden = handle.num_tokens, data.shape[1]
-        row_bytes = row_bytes_of(data)
+        shape, num_tokens = data.shape, handle.num_tokens
         num_weights = 0 if weights is None else weights.shape[1]
-        widths = _cuda.combine_widths(row_bytes, num_weights)
-        self._arena.ensure(widths.slot_bytes_for(route.max_sent))
-        self._arena.note_use()
-        out = torch.empty(num_tokens, hidden, dtype=data.dtype, device=data.device)
+        plan = plan_combine(shape, data.dtype, num_tokens, num_weights, num_sms)
+        self._arena.ensure(plan.slot_bytes_for(route.max_sent))
+        self._arena.note_use(stream)
+        out = torch.empty(num_tokens, shape[1], dtype=data.dtype, device=data.device)
         out_weights = None
         if weights is not None:
             out_weights = torch.empty(num_tokens, num_weights, dtype=torch.float32, device=data.device)
-        terms = [aligned(term) for term in bias]
         data = aligned(data)
+        terms = [aligned(term) for term in bias]
         self._communicator.combine(
-            widths=widths,
-            rows=data.data_ptr(),
-            weights=address(weights),
-            bias_0=address(terms[0] if terms else None),
-            bias_1=address(terms[1] if len(terms) > 1 else None),
-            out=out.data_ptr(),
-            out_weights=address(out_weights),
-            send_slot=route.memory.data_ptr(),
-            rank_prefix=handle.rank_prefix_matrix.data_ptr(),
-            num_tokens=num_tokens,
-            num_rows=data.shape[0],
-            num_weights=num_weights,
-            row_bytes=row_bytes,
-            num_sms=num_sms or 0,
-            stream=stream,
+            plan,
+            data.data_ptr(),
+            address(weights),
+            address(terms[0] if terms else None),
+            address(terms[1] if len(terms) > 1 else None),
+            out.data_ptr(),
+            address(out_weights),
+            route.address,
+            stream,
         )
-        self.traffic.within_domain += route.num_from_away * widths.total
+        self.traffic.within_domain += route.num_from_away * plan.row_bytes
         return Combined(out, out_weights)
 
     def dispatch_permuted(
@@ -165,43 +149,33 @@ class CudaEngine(Engine):
         num_permuted_bound: int | None,
         num_sms: int | None,
     ) -> Permuted:
-        num_topk = routing.topk_idx.shape[1]
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
         sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, num_sms)
-        landing, parts = sent.landing, sent.parts
-        num_recv = sent.route.num_recv
-        places = landing.result(parts.experts, (num_recv, num_topk), torch.int32, copy=True)
-        weights = None
-        if routing.topk_weights is not None:
-            weights = landing.result(parts.weights, (num_recv, num_topk), torch.float32)
-        assert sent.overflow is not None
-        dispatch = self._handle(sent, routing)
-        waited = num_permuted_bound is None
+        plan, route = sent.plan, sent.route
+        landed = self._arena.landed(sent.slot_idx, plan, sent.num_rows, route.num_recv)
+        assert landed.experts is not None
+        counts = sent.reported
+        if counts is None:
+            counts = route.tensor(plan.counts_at, num_local)
         handle = PermuteHandle(
-            dispatch=dispatch,
-            num_tokens_per_expert=sent.reported,
+            dispatch=self._handle(sent, routing),
+            num_tokens_per_expert=counts,
             num_permuted=sent.num_rows,
             pad_multiple=pad_multiple,
-            state=PermuteState(places, sent.counts, waited),
-            overflow=sent.overflow,
+            # A copy of the places, for a handle holds no slot.
+            state=PermuteState(landed.experts.clone(), plan.counts_at, num_permuted_bound is None),
+            overflow=route.tensor(plan.overflow_at, 1),
         )
-        scales = None
-        if rows.scales is not None:
-            scales = landing.result(parts.scales, (num_recv, rows.scales.shape[1]), rows.scales.dtype)
-        permuted, probs = self._spread(landing, parts, rows, scales, weights, handle)
-        landing.release()
-        return Permuted(permuted, probs, handle.num_tokens_per_expert, handle)
+        permuted, probs = self._spread(sent.slot_idx, landed, rows, handle)
+        return Permuted(permuted, probs, counts, handle)
 
     def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
-        num_max = max(handle.dispatch.state.max_recv, handle.num_permuted)
-        landing, parts = self._send_again(rows, handle.dispatch, num_max, handle.pad_multiple, num_sms)
-        scales = None
-        if rows.scales is not None:
-            shape = (handle.dispatch.state.num_recv, rows.scales.shape[1])
-            scales = landing.result(parts.scales, shape, rows.scales.dtype)
-        permuted, _ = self._spread(landing, parts, rows, scales, None, handle)
-        landing.release()
+        route: Route = handle.dispatch.state
+        num_max = max(route.max_recv, handle.num_permuted)
+        slot_idx, plan = self._send_again(rows, handle.dispatch, num_max, handle.pad_multiple, num_sms)
+        landed = self._arena.landed(slot_idx, plan, handle.num_permuted, route.num_recv)
+        permuted, _ = self._spread(slot_idx, landed, rows, handle)
         return permuted
 
     def combine_permuted(
@@ -210,7 +184,7 @@ class CudaEngine(Engine):
         stream = self._begin()
         state: PermuteState = handle.state
         num_recv, num_topk = state.places.shape
-        row_bytes = row_bytes_of(data)
+        row_bytes = row_bytes_of(data.shape[1], data.dtype)
         data = aligned(data)
         reduced = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
         weights = None
@@ -220,7 +194,7 @@ class CudaEngine(Engine):
             rows=data.data_ptr(),
             probs=address(probs),
             places=state.places.data_ptr(),
-            rank_prefix=handle.dispatch.rank_prefix_matrix.data_ptr(),
+            route=handle.dispatch.state.address,
             out=reduced.data_ptr(),
             out_weights=address(weights),
             rank=self.grid.rank,
@@ -340,199 +314,129 @@ class CudaEngine(Engine):
             bound: rows of the result, or None.
         """
         stream = self._begin()
-        num_tokens, num_topk = routing.topk_idx.shape
-        num_ranks, num_experts = self.grid.num_ranks, routing.num_experts
-        self._check_sizes(num_tokens, num_experts)
-        row_bytes = row_bytes_of(rows.data)
-        num_scales = 0 if rows.scales is None else rows.scales.shape[1]
-        is_permuted = pad_multiple > 0
-        device = rows.data.device
-
-        # One allocation for the route, in the order that Route describes, and the kernel's scratch behind it.
-        cells = num_tokens * num_ranks
-        route_ints = (3 if is_permuted else 2) * cells
-        memory = torch.empty(route_ints + num_tokens * (num_topk + 1), dtype=torch.int32, device=device)
-        scratch = memory.data_ptr() + 4 * route_ints
-        rank_prefix = torch.empty(num_ranks, num_ranks, dtype=torch.int32, device=device)
-        num_local = num_experts // num_ranks
-        counts = torch.empty((2 if is_permuted else 1) * num_local, dtype=torch.int32, device=device)
-        overflow = torch.empty(1, dtype=torch.int32, device=device) if is_permuted else None
+        rank, num_ranks = self.grid.rank, self.grid.num_ranks
+        topk_idx, topk_weights, num_experts = routing
+        plan = plan_dispatch(
+            rank,
+            num_ranks,
+            rows.data.shape,
+            rows.data.dtype,
+            scale_kind(rows),
+            topk_idx.shape[1],
+            num_experts,
+            topk_weights is not None,
+            expert_range,
+            pad_multiple,
+            bound,
+            num_sms,
+        )
         data = aligned(rows.data)
-        first, end = expert_range
-        # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
-        asks_for_own = end - first == num_local and first == self.grid.rank * num_local
-        widths = _cuda.dispatch_widths(row_bytes, num_scales, num_topk, routing.topk_weights is not None, is_permuted)
         if bound is not None:
-            self._arena.ensure(widths.slot_bytes_for(bound))
-        base = memory.data_ptr()
+            self._arena.ensure(plan.slot_bytes_for(bound))
+        slot_idx = self._arena.take(stream)
+        # With slot 0, the call may be part of a graph.
+        num_ints = plan.route_ints
+        chunk, base = self._routes.take(num_ints, stream) if slot_idx else self._routes.take_alone(num_ints)
         while True:
-            landing = self._arena.land(stream)
             ticket = self._communicator.dispatch(
-                widths=widths,
-                rows=data.data_ptr(),
-                # An empty tensor has no address, and no address means a cached route.
-                topk_idx=routing.topk_idx.data_ptr() or self._control.local.data_ptr(),
-                topk_weights=address(routing.topk_weights),
-                scales=address(rows.scales),
-                num_tokens=num_tokens,
-                num_topk=num_topk,
-                num_experts=num_experts,
-                row_bytes=row_bytes,
-                num_scales=num_scales,
-                range_first=0 if asks_for_own else first,
-                range_step=num_local if asks_for_own else 0,
-                range_size=end - first,
-                slot_idx=landing.slot_idx,
-                row_limit=bound or 0,
-                pad_multiple=pad_multiple,
-                send_slot=base,
-                send_list=base + 4 * cells,
-                dst_row=base + 8 * cells if is_permuted else 0,
-                rank_prefix=rank_prefix.data_ptr(),
-                expert_place=scratch + 4 * num_tokens,
-                first_mask=scratch,
-                num_tokens_per_expert=counts.data_ptr(),
-                overflow=address(overflow),
-                waits_for_counts=bound is None,
-                num_sms=num_sms or 0,
-                stream=stream,
+                plan,
+                data.data_ptr(),
+                topk_idx.data_ptr(),
+                address(topk_weights),
+                address(rows.scales),
+                base,
+                slot_idx,
+                stream,
             )
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
-                num_recv = self._communicator.slot_layout(widths).capacity if is_permuted else bound
-                route = Route(memory, num_recv, bound, bound, 0, 0)
-                num_rows = bound
-                reported = counts[:num_local] if is_permuted else counts
-                break
-            mail = self._wait_for_counts(ticket, landing)
+                num_recv = self._communicator.capacity(plan) if pad_multiple else bound
+                return Sent(plan, slot_idx, Route(chunk, base, num_recv, bound, bound, 0, 0), bound, None)
+            mail = self._wait_for_counts(ticket, slot_idx)
             if not mail.needs_room:
-                max_recv = mail.max_rows if is_permuted else mail.max_recv
-                num_from_away = mail.num_recv - mail.num_kept
-                route = Route(memory, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
-                num_rows = mail.num_permuted if is_permuted else mail.num_recv
-                reported = torch.tensor(mail.num_tokens_per_expert(num_local), dtype=torch.int32)
-                self.traffic.within_domain += mail.num_sent_away * widths.total
                 break
-            landing.release()
-            self._arena.ensure(widths.slot_bytes_for(mail.max_rows))
-        parts = self._communicator.slot_layout(widths)
-        return Sent(landing, parts, route, num_rows, rank_prefix, counts, reported, overflow)
+            self._arena.release(slot_idx)
+            self._arena.ensure(plan.slot_bytes_for(mail.max_rows))
+            slot_idx = self._arena.take(stream)
+        self.traffic.within_domain += mail.num_sent_away * plan.row_bytes
+        max_recv = mail.max_rows if pad_multiple else mail.max_recv
+        num_from_away = mail.num_recv - mail.num_kept
+        route = Route(chunk, base, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
+        reported = torch.tensor(mail.num_tokens_per_expert(num_experts // num_ranks), dtype=torch.int32)
+        return Sent(plan, slot_idx, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
 
     def _send_again(
         self, rows: Rows, handle: DispatchHandle, max_rows: int, pad_multiple: int, num_sms: int | None
-    ) -> tuple[Landing, _cuda.SlotLayout]:
-        """Launches a dispatch along a known route, which needs no counts and no wait."""
+    ) -> tuple[int, _cuda.DispatchPlan]:
+        """Launches a dispatch along a known route, which needs no counts and no wait; returns where it lands."""
         stream = self._begin()
         route: Route = handle.state
-        num_tokens, num_ranks = handle.num_tokens, self.grid.num_ranks
-        row_bytes = row_bytes_of(rows.data)
-        num_scales = 0 if rows.scales is None else rows.scales.shape[1]
-        widths = _cuda.dispatch_widths(row_bytes, num_scales, 0, False, pad_multiple > 0)
-        self._arena.ensure(widths.slot_bytes_for(max_rows))
-        landing = self._arena.land(stream)
-        base, cells = route.memory.data_ptr(), num_tokens * num_ranks
-        self._communicator.dispatch(
-            widths=widths,
-            rows=aligned(rows.data).data_ptr(),
-            topk_idx=0,
-            topk_weights=0,
-            scales=address(rows.scales),
-            num_tokens=num_tokens,
-            num_topk=0,
-            num_experts=0,
-            row_bytes=row_bytes,
-            num_scales=num_scales,
-            range_first=0,
-            range_step=0,
-            range_size=0,
-            slot_idx=landing.slot_idx,
-            row_limit=max_rows,
-            pad_multiple=pad_multiple,
-            send_slot=base,
-            send_list=base + 4 * cells,
-            dst_row=base + 8 * cells if pad_multiple else 0,
-            rank_prefix=handle.rank_prefix_matrix.data_ptr(),
-            expert_place=0,
-            first_mask=0,
-            num_tokens_per_expert=0,
-            overflow=0,
-            waits_for_counts=False,
-            num_sms=num_sms or 0,
-            stream=stream,
+        plan = plan_cached_dispatch(
+            self.grid.num_ranks, rows.data.shape, rows.data.dtype, scale_kind(rows), pad_multiple, max_rows, num_sms
         )
-        self.traffic.within_domain += route.num_sent_away * widths.total
-        return landing, self._communicator.slot_layout(widths)
+        self._arena.ensure(plan.slot_bytes_for(max_rows))
+        slot_idx = self._arena.take(stream)
+        data = aligned(rows.data)
+        self._communicator.dispatch(plan, data.data_ptr(), 0, 0, address(rows.scales), route.address, slot_idx, stream)
+        self.traffic.within_domain += route.num_sent_away * plan.row_bytes
+        return slot_idx, plan
 
-    def _wait_for_counts(self, ticket: int, landing: Landing) -> _cuda.Mail:
+    def _wait_for_counts(self, ticket: int, slot_idx: int) -> _cuda.Mail:
         arrived = self._communicator.wait_mailbox(ticket)
         mail = self._communicator.mail
         if arrived and not mail.failed:
             return mail
-        landing.release()
+        self._arena.release(slot_idx)
         self._raise_fault()
         raise TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
 
     def _handle(self, sent: Sent, routing: Routing) -> DispatchHandle:
+        num_ranks, route = self.grid.num_ranks, sent.route
         num_tokens, num_topk = routing.topk_idx.shape
-        return DispatchHandle(
-            rank_prefix_matrix=sent.rank_prefix,
-            num_tokens=num_tokens,
-            num_recv=sent.route.num_recv,
-            num_experts=routing.num_experts,
-            num_topk=num_topk,
-            grid=self.grid,
-            state=sent.route,
-        )
+        rank_prefix = route.tensor(0, num_ranks, num_ranks)
+        return DispatchHandle(rank_prefix, num_tokens, route.num_recv, routing.num_experts, num_topk, self.grid, route)
 
-    @staticmethod
-    def _rows(landing: Landing, parts: _cuda.SlotLayout, like: Rows, num_rows: int) -> Rows:
-        data = landing.result(parts.rows, (num_rows, like.data.shape[1]), like.data.dtype)
-        if like.scales is None:
-            return Rows(data)
-        return Rows(data, landing.result(parts.scales, (num_rows, like.scales.shape[1]), like.scales.dtype))
+    def _results(self, slot_idx: int, plan: _cuda.DispatchPlan, num_rows: int) -> Landed:
+        """What landed, in the slot itself or copied out of slot 0."""
+        landed = self._arena.landed(slot_idx, plan, num_rows, num_rows)
+        return landed if slot_idx else landed.copied()
 
-    def _spread(
-        self,
-        landing: Landing,
-        parts: _cuda.SlotLayout,
-        like: Rows,
-        scales: Tensor | None,
-        weights: Tensor | None,
-        handle: PermuteHandle,
-    ) -> tuple[Rows, Tensor | None]:
+    def _spread(self, slot_idx: int, landed: Landed, like: Rows, handle: PermuteHandle) -> tuple[Rows, Tensor | None]:
         """Completes expert-major rows where they landed: further copies, pads, scales and probabilities."""
         state: PermuteState = handle.state
-        num_rows, num_recv = handle.num_permuted, state.places.shape[0]
-        data = landing.in_place(parts.rows, (num_rows, like.data.shape[1]), like.data.dtype)
+        route: Route = handle.dispatch.state
+        num_ranks, num_rows = self.grid.num_ranks, handle.num_permuted
+        num_recv, num_topk = state.places.shape
+        scales, weights = landed.scales, landed.weights
         probs = None if weights is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
         permuted_scales = None
         if scales is not None:
             permuted_scales = torch.empty(num_rows, scales.shape[1], dtype=scales.dtype, device=self.device)
         _cuda.duplicate(
-            rows=data.data_ptr(),
+            rows=landed.rows.data_ptr(),
             places=state.places.data_ptr(),
             weights=address(weights),
             scales=address(scales),
             probs=address(probs),
             permuted_scales=address(permuted_scales),
-            rank_prefix=handle.dispatch.rank_prefix_matrix.data_ptr(),
-            num_tokens_per_expert=state.counts.data_ptr(),
+            route=route.address,
+            counts_at=state.counts_at,
             rank=self.grid.rank,
-            num_ranks=self.grid.num_ranks,
-            num_topk=state.places.shape[1],
-            num_local_experts=state.counts.shape[0] // 2,
-            row_bytes=row_bytes_of(like.data),
+            num_ranks=num_ranks,
+            num_topk=num_topk,
+            num_local_experts=handle.dispatch.num_experts // num_ranks,
+            row_bytes=row_bytes_of(like.data.shape[1], like.data.dtype),
             num_scales=0 if scales is None else scales.shape[1],
             row_limit=num_rows,
             recv_limit=num_recv,
             stream=current_raw_stream(self._index),
         )
-        if not landing.slot_idx:
-            data = data.clone()
-        return Rows(data, permuted_scales), probs
+        data = landed.rows if slot_idx else landed.rows.clone()
+        return _as_sent(like, landed._replace(rows=data, scales=permuted_scales)), probs
 
-    def _check_sizes(self, num_tokens: int, num_experts: int) -> None:
-        if num_tokens > _cuda.max_tokens:
-            raise ConfigError(f"tokens of rank {self.grid.rank} are {num_tokens}; allowed: ≤ {_cuda.max_tokens}")
-        if num_experts > _cuda.max_experts:
-            raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+
+def _as_sent(sent: Rows, landed: Landed) -> Rows:
+    """What landed, in the dtype in which it was sent."""
+    if sent.scales is None:
+        return Rows(landed.rows)
+    return Rows(landed.rows.view(sent.data.dtype), landed.scales)

@@ -306,9 +306,7 @@ def _padded(result: Dispatched, bound: int) -> Dispatched:
     scales = None if result.rows.scales is None else _pad(result.rows.scales, bound)
     weights = None if result.topk_weights is None else _pad(result.topk_weights, bound)
     handle = result.handle._replace(num_recv=bound)
-    return Dispatched(
-        Rows(data, scales), _pad(result.topk_idx, bound, -1), weights, result.num_tokens_per_expert, handle
-    )
+    return Dispatched(Rows(data, scales), _pad(result.topk_idx, bound, -1), weights, None, handle)
 
 
 def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) -> Tensor:

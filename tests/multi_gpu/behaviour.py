@@ -24,9 +24,11 @@ if TYPE_CHECKING:  # it needs the extension, and this file is read where it is n
 
 __all__ = [
     "check_async",
+    "check_bad_arguments",
     "check_bad_expert",
     "check_graph",
     "check_growth",
+    "check_kept_handles",
     "check_overflow",
     "check_pool",
     "make_shared_buffer",
@@ -132,6 +134,63 @@ def check_pool() -> None:
         assert arena.num_free == num_slots
         again, *_ = buffer.dispatch(first.x[rank], handle=handle)
         assert again.shape[0] == handle.num_recv
+
+
+def check_kept_handles() -> None:
+    """Handles share memory, chunk by chunk and stream by stream; each keeps its own route until it is used."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    bound = 20_000 * num_ranks
+    with _buffer() as buffer:
+        kept = []
+        for seed in range(14):
+            sent = draw_tokens(seed, [20_000 - seed] * num_ranks, 64, 4, 8 * num_ranks, holes=0.1)
+            result = dispatch(buffer, sent, rank, num_worst_tokens=bound, async_finish=seed % 3 == 1)
+            result[5].current_stream_wait()
+            check_received(result, sent, rank, f"seed {seed}", bound)
+            kept.append((sent, result[4], result[4][0].clone(), result[2].clone()))
+            del result
+        for sent, handle, prefix, weights in kept:
+            again, *_ = buffer.dispatch(sent.x[rank], handle=handle)
+            combined, home, _ = buffer.combine(again, handle, weights)
+            check_returned(combined, home, sent, rank, "a kept handle")
+            assert torch.equal(handle[0], prefix)
+
+
+def check_bad_arguments() -> None:
+    """What has passed its checks once does not let through what looks different."""
+    rank = dist.get_rank()
+    sent = _draw(0)
+    x, topk_idx, weights = sent.x[rank], sent.topk_idx[rank], sent.weights[rank]
+    with _buffer() as buffer:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, sent.num_experts)
+        good = {
+            "x": x,
+            "topk_idx": topk_idx,
+            "topk_weights": weights,
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": in_rank,
+            "num_tokens_per_expert": per_expert,
+        }
+        for _ in range(2):
+            buffer.dispatch(**good, num_worst_tokens=1000)
+        for name, bad in [
+            ("x", x.float()),
+            ("x", x[1:]),
+            ("x", x.t().contiguous().t()),
+            ("topk_idx", topk_idx.int()),
+            ("topk_idx", topk_idx.cpu()),
+            ("topk_idx", topk_idx.t().contiguous().t()),
+            ("topk_weights", weights.double()),
+            ("topk_weights", weights[:, :2]),
+            ("topk_weights", weights.tolist()),
+            ("is_token_in_rank", in_rank.int()),
+            ("is_token_in_rank", None),
+            ("num_tokens_per_rank", per_rank.long()),
+            ("num_tokens_per_expert", per_expert[:0]),
+        ]:
+            with pytest.raises(hybrid_ep.ConfigError, match="allowed"):
+                buffer.dispatch(**good | {name: bad}, num_worst_tokens=1000)
+        _round_trip(buffer, sent, "after bad arguments")
 
 
 def check_async() -> None:

@@ -87,9 +87,11 @@ def test_graph_replay(run_gpus: RunGpus) -> None:
     [
         behaviour.check_growth,
         behaviour.check_pool,
+        behaviour.check_kept_handles,
         behaviour.check_async,
         behaviour.check_overflow,
         behaviour.check_bad_expert,
+        behaviour.check_bad_arguments,
     ],
 )
 def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:

@@ -1,45 +1,78 @@
 #include "runtime/communicator.h"
 
+#include <utility>
+
 #include "bindings/cuda/bindings.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
 
-RowWidths dispatch_widths(int row_bytes, int num_scales, int num_topk, bool has_weights, bool is_permuted) {
-  RowWidths widths{};
-  widths.rows = row_bytes;
-  widths.experts = static_cast<int64_t>(num_topk) * (is_permuted ? sizeof(int32_t) : sizeof(int64_t));
-  widths.weights = has_weights ? static_cast<int64_t>(num_topk) * sizeof(float) : 0;
-  widths.scales = static_cast<int64_t>(num_scales) * sizeof(uint32_t);
-  return widths;
+using TypePair = std::pair<int, int>;  // code and bits of DLPack
+
+Columns columns(int num, TypePair type) {
+  return {num, {static_cast<uint8_t>(type.first), static_cast<uint8_t>(type.second)}};
 }
 
-RowWidths combine_widths(int row_bytes, int num_weights) {
+DispatchPlan dispatch_plan(int num_ranks, int num_tokens, int num_topk, int num_experts, bool has_weights, int hidden,
+                           TypePair row_type, int num_scales, TypePair scale_type, int range_first, int range_step,
+                           int range_size, int pad_multiple, int row_limit, bool waits_for_counts, int num_sms) {
+  const bool is_permuted = pad_multiple > 0;
+  DispatchPlan plan{};
+  plan.format.rows = columns(hidden, row_type);
+  plan.format.experts = columns(num_topk, {kInt, is_permuted ? 32 : 64});
+  plan.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
+  plan.format.scales = columns(num_scales, scale_type);
+  plan.route = make_route_layout(num_ranks, num_tokens, num_experts / num_ranks, num_topk, is_permuted);
+  plan.num_tokens = num_tokens;
+  plan.num_topk = num_topk;
+  plan.num_experts = num_experts;
+  plan.range_first = range_first;
+  plan.range_step = range_step;
+  plan.range_size = range_size;
+  plan.pad_multiple = pad_multiple;
+  plan.row_limit = row_limit;
+  plan.waits_for_counts = waits_for_counts;
+  plan.num_sms = num_sms;
+  return plan;
+}
+
+CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_weights, int num_sms) {
   RowWidths widths{};
   widths.rows = row_bytes;
   widths.weights = static_cast<int64_t>(num_weights) * sizeof(float);
-  return widths;
+  return {widths, num_tokens, num_rows, num_weights, num_sms};
+}
+
+void add_plans(py::module_& module) {
+  py::class_<DispatchPlan>(module, "DispatchPlan")
+      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("num_ranks"), py::arg("num_tokens"), py::arg("num_topk"),
+           py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
+           py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
+           py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
+           py::arg("num_sms"))
+      .def_property_readonly("row_bytes", [](const DispatchPlan& plan) { return plan.format.widths().total(); })
+      .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })
+      .def_property_readonly("counts_at", [](const DispatchPlan& plan) { return plan.route.num_tokens_per_expert; })
+      .def_property_readonly("overflow_at", [](const DispatchPlan& plan) { return plan.route.overflow; })
+      .def(
+          "slot_bytes_for",
+          [](const DispatchPlan& plan, int64_t num_rows) { return slot_bytes_for(plan.format.widths(), num_rows); },
+          py::arg("num_rows"));
+  py::class_<CombinePlan>(module, "CombinePlan")
+      .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
+           py::arg("num_weights"), py::arg("num_sms"))
+      .def_property_readonly("row_bytes", [](const CombinePlan& plan) { return plan.widths.total(); })
+      .def(
+          "slot_bytes_for",
+          [](const CombinePlan& plan, int64_t num_rows) { return slot_bytes_for(plan.widths, num_rows); },
+          py::arg("num_rows"));
 }
 
 }  // namespace
 
 void add_communicator(py::module_& module) {
-  py::class_<RowWidths>(module, "RowWidths")
-      .def(
-          "slot_bytes_for", [](const RowWidths& widths, int64_t num_rows) { return slot_bytes_for(widths, num_rows); },
-          py::arg("num_rows"))
-      .def_property_readonly("total", &RowWidths::total);
-  module.def("dispatch_widths", &dispatch_widths, py::arg("row_bytes"), py::arg("num_scales"), py::arg("num_topk"),
-             py::arg("has_weights"), py::arg("is_permuted"));
-  module.def("combine_widths", &combine_widths, py::arg("row_bytes"), py::arg("num_weights"));
-
-  py::class_<SlotLayout>(module, "SlotLayout")
-      .def_readonly("rows", &SlotLayout::rows)
-      .def_readonly("experts", &SlotLayout::experts)
-      .def_readonly("weights", &SlotLayout::weights)
-      .def_readonly("scales", &SlotLayout::scales)
-      .def_readonly("capacity", &SlotLayout::capacity);
+  add_plans(module);
 
   py::enum_<FaultKind>(module, "FaultKind")
       .value("TIMEOUT", FaultKind::kTimeout)
@@ -72,72 +105,36 @@ void add_communicator(py::module_& module) {
       .def(py::init<int, const std::vector<uintptr_t>&, int, double>(), py::kw_only(), py::arg("rank"),
            py::arg("control"), py::arg("device"), py::arg("timeout_s"))
       .def("set_arena", &Communicator::set_arena, py::arg("arena"), py::arg("slot_bytes"))
-      .def("slot_layout", &Communicator::slot_layout, py::arg("widths"))
+      .def(
+          "capacity",
+          [](const Communicator& self, const DispatchPlan& plan) { return self.capacity(plan.format.widths()); },
+          py::arg("plan"))
       .def(
           "dispatch",
-          [](Communicator& self, const RowWidths& widths, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
-             uintptr_t scales, int num_tokens, int num_topk, int num_experts, int row_bytes, int num_scales,
-             int range_first, int range_step, int range_size, int slot_idx, int row_limit, int pad_multiple,
-             uintptr_t send_slot, uintptr_t send_list, uintptr_t dst_row, uintptr_t rank_prefix, uintptr_t expert_place,
-             uintptr_t first_mask, uintptr_t num_tokens_per_expert, uintptr_t overflow, bool waits_for_counts,
-             int num_sms, uintptr_t stream) {
-            DispatchParams params{};
-            params.rows = pointer<uint8_t>(rows);
-            params.topk_idx = pointer<int64_t>(topk_idx);
-            params.topk_weights = pointer<float>(topk_weights);
-            params.scales = pointer<uint32_t>(scales);
-            params.num_tokens = num_tokens;
-            params.num_topk = num_topk;
-            params.num_experts = num_experts;
-            params.row_bytes = row_bytes;
-            params.num_scales = num_scales;
-            params.range_first = range_first;
-            params.range_step = range_step;
-            params.range_size = range_size;
-            params.slot_idx = slot_idx;
-            params.row_limit = row_limit;
-            params.is_bound = !waits_for_counts;
-            params.pad_multiple = pad_multiple;
-            params.send_slot = pointer<int32_t>(send_slot);
-            params.send_list = pointer<int32_t>(send_list);
-            params.dst_row = pointer<int32_t>(dst_row);
-            params.rank_prefix = pointer<int32_t>(rank_prefix);
-            params.expert_place = pointer<int32_t>(expert_place);
-            params.first_mask = pointer<uint32_t>(first_mask);
-            params.num_tokens_per_expert = pointer<int32_t>(num_tokens_per_expert);
-            params.overflow = pointer<int32_t>(overflow);
-            return self.dispatch(params, widths, waits_for_counts, num_sms, stream_of(stream));
+          [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
+             uintptr_t scales, uintptr_t route, int slot_idx, uintptr_t stream) {
+            return self.dispatch(plan,
+                                 {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
+                                  pointer<uint32_t>(scales), pointer<int32_t>(route)},
+                                 slot_idx, stream_of(stream));
           },
-          py::kw_only(), py::arg("widths"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"),
-          py::arg("scales"), py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("row_bytes"),
-          py::arg("num_scales"), py::arg("range_first"), py::arg("range_step"), py::arg("range_size"),
-          py::arg("slot_idx"), py::arg("row_limit"), py::arg("pad_multiple"), py::arg("send_slot"),
-          py::arg("send_list"), py::arg("dst_row"), py::arg("rank_prefix"), py::arg("expert_place"),
-          py::arg("first_mask"), py::arg("num_tokens_per_expert"), py::arg("overflow"), py::arg("waits_for_counts"),
-          py::arg("num_sms"), py::arg("stream"))
+          py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
+          py::arg("route"), py::arg("slot_idx"), py::arg("stream"))
       .def(
           "combine",
-          [](Communicator& self, const RowWidths& widths, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
-             uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t send_slot, uintptr_t rank_prefix,
-             int num_tokens, int num_rows, int num_weights, int row_bytes, int num_sms, uintptr_t stream) {
-            CombineParams params{};
-            params.rows = pointer<uint8_t>(rows);
-            params.weights = pointer<float>(weights);
-            params.bias[0] = pointer<uint8_t>(bias_0);
-            params.bias[1] = pointer<uint8_t>(bias_1);
-            params.out = pointer<uint8_t>(out);
-            params.out_weights = pointer<float>(out_weights);
-            params.send_slot = pointer<int32_t>(send_slot);
-            params.rank_prefix = pointer<int32_t>(rank_prefix);
-            params.num_tokens = num_tokens;
-            params.num_rows = num_rows;
-            params.num_weights = num_weights;
-            params.row_bytes = row_bytes;
-            self.combine(params, widths, num_sms, stream_of(stream));
+          [](Communicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
+             uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t route, uintptr_t stream) {
+            self.combine(plan,
+                         {pointer<uint8_t>(rows),
+                          pointer<float>(weights),
+                          {pointer<uint8_t>(bias_0), pointer<uint8_t>(bias_1)},
+                          pointer<uint8_t>(out),
+                          pointer<float>(out_weights),
+                          pointer<int32_t>(route)},
+                         stream_of(stream));
           },
-          py::kw_only(), py::arg("widths"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"),
-          py::arg("out"), py::arg("out_weights"), py::arg("send_slot"), py::arg("rank_prefix"), py::arg("num_tokens"),
-          py::arg("num_rows"), py::arg("num_weights"), py::arg("row_bytes"), py::arg("num_sms"), py::arg("stream"))
+          py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
+          py::arg("out_weights"), py::arg("route"), py::arg("stream"))
       .def("wait_mailbox", &Communicator::wait_mailbox, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("mail", &Communicator::mailbox, py::return_value_policy::reference_internal)
       .def("take_fault", &Communicator::take_fault);

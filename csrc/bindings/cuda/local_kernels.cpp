@@ -9,9 +9,8 @@ void add_local_kernels(pybind11::module_& module) {
   module.def(
       "duplicate",
       [](uintptr_t rows, uintptr_t places, uintptr_t weights, uintptr_t scales, uintptr_t probs,
-         uintptr_t permuted_scales, uintptr_t rank_prefix, uintptr_t num_tokens_per_expert, int rank, int num_ranks,
-         int num_topk, int num_local_experts, int row_bytes, int num_scales, int row_limit, int recv_limit,
-         uintptr_t stream) {
+         uintptr_t permuted_scales, uintptr_t route, int64_t counts_at, int rank, int num_ranks, int num_topk,
+         int num_local_experts, int row_bytes, int num_scales, int row_limit, int recv_limit, uintptr_t stream) {
         DuplicateParams params{};
         params.rows = pointer<uint8_t>(rows);
         params.places = pointer<int32_t>(places);
@@ -19,10 +18,9 @@ void add_local_kernels(pybind11::module_& module) {
         params.scales = pointer<uint32_t>(scales);
         params.probs = pointer<float>(probs);
         params.permuted_scales = pointer<uint32_t>(permuted_scales);
-        params.rank_prefix = pointer<int32_t>(rank_prefix);
-        // Dispatch writes both counts into one array: with pads, then without.
-        params.num_tokens_per_expert = pointer<int32_t>(num_tokens_per_expert);
-        params.num_rows_per_expert = pointer<int32_t>(num_tokens_per_expert) + num_local_experts;
+        params.rank_prefix = pointer<int32_t>(route);
+        params.num_tokens_per_expert = pointer<int32_t>(route) + counts_at;
+        params.num_rows_per_expert = params.num_tokens_per_expert + num_local_experts;
         params.rank = rank;
         params.num_ranks = num_ranks;
         params.num_topk = num_topk;
@@ -34,29 +32,21 @@ void add_local_kernels(pybind11::module_& module) {
         launch_duplicate(params, stream_of(stream));
       },
       py::kw_only(), py::arg("rows"), py::arg("places"), py::arg("weights"), py::arg("scales"), py::arg("probs"),
-      py::arg("permuted_scales"), py::arg("rank_prefix"), py::arg("num_tokens_per_expert"), py::arg("rank"),
-      py::arg("num_ranks"), py::arg("num_topk"), py::arg("num_local_experts"), py::arg("row_bytes"),
-      py::arg("num_scales"), py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
+      py::arg("permuted_scales"), py::arg("route"), py::arg("counts_at"), py::arg("rank"), py::arg("num_ranks"),
+      py::arg("num_topk"), py::arg("num_local_experts"), py::arg("row_bytes"), py::arg("num_scales"),
+      py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
   module.def(
       "reduce_local",
-      [](uintptr_t rows, uintptr_t probs, uintptr_t places, uintptr_t rank_prefix, uintptr_t out, uintptr_t out_weights,
+      [](uintptr_t rows, uintptr_t probs, uintptr_t places, uintptr_t route, uintptr_t out, uintptr_t out_weights,
          int rank, int num_ranks, int num_topk, int row_bytes, int row_limit, int recv_limit, uintptr_t stream) {
         launch_reduce_local({pointer<uint8_t>(rows), pointer<float>(probs), pointer<int32_t>(places),
-                             pointer<int32_t>(rank_prefix), pointer<uint8_t>(out), pointer<float>(out_weights), rank,
+                             pointer<int32_t>(route), pointer<uint8_t>(out), pointer<float>(out_weights), rank,
                              num_ranks, num_topk, row_bytes, row_limit, recv_limit},
                             stream_of(stream));
       },
-      py::kw_only(), py::arg("rows"), py::arg("probs"), py::arg("places"), py::arg("rank_prefix"), py::arg("out"),
+      py::kw_only(), py::arg("rows"), py::arg("probs"), py::arg("places"), py::arg("route"), py::arg("out"),
       py::arg("out_weights"), py::arg("rank"), py::arg("num_ranks"), py::arg("num_topk"), py::arg("row_bytes"),
       py::arg("row_limit"), py::arg("recv_limit"), py::arg("stream"));
-  module.def(
-      "copy",
-      [](uintptr_t to, uintptr_t from, size_t num_bytes, uintptr_t stream) {
-        check_cuda(cudaMemcpyAsync(pointer<void>(to), pointer<void>(from), num_bytes, cudaMemcpyDeviceToDevice,
-                                   stream_of(stream)),
-                   "cudaMemcpyAsync");
-      },
-      py::arg("to"), py::arg("source"), py::arg("num_bytes"), py::arg("stream"));
   module.def(
       "layout",
       [](uintptr_t topk_idx, uintptr_t totals, uintptr_t is_token_in_rank, int num_tokens, int num_topk,

@@ -1,0 +1,63 @@
+// What calls of one shape have in common: made by the first of them, kept by the caller, and read by all that follow,
+// so that a call passes only its addresses.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/route_layout.h"
+#include "layout/slot_layout.h"
+#include "runtime/dlpack.h"
+
+namespace hybrid_ep {
+
+// Columns of a tensor that has a row for each token, and their type. None: no such tensor.
+struct Columns {
+  int num;
+  ElementType type;
+
+  int64_t bytes() const { return static_cast<int64_t>(num) * type.bits / 8; }
+};
+
+// A token's row and what travels with it.
+struct RowFormat {
+  Columns rows, experts, weights, scales;
+
+  RowWidths widths() const { return {rows.bytes(), experts.bytes(), weights.bytes(), scales.bytes()}; }
+};
+
+struct DispatchPlan {
+  RowFormat format;
+  RouteLayout route;
+  int num_tokens, num_topk, num_experts;  // num_topk 0: the route is read
+  int range_first, range_step, range_size;
+  int pad_multiple;  // 0: rows by source rank and token; otherwise by expert
+  int row_limit;     // where the host does not wait for counts
+  bool waits_for_counts;
+  int num_sms;  // 0: the default
+};
+
+// The addresses of one dispatch; nullptr for what it does not have.
+struct DispatchTensors {
+  const uint8_t* rows;
+  const int64_t* topk_idx;
+  const float* topk_weights;
+  const uint32_t* scales;
+  int32_t* route;
+};
+
+struct CombinePlan {
+  RowWidths widths;
+  int num_tokens, num_rows, num_weights, num_sms;
+};
+
+// The addresses of one combine; nullptr for what it does not have.
+struct CombineTensors {
+  const uint8_t* rows;
+  const float* weights;
+  const uint8_t* bias[2];
+  uint8_t* out;
+  float* out_weights;
+  const int32_t* route;
+};
+
+}  // namespace hybrid_ep

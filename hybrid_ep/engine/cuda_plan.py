@@ -1,0 +1,158 @@
+"""What calls of one shape have in common: worked out by the first of them, looked up by those that follow.
+
+A plan is a pure function of sizes and types: it holds no memory, and serves every cuda engine of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from hybrid_ep import _cuda
+from hybrid_ep.engine.base import Rows
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["ScaleKind", "plan_cached_dispatch", "plan_combine", "plan_dispatch", "row_bytes_of", "scale_kind"]
+
+# Plans of each kind of call; one takes a few hundred bytes, and one that is missing costs its call 10 µs.
+_MAX_PLANS = 1024
+
+# (code, bits) of DLPack. Not every version of it has a code for e4m3, so those travel as bytes.
+_ELEMENT_TYPES = {
+    torch.bfloat16: (4, 16),
+    torch.float8_e4m3fn: (1, 8),
+    torch.float32: (2, 32),
+    torch.int32: (0, 32),
+}
+
+ScaleKind = tuple[int, torch.dtype]  # columns and dtype of the scales of rows
+
+
+def scale_kind(rows: Rows) -> ScaleKind | None:
+    """What a plan must know of the scales."""
+    return None if rows.scales is None else (rows.scales.shape[1], rows.scales.dtype)
+
+
+def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
+    """Bytes of a row.
+
+    Raises:
+        ConfigError: the copy engine cannot move such rows.
+    """
+    row_bytes = hidden * dtype.itemsize
+    if row_bytes % _cuda.row_align_bytes or not 0 < row_bytes <= _cuda.max_row_bytes:
+        raise ConfigError(
+            f"a row of {hidden} × {dtype} has {row_bytes} bytes; allowed: multiples of "
+            f"{_cuda.row_align_bytes} up to {_cuda.max_row_bytes}"
+        )
+    return row_bytes
+
+
+@functools.lru_cache(_MAX_PLANS)
+def plan_dispatch(
+    rank: int,
+    num_ranks: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    scales: ScaleKind | None,
+    num_topk: int,
+    num_experts: int,
+    has_weights: bool,
+    expert_range: tuple[int, int],
+    pad_multiple: int,
+    bound: int | None,
+    num_sms: int | None,
+) -> _cuda.DispatchPlan:
+    """Plans a dispatch that makes its route.
+
+    Args:
+        rank, num_ranks: of the domain.
+        shape, dtype, scales: of the rows that are sent.
+        num_topk, num_experts, has_weights: of the routing.
+        expert_range: (first, end) of the experts that are reported; equal at all ranks, or each rank's own.
+        pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
+        bound: rows of the result; None = the host waits for the counts.
+        num_sms: SMs to use; None = the default.
+
+    Raises:
+        ConfigError: more tokens or experts than the kernels take, or rows that they cannot move.
+    """
+    num_tokens, hidden = shape
+    if num_tokens > _cuda.max_tokens:
+        raise ConfigError(f"tokens of rank {rank} are {num_tokens}; allowed: ≤ {_cuda.max_tokens}")
+    if num_experts > _cuda.max_experts:
+        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    row_bytes_of(hidden, dtype)
+    num_local = num_experts // num_ranks
+    first, end = expert_range
+    # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
+    asks_for_own = end - first == num_local and first == rank * num_local
+    num_scales, scale_dtype = scales or (0, torch.float32)
+    return _cuda.DispatchPlan(
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        has_weights=has_weights,
+        hidden=hidden,
+        row_type=_ELEMENT_TYPES[dtype],
+        num_scales=num_scales,
+        scale_type=_ELEMENT_TYPES[scale_dtype],
+        range_first=0 if asks_for_own else first,
+        range_step=num_local if asks_for_own else 0,
+        range_size=end - first,
+        pad_multiple=pad_multiple,
+        row_limit=bound or 0,
+        waits_for_counts=bound is None,
+        num_sms=num_sms or 0,
+    )
+
+
+@functools.lru_cache(_MAX_PLANS)
+def plan_cached_dispatch(
+    num_ranks: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    scales: ScaleKind | None,
+    pad_multiple: int,
+    max_rows: int,
+    num_sms: int | None,
+) -> _cuda.DispatchPlan:
+    """Plans a dispatch that reads its route; `max_rows` is the most that any slot must hold, the rest as above."""
+    num_tokens, hidden = shape
+    row_bytes_of(hidden, dtype)
+    num_scales, scale_dtype = scales or (0, torch.float32)
+    return _cuda.DispatchPlan(
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        num_topk=0,
+        num_experts=0,
+        has_weights=False,
+        hidden=hidden,
+        row_type=_ELEMENT_TYPES[dtype],
+        num_scales=num_scales,
+        scale_type=_ELEMENT_TYPES[scale_dtype],
+        range_first=0,
+        range_step=0,
+        range_size=0,
+        pad_multiple=pad_multiple,
+        row_limit=max_rows,
+        waits_for_counts=False,
+        num_sms=num_sms or 0,
+    )
+
+
+@functools.lru_cache(_MAX_PLANS)
+def plan_combine(
+    shape: torch.Size, dtype: torch.dtype, num_tokens: int, num_weights: int, num_sms: int | None
+) -> _cuda.CombinePlan:
+    """Plans a combine of rows of this shape and dtype into `num_tokens` tokens; 0 weights = none."""
+    num_rows, hidden = shape
+    return _cuda.CombinePlan(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        row_bytes=row_bytes_of(hidden, dtype),
+        num_weights=num_weights,
+        num_sms=num_sms or 0,
+    )

@@ -1,0 +1,75 @@
+"""Plans of the cuda engine are arithmetic, so they can be seen wherever its module is built, on a GPU or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_ep import ConfigError
+
+pytest.importorskip("hybrid_ep._cuda")
+from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch
+
+RANK, NUM_RANKS, T, H, K, E = 1, 4, 100, 64, 8, 32
+
+
+def plan(**changes: Any) -> Any:
+    given = {
+        "rank": RANK,
+        "num_ranks": NUM_RANKS,
+        "shape": torch.Size((T, H)),
+        "dtype": torch.bfloat16,
+        "scales": None,
+        "num_topk": K,
+        "num_experts": E,
+        "has_weights": True,
+        "expert_range": (8, 16),
+        "pad_multiple": 0,
+        "bound": 50,
+        "num_sms": None,
+    }
+    return plan_dispatch(**given | changes)
+
+
+def test_calls_of_one_shape_share_a_plan() -> None:
+    assert plan() is plan()
+    for changes in ({"bound": 51}, {"has_weights": False}, {"num_sms": 3}, {"pad_multiple": 1}):
+        assert plan(**changes) is not plan()
+
+
+def test_bytes_of_a_row() -> None:
+    assert plan().row_bytes == 2 * H + 8 * K + 4 * K
+    assert plan(has_weights=False).row_bytes == 2 * H + 8 * K
+    assert plan(pad_multiple=1).row_bytes == 2 * H + 4 * K + 4 * K
+    assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).row_bytes == H + 4 * 3 + 8 * K + 4 * K
+    cached = plan_cached_dispatch(NUM_RANKS, torch.Size((T, H)), torch.bfloat16, None, 0, 50, None)
+    assert cached.row_bytes == 2 * H
+    combined = plan_combine(torch.Size((70, H)), torch.bfloat16, T, K, None)
+    assert combined.row_bytes == 2 * H + 4 * K
+    assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.row_bytes
+
+
+def test_parts_of_a_route_do_not_overlap() -> None:
+    prefix, cells, num_local = NUM_RANKS * NUM_RANKS, T * NUM_RANKS, E // NUM_RANKS
+    by_source, by_expert = plan(), plan(pad_multiple=16)
+    assert by_source.counts_at == prefix + 2 * cells
+    assert by_source.route_ints >= by_source.counts_at + num_local + T + T * K
+    assert by_expert.counts_at == prefix + 3 * cells
+    assert by_expert.overflow_at == by_expert.counts_at + 2 * num_local
+    assert by_expert.route_ints >= by_expert.overflow_at + 1 + T + T * K
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": torch.Size((1 << 17, H))}, "tokens of rank 1 are 131072; allowed: ≤ 65536"),
+        ({"num_experts": 4096}, "num_experts is 4096; allowed with the cuda engine: ≤ 2048"),
+        ({"shape": torch.Size((T, 12))}, "a row of 12 × torch.bfloat16 has 24 bytes; allowed: multiples of 16"),
+    ],
+)
+def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            plan(**changes)
