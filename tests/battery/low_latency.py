@@ -96,7 +96,14 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
             if hooked:
                 buffer.get_next_low_latency_combine_buffer(handle).copy_(x)
             combined, _, hook = buffer.low_latency_combine(
-                x, inputs.topk_idx, inputs.topk_weights, handle, zero_copy=hooked, return_recv_hook=hooked, out=out
+                x,
+                inputs.topk_idx,
+                inputs.topk_weights,
+                handle,
+                zero_copy=hooked,
+                return_recv_hook=hooked,
+                out=out,
+                combine_wait_recv_cost_stats=waited,
             )
             if hook is not None:
                 hook()
