@@ -6,7 +6,7 @@ at most 2⁻²⁴:
 
     |result − reference| ≤ ((1 + 2⁻⁸)ⁿ (1 + 2⁻²⁴)ᵐ − 1) · S    for each element
 
-with n roundings on the way (each path of `_num_roundings` lists them) and m = top-k + ranks + 2. fp8 tokens are held to
+with n roundings on the way (`num_roundings` lists those of each path) and m = top-k + ranks + 2. fp8 tokens are held to
 the same bound against the reference of the tokens as they were quantised. Against the tokens before quantisation,
 e4m3 (4 significant bits) moves each channel by at most 2⁻⁴ of itself; experts with normally distributed weights pass
 that on at no more than the steepest slope of GELU, so the root-mean-square error is held to 1.13 · 2⁻⁴ of the output.
@@ -24,6 +24,7 @@ from torch import Tensor
 from hybrid_ep.demo.experts import make_experts
 from hybrid_ep.demo.paths import travel
 from hybrid_ep.demo.settings import Path, Settings
+from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.reference import dense_moe
 from hybrid_ep.workload import Workload, make_batch, make_routing
@@ -64,21 +65,21 @@ class RankCheck:
     sent_bytes: dict[str, tuple[int, int]]
 
 
-def num_roundings(flavour: str, num_domains: int) -> int:
+def num_roundings(flavour: str, settings: Settings) -> int:
     """How often a row is rounded to bf16 between an expert and the result."""
-    between_domains = 1 if num_domains > 1 else 0
+    between_domains = 1 if settings.num_domains > 1 else 0
+    sums_first = 1 if settings.num_tokens >= MIN_TOKENS_TO_SUM else 0
     return {
         "buffer": 2 + between_domains,  # a rank's sum of experts; the result
         "permuted": 3 + between_domains,  # each expert's row; a rank's sum of them; the result
-        "low-latency": 2,  # each expert's row; the result
+        "low-latency": 2 + sums_first,  # each expert's row; a rank's sum of them; the result
     }[flavour]
 
 
 def allowed_fraction(flavour: str, settings: Settings) -> float:
     """The allowed error of an element as a fraction of S (see above)."""
     num_float32 = settings.num_topk + settings.num_ranks + 2
-    roundings = num_roundings(flavour, settings.num_domains)
-    return float((1 + _BF16_UNIT) ** roundings * (1 + _FP32_UNIT) ** num_float32 - 1)
+    return float((1 + _BF16_UNIT) ** num_roundings(flavour, settings) * (1 + _FP32_UNIT) ** num_float32 - 1)
 
 
 def check_path(path: Path, routing: str, settings: Settings) -> RankCheck:
