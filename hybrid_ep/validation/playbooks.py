@@ -12,11 +12,12 @@ from hybrid_ep.errors import ConfigError
 
 __all__ = ["COMMANDS"]
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command("begin")
-@click.argument("results", type=_FOLDER)
+@click.argument("results", type=_NEW_FOLDER)
 def begin_command(results: Path) -> None:
     """Begin a validation: check the inventory (JSON on standard input), write it, remove earlier results."""
     from hybrid_ep.validation.begin import Inventory, begin_validation

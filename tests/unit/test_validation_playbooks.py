@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from hybrid_ep.cli import main
 from hybrid_ep.doctor import Report
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.topology import probe
@@ -65,6 +67,17 @@ def test_all_faults_of_an_inventory_are_named_at_once(tmp_path: Path) -> None:
         begin_validation(tmp_path, inventory(platforms={"a": "gb200-nvl72"}, groups={"empty": []}))
     assert [f"host {host!r}" in str(error.value) for host in TRAYS[1:]] == [True] * 3
     assert "group 'empty'" in str(error.value)
+
+
+JOB = ("record", "--kind", "pair", "--host", "a", "--host", "b", "--exit-code", "0", "pair_a_b")
+
+
+@pytest.mark.parametrize("command", [("compare",), ("domains",), JOB], ids=lambda command: command[0])
+def test_a_folder_of_results_that_is_not_there_is_wrong_usage(tmp_path: Path, command: tuple[str, ...]) -> None:
+    name, *options = command
+    done = CliRunner().invoke(main, ["validation", name, str(tmp_path / "results"), *options], input="")
+    assert done.exit_code == 2
+    assert "results' does not exist" in done.output
 
 
 def test_begin_removes_earlier_results_and_nothing_else(tmp_path: Path) -> None:
