@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -192,9 +193,10 @@ def measure_with_progress(plans: Sequence[BenchPlan], run: Run, *, quiet: bool =
 
 
 def print_to_terminal(report: BenchReport) -> None:
-    """Prints the table on the terminal as it is; where there is none (a log), wide enough for the table."""
+    """Prints the table on the terminal as it is; in a log, or where the terminal has no width (mpirun's), in full."""
     console = Console()
-    print_report(console if console.is_terminal else Console(width=max(_LOG_WIDTH, console.width)), report)
+    width = shutil.get_terminal_size((_LOG_WIDTH, 0)).columns if console.is_terminal else max(_LOG_WIDTH, console.width)
+    print_report(Console(width=width), report)
 
 
 def write_report(report: BenchReport, folder: Path, name: str = "result") -> None:

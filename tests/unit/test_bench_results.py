@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
 
+from hybrid_ep.bench.command import print_to_terminal
 from hybrid_ep.bench.figures import draw
 from hybrid_ep.bench.measure import RankMeasurement
 from hybrid_ep.bench.plan import BenchPlan, Candidate, call_of
@@ -133,6 +135,19 @@ def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:
     print_report(Console(file=stream, width=200), both)
     assert "45%" in stream.getvalue()
     assert "every row arrived" in stream.getvalue()
+
+
+def test_table_is_whole_on_a_terminal_that_has_no_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As mpirun gives rank 0 one."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((0, 0)))
+    print_to_terminal(report(*sweep(**{"dispatch: layout given": times(123, 123)})))
+    out = capsys.readouterr().out
+    assert "hybrid_ep" in out
+    assert "dispatch: layout given" in out
 
 
 def test_table_says_why_the_wire_was_not_measured_and_what_was_wrong() -> None:
