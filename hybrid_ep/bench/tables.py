@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -25,7 +27,20 @@ _NUMBER_COLUMNS = (
     "GB/s remote",
     "of the wire",
 )
+# What a terminal that is too narrow goes without, in this order.
+_SPARE_COLUMNS = (
+    "p50 / p99, slowest rank",
+    "bytes remote",
+    "GB/s remote",
+    "host",
+    "min … max",
+    "bytes",
+    "host, in a row",
+    "engine",
+    "GB/s",
+)
 _NOTHING = "–"
+_ANY_WIDTH = 10_000
 _LEGEND = (
     "Times are of the slowest rank in each run; host: until the call returned to the host, once after a meeting of the "
     "ranks, and in a row. bytes: all rows that a rank receives, its own included, mean over ranks; remote: only those "
@@ -36,6 +51,27 @@ _LEGEND = (
 
 def print_report(console: Console, report: BenchReport) -> None:
     """Prints the table, and what is wrong."""
+    left_out: list[str] = []
+    table = _table(report, left_out)
+    wide = console.options.update(max_width=_ANY_WIDTH)
+    for name in _SPARE_COLUMNS:
+        if console.measure(table, options=wide).maximum <= console.width:
+            break
+        left_out.append(name)
+        table = _table(report, left_out)
+    if table.row_count:
+        console.print(table)
+        if left_out:
+            console.print(f"The terminal is too narrow for: {'; '.join(left_out)}. --out and --json have them.")
+    for note in _notes(report):
+        console.print(escape(note))
+    for problem in _problems(report):
+        console.print(f"[bold red]wrong[/]  {escape(problem)}")
+    if report.ok:
+        console.print("[bold green]every row arrived and came back right[/]")
+
+
+def _table(report: BenchReport, left_out: Sequence[str]) -> Table:
     table = Table(
         title=escape(report.describe()),
         caption=_LEGEND,
@@ -44,21 +80,14 @@ def print_report(console: Console, report: BenchReport) -> None:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    for name in (*report.varying(), *_TEXT_COLUMNS):
-        table.add_column(name)
-    for name in _NUMBER_COLUMNS:
+    names = (*report.varying(), *_TEXT_COLUMNS, *_NUMBER_COLUMNS)
+    kept = [i for i, name in enumerate(names) if name not in left_out]
+    for name in (names[i] for i in kept):
         heading = name.replace(", ", ",\n").replace(" remote", "\nremote").replace("of the ", "of the\n")
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right" if name in _NUMBER_COLUMNS else "left", no_wrap=True)
     for row in _rows(report):
-        table.add_row(*map(escape, row))
-    if table.row_count:
-        console.print(table)
-    for note in _notes(report):
-        console.print(escape(note))
-    for problem in _problems(report):
-        console.print(f"[bold red]wrong[/]  {escape(problem)}")
-    if report.ok:
-        console.print("[bold green]every row arrived and came back right[/]")
+        table.add_row(*(escape(row[i]) for i in kept))
+    return table
 
 
 def render_markdown(report: BenchReport) -> str:

@@ -137,6 +137,18 @@ def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:
     assert "every row arrived" in stream.getvalue()
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_narrow_terminals_get_fewer_columns_and_no_cut_ones(width: int) -> None:
+    stream = io.StringIO()
+    both = report(*sweep(**{"dispatch: layout given": times(123, 123)}))
+    print_report(Console(file=stream, width=width), both)
+    out = stream.getvalue()
+    assert out.count("dispatch: layout given") == 3
+    assert out.count("123 µs") == 3
+    assert "…" not in out.replace(" … ", "")
+    assert ("too narrow for: p50 / p99, slowest rank" in out) == (width < 200)
+
+
 def test_table_is_whole_on_a_terminal_that_has_no_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
