@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.engine.base import Traffic
-from hybrid_ep.errors import TimeoutError, TransportError
+from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 from hybrid_ep.geometry import RankGrid
 
 __all__ = ["Exchange"]
@@ -30,6 +30,8 @@ __all__ = ["Exchange"]
 _LOG = logging.getLogger(__name__)
 _BLAME_GRACE_S = 1.0  # how long to wait for a peer that is itself about to time out to say whom it waits for
 _MAX_TAG = 1 << 30
+_CALLS = ("dispatch", "cached dispatch", "counts of experts", "combine", "low_latency_dispatch", "low_latency_combine")
+_HEADER_SIZE = 4  # the call, and what must be equal at all ranks
 
 
 @dataclass
@@ -59,11 +61,50 @@ class Exchange:
     _step: int = 0
     _label: str = ""
 
-    def begin(self, label: str) -> None:
-        """Starts a call; every rank of the group starts the same calls in the same order."""
+    def begin(
+        self,
+        call: str,
+        ranks: list[int],
+        device: torch.device,
+        same: dict[str, int],
+        wait_stats: Tensor | None = None,
+    ) -> int:
+        """Starts a call; every rank of the group starts the same calls in the same order.
+
+        Ranks that disagree must not get beyond this: gloo ends the process when more bytes arrive than it waits for.
+
+        Args:
+            call: one of `_CALLS`.
+            ranks: that take part.
+            device: where the tensors of the call are.
+            same: what must be equal at all ranks, by the name that an error shall give it.
+            wait_stats: as in `swap`; a rank that comes late to the call is waited for here.
+
+        Returns:
+            The number of the call, equal at all ranks.
+
+        Raises:
+            ConfigError: another rank has started another call, or has something else in `same`.
+        """
         self._call += 1
         self._step = 0
-        self._label = label
+        self._label = call
+        mine = [_CALLS.index(call), *same.values()]
+        header = torch.tensor(mine + [0] * (_HEADER_SIZE - len(mine)), device=device)
+        headers = self.all_gather("sizes", header, ranks, wait_stats).tolist()
+        for rank, (their_call, *values) in zip(ranks, headers, strict=True):
+            if their_call != mine[0]:
+                raise ConfigError(
+                    f"call is {call!r} at rank {self.grid.rank} and {_CALLS[their_call]!r} at rank {rank}; "
+                    "allowed: the same on every rank"
+                )
+            for (name, value), theirs in zip(same.items(), values, strict=False):
+                if value != theirs:
+                    raise ConfigError(
+                        f"{name} is {value} at rank {self.grid.rank} and {theirs} at rank {rank}; "
+                        "allowed: the same on every rank"
+                    )
+        return self._call
 
     def swap(
         self, step: str, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], wait_stats: Tensor | None = None
@@ -107,11 +148,12 @@ class Exchange:
             if staged[r] is not tensor:
                 tensor.copy_(staged[r])
 
-    def all_gather(self, step: str, tensor: Tensor, ranks: list[int]) -> Tensor:
+    def all_gather(self, step: str, tensor: Tensor, ranks: list[int], wait_stats: Tensor | None = None) -> Tensor:
         """Returns ``[len(ranks), *shape]``: the same small tensor from every rank of `ranks`."""
         mine = tensor.contiguous()
         gathered = mine.new_empty(len(ranks), *mine.shape)
-        self.swap(step, dict.fromkeys(ranks, _bytes(mine)), {r: _bytes(gathered[i]) for i, r in enumerate(ranks)})
+        incoming = {r: _bytes(gathered[i]) for i, r in enumerate(ranks)}
+        self.swap(step, dict.fromkeys(ranks, _bytes(mine)), incoming, wait_stats)
         return gathered
 
     def active(self, ranks: range) -> list[int]:
@@ -163,7 +205,7 @@ class Exchange:
             work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             failures.append(_Failure(peer, error))
-        if wait_stats is not None and op.op is dist.irecv:
+        if wait_stats is not None:
             wait_stats[peer] += int(1e6 * (time.perf_counter() - begin))
 
     def _raise(self, step: str, failures: list[_Failure]) -> NoReturn:

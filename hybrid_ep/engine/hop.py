@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.records import RecordFormat
-from hybrid_ep.errors import ConfigError
 
 __all__ = ["Hop"]
 
@@ -36,35 +35,24 @@ class Hop:
     recv_counts: tuple[int, ...]
 
     @classmethod
-    def plan(cls, exchange: Exchange, name: str, ranks: list[int], goes: Tensor, record_bytes: int) -> Hop:
-        """Exchanges counts, and makes sure that all ranks mean records of the same size.
+    def plan(cls, exchange: Exchange, name: str, ranks: list[int], goes: Tensor) -> Hop:
+        """Exchanges counts.
 
         Args:
             exchange: moves the counts.
             name: for errors.
             ranks: the axis, ascending.
             goes: ``[n, len(ranks)]`` bool; which held row goes to which rank of the axis.
-            record_bytes: of one record.
-
-        Raises:
-            ConfigError: another rank dispatches with another hidden size, dtype or top-k.
         """
         send_idx = tuple(torch.nonzero(column).flatten() for column in goes.unbind(1))
-        sent = torch.tensor([(idx.numel(), record_bytes) for idx in send_idx], dtype=torch.int64, device=goes.device)
+        sent = torch.tensor([[idx.numel()] for idx in send_idx], dtype=torch.int64, device=goes.device)
         received = torch.zeros_like(sent)
         exchange.swap(
             f"counts {name}",
             {r: sent[i].view(torch.uint8) for i, r in enumerate(ranks)},
             {r: received[i].view(torch.uint8) for i, r in enumerate(ranks)},
         )
-        counts, sizes = received.t().tolist()
-        for rank, size in zip(ranks, sizes, strict=True):
-            if size != record_bytes:
-                raise ConfigError(
-                    f"rank {rank} dispatches records of {size} bytes, rank {exchange.grid.rank} of {record_bytes}; "
-                    "allowed: the same hidden, dtype, top-k and weights on every rank"
-                )
-        return cls(name, tuple(ranks), goes.shape[0], send_idx, tuple(counts))
+        return cls(name, tuple(ranks), goes.shape[0], send_idx, tuple(received.flatten().tolist()))
 
     def forward(self, exchange: Exchange, records: Tensor, wait_stats: Tensor | None = None) -> Tensor:
         """Carries ``[num_rows, bytes]`` uint8 records along the hop; returns ``[sum(recv_counts), bytes]``."""

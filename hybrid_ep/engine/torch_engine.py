@@ -50,12 +50,14 @@ class _Route(NamedTuple):
         within: the hop within the domain.
         order: ``[N]`` int64; arrival position of each received row.
         num_recv: rows that really arrived; the result may have more.
+        call: the number of the dispatch, equal at all ranks.
     """
 
     between: Hop
     within: Hop
     order: Tensor
     num_recv: int
+    call: int
 
 
 class TorchEngine(Engine):
@@ -86,17 +88,18 @@ class TorchEngine(Engine):
         num_sms: int | None,
     ) -> Dispatched:
         exchange, grid = self._exchange, self.grid
-        exchange.begin("dispatch")
         topk_idx = drop_duplicates(routing.topk_idx)
+        columns = self._columns(rows, topk_idx, routing.topk_weights)
+        fmt = RecordFormat.of(columns)
+        same = {"bytes of a record": fmt.num_bytes, "num_experts": routing.num_experts}
+        call = self._begin("dispatch", rows.data.device, same)
         num_local = routing.num_experts // grid.num_ranks
         layout = compute_layout(topk_idx, routing.num_experts, grid.num_ranks, grid.num_ranks_per_domain)
         sent = exchange.all_gather("counts of all ranks", layout.num_tokens_per_rank, list(range(grid.num_ranks)))
 
         # Hop 1: to every domain that needs the token.
-        columns = self._columns(rows, topk_idx, routing.topk_weights)
-        fmt = RecordFormat.of(columns)
         in_domain = layout.is_token_in_rank.view(-1, grid.num_domains, grid.num_ranks_per_domain).any(-1)
-        between = Hop.plan(exchange, "between domains", list(grid.peers), in_domain, fmt.num_bytes)
+        between = Hop.plan(exchange, "between domains", list(grid.peers), in_domain)
         held = between.forward(exchange, fmt.pack(columns))
 
         # Hop 2: to every rank of this domain that needs it; the record itself says who does.
@@ -104,7 +107,7 @@ class TorchEngine(Engine):
         owner = torch.where(held_topk >= 0, held_topk.div(num_local, rounding_mode="floor"), -1)
         domain = torch.arange(grid.domain.start, grid.domain.stop, device=owner.device)
         in_rank = (owner.unsqueeze(-1) == domain).any(1)
-        within = Hop.plan(exchange, "within domain", list(grid.domain), in_rank, fmt.num_bytes)
+        within = Hop.plan(exchange, "within domain", list(grid.domain), in_rank)
         arrived = within.forward(exchange, held)
 
         data, global_topk, src, *rest = fmt.unpack(arrived)
@@ -123,16 +126,17 @@ class TorchEngine(Engine):
             num_experts=routing.num_experts,
             num_topk=topk_idx.shape[1],
             grid=grid,
-            state=_Route(between, within, order, num_recv),
+            state=_Route(between, within, order, num_recv, call),
         )
         result = Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
         return result if num_recv_bound is None else _padded(result, num_recv_bound)
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
-        self._exchange.begin("dispatch")
         route: _Route = handle.state
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
         fmt = RecordFormat.of(columns)
+        same = {"bytes of a record": fmt.num_bytes, "dispatch of the handle": route.call}
+        self._begin("cached dispatch", rows.data.device, same)
         held = route.between.forward(self._exchange, fmt.pack(columns))
         arrived = fmt.unpack(route.within.forward(self._exchange, held))
         sorted_columns = [_pad(column[route.order], handle.num_recv) for column in arrived]
@@ -147,8 +151,10 @@ class TorchEngine(Engine):
         bias: tuple[Tensor, ...],
         num_sms: int | None,
     ) -> Combined:
-        self._exchange.begin("combine")
         route: _Route = handle.state
+        fmt = RecordFormat.of([data] if weights is None else [data, weights])
+        same = {"bytes of a record": fmt.num_bytes, "dispatch of the handle": route.call}
+        self._begin("combine", data.device, same)
         arrived = data[: route.num_recv]
         partial = torch.empty_like(arrived).index_copy_(0, route.order, arrived)
         if weights is not None:
@@ -216,8 +222,9 @@ class TorchEngine(Engine):
         return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=(), num_sms=num_sms)
 
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
-        self._exchange.begin("dispatch")
         num_ranks = self.grid.num_ranks
+        same = {"num_experts": num_tokens_per_expert.numel()}
+        self._begin("counts of experts", num_tokens_per_expert.device, same)
         sent = num_tokens_per_expert.contiguous().view(num_ranks, -1)
         received = torch.empty_like(sent)
         self._exchange.swap(
@@ -263,6 +270,9 @@ class TorchEngine(Engine):
 
     def close(self) -> None:
         """Nothing to give back: tensors belong to their users, the group to whoever made it."""
+
+    def _begin(self, call: str, device: torch.device, same: dict[str, int]) -> int:
+        return self._exchange.begin(call, list(range(self.grid.num_ranks)), device, same)
 
     def _columns(self, rows: Rows, topk_idx: Tensor, weights: Tensor | None) -> list[Tensor]:
         """The parts of a record: the row, where it goes (int32 is enough), where it comes from, and what is

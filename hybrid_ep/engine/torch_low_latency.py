@@ -7,7 +7,7 @@ Ranks that use hooks must call them in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,16 +23,19 @@ from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, c
 __all__ = ["TorchLowLatency"]
 
 
-class _State(NamedTuple):
+@dataclass
+class _State:
     """Kept in a LowLatencyHandle.
 
     Attributes:
         topk_idx: ``[T, K]`` int64 without duplicates, as dispatched.
         ranks: the ranks that took part.
+        call: the number of the dispatch, equal at all ranks; set by its `finish`.
     """
 
     topk_idx: Tensor
     ranks: list[int]
+    call: int = 0
 
 
 class TorchLowLatency:
@@ -59,21 +62,25 @@ class TorchLowLatency:
         count = torch.zeros(num_local, dtype=torch.int32, device=device)
         src_info = torch.full((num_local, capacity), -1, dtype=torch.int32, device=device)
         layout_range = torch.zeros(num_local, grid.num_ranks, dtype=torch.int64, device=device)
-        handle = LowLatencyHandle(
-            src_info, layout_range, num_max_tokens_per_rank, hidden, num_experts, grid, _State(topk_idx, ranks)
-        )
+        state = _State(topk_idx, ranks)
+        handle = LowLatencyHandle(src_info, layout_range, num_max_tokens_per_rank, hidden, num_experts, grid, state)
 
         def finish() -> None:
-            exchange.begin("low_latency_dispatch")
             rows = Rows(*cast_to_fp8(data, fp8)) if fp8 is not None else Rows(data)
             token = torch.arange(data.shape[0], dtype=torch.int32, device=device).unsqueeze(1)
             columns = [rows.data, topk_idx.to(torch.int32), token]
             if rows.scales is not None:
                 columns.append(rows.scales)
             fmt = RecordFormat.of(columns)
+            same = {
+                "bytes of a record": fmt.num_bytes,
+                "num_experts": num_experts,
+                "num_max_dispatch_tokens_per_rank": num_max_tokens_per_rank,
+            }
+            state.call = exchange.begin("low_latency_dispatch", ranks, device, same, wait_stats)
             layout = compute_layout(topk_idx, num_experts, grid.num_ranks, grid.num_ranks_per_domain)
             goes = layout.is_token_in_rank[:, ranks]
-            hop = Hop.plan(exchange, "between ranks", ranks, goes, fmt.num_bytes)
+            hop = Hop.plan(exchange, "between ranks", ranks, goes)
             arrived = fmt.unpack(hop.forward(exchange, fmt.pack(columns), wait_stats))
 
             # Rows arrived by source rank, then token; each goes once to every local expert that it names.
@@ -111,10 +118,13 @@ class TorchLowLatency:
         sent = drop_duplicates(topk_idx)
         if not torch.equal(sent, state.topk_idx):
             raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")
+        if not state.call:
+            raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
 
         def finish() -> None:
-            exchange.begin("low_latency_combine")
             ranks = [r for r in state.ranks if r not in exchange.masked]
+            same = {"dispatch of the handle": state.call}
+            exchange.begin("low_latency_combine", ranks, data.device, same, wait_stats)
             # Both sides know the order of the rows between two ranks: by local expert, then by token.
             outgoing = {r: _rows_of_source(data, handle.layout_range, r) for r in ranks}
             owner = torch.where(sent >= 0, sent.div(num_local, rounding_mode="floor"), -1)
