@@ -54,7 +54,10 @@ class BaseBuffer:
         self.group = _resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
-        per_domain = num_ranks_per_domain or env.NUM_RANKS_PER_DOMAIN.get() or self.group_size
+        per_domain = num_ranks_per_domain
+        if per_domain is None:
+            per_domain = env.NUM_RANKS_PER_DOMAIN.get() or self.group_size
+        require_int("num_ranks_per_domain", per_domain, minimum=1)
         self.grid = RankGrid(self.rank, self.group_size, per_domain)
         self._comm_stream = CommStream()
         self._engine: Engine | None = make_engine(self.group, self.grid, asked=engine, timeout_s=timeout_s)
@@ -96,8 +99,11 @@ class BaseBuffer:
         if grid is not self.grid and grid != self.grid:
             require(False, "handle", f"made for {grid}", f"handles of {self.grid}")
 
-    def _check_topk(self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> None:
-        require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
+    def _check_topk(
+        self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None
+    ) -> None:
+        """Checks a routing; `device` is where it must be, None = anywhere."""
+        require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), device=device)
         num_topk = topk_idx.shape[1]
         if not 1 <= num_topk <= min(MAX_TOPK, num_experts):
             require(False, "top-k (columns of topk_idx)", num_topk, f"1 … {min(MAX_TOPK, num_experts)}")
@@ -139,26 +145,26 @@ def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
     return world
 
 
-def check_rows(name: str, data: Tensor, scales: Tensor | None, *, hidden: int | None = None) -> Rows:
+def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.device | None) -> Rows:
     """Checks token rows and returns them with row-major scales.
 
     Args:
         name: of the argument, for messages.
         data: ``[T, H]`` bf16, or float8_e4m3fn with `scales`.
         scales: ``[T, H/128]`` float32 or ``[T, ceil(H/512)]`` int32 (packed UE8M0), of any strides; None for bf16.
-        hidden: H, if it is known.
+        device: where they must be; None = anywhere.
 
     Raises:
-        ConfigError: dtype, shape or hidden does not fit.
+        ConfigError: dtype, shape or device does not fit.
     """
     if scales is None:
-        require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, hidden))
+        require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, None), device=device)
         return Rows(data)
-    require_tensor(name, data, dtypes=_FP8_DTYPES, shape=(None, hidden))
+    require_tensor(name, data, dtypes=_FP8_DTYPES, shape=(None, None), device=device)
     num_tokens, size = data.shape
     require(size % CHANNELS_PER_SCALE == 0, f"hidden of {name}", size, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
     num_scales = size // CHANNELS_PER_SCALE
-    if scales.dtype == torch.int32:
+    if isinstance(scales, Tensor) and scales.dtype == torch.int32:
         num_scales = -(-num_scales // SCALES_PER_WORD)
     require_tensor(
         f"scales of {name}",

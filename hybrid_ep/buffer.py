@@ -45,8 +45,8 @@ class Buffer(LowLatencyCalls):
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
-        num_nvl_bytes: bytes for NVLink communication; a bound for the memory that is taken.
-        num_rdma_bytes: bytes for network communication; likewise.
+        num_nvl_bytes: bytes that `get_local_buffer_tensor` gives; the engine takes for itself what its calls need.
+        num_rdma_bytes: likewise, with `use_rdma_buffer`.
         low_latency_mode: allow the low-latency calls.
         num_qps_per_rank: accepted for compatibility; transports choose their own.
         allow_nvlink_for_low_latency_mode: accepted for compatibility; NVLink is used where it is there.
@@ -100,6 +100,11 @@ class Buffer(LowLatencyCalls):
         """Gives back what the buffer holds; the same as `close()`."""
         self.close()
 
+    def close(self) -> None:
+        super().close()
+        self._local_memory.clear()
+        self._combine_buffer = None
+
     @staticmethod
     def is_sm90_compiled() -> bool:
         """Returns whether the GPU kernels are built in."""
@@ -149,6 +154,7 @@ class Buffer(LowLatencyCalls):
         if size is None:
             return flat
         shape = torch.Size(size)
+        require(min(shape, default=0) >= 0, "size", list(shape), "no negative sizes")
         require(shape.numel() <= flat.numel(), "size", list(shape), f"at most {flat.numel()} elements of {dtype}")
         return flat[: shape.numel()].view(shape)
 
@@ -190,7 +196,7 @@ class Buffer(LowLatencyCalls):
         """
         _ = self.engine
         self._num_local_experts(num_experts)
-        self._check_topk(topk_idx, None, num_experts)
+        self._check_topk(topk_idx, None, num_experts, device=None)
         with self._comm_stream.scope(previous_event, async_finish):
             layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
@@ -244,15 +250,15 @@ class Buffer(LowLatencyCalls):
             TimeoutError, TransportError: a rank was lost.
         """
         engine = self.engine
-        data, scales = x if isinstance(x, tuple) else (x, None)
-        num_sms = None if config is None else config.num_sms
+        data, scales = _parts(x)
+        num_sms = _num_sms(config)
         require_int("expert_alignment", expert_alignment, minimum=1)
         require_int("num_worst_tokens", num_worst_tokens, minimum=0)
         if handle is not None:
             require(
                 topk_idx is None and topk_weights is None, "topk_idx or topk_weights", "given", "None with a handle"
             )
-            rows = check_rows("x", data, scales)
+            rows = check_rows("x", data, scales, device=engine.device)
             self._check_handle(handle, num_source_rows=rows.data.shape[0])
             with self._comm_stream.scope(previous_event, async_finish):
                 received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
@@ -273,7 +279,7 @@ class Buffer(LowLatencyCalls):
                 num_sms=num_sms,
             )
             counts = result.num_tokens_per_expert
-            if topk_idx is None:
+            if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None
                 counts = engine.exchange_expert_counts(num_tokens_per_expert)
         event = self._comm_stream.finish(
@@ -312,8 +318,9 @@ class Buffer(LowLatencyCalls):
             TimeoutError, TransportError: a rank was lost.
         """
         engine = self.engine
-        self._check_handle(handle, num_received_rows=x.shape[0] if isinstance(x, Tensor) else None)
-        check_rows("x", x, None)
+        check_rows("x", x, None, device=engine.device)
+        self._check_handle(handle, num_received_rows=x.shape[0])
+        num_sms = _num_sms(config)
         num_tokens = handle.num_tokens
         if topk_weights is not None:
             shape = (x.shape[0], handle.num_topk)
@@ -323,9 +330,7 @@ class Buffer(LowLatencyCalls):
         for term in biases:
             require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, x.shape[1]), device=x.device)
         with self._comm_stream.scope(previous_event, async_finish):
-            combined = engine.combine(
-                x, handle, weights=topk_weights, bias=biases, num_sms=None if config is None else config.num_sms
-            )
+            combined = engine.combine(x, handle, weights=topk_weights, bias=biases, num_sms=num_sms)
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
@@ -350,7 +355,7 @@ class Buffer(LowLatencyCalls):
             assert topk_idx is not None
             assert num_tokens_per_expert is not None
             return as_rows(data, scales), Routing(topk_idx, topk_weights, num_tokens_per_expert.shape[0])
-        rows = check_rows("x", data, scales)
+        rows = check_rows("x", data, scales, device=self.engine.device)
         routing = self._routing(rows, topk_idx, topk_weights, *layout)
         if topk_idx is not None and topk_idx.is_cuda:
             self._passed.add(given)  # no value has been looked at
@@ -366,17 +371,17 @@ class Buffer(LowLatencyCalls):
         num_tokens_per_expert: Tensor | None,
     ) -> Routing:
         """Checks what says where the tokens go, and brings it into the engine's form."""
-        num_tokens = rows.data.shape[0]
+        num_tokens, device = rows.data.shape[0], rows.data.device
         int32 = (torch.int32,)
         if num_tokens_per_expert is None or is_token_in_rank is None or num_tokens_per_rank is None:
             raise ConfigError(
                 "num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert are not all given; allowed without a "
                 "handle: the three results of get_dispatch_layout"
             )
-        require_tensor("num_tokens_per_expert", num_tokens_per_expert, dtypes=int32, shape=(None,))
+        require_tensor("num_tokens_per_expert", num_tokens_per_expert, dtypes=int32, shape=(None,), device=device)
         require_tensor("num_tokens_per_rank", num_tokens_per_rank, dtypes=int32, shape=(self.group_size,))
         in_rank_shape = (num_tokens, self.group_size)
-        require_tensor("is_token_in_rank", is_token_in_rank, dtypes=(torch.bool,), shape=in_rank_shape)
+        require_tensor("is_token_in_rank", is_token_in_rank, dtypes=(torch.bool,), shape=in_rank_shape, device=device)
         num_experts = num_tokens_per_expert.shape[0]
         num_local = self._num_local_experts(num_experts)
         if topk_idx is None:
@@ -386,11 +391,9 @@ class Buffer(LowLatencyCalls):
                 require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
             ranks, _ = map_to_indices(is_token_in_rank, None)
             return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts)
-        self._check_topk(topk_idx, topk_weights, num_experts)
+        self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
-        if topk_idx.device != rows.data.device:
-            require(False, "topk_idx.device", topk_idx.device, str(rows.data.device))
         if topk_idx.is_cpu:
             layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
             same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
@@ -424,6 +427,23 @@ class Buffer(LowLatencyCalls):
             aligned = [-(-count // alignment) * alignment for count in counts.tolist()]
         topk_idx = result.topk_idx if has_topk else None
         return _as_given(result.rows), topk_idx, result.topk_weights, aligned, result.handle, event
+
+
+def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Rows, and their scales where there are any."""
+    if not isinstance(x, tuple):
+        return x, None
+    num_parts: int = len(x)
+    require(num_parts == 2, "x", f"a tuple of {num_parts}", "a tensor, or a tensor and its scales")
+    return x
+
+
+def _num_sms(config: Config | None) -> int | None:
+    """SMs that a configuration asks for; None = the engine's choice."""
+    if config is None:
+        return None
+    require(isinstance(config, Config), "config", type(config).__name__, "a Config or None")
+    return config.num_sms
 
 
 def _as_given(rows: Rows) -> Tensor | tuple[Tensor, Tensor]:

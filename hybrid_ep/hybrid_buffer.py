@@ -208,7 +208,11 @@ class HybridEPBuffer(BaseBuffer):
             return _given(received.data, as_bytes), None, received.scales, handle
         routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
         if num_dispatched_tokens is None and num_dispatched_tokens_tensor is not None:
+            integers = (torch.int32, torch.int64)
+            require_tensor("num_dispatched_tokens_tensor", num_dispatched_tokens_tensor, dtypes=integers, shape=(1,))
             num_dispatched_tokens = int(num_dispatched_tokens_tensor.item())
+        if num_dispatched_tokens is not None:
+            require_int("num_dispatched_tokens", num_dispatched_tokens, minimum=0)
         num_local = routing.num_experts // self.group_size
         first, size = self.grid.domain.start * num_local, self.grid.num_ranks_per_domain * num_local
         result = engine.dispatch(
@@ -247,7 +251,7 @@ class HybridEPBuffer(BaseBuffer):
         assert handle is not None
         num_recv = handle.recv_topk_idx.shape[0]
         self._check_geometry(handle.dispatch.grid)
-        check_rows("hidden", hidden, None)
+        check_rows("hidden", hidden, None, device=engine.device)
         require(hidden.shape[0] == num_recv, "rows of hidden", hidden.shape[0], f"{num_recv}, as received")
         weights = None
         if probs is not None:
@@ -292,8 +296,8 @@ class HybridEPBuffer(BaseBuffer):
             probs: ``[T, E]`` float32, with `routing_map`.
             scaling_factor: ``[T, H/128]`` float32.
             num_permuted_tokens: rows of the result. Rows beyond it are dropped: with `non_blocking` the host does not
-                wait and ``handle[-1]`` reports them, otherwise it waits and raises.
-            pad_multiple: every expert's block is padded with zero rows to a multiple of it.
+                wait and ``handle[-1]`` reports them, otherwise it waits and raises. With `handle`, checked against it.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, likewise.
             handle: of an earlier dispatch: take its routes; probs are then None.
             non_blocking: counts stay on the device; needs `num_permuted_tokens`.
             fuse_permute_dispatch, use_host_meta: accepted for compatibility; the engine takes its fastest way.
@@ -322,8 +326,14 @@ class HybridEPBuffer(BaseBuffer):
             )
         if handle is not None:
             require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
-            self._check_handle(handle.permute.dispatch, rows)
-            cached = engine.dispatch_permuted_cached(rows, handle.permute, num_sms=self._num_sms_dispatch)
+            permute = handle.permute
+            self._check_handle(permute.dispatch, rows)
+            for name, value, made_with in (
+                ("num_permuted_tokens", num_permuted_tokens, permute.num_permuted),
+                ("pad_multiple", pad_multiple or None, permute.pad_multiple),
+            ):
+                require(value in (None, made_with), name, value, f"{made_with}, as with this handle")
+            cached = engine.dispatch_permuted_cached(rows, permute, num_sms=self._num_sms_dispatch)
             return _given(cached.data, as_bytes), None, cached.scales, handle.tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
@@ -382,7 +392,7 @@ class HybridEPBuffer(BaseBuffer):
         assert handle is not None
         permute = handle.permute
         self._check_geometry(permute.dispatch.grid)
-        check_rows("hidden", hidden, None)
+        check_rows("hidden", hidden, None, device=engine.device)
         num_permuted = permute.num_permuted
         require(hidden.shape[0] == num_permuted, "rows of hidden", hidden.shape[0], f"{num_permuted}, as received")
         if pad_multiple:
@@ -396,7 +406,8 @@ class HybridEPBuffer(BaseBuffer):
     def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
         """Checks tokens; says whether they came as uint8, as they shall go out then."""
         as_bytes = isinstance(hidden, Tensor) and hidden.dtype == torch.uint8 and scaling_factor is not None
-        rows = check_rows("hidden", hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, scaling_factor)
+        data = hidden.view(torch.float8_e4m3fn) if as_bytes else hidden
+        rows = check_rows("hidden", data, scaling_factor, device=self.engine.device)
         config = self.configurer.buffer_config
         num_tokens, size = rows.data.shape
         most = config.max_num_of_tokens_per_rank
@@ -420,17 +431,20 @@ class HybridEPBuffer(BaseBuffer):
         if (topk_idx is None) == (routing_map is None):
             which = "neither" if topk_idx is None else "both"
             raise ConfigError(f"{which} of topk_idx and routing_map given; allowed: one of them")
-        expected = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
-        if num_experts is None:
-            num_experts = routing_map.shape[-1] if routing_map is not None else expected
-        if num_experts != expected:
-            require(False, "num_of_experts", num_experts, f"{expected} (num_local_experts × ranks)")
-        num_tokens = rows.data.shape[0]
+        num_tokens, device = rows.data.shape[0], rows.data.device
         if routing_map is not None:
             shape = (num_tokens, num_experts)
-            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=rows.data.device)
+            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
+            num_experts = routing_map.shape[1]
+        expected = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        if num_experts is None:
+            num_experts = expected
+        if num_experts != expected:
+            require(False, "num_of_experts", num_experts, f"{expected} (num_local_experts × ranks)")
+        if routing_map is not None:
             if probs is not None:
-                require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=rows.data.device)
+                shape = (num_tokens, num_experts)
+                require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
             if num_experts > MAX_TOPK and not (no_sync and routing_map.is_cuda):
                 widest = int(widest_token(routing_map))
                 require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, f"≤ {MAX_TOPK}")
@@ -438,7 +452,7 @@ class HybridEPBuffer(BaseBuffer):
         else:
             assert topk_idx is not None
             require(probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
-        self._check_topk(topk_idx, topk_weights, num_experts)
+        self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
         return Routing(topk_idx, topk_weights, num_experts)

@@ -87,7 +87,7 @@ class LowLatencyCalls(BaseBuffer):
             round_scale: scales are powers of two.
             use_ue8m0: scales are packed UE8M0 (needs `round_scale`).
             async_finish: return before the current stream has waited for the result.
-            return_recv_hook: only send; the returned hook receives. Not together with `async_finish`.
+            return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`.
 
         Returns:
             packed_recv_x ``[LE, M×R, H]`` bf16, or (float8_e4m3fn, scales ``[LE, M×R, H/128]`` float32 or
@@ -105,16 +105,17 @@ class LowLatencyCalls(BaseBuffer):
         capacity = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
         num_local = self._num_local_experts(num_experts)
         fp8 = Fp8Format(round_scale=round_scale, ue8m0=use_ue8m0) if use_fp8 else None
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
         require(x.shape[0] <= capacity, "rows of x", x.shape[0], f"≤ num_max_dispatch_tokens_per_rank = {capacity}")
         if use_fp8:
             allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
             require(x.shape[1] % CHANNELS_PER_SCALE == 0, "hidden of x", x.shape[1], allowed)
-        self._check_topk(topk_idx, None, num_experts)
+        self._check_topk(topk_idx, None, num_experts, x.device)
         require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
-        self._check_stats(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size)
-        stats = cumulative_local_expert_recv_stats
-        self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local)
+        waits, stats = dispatch_wait_recv_cost_stats, cumulative_local_expert_recv_stats
+        self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
+        self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
+        self._check_return(async_finish, return_recv_hook)
 
         with self._comm_stream.scope(None, async_finish):
             result = self.engine.low_latency_dispatch(
@@ -123,7 +124,7 @@ class LowLatencyCalls(BaseBuffer):
                 num_max_tokens_per_rank=capacity,
                 num_experts=num_experts,
                 fp8=fp8,
-                wait_stats=dispatch_wait_recv_cost_stats,
+                wait_stats=waits,
             )
 
         def receive() -> None:
@@ -167,9 +168,9 @@ class LowLatencyCalls(BaseBuffer):
             use_logfmt: not supported.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer(handle)` instead of `x`.
             async_finish: return before the current stream has waited for the result.
-            return_recv_hook: only send; the returned hook receives. Not together with `async_finish`. The same at all
-                ranks: without a hook, and from 32 tokens on, the rows of a token's experts on one rank are summed and
-                rounded to bf16 before they cross, for which the send waits for the source's weights.
+            return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`. The same
+                at all ranks: without a hook, and from 32 tokens on, the rows of a token's experts on one rank are
+                summed and rounded to bf16 before they cross, for which the send waits for the source's weights.
             out: ``[T, H]`` bf16 to write to.
             combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
             overlap: start before the experts have finished; not supported.
@@ -195,12 +196,18 @@ class LowLatencyCalls(BaseBuffer):
                     "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
                 )
             x = self._combine_buffer[1]
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape)
-        self._check_topk(topk_idx, topk_weights, handle.num_experts)
+        device = self.engine.device or handle.src_info.device
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape, device=device)
+        require(isinstance(topk_weights, Tensor), "topk_weights", type(topk_weights).__name__, "a torch.Tensor")
+        self._check_topk(topk_idx, topk_weights, handle.num_experts, device)
+        num_tokens, most = topk_idx.shape[0], handle.num_max_tokens_per_rank
+        require(num_tokens <= most, "rows of topk_idx", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {most}")
         if out is None:
-            out = x.new_empty(topk_idx.shape[0], handle.hidden)
-        require_tensor("out", out, dtypes=(torch.bfloat16,), shape=(topk_idx.shape[0], handle.hidden), device=x.device)
-        self._check_stats(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", torch.int64, self.group_size)
+            out = x.new_empty(num_tokens, handle.hidden)
+        require_tensor("out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, handle.hidden), device=device)
+        waits = combine_wait_recv_cost_stats
+        self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, device)
+        self._check_return(async_finish, return_recv_hook)
         with self._comm_stream.scope(None, async_finish):
             receive = self.engine.low_latency_combine(
                 x,
@@ -209,7 +216,7 @@ class LowLatencyCalls(BaseBuffer):
                 handle,
                 out=out,
                 min_tokens_to_sum=NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
-                wait_stats=combine_wait_recv_cost_stats,
+                wait_stats=waits,
             )
         hook, event = self._receive(receive, async_finish, return_recv_hook, (x, topk_idx, topk_weights, out))
         return out, event, hook
@@ -267,11 +274,13 @@ class LowLatencyCalls(BaseBuffer):
         self, receive: Hook, async_finish: bool, return_recv_hook: bool, tensors: tuple[Tensor | None, ...]
     ) -> tuple[Hook | None, EventOverlap]:
         """Receives now, or returns the hook that does."""
-        require(
-            not (async_finish and return_recv_hook), "async_finish and return_recv_hook", "both True", "one of them"
-        )
+        num_calls = 0
 
         def receive_and_shrink() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            # A second time would wait for what no rank sends, or take the place of a later call.
+            require(num_calls == 1, "calls of a receive hook", num_calls, "1")
             try:
                 receive()
             except TransportError as error:
@@ -284,6 +293,11 @@ class LowLatencyCalls(BaseBuffer):
         with self._comm_stream.scope(None, async_finish):
             receive_and_shrink()
         return None, self._comm_stream.finish(None, async_finish, tensors)
+
+    @staticmethod
+    def _check_return(async_finish: bool, return_recv_hook: bool) -> None:
+        both = async_finish and return_recv_hook
+        require(not both, "async_finish and return_recv_hook", "both True", "one of them")
 
     def _require_low_latency(self) -> None:
         _ = self.engine
@@ -299,6 +313,6 @@ class LowLatencyCalls(BaseBuffer):
         self._check_geometry(handle.grid)
 
     @staticmethod
-    def _check_stats(stats: Tensor | None, name: str, dtype: torch.dtype, size: int) -> None:
+    def _check_stats(stats: Tensor | None, name: str, dtype: torch.dtype, size: int, device: torch.device) -> None:
         if stats is not None:
-            require_tensor(name, stats, dtypes=(dtype,), shape=(size,))
+            require_tensor(name, stats, dtypes=(dtype,), shape=(size,), device=device)

@@ -74,8 +74,8 @@ def make_engine(
         timeout_s: how long to wait for a peer; None = ``HYBRID_EP_TIMEOUT_S``.
     """
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
-    if not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"timeout_s is {timeout_s}; allowed: a number of seconds > 0")
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0")
     asked = env.ENGINE.get() if asked is None else asked
     choice = choose_engine(asked)
     if asked == "auto":

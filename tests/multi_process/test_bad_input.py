@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.conftest import RunRanks
 T, H, K, E = 6, 256, 2, 8
 BF16 = torch.bfloat16
 X, TOPK, WEIGHTS = torch.ones(T, H, dtype=BF16), torch.arange(T * K).view(T, K) % E, torch.rand(T, K)
+EXPERT_ROWS = torch.ones(E, 8, H, dtype=BF16)
 
 
 @pytest.fixture
@@ -108,6 +110,23 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         lambda b: b.dispatch((cast_to_fp8(X)[0], torch.ones(T, 3)), **layout_of(b), topk_idx=TOPK),
         r"scales of x.shape is \[6, 3\]; allowed: \[6, 2\]",
     ),
+    "dispatch: a tuple of one": (lambda b: b.dispatch((X,), **layout_of(b)), "x is a tuple of 1; allowed: .*scales"),  # type: ignore[arg-type]
+    "dispatch: scales of no tensor": (
+        lambda b: b.dispatch((cast_to_fp8(X)[0], [1.0]), **layout_of(b), topk_idx=TOPK),  # type: ignore[arg-type]
+        "scales of x is list",
+    ),
+    "dispatch: device of topk_idx": (
+        lambda b: b.dispatch(X, **layout_of(b), topk_idx=TOPK.to("meta")),
+        "topk_idx.device is meta; allowed: cpu",
+    ),
+    "dispatch: device of is_token_in_rank": (
+        lambda b: b.dispatch(X, **(layout_of(b) | {"is_token_in_rank": layout_of(b)["is_token_in_rank"].to("meta")})),
+        "is_token_in_rank.device is meta; allowed: cpu",
+    ),
+    "dispatch: config": (
+        lambda b: b.dispatch(X, **layout_of(b), topk_idx=TOPK, config=20),  # type: ignore[arg-type]
+        "config is int; allowed: a Config",
+    ),
     "dispatch: not a handle": (lambda b: b.dispatch(X, handle=(1, 2, 3)), "handle is tuple"),  # type: ignore[arg-type]
     "dispatch: handle and indices": (
         lambda b: b.dispatch(X, handle=handle_of(b), topk_idx=TOPK),
@@ -118,6 +137,11 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         "rows of x is 2; allowed: 6",
     ),
     "combine: rows": (lambda b: b.combine(X[:2], handle_of(b)), "rows of x is 2; allowed: 6"),
+    "combine: no dimension": (lambda b: b.combine(X[0, 0], handle_of(b)), r"x.shape is \[\]"),
+    "combine: config": (
+        lambda b: b.combine(X, handle_of(b), config=20),  # type: ignore[arg-type]
+        "config is int; allowed: a Config",
+    ),
     "combine: dtype": (lambda b: b.combine(X.half(), handle_of(b)), "x.dtype is torch.float16"),
     "combine: weights": (
         lambda b: b.combine(X, handle_of(b), topk_weights=torch.ones(T, 3)),
@@ -130,6 +154,10 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     ),
     "combine: not a handle": (lambda b: b.combine(X, None), "handle is NoneType"),  # type: ignore[arg-type]
     "local buffer: offset": (lambda b: b.get_local_buffer_tensor(BF16, offset=2), "offset is 2; allowed: ≤ 0 bytes"),
+    "local buffer: size": (
+        lambda b: b.get_local_buffer_tensor(BF16, (-1,)),
+        r"size is \[-1\]; allowed: no negative sizes",
+    ),
     "low latency: more tokens than M": (
         lambda b: b.low_latency_dispatch(X, TOPK, 4, E),
         "rows of x is 6; allowed: ≤ num_max_dispatch_tokens_per_rank = 4",
@@ -139,6 +167,22 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         "hidden of x is 64",
     ),
     "low latency: ue8m0 alone": (lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_ue8m0=True), "round_scale"),
+    "low latency: device of topk_idx": (
+        lambda b: b.low_latency_dispatch(X, TOPK.to("meta"), 8, E),
+        "topk_idx.device is meta; allowed: cpu",
+    ),
+    "low latency: device of statistics": (
+        lambda b: b.low_latency_dispatch(
+            X, TOPK, 8, E, cumulative_local_expert_recv_stats=torch.zeros(E, dtype=torch.int32, device="meta")
+        ),
+        "cumulative_local_expert_recv_stats.device is meta; allowed: cpu",
+    ),
+    "low latency: device of waits": (
+        lambda b: b.low_latency_dispatch(
+            X, TOPK, 8, E, dispatch_wait_recv_cost_stats=torch.zeros(1, dtype=torch.int64, device="meta")
+        ),
+        "dispatch_wait_recv_cost_stats.device is meta; allowed: cpu",
+    ),
     "low latency: statistics": (
         lambda b: b.low_latency_dispatch(X, TOPK, 8, E, cumulative_local_expert_recv_stats=torch.zeros(E)),
         "cumulative_local_expert_recv_stats.dtype",
@@ -151,8 +195,26 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         lambda b: b.low_latency_combine(X, TOPK, WEIGHTS, low_latency_handle(b)),
         r"x.shape is \[6, 256\]; allowed: \[8, 8, 256\]",
     ),
+    "low latency combine: device": (
+        lambda b: b.low_latency_combine(
+            torch.ones(E, 8, H, dtype=BF16, device="meta"), TOPK, WEIGHTS, low_latency_handle(b)
+        ),
+        "x.device is meta; allowed: cpu",
+    ),
+    "low latency combine: device of topk_idx": (
+        lambda b: b.low_latency_combine(EXPERT_ROWS, TOPK.to("meta"), WEIGHTS.to("meta"), low_latency_handle(b)),
+        "topk_idx.device is meta; allowed: cpu",
+    ),
+    "low latency combine: no weights": (
+        lambda b: b.low_latency_combine(EXPERT_ROWS, TOPK, None, low_latency_handle(b)),  # type: ignore[arg-type]
+        "topk_weights is NoneType",
+    ),
+    "low latency combine: more tokens than M": (
+        lambda b: b.low_latency_combine(EXPERT_ROWS, TOPK.repeat(2, 1), WEIGHTS.repeat(2, 1), low_latency_handle(b)),
+        "rows of topk_idx is 12; allowed: ≤ num_max_dispatch_tokens_per_rank = 8",
+    ),
     "low latency combine: another routing": (
-        lambda b: b.low_latency_combine(torch.ones(E, 8, H, dtype=BF16), TOPK.flip(0), WEIGHTS, low_latency_handle(b)),
+        lambda b: b.low_latency_combine(EXPERT_ROWS, TOPK.flip(0), WEIGHTS, low_latency_handle(b)),
         "topk_idx is another routing",
     ),
     "low latency combine: zero copy without a buffer": (
@@ -186,6 +248,13 @@ def test_buffer(buffer: Buffer, name: str) -> None:
 HYBRID: dict[str, tuple[dict[str, Any], str]] = {
     "no routing": ({}, "neither of topk_idx and routing_map"),
     "two routings": ({"topk_idx": TOPK, "routing_map": torch.ones(T, E).bool()}, "both of topk_idx and routing_map"),
+    "map is a list": ({"routing_map": [[True]]}, "routing_map is list"),
+    "map has no dimension": ({"routing_map": torch.tensor(True)}, r"routing_map.shape is \[\]"),
+    "device of topk_idx": ({"topk_idx": TOPK.to("meta")}, "topk_idx.device is meta; allowed: cpu"),
+    "scales of no tensor": (
+        {"topk_idx": TOPK, "hidden": cast_to_fp8(X)[0], "scaling_factor": 1.0},
+        "scales of hidden is float",
+    ),
     "map dtype": ({"routing_map": torch.ones(T, E)}, "routing_map.dtype is torch.float32"),
     "map shape": ({"routing_map": torch.ones(T, 4).bool()}, "num_of_experts is 4; allowed: 8"),
     "probs with indices": ({"topk_idx": TOPK, "probs": WEIGHTS}, "probs is given with topk_idx"),
@@ -209,6 +278,54 @@ def test_hybrid_buffer(hybrid: HybridEPBuffer, name: str) -> None:
     arguments, message = HYBRID[name]
     with pytest.raises(ConfigError, match=message):
         hybrid.dispatch_with_permute(**({"hidden": X} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_dispatched_tokens": -1}, "num_dispatched_tokens is -1; allowed: an integer ≥ 0"),
+        ({"num_dispatched_tokens_tensor": torch.zeros(2)}, r"num_dispatched_tokens_tensor.dtype is torch.float32"),
+        ({"num_dispatched_tokens_tensor": 6}, "num_dispatched_tokens_tensor is int"),
+        ({"num_dispatched_tokens_tensor": torch.tensor([1, 2])}, r"num_dispatched_tokens_tensor.shape is \[2\]"),
+    ],
+)
+def test_hybrid_dispatch(hybrid: HybridEPBuffer, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hybrid.dispatch(X, topk_idx=TOPK, **arguments)
+
+
+def test_a_cached_hybrid_dispatch_has_the_shape_of_its_handle(hybrid: HybridEPBuffer) -> None:
+    hidden, *_, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, pad_multiple=4)
+    for wrong, message in (
+        ({"num_permuted_tokens": 7}, "num_permuted_tokens is 7; allowed: 32, as with this handle"),
+        ({"pad_multiple": 16}, "pad_multiple is 16; allowed: 4, as with this handle"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hybrid.dispatch_with_permute(hidden=X, handle=handle, **wrong)  # type: ignore[arg-type]
+    again, *_ = hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=32, pad_multiple=4)
+    assert torch.equal(again, hidden)
+
+
+def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuffer) -> None:
+    """A kernel would be handed an address that its GPU cannot read, and take the CUDA context down."""
+    given, low_latency, layout = handle_of(buffer), low_latency_handle(buffer), layout_of(buffer)
+    plain = hybrid.dispatch(X, topk_idx=TOPK)[-1]
+    permuted, *_, permuted_handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK)
+    buffer.engine.device = hybrid.engine.device = torch.device("cuda", 3)
+    calls: list[Callable[[], Any]] = [
+        lambda: buffer.dispatch(X, **layout, topk_idx=TOPK),
+        lambda: buffer.dispatch(X, handle=given),
+        lambda: buffer.combine(X, given),
+        lambda: buffer.low_latency_dispatch(X, TOPK, 8, E),
+        lambda: buffer.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, low_latency),
+        lambda: hybrid.dispatch(X, topk_idx=TOPK),
+        lambda: hybrid.combine(X, handle=plain),
+        lambda: hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK),
+        lambda: hybrid.combine_with_unpermute(hidden=permuted, handle=permuted_handle),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"\.device is cpu; allowed: cuda:3"):
+            call()
 
 
 def test_hybrid_combine(hybrid: HybridEPBuffer) -> None:
@@ -264,6 +381,10 @@ def test_bad_construction() -> None:
         Buffer(None, timeout_s=-3)
     with pytest.raises(TopologyError, match="num_ranks_per_domain is 2; allowed: a divisor of 1"):
         Buffer(None, num_ranks_per_domain=2)
+    with pytest.raises(ConfigError, match="num_ranks_per_domain is 0; allowed: an integer ≥ 1"):
+        Buffer(None, num_ranks_per_domain=0)
+    with pytest.raises(ConfigError, match="timeout_s is '3'; allowed: a number of seconds > 0"):
+        Buffer(None, timeout_s="3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="group is str"):
         Buffer("world")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="hidden_dim is 0"):
@@ -298,7 +419,142 @@ def test_mistakes_between_ranks(run_ranks: RunRanks) -> None:
         indivisible, other_grid, other_size, overflow = seen
         assert "ConfigError: num_experts is 7; allowed: an integer ≥ 1 that is a multiple of 2" in indivisible
         assert "ConfigError: handle is made for" in other_grid
-        assert "ConfigError: rank" in other_size
-        assert "allowed: the same hidden, dtype, top-k and weights on every rank" in other_size
+        assert "ConfigError: bytes of a record is" in other_size
         assert overflow.startswith(OverflowError.__name__)
         assert "allowed by the bound: 2" in overflow
+
+
+def _at_odds() -> list[str]:
+    """Ranks that call with other sizes than each other: all are told, none waits or is ended, and all go on."""
+    import torch.distributed as dist
+
+    seen, rank = [], dist.get_rank()
+    with Buffer(low_latency_mode=True, timeout_s=5) as buffer:
+        handles = handle_of(buffer), handle_of(buffer)
+        rows = torch.ones(handles[0].num_recv, H, dtype=BF16)
+        wide = H * (1 + rank)
+        weights = torch.rand(handles[0].num_recv, K) if rank else None
+        experts = E * (1 + rank)
+        topk = torch.zeros(2, 1, dtype=torch.int64)
+        calls: list[Callable[[], Any]] = [
+            lambda: buffer.combine(torch.ones(rows.shape[0], wide, dtype=BF16), handles[0]),
+            lambda: buffer.combine(rows, handles[0], topk_weights=weights),
+            lambda: buffer.combine(rows, handles[rank]),
+            lambda: buffer.dispatch(torch.ones(T, wide, dtype=BF16), handle=handles[0]),
+            lambda: buffer.dispatch(X, **layout_of(buffer, num_experts=experts), topk_idx=TOPK),
+            lambda: buffer.low_latency_dispatch(X, TOPK, 8, experts),
+            lambda: buffer.low_latency_dispatch(X[:2], topk, 2 + rank, E),
+            lambda: buffer.combine(rows, handles[0]) if rank else buffer.dispatch(X, handle=handles[0]),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="allowed: the same") as refused:
+                call()
+            seen.append(str(refused.value))
+        combined, _, _ = buffer.combine(rows, handles[0])
+        assert torch.equal(combined[:, 0], layout_of(buffer)["is_token_in_rank"].sum(1).to(BF16))
+    return seen
+
+
+def test_ranks_at_odds_are_told_so(run_ranks: RunRanks) -> None:
+    for seen in run_ranks(2, _at_odds):
+        assert [text.split(" is ")[0] for text in seen] == [
+            "bytes of a record",
+            "bytes of a record",
+            "dispatch of the handle",
+            "bytes of a record",
+            "num_experts",
+            "num_experts",
+            "num_max_dispatch_tokens_per_rank",
+            "call",
+        ]
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_hook_is_called_once(buffer: Buffer, call: str) -> None:
+    received, _, handle, _, hook = buffer.low_latency_dispatch(X, TOPK, 8, E, use_fp8=False, return_recv_hook=True)
+    assert hook is not None
+    if call == "combine":
+        hook()
+        assert isinstance(received, Tensor)
+        _, _, hook = buffer.low_latency_combine(received, TOPK, WEIGHTS, handle, return_recv_hook=True)
+        assert hook is not None
+    hook()
+    with pytest.raises(ConfigError, match="calls of a receive hook is 2; allowed: 1"):
+        hook()
+
+
+def test_a_combine_before_the_hook_of_its_dispatch(buffer: Buffer) -> None:
+    _, _, handle, _, hook = buffer.low_latency_dispatch(X, TOPK, 8, E, use_fp8=False, return_recv_hook=True)
+    with pytest.raises(ConfigError, match="whose hook has not been called"):
+        buffer.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, handle)
+    assert hook is not None
+    hook()
+    buffer.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, handle)
+
+
+def test_a_refused_low_latency_call_has_sent_nothing(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = low_latency_handle(buffer)
+
+    def sent(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the engine was asked to send")
+
+    for name in ("low_latency_dispatch", "low_latency_combine"):
+        monkeypatch.setattr(buffer.engine, name, sent)
+    both = {"async_finish": True, "return_recv_hook": True}
+    with pytest.raises(ConfigError, match="both True"):
+        buffer.low_latency_dispatch(X, TOPK, 8, E, **both)
+    with pytest.raises(ConfigError, match="both True"):
+        buffer.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, handle, **both)
+
+
+def test_a_bound_without_indices_exchanges_no_counts(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads them, and on a GPU the host would wait for them."""
+    layout = layout_of(buffer)
+
+    def exchanged(counts: Tensor) -> None:
+        raise AssertionError("counts were exchanged")
+
+    monkeypatch.setattr(buffer.engine, "exchange_expert_counts", exchanged)
+    assert buffer.dispatch(X, **layout, num_worst_tokens=T)[3] == []
+    with pytest.raises(AssertionError, match="counts were exchanged"):
+        buffer.dispatch(X, **layout)
+
+
+def test_a_closed_buffer_holds_no_memory() -> None:
+    buffer = Buffer(None, 1024, low_latency_mode=True)
+    held = [
+        weakref.ref(t)
+        for t in (
+            buffer.get_local_buffer_tensor(BF16),
+            buffer.get_next_low_latency_combine_buffer(low_latency_handle(buffer)),
+        )
+    ]
+    storage = weakref.ref(buffer._local_memory[False])
+    buffer.close()
+    assert [ref() for ref in (*held, storage)] == [None] * 3
+
+
+def _waits_for_a_late_rank() -> list[list[int]]:
+    import time
+
+    import torch.distributed as dist
+
+    waited = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    with Buffer(low_latency_mode=True) as buffer:
+        for combine in (False, True):
+            received, _, handle, _, _ = buffer.low_latency_dispatch(X, TOPK, 8, E, None, waited[0], use_fp8=False)
+            dist.barrier()
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+            if combine:
+                assert isinstance(received, Tensor)
+                buffer.low_latency_combine(received, TOPK, WEIGHTS, handle, combine_wait_recv_cost_stats=waited[1])
+    return [w.tolist() for w in waited]
+
+
+def test_a_late_rank_is_waited_for(run_ranks: RunRanks) -> None:
+    on_time, late = run_ranks(2, _waits_for_a_late_rank)
+    for waits in on_time:
+        assert waits[0] == 0
+        assert waits[1] > 100_000
+    assert all(waits[1] == 0 for waits in late)
