@@ -10,8 +10,11 @@ outlives any rank.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -108,6 +111,8 @@ class VirtualCluster:
         context.set_forkserver_preload(["torch", "torch.distributed", "hybrid_ep.buffer", "hybrid_ep.hybrid_buffer"])
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        # Answers of each rank that were taken or given up; one that comes late must not be taken for the next.
+        self._num_collected = [0] * num_ranks
         for rank in range(num_ranks):
             here, there = context.Pipe()
             gpu = rank % num_gpus if device == "cuda" else None
@@ -117,7 +122,11 @@ class VirtualCluster:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self.collect(limit_s=_START_S)
+        try:
+            self.collect(limit_s=_START_S)
+        except RankError:
+            self.close()
+            raise
 
     def run(
         self, function: Callable[..., T], *args: Any, ranks: list[int] | None = None, limit_s: float = 600.0
@@ -128,7 +137,7 @@ class VirtualCluster:
             function: importable by name in the ranks.
             *args: picklable.
             ranks: only these ranks, when others have ended.
-            limit_s: how long it may take; ranks that take longer count as failed.
+            limit_s: how long it may take; ranks that take longer count as failed, and their answers are dropped.
 
         Raises:
             RankError: it raised, or its process ended, on at least one rank.
@@ -139,7 +148,8 @@ class VirtualCluster:
     def start(self, function: Callable[..., Any], *args: Any, ranks: list[int] | None = None) -> None:
         """Starts `function(*args)` on every rank (or on `ranks`); `collect` gets the results."""
         for rank in ranks if ranks is not None else range(self.num_ranks):
-            self._pipes[rank].send((function, args))
+            with contextlib.suppress(OSError):  # its process has ended: `collect` says so
+                self._pipes[rank].send((function, args))
 
     def process_id(self, rank: int) -> int:
         """Returns the process id of a rank, to stop or kill it in tests of failures."""
@@ -178,18 +188,26 @@ class VirtualCluster:
         ranks = ranks if ranks is not None else list(range(self.num_ranks))
         answers: dict[int, tuple[bool, Any, str]] = {}
         pending = {self._pipes[rank]: rank for rank in ranks}
+        deadline = time.monotonic() + limit_s
         while pending:
-            ready = wait(list(pending), limit_s)
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 answers |= {r: (False, None, f"no answer within {limit_s:g} s") for r in pending.values()}
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                rank = pending.pop(pipe)
+                rank = pending[pipe]
                 try:
-                    answers[rank] = pipe.recv()
-                except EOFError:
-                    answers[rank] = (False, None, "its process ended")
+                    number, answer = pipe.recv()
+                except (EOFError, OSError):
+                    answer = (False, None, "its process ended")
+                else:
+                    if number <= self._num_collected[rank]:
+                        continue
+                answers[rank] = answer
+                del pending[pipe]
+        for rank in ranks:
+            self._num_collected[rank] += 1
         failed = {rank: (value, text) for rank, (ok, value, text) in sorted(answers.items()) if not ok}
         if failed:
             text = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
@@ -201,8 +219,8 @@ def _serve(pipe: Connection, setup: _Setup) -> None:
     """The life of one rank."""
     os.environ.update(setup.variables)
     torch.set_num_threads(setup.num_threads)
-    _answer(pipe, _join, setup)
-    while True:
+    _answer(pipe, 1, _join, setup)
+    for number in itertools.count(2):
         try:
             task = pipe.recv()
         except EOFError:
@@ -210,7 +228,7 @@ def _serve(pipe: Connection, setup: _Setup) -> None:
         if task is None:
             break
         function, args = task
-        _answer(pipe, function, *args)
+        _answer(pipe, number, function, *args)
     # Peers may be dead: leave without the farewells that a process group would wait for.
     os._exit(0)
 
@@ -231,13 +249,13 @@ def _join(setup: _Setup) -> None:
     )
 
 
-def _answer(pipe: Connection, function: Callable[..., Any], *args: Any) -> None:
-    """Sends (succeeded, result or exception, text)."""
+def _answer(pipe: Connection, number: int, function: Callable[..., Any], *args: Any) -> None:
+    """Sends the number of the answer and (succeeded, result or exception, text)."""
     try:
         answer: tuple[bool, Any, str] = (True, function(*args), "")
     except Exception as error:
         answer = (False, error, traceback.format_exc())
     try:
-        pipe.send(answer)
+        pipe.send((number, answer))
     except Exception as error:  # an exception that cannot be pickled still has its text
-        pipe.send((False, None, f"{answer[2]}\n(the result could not be sent: {error})"))
+        pipe.send((number, (False, None, f"{answer[2]}\n(the result could not be sent: {error})")))

@@ -1,14 +1,16 @@
-"""What a virtual cluster refuses before it starts a process."""
+"""What a virtual cluster refuses before it starts a process, and what it says of ranks that end or take long."""
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid_ep import ConfigError
-from hybrid_ep.cluster import VirtualCluster
+from hybrid_ep.cluster import RankError, VirtualCluster
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,32 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, num_gpus: int, options: dict[s
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(ConfigError, match=message):
         VirtualCluster(**options)
+
+
+def test_a_rank_that_has_ended_is_named_in_every_later_run() -> None:
+    with VirtualCluster(2) as cluster:
+        cluster.start(os._exit, 3, ranks=[1])
+        for _ in range(2):
+            with pytest.raises(RankError, match="rank 1: its process ended") as raised:
+                cluster.run(os.getpid, limit_s=30)
+            assert list(raised.value.errors) == [1]
+
+
+def test_the_limit_is_of_all_ranks_together() -> None:
+    with VirtualCluster(3) as cluster:
+        for rank in range(3):
+            cluster.start(time.sleep, 1.5 * rank, ranks=[rank])
+        with pytest.raises(RankError, match="rank 2: no answer within 2 s"):
+            cluster.collect(limit_s=2.0)
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_the_next() -> None:
+    with VirtualCluster(1) as cluster:
+        with pytest.raises(RankError, match=r"no answer within 0.2 s"):
+            cluster.run(_after, 0.5, "late", limit_s=0.2)
+        assert cluster.run(_after, 0.0, "next", limit_s=30) == ["next"]
+
+
+def _after(seconds: float, answer: str) -> str:
+    time.sleep(seconds)
+    return answer
