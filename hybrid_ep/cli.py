@@ -12,7 +12,7 @@ import click
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
-from hybrid_ep.errors import HybridEPError
+from hybrid_ep.errors import ConfigError, HybridEPError
 
 __all__ = ["main"]
 
@@ -66,7 +66,7 @@ class _LazyGroup(click.Group):
             return super().invoke(ctx)
         except HybridEPError as error:
             click.echo(f"hybrid-ep: {type(error).__name__}: {error}", err=True)
-            ctx.exit(1)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

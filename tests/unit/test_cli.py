@@ -37,3 +37,9 @@ def test_unknown_command_is_wrong_usage() -> None:
     result = CliRunner().invoke(main, ["dispatch"])
     assert result.exit_code == 2
     assert "No such command 'dispatch'" in result.stderr
+
+
+def test_a_bad_variable_is_wrong_usage() -> None:
+    result = CliRunner().invoke(main, ["env"], env={"HYBRID_EP_LOG_LEVEL": "loud"})
+    assert result.exit_code == 2
+    assert "ConfigError: HYBRID_EP_LOG_LEVEL='loud' is not allowed" in result.stderr
