@@ -65,21 +65,21 @@ def _cuda_obstacle() -> str | None:
 def make_engine(
     group: dist.ProcessGroup | None, grid: RankGrid, *, asked: str | None = None, timeout_s: float | None = None
 ) -> Engine:
-    """Makes the engine for a group. Collective: with ``auto`` all ranks agree on one.
+    """Makes the engine for a group. Collective: all ranks agree on one.
 
     Args:
         group: the process group; None for a single rank.
         grid: its geometry.
         asked: as in `choose_engine`.
         timeout_s: how long to wait for a peer; None = ``HYBRID_EP_TIMEOUT_S``.
+
+    Raises:
+        ConfigError: the engine cannot run at some rank, or ranks ask for different ones or for different domains.
     """
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0")
-    asked = env.ENGINE.get() if asked is None else asked
-    choice = choose_engine(asked)
-    if asked == "auto":
-        choice = _agree(group, grid, choice)
+    choice = _agree(group, grid, env.ENGINE.get() if asked is None else asked)
     if choice.name not in _said:
         _said.add(choice.name)
         _LOG.info("engine %s: %s", choice.name, choice.reason)
@@ -91,19 +91,63 @@ def make_engine(
     return CudaEngine(group, grid, timeout_s)
 
 
-def _agree(group: dist.ProcessGroup | None, grid: RankGrid, choice: Choice) -> Choice:
-    """Returns the same engine at every rank: cuda only where each could serve with it and all share one domain."""
-    if choice.name == "cuda" and grid.num_domains > 1:
-        choice = Choice("torch", f"{grid.num_domains} domains are asked for, and the cuda engine serves one")
-    if group is None or dist.get_world_size(group) == 1:
-        return choice
-    mine = (choice.name, choice.reason, socket.gethostname())
-    votes: list[tuple[str, str, str]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(votes, mine, group)
-    for rank, (name, reason, _) in enumerate(votes):
-        if name == "torch":
-            return Choice("torch", f"rank {rank}: {reason}")
-    num_hosts = len({host for _, _, host in votes})
+class _Vote(NamedTuple):
+    """What a rank asks for and can do.
+
+    Attributes:
+        engine: as it was asked for.
+        num_ranks_per_domain: likewise.
+        choice: what the rank could serve with; None where that is nothing.
+        refusal: why it is nothing.
+        host: its name.
+    """
+
+    engine: str
+    num_ranks_per_domain: int
+    choice: Choice | None
+    refusal: str
+    host: str
+
+
+def _vote(grid: RankGrid, asked: str) -> _Vote:
+    choice, refusal = None, ""
+    try:
+        choice = choose_engine(asked)
+    except ConfigError as error:
+        refusal = str(error)
+    return _Vote(asked, grid.num_ranks_per_domain, choice, refusal, socket.gethostname())
+
+
+def _agree(group: dist.ProcessGroup | None, grid: RankGrid, asked: str) -> Choice:
+    """Returns the same engine at every rank: cuda only where each could serve with it and all share one domain.
+
+    What a rank finds wrong it raises after the exchange, so that no other rank waits for it there.
+    """
+    mine = _vote(grid, asked)
+    votes = [mine] * grid.num_ranks
+    if grid.num_ranks > 1:
+        dist.all_gather_object(votes, mine, group)
+    for rank, other in enumerate(votes):
+        for name in ("engine", "num_ranks_per_domain"):
+            ours, theirs = getattr(mine, name), getattr(other, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"{name} is {ours!r} at rank {grid.rank} and {theirs!r} at rank {rank}; "
+                    "allowed: the same on every rank"
+                )
+    choices = []
+    for rank, other in enumerate(votes):
+        if other.choice is None:
+            raise ConfigError(other.refusal if rank == grid.rank else f"rank {rank}: {other.refusal}")
+        choices.append(other.choice)
+    if asked != "auto":
+        return choices[grid.rank]
+    for rank, choice in enumerate(choices):
+        if choice.name == "torch":
+            return Choice("torch", choice.reason if grid.num_ranks == 1 else f"rank {rank}: {choice.reason}")
+    if grid.num_domains > 1:
+        return Choice("torch", f"{grid.num_domains} domains are asked for, and the cuda engine serves one")
+    num_hosts = len({vote.host for vote in votes})
     if num_hosts > 1:
         return Choice("torch", f"the ranks are on {num_hosts} hosts; engine='cuda' says that NVLink joins them")
-    return choice
+    return choices[grid.rank]

@@ -558,3 +558,34 @@ def test_a_late_rank_is_waited_for(run_ranks: RunRanks) -> None:
         assert waits[0] == 0
         assert waits[1] > 100_000
     assert all(waits[1] == 0 for waits in late)
+
+
+def _ask_for_different_engines() -> list[str]:
+    """Ranks are started with different variables or arguments: nobody waits for somebody who has left."""
+    import torch.distributed as dist
+
+    seen, rank = [], dist.get_rank()
+    different: list[dict[str, Any]] = [
+        {"engine": ("auto", "torch")[rank]},
+        {"engine": ("torch", "fast")[rank]},
+        {"num_ranks_per_domain": (1, 2)[rank]},
+    ]
+    for arguments in different:
+        with pytest.raises(ConfigError, match="allowed: the same on every rank") as refused:
+            Buffer(**arguments)
+        seen.append(str(refused.value).split(";")[0])
+    with pytest.raises(ConfigError, match="engine is 'fast'; allowed: auto, torch or cuda"):
+        Buffer(engine="fast")
+    with Buffer(engine="torch") as buffer:
+        handle_of(buffer)
+    return seen
+
+
+def test_ranks_that_ask_for_different_engines_are_told_so(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, _ask_for_different_engines)
+    assert first == [
+        "engine is 'auto' at rank 0 and 'torch' at rank 1",
+        "engine is 'torch' at rank 0 and 'fast' at rank 1",
+        "num_ranks_per_domain is 1 at rank 0 and 2 at rank 1",
+    ]
+    assert second[0] == "engine is 'torch' at rank 1 and 'auto' at rank 0"
