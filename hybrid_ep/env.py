@@ -156,7 +156,7 @@ NICS: Variable[tuple[str, ...] | None] = Variable(
     None,
     _names,
     "names of RDMA devices, separated by commas",
-    "The NIC of each GPU, in the order of gpu_idx and starting over at the end; unset, each GPU takes a nearest one.",
+    "The NIC that `hybrid-ep topology` gives each GPU, by gpu_idx, starting over at the end; unset, a nearest one.",
 )
 NVML_STUB = Variable(
     "HYBRID_EP_NVML_STUB",

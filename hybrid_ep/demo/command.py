@@ -28,7 +28,9 @@ __all__ = ["demo"]
 @click.option("--steps", default=Settings.num_steps, help="Training steps of the small MoE layer.")
 @click.option("--seed", default=Settings.seed, help="Of everything random.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write pictures and index.html here.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write pictures, result.json and index.html here."
+)
 @click.pass_context
 def demo(
     ctx: click.Context,

@@ -1,0 +1,98 @@
+"""What the pages name exists: linked files and headings, commands and their options, make targets, variables, paths."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from hybrid_ep import env
+from hybrid_ep.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("ansible/*.md"), ROOT / "benchmarks/results/README.md"]
+)
+MAKEFILE = (ROOT / "Makefile").read_text()
+VARIABLES = {variable.name for variable in env.VARIABLES}
+ROOMS = ("ansible/", "benchmarks/", "ci/", "compat/", "csrc/", "docker/", "docs/", "hybrid_ep/", "k8s/", "tests/")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path) -> str:
+    return "\n".join(re.findall(r"^```.*?\n(.*?)^```", page.read_text(), re.S | re.M))
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+
+
+def quoted(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as GitHub names them."""
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", prose(page), re.M))
+    return {text.replace(" ", "-") for text in plain}
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Every call of `hybrid-ep` that stands in a block or in quotes, from its subcommand on, without a comment."""
+    for line in [*blocks(page).splitlines(), *quoted(page)]:
+        found = re.search(r"(?:^| )hybrid-ep ([a-z0-9-].*)", line.partition(" #")[0])
+        if found and "│" not in line:
+            yield found[1]
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@each_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for text in commands(page):
+        words = shlex.split(re.sub(r"[<|].*|[^\x00-\x7f]", " ", text))
+        command: click.Command = main
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+            found = command.get_command(click.Context(command), words.pop(0))
+            assert found is not None, text
+            command = found
+        if not command.context_settings.get("ignore_unknown_options"):
+            options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+            for word in words:
+                assert not word.startswith("--") or word.partition("=")[0] in options, text
+
+
+@each_page
+def test_make_targets_exist(page: Path) -> None:
+    for text in [*blocks(page).splitlines(), *quoted(page)]:
+        for target in re.findall(r"(?:^|[ (])make ([a-z][a-z-]+)(?= |$)", text):
+            assert re.search(rf"^{target}:", MAKEFILE, re.M), text
+
+
+@each_page
+def test_variables_exist(page: Path) -> None:
+    assert set(re.findall(r"HYBRID_EP_[A-Z_]+", page.read_text())) <= VARIABLES
+
+
+@each_page
+def test_paths_exist(page: Path) -> None:
+    for text in quoted(page):
+        for word in text.split():
+            if word.startswith(ROOMS):
+                assert list(ROOT.glob(word.rstrip("/,"))), text
+    for module in re.findall(r"python -m (tests\.[\w.]+|hybrid_ep\.[\w.]+)", page.read_text()):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
