@@ -57,7 +57,8 @@ class Exchange:
     timeout_s: float
     traffic: Traffic = field(default_factory=Traffic)
     masked: set[int] = field(default_factory=set)
-    _call: int = 0
+    _call: int = 0  # 0 inside a barrier
+    _barrier: int = 0
     _step: int = 0
     _label: str = ""
 
@@ -163,12 +164,18 @@ class Exchange:
     def barrier(self) -> None:
         """Returns when every rank that is not masked has called it.
 
-        Ranks agree here on the number of the call: one that was masked has counted fewer, and may join again.
+        Ranks agree here on the numbers of the next call and barrier: one that was masked has counted fewer, and may
+        join again.
         """
         on_gpu = self.group is not None and dist.get_backend(self.group) == "nccl"
-        call = torch.tensor([self._call], device="cuda" if on_gpu else "cpu")
-        self._call, self._step, self._label = 0, 0, "barrier"
-        self._call = int(self.all_gather("arrive", call, self.active(range(self.grid.num_ranks))).max())
+        call, self._call, self._step, self._label = self._call, 0, 0, "barrier"
+        self._barrier += 1
+        numbers = torch.tensor([call, self._barrier], device="cuda" if on_gpu else "cpu")
+        try:
+            numbers = self.all_gather("arrive", numbers, self.active(range(self.grid.num_ranks))).amax(0)
+        finally:
+            self._call = call
+        self._call, self._barrier = numbers.tolist()
 
     def _stage(self, tensor: Tensor) -> Tensor:
         assert self.group is not None
@@ -251,7 +258,8 @@ class Exchange:
 
     def _blame_key(self, rank: int) -> str:
         assert self.group is not None
-        return f"hybrid_ep/{self.group.group_name}/{self._call}/rank {rank} lost"
+        call = self._call or f"barrier {self._barrier}"
+        return f"hybrid_ep/{self.group.group_name}/{call}/rank {rank} lost"
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store()

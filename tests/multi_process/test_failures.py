@@ -121,6 +121,31 @@ def test_a_dead_rank_is_masked_and_the_others_go_on(cluster: VirtualCluster) -> 
         assert status == [int(rank == VICTIM) for rank in range(CASE.num_ranks)]
 
 
+def _lose_one_after_the_other(case: Case) -> tuple[list[int | None], bool]:
+    """Two ranks die, each before the others meet; each meeting names its own, and the rest goes on."""
+    rank, blamed, inputs = dist.get_rank(), [], case.inputs(dist.get_rank())
+    with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        first = buffer.low_latency_dispatch(*send, use_fp8=False)[2]
+        for victim in (VICTIM, VICTIM + 1):
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(TransportError) as lost:
+                buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+            blamed.append(lost.value.peer)
+            buffer.low_latency_update_mask_buffer(victim, True)
+        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        second = buffer.low_latency_dispatch(*send, use_fp8=False)[2]
+    return blamed, second.state.call > first.state.call
+
+
+def test_meetings_name_the_rank_that_each_has_lost(cluster: VirtualCluster) -> None:
+    cluster.start(_lose_one_after_the_other, CASE)
+    for blamed, call_is_new in cluster.collect([0, 1], limit_s=60):
+        assert blamed == [VICTIM, VICTIM + 1]
+        assert call_is_new
+
+
 def _mask_by_hand(case: Case, victim: int) -> list[int]:
     """All agree to leave a rank out, which does not take part; then they take it back in."""
     rank = dist.get_rank()
