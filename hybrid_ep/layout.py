@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _C
-from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.streams import current_raw_stream
 
 try:
@@ -143,15 +143,17 @@ def indices_to_map(
         ``[T, E]`` bool, and ``[T, E]`` float32 (None without weights). Of a duplicate, the first weight counts.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit.
+        ConfigError: shapes, dtypes or devices do not fit; on a CPU, an index is outside −1 … E−1.
     """
     require_int("num_of_tokens", num_of_tokens, minimum=0)
     require_int("num_of_experts", num_of_experts, minimum=1)
     require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(num_of_tokens, None))
+    require_expert_indices(topk_idx, num_of_experts)
     routing_map = _scatter_to_map(topk_idx, num_of_experts)
     if topk_weights is None:
         return routing_map, None
-    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=tuple(topk_idx.shape))
+    shape = tuple(topk_idx.shape)
+    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
     return routing_map, weights_to_probs(topk_idx, topk_weights, num_of_experts)
 
 

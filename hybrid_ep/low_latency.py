@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.base_buffer import BaseBuffer
-from hybrid_ep.checks import require, require_int, require_tensor, unsupported
+from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor, unsupported
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, LowLatencyHandle
 from hybrid_ep.errors import ConfigError, TransportError
 from hybrid_ep.event import EventOverlap
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LowLatencyCalls"]
 
-_SCALE_BYTES = 4
-_SOURCE_BYTES = 16  # source token, padded so that rows stay aligned for bulk copies
 _ALIGNMENT_BYTES = 128
+_CONTROL_BYTES = 5 << 10
+_NUM_BUFFERS = 2  # two micro-batches overlap
 
 
 class LowLatencyCalls(BaseBuffer):
@@ -43,8 +43,8 @@ class LowLatencyCalls(BaseBuffer):
     ) -> int:
         """Returns bytes of buffer that suffice for low-latency calls of this size, an upper bound.
 
-        Two buffers (two micro-batches overlap), each for bf16 rows, scales and sources of every expert in both
-        directions.
+        What the cuda engine takes with bf16 and the largest top-k that there can be, min(E, 32), for the top-k is not
+        among the arguments (source: docs/low_latency.md, "Memory").
 
         Args:
             num_max_dispatch_tokens_per_rank: M.
@@ -56,9 +56,11 @@ class LowLatencyCalls(BaseBuffer):
         require_int("hidden", hidden, minimum=1)
         require_int("num_ranks", num_ranks, minimum=1)
         require_int("num_experts", num_experts, minimum=1, multiple_of=num_ranks)
-        row_bytes = 2 * hidden + _SCALE_BYTES * -(-hidden // CHANNELS_PER_SCALE) + _SOURCE_BYTES
-        num_bytes = 2 * 2 * num_experts * tokens * row_bytes
-        return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        num_topk = min(MAX_TOPK, num_experts)
+        row_bytes, route_bytes = 2 * hidden, 16 * -(-num_topk // 8)
+        dispatch_bytes = _aligned(num_ranks * tokens * route_bytes) + num_ranks * tokens * _aligned(row_bytes)
+        combine_bytes = _aligned(tokens * num_topk * row_bytes) + num_ranks * _aligned(tokens * num_topk * 4)
+        return _CONTROL_BYTES + _NUM_BUFFERS * (dispatch_bytes + combine_bytes)
 
     def low_latency_dispatch(
         self,
@@ -316,3 +318,7 @@ class LowLatencyCalls(BaseBuffer):
     def _check_stats(stats: Tensor | None, name: str, dtype: torch.dtype, size: int, device: torch.device) -> None:
         if stats is not None:
             require_tensor(name, stats, dtypes=(dtype,), shape=(size,), device=device)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""Plans of the cuda engine are arithmetic, so they can be seen wherever its module is built, on a GPU or not."""
+"""Plans and sizes of the cuda engine are arithmetic: they can be seen wherever its module is built, GPU or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_ep import ConfigError
+from hybrid_ep import Buffer, ConfigError
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch
@@ -73,3 +73,18 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> No
     for _ in range(2):
         with pytest.raises(ConfigError, match=message):
             plan(**changes)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "num_ranks", "num_experts"),
+    [(1, 8, 1, 1), (128, 128, 32, 32), (128, 7168, 8, 8), (64, 512, 72, 72), (1024, 16384, 4, 64), (7, 640, 3, 15)],
+)
+def test_the_size_hint_of_low_latency_calls_suffices(
+    num_tokens: int, hidden: int, num_ranks: int, num_experts: int
+) -> None:
+    from hybrid_ep import _cuda
+
+    hint = Buffer.get_low_latency_rdma_size_hint(num_tokens, hidden, num_ranks, num_experts)
+    for num_topk in range(1, min(32, num_experts) + 1):
+        shape = _cuda.LowLatencyShape(num_experts=num_experts, num_topk=num_topk, hidden=hidden, max_tokens=num_tokens)
+        assert shape.capacity(num_ranks).region_bytes <= hint

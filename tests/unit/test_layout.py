@@ -103,6 +103,11 @@ def test_maps_without_weights_and_of_wrong_shape() -> None:
     assert indices_to_map(topk, None, 1, 4)[1] is None
     with pytest.raises(ConfigError, match=r"topk_idx.shape is \[1, 2\]; allowed: \[2, any\]"):
         indices_to_map(topk, None, 2, 4)
+    for bad in (4, -2):
+        with pytest.raises(ConfigError, match=rf"topk_idx is {bad}; allowed: −1 … 3"):
+            indices_to_map(torch.tensor([[0, bad]]), None, 1, 4)
+    with pytest.raises(ConfigError, match=r"topk_weights.device is meta; allowed: cpu"):
+        indices_to_map(topk, torch.ones(1, 2, device="meta"), 1, 4)
     with pytest.raises(ConfigError, match=r"topk_weights.dtype is torch.float64"):
         indices_to_map(topk, torch.ones(1, 2, dtype=torch.float64), 1, 4)
 
