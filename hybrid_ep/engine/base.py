@@ -1,8 +1,8 @@
 """What an engine does, in tensors and a handle: the one interface that the public buffers stand on.
 
 The buffers check every argument, choose streams and shape the results as the peers' interfaces want them. An engine
-moves
-tokens: it may trust its arguments, works on the current stream, and must give the same bits as every other engine:
+moves tokens: it may trust its arguments, works on the current stream, and must give the same bits as every other
+engine:
 
 * order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank and
   token;

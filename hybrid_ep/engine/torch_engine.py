@@ -4,9 +4,10 @@ A row takes two hops, and both are the same kind of thing (`Hop`): between domai
 it, then within the domain to each rank that needs it. In a single domain the first hop is this rank alone. Combine goes
 the same way back.
 
-    dispatch   x[T,H] ─ pack ─► records ─ hop between domains ─► held ─ hop within domain ─► arrived ─ sort ─►
-    recv_x[N,H] combine    out[T,H] ◄─ sum, round ─ hop between domains ◄─ sum, round ─ hop within domain ◄─ unsort ─
-    x[N,H]
+    dispatch   x[T,H] ─ pack ─► records ─ between domains ─► held ─ within domain ─► arrived ─ sort ─► recv_x[N,H]
+    combine    out[T,H] ◄─ sum, round ─ between domains ◄─ sum, round ─ within domain ◄─ unsort ─ x[N,H]
+
+A call begins with a header that all ranks compare, so that ranks at odds are told so before a row is sent.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class MoELayer(nn.Module):
     """Top-k mixture of two-layer GELU experts, spread over the ranks of a buffer.
 
     The router is the same on every rank: give every rank the same seed for it (`seed`), and call
-        `sync_router_gradients` after
-    the backward pass. Experts belong to one rank each. Parameters are float32; tokens cross in bf16.
+    `sync_router_gradients` after the backward pass. Experts belong to one rank each. Parameters are
+    float32; tokens cross in bf16.
 
     Args:
         buffer: moves the tokens.
