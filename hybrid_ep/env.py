@@ -120,8 +120,8 @@ ENGINE = Variable(
     "auto",
     _choice("auto", "torch", "cuda"),
     "auto, torch or cuda",
-    "The engine that moves tokens. `auto` takes cuda where it is built and all ranks have capable GPUs of one host, else "
-    "torch; `cuda` says that NVLink joins the hosts.",
+    "The engine that moves tokens. `auto` takes cuda where it is built and all ranks have capable GPUs of one host, "
+    "else torch; `cuda` says that NVLink joins the hosts.",
 )
 TIMEOUT_S = Variable(
     "HYBRID_EP_TIMEOUT_S",
