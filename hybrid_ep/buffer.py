@@ -60,7 +60,8 @@ class Buffer(LowLatencyCalls):
         timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
 
     Attributes:
-        num_sms: SMs that configurations made by `get_dispatch_config` and `get_combine_config` use.
+        num_sms: SMs that configurations made by `get_dispatch_config` and `get_combine_config` use, and once
+            `set_num_sms` was called, calls without a configuration.
         group, rank, group_size: of the process group.
 
     Raises:
@@ -68,6 +69,7 @@ class Buffer(LowLatencyCalls):
     """
 
     num_sms: int = 20
+    _num_sms_without_config: int | None = None  # the engine's choice
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the SMs that default configurations use, for all buffers of this process."""
-        Buffer.num_sms = require_int("new_num_sms", new_num_sms, minimum=1)
+        """Sets the SMs of default configurations and of calls without one, for all buffers of this process."""
+        Buffer.num_sms = Buffer._num_sms_without_config = require_int("new_num_sms", new_num_sms, minimum=1)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -234,7 +236,7 @@ class Buffer(LowLatencyCalls):
             topk_weights: ``[T, K]`` float32.
             expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it.
             num_worst_tokens: > 0: the result has that many rows and no host sync takes place.
-            config: SMs to use.
+            config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
             async_finish: return before the current stream has waited for the result.
             allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
@@ -305,7 +307,7 @@ class Buffer(LowLatencyCalls):
             handle: of the dispatch.
             topk_weights: ``[N, K]`` float32, summed the same way.
             bias: one or two ``[T, H]`` bf16, added in fp32 before the result is rounded.
-            config: SMs to use.
+            config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
             async_finish: return before the current stream has waited for the result.
             allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
@@ -439,9 +441,9 @@ def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _num_sms(config: Config | None) -> int | None:
-    """SMs that a configuration asks for; None = the engine's choice."""
+    """SMs that the caller asks for; None = the engine's choice."""
     if config is None:
-        return None
+        return Buffer._num_sms_without_config
     require(isinstance(config, Config), "config", type(config).__name__, "a Config or None")
     return config.num_sms
 

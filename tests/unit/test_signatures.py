@@ -274,10 +274,40 @@ def test_any_number_of_ranks_has_a_configuration_and_size_hints(num_ranks: int) 
     assert hint % 128 == 0
 
 
-def test_set_num_sms() -> None:
-    before = Buffer.num_sms
-    try:
+def test_set_num_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers set it once and pass no configuration; one that is passed counts more."""
+    monkeypatch.setattr(Buffer, "num_sms", Buffer.num_sms)
+    monkeypatch.setattr(Buffer, "_num_sms_without_config", None)
+    asked = []
+    x, topk_idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+    with Buffer(None) as buffer:
+        engine = buffer.engine
+        for name in ("dispatch", "dispatch_cached", "combine"):
+            call = getattr(engine, name)
+
+            def spied(*arguments: Any, call: Any = call, num_sms: int | None, **options: Any) -> Any:
+                asked.append(num_sms)
+                return call(*arguments, num_sms=num_sms, **options)
+
+            monkeypatch.setattr(engine, name, spied)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4)
+
+        def round_trip(config: Config | None) -> list[int | None]:
+            asked.clear()
+            received, *_, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=topk_idx,
+                config=config,
+            )
+            buffer.combine(received, handle, config=config)
+            buffer.dispatch(x, handle=handle, config=config)
+            return asked
+
+        assert round_trip(None) == [None] * 3
         Buffer.set_num_sms(12)
-        assert Buffer.get_dispatch_config(8).num_sms == 12
-    finally:
-        Buffer.set_num_sms(before)
+        assert Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms == Buffer.num_sms == 12
+        assert round_trip(None) == [12] * 3
+        assert round_trip(Config(7)) == [7] * 3
