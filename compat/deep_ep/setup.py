@@ -9,8 +9,11 @@ from pathlib import Path
 
 from setuptools import setup
 
+# What pip leaves, `setup.py install` (which the instructions of DeepEP say), and `setup.py develop`.
+TRACES = ("deep_ep-*.dist-info", "deep_ep-*.egg", "deep_ep-*.egg-info", "deep_ep.egg-link")
+
 for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-    for found in Path(folder).glob("deep_ep-*.dist-info"):
+    for found in (found for trace in TRACES for found in Path(folder).glob(trace)):
         raise SystemExit(
             f"hybrid-ep-as-deep-ep: a real DeepEP is installed ({found}); allowed: `pip uninstall deep_ep` first"
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import venv
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from tests.deploy.commands import must, run
 from tests.deploy.conftest import ROOT
@@ -52,3 +54,26 @@ assert deep_ep.Buffer is hybrid_ep.Buffer and indices_to_map is hybrid_ep.indice
     late = run(python, "-c", "import deep_ep", cwd=tmp_path)
     assert late.returncode != 0
     assert "stands in the way of the real DeepEP 1.2.1" in late.stderr
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        "deep_ep-1.2.1.dist-info",
+        "deep_ep-1.2.1+abcdef-py3.12-linux-x86_64.egg",
+        "deep_ep-1.2.1-py3.12.egg-info",
+        "deep_ep.egg-link",
+    ],
+)
+def test_every_way_to_install_a_real_deep_ep_is_seen(tmp_path: Path, trace: str) -> None:
+    """Its own instructions say `python setup.py install`, which leaves an egg."""
+    venv.create(tmp_path)
+    python = tmp_path / "bin" / "python"
+    command = ("env", f"PYTHONPATH={Path(setuptools.__file__).parents[1]}", python, "setup.py", "--name")
+    source = ROOT / "compat" / "deep_ep"
+    must(*command, cwd=source)
+    site = Path(must(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / trace).touch()
+    refused = run(*command, cwd=source)
+    assert refused.returncode != 0
+    assert f"a real DeepEP is installed ({site / trace})" in refused.stderr
