@@ -275,7 +275,7 @@ class HybridEPBuffer(BaseBuffer):
         routing_map: Tensor | None = None,
         probs: Tensor | None = None,
         scaling_factor: Tensor | None = None,
-        num_permuted_tokens: int | None = None,
+        num_permuted_tokens: int | Tensor | None = None,
         pad_multiple: int | None = None,
         handle: PermutedHandle | None = None,
         non_blocking: bool = False,
@@ -295,8 +295,9 @@ class HybridEPBuffer(BaseBuffer):
             routing_map: ``[T, E]`` bool.
             probs: ``[T, E]`` float32, with `routing_map`.
             scaling_factor: ``[T, H/128]`` float32.
-            num_permuted_tokens: rows of the result. Rows beyond it are dropped: with `non_blocking` the host does not
-                wait and ``handle[-1]`` reports them, otherwise it waits and raises. With `handle`, checked against it.
+            num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
+                beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
+                otherwise it waits and raises. With `handle`, checked against it.
             pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, likewise.
             handle: of an earlier dispatch: take its routes; probs are then None.
             non_blocking: counts stay on the device; needs `num_permuted_tokens`.
@@ -316,8 +317,11 @@ class HybridEPBuffer(BaseBuffer):
         engine = self.engine
         require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
                 "a number of rows, with non_blocking=True")  # fmt: skip
+        bound: int | None = None
         if num_permuted_tokens is not None:
-            require_int("num_permuted_tokens", num_permuted_tokens, minimum=0)
+            is_one = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1
+            given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
+            bound = require_int("num_permuted_tokens", given, minimum=0)
         pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1)
         rows, as_bytes = self._rows(hidden, scaling_factor)
         if use_fp8 is not None:
@@ -329,7 +333,7 @@ class HybridEPBuffer(BaseBuffer):
             permute = handle.permute
             self._check_handle(permute.dispatch, rows)
             for name, value, made_with in (
-                ("num_permuted_tokens", num_permuted_tokens, permute.num_permuted),
+                ("num_permuted_tokens", bound, permute.num_permuted),
                 ("pad_multiple", pad_multiple or None, permute.pad_multiple),
             ):
                 require(value in (None, made_with), name, value, f"{made_with}, as with this handle")
@@ -347,7 +351,7 @@ class HybridEPBuffer(BaseBuffer):
             rows,
             routing,
             pad_multiple=pad,
-            num_permuted_bound=num_permuted_tokens,
+            num_permuted_bound=bound,
             num_sms=self._num_sms_dispatch,
         )
         tokens_per_expert = result.num_tokens_per_expert

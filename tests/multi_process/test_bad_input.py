@@ -295,15 +295,21 @@ def test_hybrid_dispatch(hybrid: HybridEPBuffer, arguments: dict[str, Any], mess
 
 
 def test_a_cached_hybrid_dispatch_has_the_shape_of_its_handle(hybrid: HybridEPBuffer) -> None:
-    hidden, *_, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, pad_multiple=4)
+    hidden, _, _, tokens_per_expert, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, pad_multiple=4)
     for wrong, message in (
         ({"num_permuted_tokens": 7}, "num_permuted_tokens is 7; allowed: 32, as with this handle"),
         ({"pad_multiple": 16}, "pad_multiple is 16; allowed: 4, as with this handle"),
     ):
         with pytest.raises(ConfigError, match=message):
             hybrid.dispatch_with_permute(hidden=X, handle=handle, **wrong)  # type: ignore[arg-type]
-    again, *_ = hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=32, pad_multiple=4)
-    assert torch.equal(again, hidden)
+    # Megatron-LM hands in `tokens_per_expert.sum()`, a tensor.
+    for size in (32, tokens_per_expert.sum()):
+        again, *_ = hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=size, pad_multiple=4)
+        assert torch.equal(again, hidden)
+    with pytest.raises(ConfigError, match=r"num_permuted_tokens is 1\.5; allowed: an integer"):
+        hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=torch.tensor(1.5))
+    with pytest.raises(ConfigError, match=r"num_permuted_tokens is tensor\(\[8, 8\]\); allowed: an integer"):
+        hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=torch.tensor([8, 8]))
 
 
 def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuffer) -> None:
