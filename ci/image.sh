@@ -42,7 +42,6 @@ name=hybrid-ep:$version
 options=(--target "$target" --platform "$platform" --tag "$name" --file docker/Dockerfile --build-arg "VERSION=$version" --build-arg "CUDA=$CUDA")
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 options+=(--build-arg "REVISION=$revision")
-for argument in ${BUILD_ARGS:-}; do options+=(--build-arg "$argument"); done
 
 case $engine-$sources in
   *-public) options+=(--build-arg "TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-}") ;;
@@ -54,9 +53,14 @@ case $engine-$sources in
     export GIVEN_BASES=$given
     options+=(--pull=never --build-arg BASE_IMAGE=localhost/hybrid-ep-base --build-arg TORCH_CPU_INDEX=
       --secret "id=pip,src=$given/pip.conf" --build-context "wheels=$given/wheels" --build-context "rdma-core-source=$given/rdma-core")
+    if [ "$CUDA" = cu12 ]; then
+      ci/image/cuda12.sh "$given/cuda12"
+      options+=(--build-context "cuda=$given/cuda12" --build-arg TORCH_CUDA_ARCH_LIST=9.0)
+    fi
     ;;
   *) echo "SOURCES=$sources is not allowed; it takes public or packages" >&2; exit 2 ;;
 esac
+for argument in ${BUILD_ARGS:-}; do options+=(--build-arg "$argument"); done
 
 begun=$SECONDS
 if [ "$engine" = docker ]; then

@@ -149,7 +149,7 @@ def test_locked_packages_are_those_of_the_project() -> None:
         return re.split(r"[=<>\[; ]", entry)[0].lower()
 
     for arch in ("amd64", "arm64"):
-        for torch in ("torch-cpu", "torch-cu13"):
+        for torch in ("torch-cpu", "torch-cu13", *(["torch-cu12"] if arch == "amd64" else [])):
             there = locked(f"{torch}-{arch}.txt", f"packages-{arch}.txt")
             assert {name_of(entry) for entry in project["project"]["dependencies"]} <= there.keys()
         tools = locked(f"build-{arch}.txt", f"build-cuda-{arch}.txt")
