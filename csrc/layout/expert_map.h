@@ -20,9 +20,6 @@ struct ExpertMap {
   HYBRID_EP_HOST_DEVICE int rank_of(int64_t expert_idx) const {
     return static_cast<int>(expert_idx) / num_local_experts();
   }
-  HYBRID_EP_HOST_DEVICE int local_idx_of(int64_t expert_idx) const {
-    return static_cast<int>(expert_idx) % num_local_experts();
-  }
 };
 
 }  // namespace hybrid_ep

@@ -8,7 +8,7 @@ namespace hybrid_ep {
 enum class FaultKind : int32_t { kNone = 0, kTimeout = 1, kBadExpert = 2, kOverflow = 3 };
 enum class KernelName : int32_t { kDispatch = 0, kCombine = 1, kLowLatencyDispatch = 2, kLowLatencyCombine = 3 };
 
-// What a wait waits for. The names that people read are in fault_names.h.
+// What a wait waits for. The names that people read are in runtime/communicator.cpp.
 enum class WaitTag : int32_t {
   kGrid = 0,
   kCounts = 1,
