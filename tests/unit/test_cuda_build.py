@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pybind11
 import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -16,7 +17,11 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 # What a CTA of each persistent kernel may use, so that one fits an SM: registers of a thread (65,536 over its threads)
 # and declared shared memory (227 KiB less the rings').
-LIMITS = {"dispatch_kernel": (128, 15 << 10), "combine_kernel": (168, 15 << 10)}
+LIMITS = {
+    "dispatch_kernel": (128, 15 << 10),
+    "combine_kernel": (168, 15 << 10),
+    "return_rows_kernel": (128, 15 << 10),
+}
 
 
 def compile_kernel(name: str, arch: str, out: Path) -> str:
@@ -46,6 +51,28 @@ def test_kernel_compiles_without_spills(tmp_path: Path, name: str, arch: str) ->
             if kernel in mangled:
                 assert int(used[1]) <= max_registers, f"{mangled}: {used[1]} registers"
                 assert int(used[2]) <= max_shared_bytes, f"{mangled}: {used[2]} bytes of shared memory"
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "targets"),
+    [
+        ("9.0 10.0", {"sm_90", "sm_100"}),
+        ("9.0a;10.3+PTX", {"sm_90a", "sm_103", "compute_103"}),
+        ("sm_90", None),
+    ],
+)
+def test_arch_list_is_that_of_torch(tmp_path: Path, arch_list: str, targets: set[str] | None) -> None:
+    definitions = {"HYBRID_EP_CUDA_ARCH_LIST": arch_list, "HYBRID_EP_BUILD_CUDA": "on", "HYBRID_EP_BUILD_NVML": "off"}
+    definitions |= {"HYBRID_EP_BUILD_VERBS": "off", "pybind11_DIR": pybind11.get_cmake_dir()}
+    options = [f"-D{name}={value}" for name, value in definitions.items()]
+    command = ["cmake", "-S", str(CSRC), "-B", str(tmp_path), "-G", "Ninja", *options]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if targets is None:
+        assert ran.returncode != 0
+        assert f"HYBRID_EP_CUDA_ARCH_LIST has {arch_list}; allowed" in ran.stderr
+        return
+    assert ran.returncode == 0, ran.stderr
+    assert set(re.findall(r"-gencode=arch=\w+,code=(\w+)", (tmp_path / "build.ninja").read_text())) == targets
 
 
 def test_assembly_stays_in_its_room() -> None:
