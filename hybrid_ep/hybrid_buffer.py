@@ -188,7 +188,7 @@ class HybridEPBuffer(BaseBuffer):
             routing_map: ``[T, E]`` bool.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host.
             num_dispatched_tokens: likewise, as a number: the result has that many rows.
-            handle: of an earlier dispatch: take its routes.
+            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others.
 
         Returns:
             hidden ``[N, H]`` by source rank, then token; probs ``[N, experts of the domain]`` float32 (None without
@@ -204,30 +204,38 @@ class HybridEPBuffer(BaseBuffer):
         if handle is not None:
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
             self._check_handle(handle.dispatch, rows)
-            received = engine.dispatch_cached(rows, handle.dispatch, num_sms=self._num_sms_dispatch)
-            return _given(received.data, as_bytes), None, received.scales, handle
-        routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
-        if num_dispatched_tokens is None and num_dispatched_tokens_tensor is not None:
-            integers = (torch.int32, torch.int64)
-            require_tensor("num_dispatched_tokens_tensor", num_dispatched_tokens_tensor, dtypes=integers, shape=(1,))
-            num_dispatched_tokens = int(num_dispatched_tokens_tensor.item())
-        if num_dispatched_tokens is not None:
-            require_int("num_dispatched_tokens", num_dispatched_tokens, minimum=0)
+            weights = _weights_along(handle.topk_idx, handle.dispatch.num_experts, topk_weights, probs)
+            if weights is None:
+                received = engine.dispatch_cached(rows, handle.dispatch, num_sms=self._num_sms_dispatch)
+                return _given(received.data, as_bytes), None, received.scales, handle
+            # A cached route carries rows only; made again from the same experts it is the same.
+            routing = Routing(handle.topk_idx, weights, handle.dispatch.num_experts)
+            bound: int | None = handle.recv_topk_idx.shape[0]
+        else:
+            routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+            bound = num_dispatched_tokens
+            if bound is None and num_dispatched_tokens_tensor is not None:
+                name, dtypes = "num_dispatched_tokens_tensor", (torch.int32, torch.int64)
+                require_tensor(name, num_dispatched_tokens_tensor, dtypes=dtypes, shape=(1,))
+                bound = int(num_dispatched_tokens_tensor.item())
+            if bound is not None:
+                require_int("num_dispatched_tokens", bound, minimum=0)
         num_local = routing.num_experts // self.group_size
         first, size = self.grid.domain.start * num_local, self.grid.num_ranks_per_domain * num_local
         result = engine.dispatch(
             rows,
             routing,
             expert_range=(first, first + size),
-            num_recv_bound=num_dispatched_tokens,
+            num_recv_bound=bound,
             num_sms=self._num_sms_dispatch,
         )
         received_probs = None
         if result.topk_weights is not None:
             received_probs = weights_to_probs(result.topk_idx, result.topk_weights, size)
-        overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
-        made = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, overflow)
-        return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
+        if handle is None:
+            overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+            handle = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, overflow)
+        return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, handle
 
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
@@ -299,7 +307,7 @@ class HybridEPBuffer(BaseBuffer):
                 beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
                 otherwise it waits and raises. With `handle`, checked against it.
             pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, likewise.
-            handle: of an earlier dispatch: take its routes; probs are then None.
+            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others.
             non_blocking: counts stay on the device; needs `num_permuted_tokens`.
             fuse_permute_dispatch, use_host_meta: accepted for compatibility; the engine takes its fastest way.
             num_dispatched_tokens: accepted for compatibility; not needed.
@@ -337,8 +345,18 @@ class HybridEPBuffer(BaseBuffer):
                 ("pad_multiple", pad_multiple or None, permute.pad_multiple),
             ):
                 require(value in (None, made_with), name, value, f"{made_with}, as with this handle")
-            cached = engine.dispatch_permuted_cached(rows, permute, num_sms=self._num_sms_dispatch)
-            return _given(cached.data, as_bytes), None, cached.scales, handle.tokens_per_expert, handle
+            weights = _weights_along(handle.topk_idx, permute.dispatch.num_experts, topk_weights, probs)
+            if weights is None:
+                cached = engine.dispatch_permuted_cached(rows, permute, num_sms=self._num_sms_dispatch)
+                return _given(cached.data, as_bytes), None, cached.scales, handle.tokens_per_expert, handle
+            again = engine.dispatch_permuted(
+                rows,
+                Routing(handle.topk_idx, weights, permute.dispatch.num_experts),
+                pad_multiple=permute.pad_multiple,
+                num_permuted_bound=permute.num_permuted,
+                num_sms=self._num_sms_dispatch,
+            )
+            return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, handle.tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
         routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map, no_sync=non_blocking)
@@ -474,6 +492,21 @@ class HybridEPBuffer(BaseBuffer):
 
 def _num_sms(name: str, value: int | None) -> int | None:
     return None if value is None else require_int(name, value, minimum=1)
+
+
+def _weights_along(
+    topk_idx: Tensor, num_experts: int, topk_weights: Tensor | None, probs: Tensor | None
+) -> Tensor | None:
+    """Weights to send along the routes of a handle: as given, or a map's where the experts of the handle stand."""
+    require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")
+    if probs is not None:
+        shape = (topk_idx.shape[0], num_experts)
+        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
+        return probs.gather(1, topk_idx.clamp_min(0))
+    if topk_weights is not None:
+        wanted, device = topk_idx.shape, topk_idx.device
+        require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=wanted, device=device)
+    return topk_weights
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:

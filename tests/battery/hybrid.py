@@ -68,6 +68,11 @@ def check_plain(case: Case, device: str = "cpu") -> None:
             equal(probs, gather_rows(case, rows, all_probs), "probs")
             again, no_probs, _, _ = buffer.dispatch(inputs.x * 2, handle=handle)
             assert no_probs is None
+            given = {name: routing[name] for name in ("topk_weights", "probs") if name in routing}
+            doubled, probs_again, _, same = buffer.dispatch(inputs.x * 2, handle=handle, **given)
+            equal(doubled, again, "hidden with weights")
+            equal(probs_again, probs, "probs along a handle")
+            assert same is handle
             equal(again, gather_rows(case, rows, [s * 2 for s in sources]), "hidden of a cached dispatch")
 
             # Each rank sends home the probabilities of its own experts, as a training step does.
@@ -166,7 +171,17 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
         *_, handle = buffer.dispatch_with_permute(hidden=inputs.x, **routing, pad_multiple=8)
         hidden, no_probs, _, _, _ = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle)
         assert no_probs is None
-        equal(hidden, _permuted(copies, [case.inputs(r).x * 2 for r in range(case.num_ranks)]), "permuted hidden")
+        tokens = [case.inputs(r).x * 2 for r in range(case.num_ranks)]
+        equal(hidden, _permuted(copies, tokens), "permuted hidden")
+        # With weights of its own, as indices and as a map have them.
+        halved = [0 if c is None else case.inputs(c.src_rank).topk_weights[c.token, c.column] / 2 for c in copies]
+        probs_in = probs_of(case, rank).to(device) / 2
+        for given in ({"topk_weights": inputs.topk_weights / 2}, {"probs": probs_in}):
+            again = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle, **given)
+            equal(again[0], _permuted(copies, tokens), "permuted hidden with weights")
+            assert again[1] is not None
+            equal(again[1], torch.tensor(halved, dtype=torch.float32), "permuted probs")
+            assert again[4] is handle
 
 
 def check_overflow(case: Case, device: str = "cpu") -> None:
