@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   // What a CTA needs first is on its way while it waits for the ranks.
   load(blockIdx.x, tid);
   load_expert(blockIdx.x);
+  // The receive writes the columns that name an expert of this rank.
   const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
   for (int i = blockIdx.x * kThreads + tid; i < num_columns; i += gridDim.x * kThreads) params.row_of[i] = -1;
   const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
