@@ -70,10 +70,11 @@ def check_plain(case: Case, device: str = "cpu") -> None:
             assert no_probs is None
             given = {name: routing[name] for name in ("topk_weights", "probs") if name in routing}
             doubled, probs_again, _, same = buffer.dispatch(inputs.x * 2, handle=handle, **given)
-            equal(doubled, again, "hidden with weights")
-            equal(probs_again, probs, "probs along a handle")
+            twice = gather_rows(case, rows, [s * 2 for s in sources])
+            equal(again, twice, "hidden of a cached dispatch")
+            equal(doubled, twice, "hidden with weights")
+            equal(probs_again, gather_rows(case, rows, all_probs), "probs along a handle")
             assert same is handle
-            equal(again, gather_rows(case, rows, [s * 2 for s in sources]), "hidden of a cached dispatch")
 
             # Each rank sends home the probabilities of its own experts, as a training step does.
             own = torch.zeros_like(probs)
