@@ -1,10 +1,11 @@
-// A warp's ring of row-sized stages in shared memory: rows come in by bulk loads and leave by bulk stores of all lanes.
+// A warp's ring of stages in shared memory: rows, or pieces of them, come in by bulk loads, and leave by bulk stores of
+// all lanes or are read where they stand.
 //
 //     fetch(row i + S − kInFlight) ─► stage ─► wait(i) ─► each lane stores to its destination ─► release(i)
 //
 // Lane 0 loads; every lane may store and waits for its own stores. A stage is loaded again once the stores of the row
 // that it held have been read, which is known kInFlight rows later: that many rows leave while the others come
-// in.
+// in. With 0 there are no stores.
 #pragma once
 
 #include "device/ptx/bulk_copy.cuh"
@@ -17,9 +18,14 @@ class RowRing {
  public:
   // Collective over the warp. `stages` has num_stages of row_bytes; `barriers` one barrier for each.
   __device__ RowRing(uint8_t* stages, uint64_t* barriers, int num_stages, int row_bytes, int lane)
-      : stages_(stages), barriers_(barriers), num_stages_(num_stages), row_bytes_(row_bytes), lane_(lane) {
+      : memory_(stages),
+        stages_(ptx::shared_address(stages)),
+        barriers_(ptx::shared_address(barriers)),
+        num_stages_(num_stages),
+        row_bytes_(row_bytes),
+        lane_(lane) {
     if (lane_ == 0) {
-      for (int i = 0; i < num_stages_; ++i) ptx::barrier_init(barriers_ + i, 1);
+      for (int i = 0; i < num_stages_; ++i) ptx::barrier_init(barrier_of(i), 1);
       ptx::fence_barrier_init();
     }
     __syncwarp();
@@ -33,23 +39,28 @@ class RowRing {
   // The same for something shorter than a stage.
   __device__ void fetch(const uint8_t* from, int num_bytes) {
     if (lane_ == 0) {
-      ptx::barrier_expect(barriers_ + load_stage_, num_bytes);
-      ptx::bulk_load(stages_ + static_cast<int64_t>(load_stage_) * row_bytes_, from, num_bytes,
-                     barriers_ + load_stage_);
+      ptx::barrier_expect(barrier_of(load_stage_), num_bytes);
+      ptx::bulk_load(stages_ + load_stage_ * row_bytes_, from, num_bytes, barrier_of(load_stage_));
     }
     if (++load_stage_ == num_stages_) load_stage_ = 0;
   }
 
+  // Which stages the next row to be asked for, and the next to be waited for, has.
+  __device__ int load_stage() const { return load_stage_; }
+  __device__ int stage() const { return stage_; }
+
   // Waits for the next row and returns where it stands.
   __device__ uint8_t* wait() const {
-    ptx::barrier_wait(barriers_ + stage_, parity_);
-    return stages_ + static_cast<int64_t>(stage_) * row_bytes_;
+    ptx::barrier_wait(barrier_of(stage_), parity_);
+    return memory_ + stage_ * row_bytes_;
   }
 
   // Ends the row: the calling lane's stores of it are one group. Afterwards one more row may be fetched.
   __device__ void release() {
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<kInFlight>();
+    if constexpr (kInFlight > 0) {
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<kInFlight>();
+    }
     __syncwarp();
     if (++stage_ == num_stages_) {
       stage_ = 0;
@@ -58,8 +69,12 @@ class RowRing {
   }
 
  private:
-  uint8_t* stages_;
-  uint64_t* barriers_;
+  __device__ ptx::SharedAddress barrier_of(int stage) const {
+    return barriers_ + stage * static_cast<int>(sizeof(uint64_t));
+  }
+
+  uint8_t* memory_;
+  ptx::SharedAddress stages_, barriers_;
   int num_stages_, row_bytes_, lane_;
   int load_stage_ = 0;
   int stage_ = 0;

@@ -5,30 +5,41 @@
 //
 // The rows of one source are one run of x, and land as one run in the source's arena, so the push copies chunks. Rows
 // that this rank sent to itself are not moved: the sum reads them from x. Pushing, and not pulling, lets x be any
-// memory. The first warps of a CTA send, the others sum. Legend: T tokens, R ranks, N received rows, H hidden, W
-// weights.
+// memory. The first warps of a CTA send, the others sum (combine_sum.cuh). Legend: T tokens, R ranks, N received rows,
+// H hidden, W weights.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
-#include "device/pipelined_sum.cuh"
 #include "device/row_ring.cuh"
 #include "device/wait.cuh"
+#include "kernels/combine_sum.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
 
 namespace hybrid_ep {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kRowsBeforeReport = 4;  // of the next chunk: how long rows are on the wire
-static_assert(kRowsBeforeReport <= kRowsPerChunk);
 constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
+
+// The sending warps, each with a ring of pieces of rows.
+constexpr int kSendWarps = 3;  // one stores to one destination at a time, which takes it longer than to several
+constexpr int kSendStages = 4;
+constexpr int kSendStoresInFlight = 2;
+constexpr int kPieceBytes = 8192;
+constexpr int kPiecesBeforeReport = 4;  // of the next chunk: how long pieces are on the wire
+static_assert(kPiecesBeforeReport <= kRowsPerChunk);
+constexpr int kSendRingBytes = kSendStages * kPieceBytes;
+
+constexpr int kCombineThreads = (kSendWarps + kSumWarps) * 32;
+constexpr int kRingBytes = kSendWarps * kSendRingBytes + kSumWarps * kSumRingBytes;
+static_assert(kRingBytes <= kDynamicSharedBytes);
+static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the matrix of counts
 
 struct Routes {
   int send_begin[kMaxRanks];  // first row of x that belongs to source i
   int send_count[kMaxRanks];  // rows of x that belong to source i
   int send_base[kMaxRanks];   // first row of this rank in i's arena
-  int recv_base[kMaxRanks];   // first row of rank j in this rank's arena
+  int recv_base[kMaxRanks];   // first row of rank j in this rank's arena; this rank's own in x
 };
 
 // All of it follows from the matrix of counts, which every rank has: nothing needs to be exchanged. Collective over the
@@ -48,7 +59,7 @@ __device__ void find_bases(const CombineParams& params, Routes& routes, int32_t*
     for (int j = 0; j < me; ++j) send_base += j == r ? 0 : count(r, j);
     for (int j = 0; j < r; ++j) recv_base += j == me ? 0 : count(me, j);
     routes.send_base[r] = send_base;
-    routes.recv_base[r] = recv_base;
+    routes.recv_base[r] = r == me ? routes.send_begin[r] : recv_base;
     // Only a rank's arena that was sized by a bound can be too small.
     const int recv_end = recv_base + (r == me ? 0 : count(me, r));
     if (blockIdx.x == 0 && recv_end > params.slot.capacity) {
@@ -67,12 +78,35 @@ struct Chunk {
   int64_t to;    // row of the source's arena
 };
 
-// Sends chunks of rows home, all sources in turn, so that no source waits for another's rows.
-__device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint8_t* shared,
-                          uint64_t* barriers, uint32_t epoch) {
+// Walks the pieces that a run of rows is cut into: no longer than a stage, and none of two rows.
+class PieceWalk {
+ public:
+  __device__ PieceWalk(int num_rows, int row_bytes) : rows_left_(num_rows), row_bytes_(row_bytes) {}
+
+  __device__ bool has_next() const { return rows_left_ > 0; }
+  __device__ int64_t offset() const { return offset_; }
+  __device__ int num_bytes() const { return min(kPieceBytes, row_bytes_ - begin_); }
+  __device__ void advance() {
+    offset_ += num_bytes();
+    begin_ += kPieceBytes;
+    if (begin_ < row_bytes_) return;
+    begin_ = 0;
+    --rows_left_;
+  }
+
+ private:
+  int rows_left_, row_bytes_;
+  int begin_ = 0;       // in its row
+  int64_t offset_ = 0;  // in the run
+};
+
+// Sends chunks of rows home, all sources in turn, so that no source waits for another's rows. Collective over one of
+// kSendWarps warps, which has a ring of its own. Returns false if a rank has not come.
+__device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
+                          int warp, uint8_t* stages, uint64_t* barriers) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int num_peers = domain.num_ranks - 1;
   bool ok = true;
   int max_count = 0;
@@ -84,11 +118,10 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   if (!__all_sync(kAllLanes, ok)) return false;
   max_count = __reduce_max_sync(kAllLanes, max_count);
 
-  RowRing<kCombineStoresInFlight> ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
-                                       barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
+  RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
   const int num_items = (max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
-  const int stride = gridDim.x * params.num_send_warps;
-  int item = blockIdx.x * params.num_send_warps + warp;
+  const int stride = gridDim.x * kSendWarps;
+  int item = blockIdx.x * kSendWarps + warp;
   const auto next_chunk = [&](Chunk& next) {
     for (; item < num_items; item += stride) {
       next.chunk = item / num_peers;
@@ -104,12 +137,14 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
     }
     return false;
   };
-  const auto fetch = [&](const Chunk& chunk, int i) {
-    if (i < chunk.num_rows) ring.fetch(params.rows + (chunk.from + i) * params.row_bytes);
+  const auto fetch = [&](const Chunk& chunk, PieceWalk& walk) {
+    if (!walk.has_next()) return;
+    ring.fetch(params.rows + chunk.from * params.row_bytes + walk.offset(), walk.num_bytes());
+    walk.advance();
   };
 
-  // A chunk is reported while the first rows of the next one leave, so that the wire need not run dry to know that all
-  // of it has arrived.
+  // A chunk is reported while the first pieces of the next one leave, so that the wire need not run dry to know that
+  // all of it has arrived.
   Chunk sent{};
   bool has_sent = false;
   const auto report = [&] {
@@ -120,24 +155,28 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
     has_sent = false;
   };
 
-  Chunk chunk{}, next{};
+  Chunk chunk{};
   bool has_chunk = next_chunk(chunk);
-  for (int i = 0; has_chunk && i < ring.num_ahead(); ++i) fetch(chunk, i);
+  PieceWalk fetched(chunk.num_rows, params.row_bytes);
+  for (int i = 0; has_chunk && i < ring.num_ahead(); ++i) fetch(chunk, fetched);
   while (has_chunk) {
     uint8_t* slot = domain.arena[chunk.source];  // partial rows always land in the arena's first slot
     uint8_t* target = slot + params.slot.rows + chunk.to * params.row_bytes;
-    for (int i = 0; i < chunk.num_rows; ++i) {
+    int num_sent = 0;
+    for (PieceWalk piece(chunk.num_rows, params.row_bytes); piece.has_next(); piece.advance()) {
       const uint8_t* stage = ring.wait();
-      if (lane == 0) ptx::bulk_store(target + static_cast<int64_t>(i) * params.row_bytes, stage, params.row_bytes);
+      if (lane == 0) ptx::bulk_store(target + piece.offset(), stage, piece.num_bytes());
       ring.release();
-      fetch(chunk, i + ring.num_ahead());
-      if (has_sent && i + 1 == kRowsBeforeReport) {
-        ptx::bulk_wait_written<kRowsBeforeReport>();
+      fetch(chunk, fetched);
+      if (has_sent && ++num_sent == kPiecesBeforeReport) {
+        ptx::bulk_wait_written<kPiecesBeforeReport>();
         report();
       }
     }
+    Chunk next{};
     const bool has_next = next_chunk(next);
-    for (int i = 0; has_next && i < ring.num_ahead(); ++i) fetch(next, i);
+    fetched = PieceWalk(next.num_rows, params.row_bytes);
+    for (int i = 0; has_next && i < ring.num_ahead(); ++i) fetch(next, fetched);
     if (params.num_weights > 0) {
       const float* weights = params.weights + chunk.from * params.num_weights;
       auto* weights_target = reinterpret_cast<float*>(slot + params.slot.weights) + chunk.to * params.num_weights;
@@ -159,158 +198,13 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   return true;
 }
 
-// One lane's view of the partial rows of a token: rank base + lane's row, or −1.
-template <int kRanksPerLane>
-struct Sources {
-  int64_t row[kRanksPerLane];
-};
-
-// Reads where the partial rows of a token stand, and waits until they are there. Lane r waits for rank r.
-template <int kRanksPerLane>
-__device__ bool find_sources(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
-                             const int (&places)[kRanksPerLane], int lane, Sources<kRanksPerLane>& sources) {
-  const Domain& domain = params.domain;
-  const ControlBlock& own = *domain.control[domain.rank];
-  bool ok = true;
-#pragma unroll
-  for (int q = 0; q < kRanksPerLane; ++q) {
-    const int r = lane + 32 * q, place = places[q];
-    sources.row[q] = -1;
-    if (place < 0) continue;
-    const bool is_local = r == domain.rank;
-    if (!is_local) {
-      ok &= waiter.until_epoch(&own.chunk_epoch[r][place / kRowsPerChunk], epoch, r, WaitTag::kPartialRows);
-    }
-    const int64_t row = (is_local ? routes.send_begin[r] : routes.recv_base[r]) + place;
-    if (row < (is_local ? params.num_rows : params.slot.capacity)) sources.row[q] = row;
-  }
-  return __all_sync(kAllLanes, ok);
-}
-
-// Walks the ranks that a token has partial rows of, ascending, over and over; all lanes together.
-template <int kRanksPerLane>
-class SourceWalk {
- public:
-  __device__ SourceWalk(const CombineParams& params, const Sources<kRanksPerLane>& sources)
-      : params_(params), sources_(sources) {
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) {
-      present_[q] = __ballot_sync(kAllLanes, sources.row[q] >= 0);
-      num_sources_ += __popc(present_[q]);
-    }
-    restart();
-  }
-
-  __device__ int num_sources() const { return num_sources_; }
-
-  __device__ void restart() {
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) left_[q] = present_[q];
-  }
-
-  // The next source: true if it is this rank's own row in x, and which row. There must be one left.
-  __device__ bool next(int64_t& row) {
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) {
-      if (left_[q] == 0) continue;
-      const int lane = __ffs(left_[q]) - 1;
-      left_[q] &= left_[q] - 1;
-      row = __shfl_sync(kAllLanes, sources_.row[q], lane);
-      return 32 * q + lane == params_.domain.rank;
-    }
-    return false;
-  }
-
- private:
-  const CombineParams& params_;
-  const Sources<kRanksPerLane>& sources_;
-  unsigned present_[kRanksPerLane], left_[kRanksPerLane];
-  int num_sources_ = 0;
-};
-
-template <int kRanksPerLane>
-__device__ void sum_weights(const CombineParams& params, SourceWalk<kRanksPerLane>& walk, int64_t token, int lane) {
-  const float* arrived = reinterpret_cast<const float*>(params.domain.arena[params.domain.rank] + params.slot.weights);
-  for (int begin = 0; begin < params.num_weights; begin += 32) {
-    const int k = begin + lane;
-    float sum = 0;
-    walk.restart();
-    for (int i = 0; i < walk.num_sources(); ++i) {
-      int64_t row;
-      const float* weights = walk.next(row) ? params.weights : arrived;
-      if (k < params.num_weights) sum += __ldcg(weights + row * params.num_weights + k);
-    }
-    if (k < params.num_weights) params.out_weights[token * params.num_weights + k] = sum;
-  }
-}
-
-// Sums one token: segments of the row in turn, in each the ranks ascending.
-template <int kRanksPerLane>
-__device__ void sum_rows(const CombineParams& params, SourceWalk<kRanksPerLane>& walk, int64_t token, int lane) {
-  const uint8_t* arrived = params.domain.arena[params.domain.rank] + params.slot.rows;
-  const auto load = [&](int segment, int source, uint4(&vectors)[kSumVectors]) {
-    if (source == 0) walk.restart();
-    int64_t row;
-    const uint8_t* from = walk.next(row) ? params.rows : arrived;
-    from += row * params.row_bytes;
-#pragma unroll
-    for (int v = 0; v < kSumVectors; ++v) {
-      const int offset = segment * kSumSegmentBytes + (v * 32 + lane) * 16;
-      vectors[v] = offset < params.row_bytes ? ptx::load_streaming(from + offset) : make_uint4(0, 0, 0, 0);
-    }
-  };
-  const auto store = [&](int segment, float (&sum)[kSumVectors][8]) {
-#pragma unroll
-    for (int v = 0; v < kSumVectors; ++v) {
-      const int offset = segment * kSumSegmentBytes + (v * 32 + lane) * 16;
-      if (offset >= params.row_bytes) continue;
-      const int64_t position = token * params.row_bytes + offset;
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        if (params.bias[b] != nullptr) add_bf16(sum[v], ptx::load_streaming(params.bias[b] + position));
-      }
-      *reinterpret_cast<uint4*>(params.out + position) = round_to_bf16(sum[v]);
-    }
-  };
-  const int num_segments = (params.row_bytes + kSumSegmentBytes - 1) / kSumSegmentBytes;
-  sum_pipelined(num_segments, walk.num_sources(), load, store);
-}
-
-// Sums this rank's tokens as their partial rows arrive; a warp takes a token at a time.
-template <int kRanksPerLane>
-__device__ bool reduce_tokens(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch) {
-  const int num_ranks = params.domain.num_ranks, lane = threadIdx.x % 32;
-  const int num_warps = kCombineThreads / 32 - params.num_send_warps;
-  const int warp = threadIdx.x / 32 - params.num_send_warps;
-  const int stride = gridDim.x * num_warps;
-  int places[kRanksPerLane];
-  const auto load_places = [&](int64_t token) {
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) {
-      const int r = lane + 32 * q;
-      places[q] = token < params.num_tokens && r < num_ranks ? params.send_slot[token * num_ranks + r] : -1;
-    }
-  };
-  // Neighbouring tokens go to different CTAs: their rows arrive together.
-  int64_t token = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x;
-  load_places(token);
-  for (; token < params.num_tokens; token += stride) {
-    Sources<kRanksPerLane> sources;
-    if (!find_sources(params, routes, waiter, epoch, places, lane, sources)) return false;
-    load_places(token + stride);
-    SourceWalk<kRanksPerLane> walk(params, sources);
-    if (params.num_weights > 0) sum_weights(params, walk, token, lane);
-    sum_rows(params, walk, token, lane);
-  }
-  return true;
-}
-
 // kRanksPerLane: 1 where a warp has a lane for every rank.
 template <int kRanksPerLane>
 __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Routes routes;
-  __shared__ uint64_t barriers[kMaxSendWarps * kMaxStages];
+  __shared__ uint64_t send_barriers[kSendWarps][kSendStages], sum_barriers[kSumWarps][kSumStages];
+  __shared__ Segment segments[kSumWarps][kSumStages];
   const Domain& domain = params.domain;
   ControlBlock& own = *domain.control[domain.rank];
   const Waiter waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns, domain.control,
@@ -326,9 +220,15 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   find_bases(params, routes, reinterpret_cast<int32_t*>(shared));
   ptx::fence_shared_for_bulk();  // the rings take over the matrix's memory
   __syncthreads();
-  const bool sends = static_cast<int>(threadIdx.x) / 32 < params.num_send_warps;
-  const bool ok = sends ? send_rows(params, routes, waiter, shared, barriers, epoch)
-                        : reduce_tokens<kRanksPerLane>(params, routes, waiter, epoch);
+  bool ok;
+  if (int warp = threadIdx.x / 32; warp < kSendWarps) {
+    ok = send_rows(params, routes, waiter, epoch, warp, shared + warp * kSendRingBytes, send_barriers[warp]);
+  } else {
+    warp -= kSendWarps;
+    uint8_t* stages = shared + kSendWarps * kSendRingBytes + warp * kSumRingBytes;
+    ok = sum_tokens<kRanksPerLane>(params, routes.recv_base, waiter, epoch, warp, stages, sum_barriers[warp],
+                                   segments[warp]);
+  }
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
 }
 
@@ -339,9 +239,9 @@ void prepare_combine() {
   allow_shared_memory(combine_kernel<kMaxRanksPerLane>);
 }
 
-void launch_combine(const CombineParams& params, int num_sms, int shared_bytes, cudaStream_t stream) {
+void launch_combine(const CombineParams& params, int num_sms, cudaStream_t stream) {
   const auto kernel = params.domain.num_ranks <= 32 ? combine_kernel<1> : combine_kernel<kMaxRanksPerLane>;
-  launch_cooperative(kernel, params, num_sms, kCombineThreads, shared_bytes, stream);
+  launch_cooperative(kernel, params, num_sms, kCombineThreads, kRingBytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -80,7 +80,6 @@ struct CombineParams {
   int num_tokens, num_rows, row_bytes;
   int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
   SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
-  int num_send_warps, num_stages;
 };
 
 // Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not

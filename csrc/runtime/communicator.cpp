@@ -156,11 +156,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.row_bytes = static_cast<int>(plan.widths.rows);
   params.num_weights = plan.num_weights;
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
-  const LaunchShape shape = combine_shape(params.row_bytes, plan.num_sms, num_device_sms_);
-  params.num_send_warps = shape.num_send_warps;
-  params.num_stages = shape.num_stages;
-  const int matrix_bytes = domain_.num_ranks * domain_.num_ranks * static_cast<int>(sizeof(int32_t));
-  launch_combine(params, shape.num_sms, std::max(matrix_bytes, shape.ring_bytes), stream);
+  launch_combine(params, combine_sms(plan.num_sms, num_device_sms_), stream);
 }
 
 bool Communicator::wait_mailbox(uint32_t ticket) const {

@@ -10,27 +10,24 @@ namespace {
 
 constexpr int kDefaultSms = 16;
 constexpr int kDispatchSendWarps = 2;
-constexpr int kCombineSendWarps = 3;  // each stores to one destination at a time
 
-LaunchShape shape(int row_bytes, int asked, int num_device_sms, int num_send_warps, int stores_in_flight) {
-  LaunchShape result{};
-  result.num_sms = std::min({asked > 0 ? asked : kDefaultSms, num_device_sms, kMaxCtas});
-  // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps.
-  const int rows_that_fit = kDynamicSharedBytes / row_bytes;
-  result.num_send_warps = std::clamp(rows_that_fit / (stores_in_flight + 1), 1, num_send_warps);
-  result.num_stages = std::clamp(rows_that_fit / result.num_send_warps, stores_in_flight + 1, kMaxStages);
-  result.ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
-  return result;
+int num_sms(int asked, int num_device_sms) {
+  return std::min({asked > 0 ? asked : kDefaultSms, num_device_sms, kMaxCtas});
 }
 
 }  // namespace
 
 LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms) {
-  return shape(row_bytes, asked, num_device_sms, kDispatchSendWarps, kDispatchStoresInFlight);
+  LaunchShape result{};
+  result.num_sms = num_sms(asked, num_device_sms);
+  // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps.
+  const int rows_that_fit = kDynamicSharedBytes / row_bytes;
+  result.num_send_warps = std::clamp(rows_that_fit / (kDispatchStoresInFlight + 1), 1, kDispatchSendWarps);
+  result.num_stages = std::clamp(rows_that_fit / result.num_send_warps, kDispatchStoresInFlight + 1, kMaxStages);
+  result.ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
+  return result;
 }
 
-LaunchShape combine_shape(int row_bytes, int asked, int num_device_sms) {
-  return shape(row_bytes, asked, num_device_sms, kCombineSendWarps, kCombineStoresInFlight);
-}
+int combine_sms(int asked, int num_device_sms) { return num_sms(asked, num_device_sms); }
 
 }  // namespace hybrid_ep

@@ -12,6 +12,6 @@ struct LaunchShape {
 
 // `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has.
 LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms);
-LaunchShape combine_shape(int row_bytes, int asked, int num_device_sms);
+int combine_sms(int asked, int num_device_sms);
 
 }  // namespace hybrid_ep

@@ -6,40 +6,47 @@
 
 namespace hybrid_ep::ptx {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+// A place in shared memory.
+using SharedAddress = uint32_t;
+
+// Volatile, for who keeps an address in a loop does not want it to be found anew each time.
+__device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
+  SharedAddress address;
+  asm volatile("{\n .reg .u64 a;\n cvta.to.shared.u64 a, %1;\n cvt.u32.u64 %0, a;\n}" : "=r"(address) : "l"(pointer));
+  return address;
 }
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(SharedAddress barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes initialised barriers, and ordinary writes to shared memory, visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// NOTE: of all that the calling thread has seen in global memory, where another's flag told it so.
+__device__ __forceinline__ void fence_global_for_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
-               : "memory");
+__device__ __forceinline__ void barrier_expect(SharedAddress barrier, uint32_t num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
 }
 
 // Waits for the phase to end. Only the local copy engine can delay it, so this wait needs no clock.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(SharedAddress barrier, uint32_t parity) {
   uint32_t done;
   do {
     asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "r"(barrier), "r"(parity)
                  : "memory");
   } while (!done);
 }
 
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(num_bytes), "r"(shared_address(barrier))
+__device__ __forceinline__ void bulk_load(SharedAddress shared, const void* global, uint32_t num_bytes,
+                                          SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(num_bytes), "r"(barrier)
                : "memory");
 }
 
