@@ -1,6 +1,6 @@
 """The CUDA kernels and what launches them. Pointers and streams are integers; the caller keeps tensors alive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -20,6 +20,7 @@ class DispatchPlan:
     def __init__(
         self,
         *,
+        makes_route: bool,
         num_ranks: int,
         num_tokens: int,
         num_topk: int,
@@ -110,6 +111,18 @@ class Communicator:
         slot_idx: int,
         stream: int,
     ) -> int: ...
+    def duplicate(
+        self,
+        plan: DispatchPlan,
+        route: int,
+        places: int,
+        probs: int,
+        scales: int,
+        slot_idx: int,
+        num_rows: int,
+        num_recv: int,
+        stream: int,
+    ) -> None: ...
     def combine(
         self,
         plan: CombinePlan,
@@ -143,34 +156,13 @@ class SlotPool:
     def note_use(self, stream: int) -> None: ...
     def release(self, slot_idx: int) -> None: ...
     def tensors(
-        self, slot_idx: int, plan: DispatchPlan, num_rows: int, num_recv: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
+        self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
     @property
     def num_free(self) -> int: ...
     @property
     def was_captured(self) -> bool: ...
 
-def int32_capsule(memory: object, address: int, shape: Sequence[int], device: int) -> Any: ...
-def duplicate(
-    *,
-    rows: int,
-    places: int,
-    weights: int,
-    scales: int,
-    probs: int,
-    permuted_scales: int,
-    route: int,
-    counts_at: int,
-    rank: int,
-    num_ranks: int,
-    num_topk: int,
-    num_local_experts: int,
-    row_bytes: int,
-    num_scales: int,
-    row_limit: int,
-    recv_limit: int,
-    stream: int,
-) -> None: ...
 def reduce_local(
     *,
     rows: int,

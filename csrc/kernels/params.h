@@ -87,6 +87,7 @@ struct CombineParams {
 struct DuplicateParams {
   uint8_t* rows;                         // [P, row_bytes]; the copy with the lowest place is there
   const int32_t* places;                 // [N, K] row of each copy, or −1
+  int32_t* kept_places;                  // [N, K] likewise, for the handle, or nullptr where they are the same
   const float* weights;                  // [N, K] or nullptr
   const uint32_t* scales;                // [N, num_scales] or nullptr
   float* probs;                          // [P] or nullptr

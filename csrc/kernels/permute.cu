@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(kThreads) duplicate_kernel(const __grid_consta
   const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32, num_warps = gridDim.x * kThreads / 32;
   const int num_recv = num_received(params.rank_prefix, params.rank, params.num_ranks, params.recv_limit);
   for (int n = warp; n < num_recv; n += num_warps) {
-    int place = lane < params.num_topk ? params.places[static_cast<int64_t>(n) * params.num_topk + lane] : -1;
+    const int64_t cell = static_cast<int64_t>(n) * params.num_topk + lane;
+    int place = lane < params.num_topk ? params.places[cell] : -1;
+    if (params.kept_places != nullptr && lane < params.num_topk) params.kept_places[cell] = place;
     if (place >= params.row_limit) place = -1;
     const unsigned targets = __ballot_sync(kAllLanes, place >= 0);
     const int source = __reduce_min_sync(kAllLanes, place >= 0 ? place : INT32_MAX);
     if (targets == 0) continue;
-    if (params.probs != nullptr && place >= 0) {
-      params.probs[place] = params.weights[static_cast<int64_t>(n) * params.num_topk + lane];
-    }
+    if (params.probs != nullptr && place >= 0) params.probs[place] = params.weights[cell];
     for (int s = lane; s < params.num_scales; s += 32) {
       const uint32_t scale = params.scales[static_cast<int64_t>(n) * params.num_scales + s];
       for (unsigned left = targets; left != 0; left &= left - 1) {

@@ -95,7 +95,7 @@ int Communicator::capacity(const RowWidths& widths) const {
 
 uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int slot_idx,
                                 cudaStream_t stream) {
-  const bool is_permuted = plan.pad_multiple > 0, is_new = plan.num_topk > 0;
+  const bool is_permuted = plan.pad_multiple > 0, is_new = plan.makes_route;
   const auto part = [&](bool is_there, int64_t offset) { return is_there ? tensors.route + offset : nullptr; };
   DispatchParams params{};
   params.domain = domain_;
@@ -137,6 +137,32 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.num_stages = shape.num_stages;
   launch_dispatch(params, shape.num_sms, std::max(counter_bytes, shape.ring_bytes), stream);
   return params.ticket;
+}
+
+void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows,
+                             int num_recv, cudaStream_t stream) {
+  const SlotLayout layout = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
+  uint8_t* slot = domain_.arena[domain_.rank] + slot_idx * domain_.slot_bytes;
+  DuplicateParams params{};
+  params.rows = slot + layout.rows;
+  params.places = plan.makes_route ? reinterpret_cast<int32_t*>(slot + layout.experts) : tensors.places;
+  params.kept_places = plan.makes_route ? tensors.places : nullptr;
+  params.weights = reinterpret_cast<float*>(slot + layout.weights);
+  params.scales = reinterpret_cast<uint32_t*>(slot + layout.scales);
+  params.probs = tensors.probs;
+  params.permuted_scales = tensors.scales;
+  params.rank_prefix = tensors.route + plan.route.rank_prefix;
+  params.num_local_experts = plan.num_experts / plan.num_ranks;
+  params.num_tokens_per_expert = tensors.route + plan.route.num_tokens_per_expert;
+  params.num_rows_per_expert = params.num_tokens_per_expert + params.num_local_experts;
+  params.rank = domain_.rank;
+  params.num_ranks = domain_.num_ranks;
+  params.num_topk = plan.num_topk;
+  params.row_bytes = static_cast<int>(plan.format.rows.bytes());
+  params.num_scales = plan.format.scales.num;
+  params.row_limit = num_rows;
+  params.recv_limit = num_recv;
+  launch_duplicate(params, stream);
 }
 
 void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, cudaStream_t stream) {

@@ -28,7 +28,8 @@ struct RowFormat {
 struct DispatchPlan {
   RowFormat format;
   RouteLayout route;
-  int num_tokens, num_topk, num_experts;  // num_topk 0: the route is read
+  bool makes_route;  // false: it is read
+  int num_ranks, num_tokens, num_topk, num_experts;
   int range_first, range_step, range_size;
   int pad_multiple;  // 0: rows by source rank and token; otherwise by expert
   int row_limit;     // where the host does not wait for counts
@@ -43,6 +44,14 @@ struct DispatchTensors {
   const float* topk_weights;
   const uint32_t* scales;
   int32_t* route;
+};
+
+// The addresses of what completes expert-major rows; nullptr for what it does not have.
+struct DuplicateTensors {
+  const int32_t* route;
+  int32_t* places;  // [N, K], which the handle keeps: written by a call that makes its route, otherwise read
+  float* probs;
+  uint32_t* scales;
 };
 
 struct CombinePlan {

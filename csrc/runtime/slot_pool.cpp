@@ -1,6 +1,6 @@
 #include "runtime/slot_pool.h"
 
-#include <algorithm>
+#include <utility>
 
 #include "common/check.h"
 #include "common/cuda_check.h"
@@ -78,23 +78,43 @@ void SlotPool::release(int slot_idx) {
   slots_[slot_idx - 1].holders = 0;
 }
 
-py::tuple SlotPool::tensors(int slot_idx, const RowFormat& format, int64_t num_rows, int64_t num_recv) {
+py::tuple SlotPool::tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const py::object& memory,
+                            uintptr_t route) {
+  const RowFormat& format = plan.format;
   const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
-  require(std::max(num_rows, num_recv) <= layout.capacity, "rows of a result", std::max(num_rows, num_recv),
-          "what a slot holds");
-  py::tuple result = py::make_tuple(tensor(slot_idx, layout.rows, num_rows, format.rows),
-                                    tensor(slot_idx, layout.experts, num_recv, format.experts),
-                                    tensor(slot_idx, layout.weights, num_recv, format.weights),
-                                    tensor(slot_idx, layout.scales, num_recv, format.scales));
+  require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
+  py::object experts = py::none(), weights = py::none(), scales = py::none();
+  py::object rank_prefix = py::none(), counts = py::none(), overflow = py::none();
+  py::object rows = slot_tensor(slot_idx, layout.rows, num_rows, format.rows);
+  const bool is_permuted = plan.pad_multiple > 0;
+  if (!is_permuted) {
+    experts = slot_tensor(slot_idx, layout.experts, num_rows, format.experts);
+    weights = slot_tensor(slot_idx, layout.weights, num_rows, format.weights);
+    scales = slot_tensor(slot_idx, layout.scales, num_rows, format.scales);
+  }
   release(slot_idx);
-  return result;
+  if (plan.makes_route) {
+    const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
+      return route_tensor(memory, route + offset * sizeof(int32_t), std::move(shape));
+    };
+    rank_prefix = part(plan.route.rank_prefix, {plan.num_ranks, plan.num_ranks});
+    if (is_permuted) {
+      counts = part(plan.route.num_tokens_per_expert, {plan.num_experts / plan.num_ranks});
+      overflow = part(plan.route.overflow, {1});
+    }
+  }
+  return py::make_tuple(rows, experts, weights, scales, rank_prefix, counts, overflow);
 }
 
-py::object SlotPool::tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns) {
+py::object SlotPool::slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns) {
   if (columns.num == 0) return py::none();
   hold(slot_idx);
   return from_dlpack_(make_capsule(base_ + slot_idx * slot_bytes_ + offset, {num_rows, columns.num}, columns.type,
                                    device_, [pool = shared_from_this(), slot_idx] { pool->release(slot_idx); }));
+}
+
+py::object SlotPool::route_tensor(const py::object& memory, uintptr_t address, std::vector<int64_t> shape) {
+  return from_dlpack_(make_capsule(address, std::move(shape), {kInt, 32}, device_, [memory] {}));
 }
 
 int SlotPool::num_free() const {

@@ -41,9 +41,12 @@ class SlotPool : public std::enable_shared_from_this<SlotPool> {
   // A taken slot is held once by its taker; the last release gives it back. Slot 0 is held by nobody.
   void release(int slot_idx);
 
-  // Tensors over what landed in a slot: num_rows rows, and experts, weights and scales of num_recv, None where the
-  // format has no such columns. They take over the taker's hold.
-  pybind11::tuple tensors(int slot_idx, const RowFormat& format, int64_t num_rows, int64_t num_recv);
+  // Tensors over what a dispatch wrote, None for what its plan does not have: first rows, experts, weights and scales
+  // in its slot, of num_rows rows, which take over the taker's hold (expert-major only rows: the others belong to what
+  // arrived, not to its copies); then rank prefix, counts with pads and overflow flag of the route that it made, at
+  // `route` in `memory`, which they keep alive (counts and flag expert-major only).
+  pybind11::tuple tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const pybind11::object& memory,
+                          uintptr_t route);
 
   int num_free() const;
 
@@ -55,7 +58,8 @@ class SlotPool : public std::enable_shared_from_this<SlotPool> {
   };
 
   void hold(int slot_idx);
-  pybind11::object tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns);
+  pybind11::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns);
+  pybind11::object route_tensor(const pybind11::object& memory, uintptr_t address, std::vector<int64_t> shape);
 
   mutable std::mutex mutex_;
   uintptr_t base_;

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.engine.cuda_route import Sent
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.streams import current_raw_stream
@@ -30,24 +31,30 @@ _SLOT_ALIGN_BYTES = 2 << 20  # the page size of device memory
 
 
 class Landed(NamedTuple):
-    """What landed in a slot; None where the call has none.
+    """What a dispatch wrote to a slot and to the memory of its route; None where the call has none.
 
     Attributes:
         rows: ``[n, H]``; e4m3 as uint8.
-        experts: ``[N, K]`` of each received row: int64 local experts, or expert-major the int32 places of its copies.
-        weights: ``[N, K]`` float32.
-        scales: ``[N, …]``.
+        experts: ``[n, K]`` int64 local experts. This and the next two only where rows are by source.
+        weights: ``[n, K]`` float32.
+        scales: ``[n, …]``.
+        rank_prefix: ``[R, R]`` int32. This and the next two only of a call that made its route.
+        counts: ``[LE]`` int32, pads included; expert-major only.
+        overflow: ``[1]`` int32; expert-major only.
     """
 
     rows: Tensor
     experts: Tensor | None
     weights: Tensor | None
     scales: Tensor | None
+    rank_prefix: Tensor | None
+    counts: Tensor | None
+    overflow: Tensor | None
 
     def copied(self) -> Landed:
-        """The same in memory of torch's own allocator."""
-        rows, *others = self
-        return Landed(rows.clone(), *(None if tensor is None else tensor.clone() for tensor in others))
+        """The same, with what is in the slot in memory of torch's own allocator."""
+        experts, weights, scales = (None if tensor is None else tensor.clone() for tensor in self[1:4])
+        return self._replace(rows=self.rows.clone(), experts=experts, weights=weights, scales=scales)
 
 
 class Arena:
@@ -112,16 +119,12 @@ class Arena:
         """Gives back a slot that was taken in vain."""
         self._pool.release(slot_idx)
 
-    def landed(self, slot_idx: int, plan: _cuda.DispatchPlan, num_rows: int, num_recv: int) -> Landed:
-        """Returns what landed in a slot; the tensors hold it from now on. Of slot 0, only valid until the next call.
-
-        Args:
-            slot_idx: that the dispatch landed in.
-            plan: of the dispatch.
-            num_rows: n, of the result.
-            num_recv: N, that were received.
+    def landed(self, sent: Sent) -> Landed:
+        """Returns what a dispatch wrote; the tensors hold its slot from now on. Of slot 0, only valid until the next
+        call.
         """
-        return Landed(*self._pool.tensors(slot_idx, plan, num_rows, num_recv))
+        plan, slot_idx, _, route, num_rows, _ = sent
+        return Landed(*self._pool.tensors(slot_idx, plan, num_rows, route.chunk.memory, route.address))
 
     def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0: a captured use keeps the memory for good."""

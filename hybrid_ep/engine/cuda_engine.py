@@ -93,16 +93,17 @@ class CudaEngine(Engine):
         num_sms: int | None,
     ) -> Dispatched:
         sent = self._send(rows, routing, expert_range, 0, num_recv_bound, num_sms)
-        landed = self._results(sent.slot_idx, sent.plan, sent.num_rows)
+        landed = self._results(sent)
         assert landed.experts is not None
+        handle = self._handle(sent, routing, landed)
         return Dispatched(
-            _as_sent(rows, landed), landed.experts, landed.weights, sent.reported, self._handle(sent, routing)
+            _as_sent(rows, landed.rows, landed.scales), landed.experts, landed.weights, sent.reported, handle
         )
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
         route: Route = handle.state
-        slot_idx, plan = self._send_again(rows, handle, route.max_recv, 0, num_sms)
-        return _as_sent(rows, self._results(slot_idx, plan, route.num_recv))
+        landed = self._results(self._send_again(rows, handle, route.num_recv, route.max_recv, 0, num_sms))
+        return _as_sent(rows, landed.rows, landed.scales)
 
     def combine(
         self,
@@ -115,6 +116,7 @@ class CudaEngine(Engine):
     ) -> Combined:
         stream = self._begin()
         route: Route = handle.state
+        route.chunk.note_use(stream)
         shape, num_tokens = data.shape, handle.num_tokens
         num_weights = 0 if weights is None else weights.shape[1]
         plan = plan_combine(shape, data.dtype, num_tokens, num_weights, num_sms)
@@ -152,30 +154,30 @@ class CudaEngine(Engine):
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
         sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, num_sms)
-        plan, route = sent.plan, sent.route
-        landed = self._arena.landed(sent.slot_idx, plan, sent.num_rows, route.num_recv)
-        assert landed.experts is not None
-        counts = sent.reported
-        if counts is None:
-            counts = route.tensor(plan.counts_at, num_local)
+        # A handle holds no slot, so the places move to memory of its own.
+        num_places = sent.route.num_recv * routing.topk_idx.shape[1]
+        chunk, places = self._routes.take(num_places, sent.stream, alone=sent.slot_idx == 0)
+        probs = None
+        if routing.topk_weights is not None:
+            probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
+        permuted, landed = self._spread(rows, sent, places, probs)
+        assert landed.counts is not None
+        assert landed.overflow is not None
+        counts = landed.counts if sent.reported is None else sent.reported
+        state = PermuteState(chunk, places, num_permuted_bound is None)
         handle = PermuteHandle(
-            dispatch=self._handle(sent, routing),
-            num_tokens_per_expert=counts,
-            num_permuted=sent.num_rows,
-            pad_multiple=pad_multiple,
-            # A copy of the places, for a handle holds no slot.
-            state=PermuteState(landed.experts.clone(), plan.counts_at, num_permuted_bound is None),
-            overflow=route.tensor(plan.overflow_at, 1),
+            self._handle(sent, routing, landed), counts, sent.num_rows, pad_multiple, state, landed.overflow
         )
-        permuted, probs = self._spread(sent.slot_idx, landed, rows, handle)
         return Permuted(permuted, probs, counts, handle)
 
     def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
         route: Route = handle.dispatch.state
-        num_max = max(route.max_recv, handle.num_permuted)
-        slot_idx, plan = self._send_again(rows, handle.dispatch, num_max, handle.pad_multiple, num_sms)
-        landed = self._arena.landed(slot_idx, plan, handle.num_permuted, route.num_recv)
-        permuted, _ = self._spread(slot_idx, landed, rows, handle)
+        state: PermuteState = handle.state
+        num_rows = handle.num_permuted
+        num_max = max(route.max_recv, num_rows)
+        sent = self._send_again(rows, handle.dispatch, num_rows, num_max, handle.pad_multiple, num_sms)
+        state.chunk.note_use(sent.stream)
+        permuted, _ = self._spread(rows, sent, state.places, None)
         return permuted
 
     def combine_permuted(
@@ -183,7 +185,8 @@ class CudaEngine(Engine):
     ) -> Combined:
         stream = self._begin()
         state: PermuteState = handle.state
-        num_recv, num_topk = state.places.shape
+        state.chunk.note_use(stream)
+        num_recv, num_topk = handle.dispatch.num_recv, handle.dispatch.num_topk
         row_bytes = row_bytes_of(data.shape[1], data.dtype)
         data = aligned(data)
         reduced = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
@@ -193,7 +196,7 @@ class CudaEngine(Engine):
         _cuda.reduce_local(
             rows=data.data_ptr(),
             probs=address(probs),
-            places=state.places.data_ptr(),
+            places=state.places,
             route=handle.dispatch.state.address,
             out=reduced.data_ptr(),
             out_weights=address(weights),
@@ -335,8 +338,7 @@ class CudaEngine(Engine):
             self._arena.ensure(plan.slot_bytes_for(bound))
         slot_idx = self._arena.take(stream)
         # With slot 0, the call may be part of a graph.
-        num_ints = plan.route_ints
-        chunk, base = self._routes.take(num_ints, stream) if slot_idx else self._routes.take_alone(num_ints)
+        chunk, base = self._routes.take(plan.route_ints, stream, alone=slot_idx == 0)
         while True:
             ticket = self._communicator.dispatch(
                 plan,
@@ -351,7 +353,7 @@ class CudaEngine(Engine):
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
-                return Sent(plan, slot_idx, Route(chunk, base, num_recv, bound, bound, 0, 0), bound, None)
+                return Sent(plan, slot_idx, stream, Route(chunk, base, num_recv, bound, bound, 0, 0), bound, None)
             mail = self._wait_for_counts(ticket, slot_idx)
             if not mail.needs_room:
                 break
@@ -363,23 +365,45 @@ class CudaEngine(Engine):
         num_from_away = mail.num_recv - mail.num_kept
         route = Route(chunk, base, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
         reported = torch.tensor(mail.num_tokens_per_expert(num_experts // num_ranks), dtype=torch.int32)
-        return Sent(plan, slot_idx, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
+        return Sent(plan, slot_idx, stream, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
 
     def _send_again(
-        self, rows: Rows, handle: DispatchHandle, max_rows: int, pad_multiple: int, num_sms: int | None
-    ) -> tuple[int, _cuda.DispatchPlan]:
-        """Launches a dispatch along a known route, which needs no counts and no wait; returns where it lands."""
+        self,
+        rows: Rows,
+        handle: DispatchHandle,
+        num_rows: int,
+        max_rows: int,
+        pad_multiple: int,
+        num_sms: int | None,
+    ) -> Sent:
+        """Launches a dispatch along a known route, which needs no counts and no wait.
+
+        Args:
+            rows, handle, num_sms: as in `dispatch_cached`.
+            num_rows: of the result.
+            max_rows: the most that any slot must hold.
+            pad_multiple: as in `_send`.
+        """
         stream = self._begin()
         route: Route = handle.state
+        route.chunk.note_use(stream)
         plan = plan_cached_dispatch(
-            self.grid.num_ranks, rows.data.shape, rows.data.dtype, scale_kind(rows), pad_multiple, max_rows, num_sms
+            self.grid.num_ranks,
+            rows.data.shape,
+            rows.data.dtype,
+            scale_kind(rows),
+            handle.num_topk,
+            handle.num_experts,
+            pad_multiple,
+            max_rows,
+            num_sms,
         )
         self._arena.ensure(plan.slot_bytes_for(max_rows))
         slot_idx = self._arena.take(stream)
         data = aligned(rows.data)
         self._communicator.dispatch(plan, data.data_ptr(), 0, 0, address(rows.scales), route.address, slot_idx, stream)
         self.traffic.within_domain += route.num_sent_away * plan.row_bytes
-        return slot_idx, plan
+        return Sent(plan, slot_idx, stream, route, num_rows, None)
 
     def _wait_for_counts(self, ticket: int, slot_idx: int) -> _cuda.Mail:
         arrived = self._communicator.wait_mailbox(ticket)
@@ -390,53 +414,37 @@ class CudaEngine(Engine):
         self._raise_fault()
         raise TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
 
-    def _handle(self, sent: Sent, routing: Routing) -> DispatchHandle:
-        num_ranks, route = self.grid.num_ranks, sent.route
+    def _handle(self, sent: Sent, routing: Routing, landed: Landed) -> DispatchHandle:
+        route, prefix = sent.route, landed.rank_prefix
+        assert prefix is not None
         num_tokens, num_topk = routing.topk_idx.shape
-        rank_prefix = route.tensor(0, num_ranks, num_ranks)
-        return DispatchHandle(rank_prefix, num_tokens, route.num_recv, routing.num_experts, num_topk, self.grid, route)
+        return DispatchHandle(prefix, num_tokens, route.num_recv, routing.num_experts, num_topk, self.grid, route)
 
-    def _results(self, slot_idx: int, plan: _cuda.DispatchPlan, num_rows: int) -> Landed:
+    def _results(self, sent: Sent) -> Landed:
         """What landed, in the slot itself or copied out of slot 0."""
-        landed = self._arena.landed(slot_idx, plan, num_rows, num_rows)
-        return landed if slot_idx else landed.copied()
+        landed = self._arena.landed(sent)
+        return landed if sent.slot_idx else landed.copied()
 
-    def _spread(self, slot_idx: int, landed: Landed, like: Rows, handle: PermuteHandle) -> tuple[Rows, Tensor | None]:
-        """Completes expert-major rows where they landed: further copies, pads, scales and probabilities."""
-        state: PermuteState = handle.state
-        route: Route = handle.dispatch.state
-        num_ranks, num_rows = self.grid.num_ranks, handle.num_permuted
-        num_recv, num_topk = state.places.shape
-        scales, weights = landed.scales, landed.weights
-        probs = None if weights is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
-        permuted_scales = None
-        if scales is not None:
-            permuted_scales = torch.empty(num_rows, scales.shape[1], dtype=scales.dtype, device=self.device)
-        _cuda.duplicate(
-            rows=landed.rows.data_ptr(),
-            places=state.places.data_ptr(),
-            weights=address(weights),
-            scales=address(scales),
-            probs=address(probs),
-            permuted_scales=address(permuted_scales),
-            route=route.address,
-            counts_at=state.counts_at,
-            rank=self.grid.rank,
-            num_ranks=num_ranks,
-            num_topk=num_topk,
-            num_local_experts=handle.dispatch.num_experts // num_ranks,
-            row_bytes=row_bytes_of(like.data.shape[1], like.data.dtype),
-            num_scales=0 if scales is None else scales.shape[1],
-            row_limit=num_rows,
-            recv_limit=num_recv,
-            stream=current_raw_stream(self._index),
+    def _spread(self, like: Rows, sent: Sent, places: int, probs: Tensor | None) -> tuple[Rows, Landed]:
+        """Completes expert-major rows where they landed: further copies, pads, scales and probabilities.
+
+        Args:
+            like: what was sent.
+            sent: the dispatch.
+            places: address of what a handle keeps; written where the dispatch made its route, otherwise read.
+            probs: ``[P]``, written; None without weights.
+        """
+        plan, slot_idx, stream, route, num_rows, _ = sent
+        scales = None
+        if like.scales is not None:
+            scales = torch.empty(num_rows, like.scales.shape[1], dtype=like.scales.dtype, device=self.device)
+        self._communicator.duplicate(
+            plan, route.address, places, address(probs), address(scales), slot_idx, num_rows, route.num_recv, stream
         )
-        data = landed.rows if slot_idx else landed.rows.clone()
-        return _as_sent(like, landed._replace(rows=data, scales=permuted_scales)), probs
+        landed = self._arena.landed(sent)
+        return _as_sent(like, landed.rows if slot_idx else landed.rows.clone(), scales), landed
 
 
-def _as_sent(sent: Rows, landed: Landed) -> Rows:
+def _as_sent(sent: Rows, data: Tensor, scales: Tensor | None) -> Rows:
     """What landed, in the dtype in which it was sent."""
-    if sent.scales is None:
-        return Rows(landed.rows)
-    return Rows(landed.rows.view(sent.data.dtype), landed.scales)
+    return Rows(data) if sent.scales is None else Rows(data.view(sent.data.dtype), scales)

@@ -90,6 +90,7 @@ def plan_dispatch(
     asks_for_own = end - first == num_local and first == rank * num_local
     num_scales, scale_dtype = scales or (0, torch.float32)
     return _cuda.DispatchPlan(
+        makes_route=True,
         num_ranks=num_ranks,
         num_tokens=num_tokens,
         num_topk=num_topk,
@@ -115,19 +116,24 @@ def plan_cached_dispatch(
     shape: torch.Size,
     dtype: torch.dtype,
     scales: ScaleKind | None,
+    num_topk: int,
+    num_experts: int,
     pad_multiple: int,
     max_rows: int,
     num_sms: int | None,
 ) -> _cuda.DispatchPlan:
-    """Plans a dispatch that reads its route; `max_rows` is the most that any slot must hold, the rest as above."""
+    """Plans a dispatch that reads its route, of `num_topk` and `num_experts` when it was made; `max_rows` is the most
+    that any slot must hold, the rest as above.
+    """
     num_tokens, hidden = shape
     row_bytes_of(hidden, dtype)
     num_scales, scale_dtype = scales or (0, torch.float32)
     return _cuda.DispatchPlan(
+        makes_route=False,
         num_ranks=num_ranks,
         num_tokens=num_tokens,
-        num_topk=0,
-        num_experts=0,
+        num_topk=num_topk,
+        num_experts=num_experts,
         has_weights=False,
         hidden=hidden,
         row_type=_ELEMENT_TYPES[dtype],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,17 +9,18 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 
-__all__ = ["PermuteState", "Route", "RouteMemory", "Sent", "address", "aligned"]
+__all__ = ["Chunk", "PermuteState", "Route", "RouteMemory", "Sent", "address", "aligned"]
 
 _INT_BYTES = 4
-_CHUNK_INTS = 1 << 20  # some ten routes of 4096 tokens
+_ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
+_CHUNK_BYTES = 16 << 20  # some forty routes of 4096 tokens, or eight of expert-major calls
 
 
 class Route(NamedTuple):
     """What the cuda engine keeps in a DispatchHandle.
 
     Attributes:
-        chunk: int32; the memory that the route is a piece of.
+        chunk: the memory that the route is a piece of.
         address: of the piece; csrc/layout/route_layout.h tells what stands in it.
         num_recv: rows of the result: what arrived, or the bound.
         max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
@@ -29,7 +29,7 @@ class Route(NamedTuple):
         num_from_away: rows that others send to this rank; likewise.
     """
 
-    chunk: Tensor
+    chunk: Chunk
     address: int
     num_recv: int
     max_recv: int
@@ -37,17 +37,51 @@ class Route(NamedTuple):
     num_sent_away: int
     num_from_away: int
 
-    def tensor(self, offset: int, *shape: int) -> Tensor:
-        """Returns the int32 that stand at an offset. It keeps the chunk, and is made faster than a view of it."""
-        capsule = _cuda.int32_capsule(self.chunk, self.address + _INT_BYTES * offset, shape, self.chunk.get_device())
-        tensor: Tensor = torch._C._from_dlpack(capsule)
-        return tensor
+
+class PermuteState(NamedTuple):
+    """What the cuda engine keeps in a PermuteHandle.
+
+    Attributes:
+        chunk: the memory that the places are a piece of.
+        places: address of ``[N, K]`` int32: the row of each copy of a received row, or −1.
+        waited: whether the host waited for the counts, so that there is no overflow.
+    """
+
+    chunk: Chunk
+    places: int
+    waited: bool
+
+
+class Chunk:
+    """Memory that pieces are cut from. It lives as long as somebody holds it, and belongs to the stream it was made on.
+
+    Args:
+        num_bytes: of the memory.
+        device: this rank's GPU.
+        stream: the current one.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, stream: int) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.num_left = num_bytes
+        self._end = self.memory.data_ptr() + num_bytes
+        self._streams = {stream}
+
+    def cut(self, num_bytes: int) -> int:
+        """Returns the address of the next piece."""
+        begin = self._end - self.num_left
+        self.num_left -= num_bytes
+        return begin
+
+    def note_use(self, stream: int) -> None:
+        """Must be called where `stream`, the current one, uses a piece: torch keeps the memory until it has."""
+        if stream not in self._streams:
+            self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
+            self._streams.add(stream)
 
 
 class RouteMemory:
-    """Cuts the memory of routes from chunks, for an allocation costs the host more than all the rest of a route.
-
-    A chunk is torch's and belongs to the stream that it was made on. It lives as long as a route in it.
+    """Cuts the memory of handles from chunks, for an allocation costs the host more than all the rest of a route.
 
     Args:
         device: this rank's GPU.
@@ -55,46 +89,24 @@ class RouteMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, Chunk] = {}
 
-    def take(self, num_ints: int, stream: int) -> tuple[Tensor, int]:
-        """Returns a chunk and the address of a piece of it, for use on the current stream."""
-        num_bytes = _INT_BYTES * num_ints
-        chunk = self._chunks.get(stream)
-        if chunk is None or chunk.next + num_bytes > chunk.end:
-            memory, begin = self.take_alone(max(num_ints, _CHUNK_INTS))
-            chunk = self._chunks[stream] = _Chunk(memory, begin, begin + memory.nbytes)
-        begin = chunk.next
-        chunk.next += num_bytes
-        return chunk.memory, begin
+    def take(self, num_ints: int, stream: int, *, alone: bool) -> tuple[Chunk, int]:
+        """Returns a chunk and the address of a piece of it.
 
-    def take_alone(self, num_ints: int) -> tuple[Tensor, int]:
-        """Likewise, but memory of its own: what a captured graph uses, nothing else may."""
-        memory = torch.empty(num_ints, dtype=torch.int32, device=self._device)
-        return memory, memory.data_ptr()
-
-
-@dataclass
-class _Chunk:
-    """Memory of one stream, and the addresses where its next piece begins and where it ends."""
-
-    memory: Tensor
-    next: int
-    end: int
-
-
-class PermuteState(NamedTuple):
-    """What the cuda engine keeps in a PermuteHandle.
-
-    Attributes:
-        places: ``[N, K]`` int32; row of each copy of a received row, or −1.
-        counts_at: where the counts with pads and without stand in the route's memory.
-        waited: whether the host waited for the counts, so that there is no overflow.
-    """
-
-    places: Tensor
-    counts_at: int
-    waited: bool
+        Args:
+            num_ints: of the piece.
+            stream: the current one, which writes it.
+            alone: no other piece is cut from the chunk: what a captured graph uses, nothing else may.
+        """
+        num_bytes = -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
+        if alone:
+            chunk = Chunk(num_bytes, self._device, stream)
+            return chunk, chunk.cut(num_bytes)
+        last = self._chunks.get(stream)
+        if last is None or last.num_left < num_bytes:
+            last = self._chunks[stream] = Chunk(max(num_bytes, _CHUNK_BYTES), self._device, stream)
+        return last, last.cut(num_bytes)
 
 
 class Sent(NamedTuple):
@@ -103,6 +115,7 @@ class Sent(NamedTuple):
     Attributes:
         plan: of the call.
         slot_idx: where its rows land.
+        stream: that it runs on.
         route: which it makes.
         num_rows: of the result.
         reported: ``[LE]`` int32 on the host; None where the host did not wait for them.
@@ -110,6 +123,7 @@ class Sent(NamedTuple):
 
     plan: _cuda.DispatchPlan
     slot_idx: int
+    stream: int
     route: Route
     num_rows: int
     reported: Tensor | None

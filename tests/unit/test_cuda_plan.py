@@ -44,7 +44,7 @@ def test_bytes_of_a_row() -> None:
     assert plan(has_weights=False).row_bytes == 2 * H + 8 * K
     assert plan(pad_multiple=1).row_bytes == 2 * H + 4 * K + 4 * K
     assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).row_bytes == H + 4 * 3 + 8 * K + 4 * K
-    cached = plan_cached_dispatch(NUM_RANKS, torch.Size((T, H)), torch.bfloat16, None, 0, 50, None)
+    cached = plan_cached_dispatch(NUM_RANKS, torch.Size((T, H)), torch.bfloat16, None, K, E, 0, 50, None)
     assert cached.row_bytes == 2 * H
     combined = plan_combine(torch.Size((70, H)), torch.bfloat16, T, K, None)
     assert combined.row_bytes == 2 * H + 4 * K

@@ -14,16 +14,19 @@ Columns columns(int num, TypePair type) {
   return {num, {static_cast<uint8_t>(type.first), static_cast<uint8_t>(type.second)}};
 }
 
-DispatchPlan dispatch_plan(int num_ranks, int num_tokens, int num_topk, int num_experts, bool has_weights, int hidden,
-                           TypePair row_type, int num_scales, TypePair scale_type, int range_first, int range_step,
-                           int range_size, int pad_multiple, int row_limit, bool waits_for_counts, int num_sms) {
+DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int num_topk, int num_experts,
+                           bool has_weights, int hidden, TypePair row_type, int num_scales, TypePair scale_type,
+                           int range_first, int range_step, int range_size, int pad_multiple, int row_limit,
+                           bool waits_for_counts, int num_sms) {
   const bool is_permuted = pad_multiple > 0;
   DispatchPlan plan{};
   plan.format.rows = columns(hidden, row_type);
-  plan.format.experts = columns(num_topk, {kInt, is_permuted ? 32 : 64});
+  plan.format.experts = columns(makes_route ? num_topk : 0, {kInt, is_permuted ? 32 : 64});
   plan.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
   plan.format.scales = columns(num_scales, scale_type);
   plan.route = make_route_layout(num_ranks, num_tokens, num_experts / num_ranks, num_topk, is_permuted);
+  plan.makes_route = makes_route;
+  plan.num_ranks = num_ranks;
   plan.num_tokens = num_tokens;
   plan.num_topk = num_topk;
   plan.num_experts = num_experts;
@@ -46,8 +49,8 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
 
 void add_plans(py::module_& module) {
   py::class_<DispatchPlan>(module, "DispatchPlan")
-      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("num_ranks"), py::arg("num_tokens"), py::arg("num_topk"),
-           py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
+      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_ranks"),
+           py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
            py::arg("num_sms"))
@@ -120,6 +123,17 @@ void add_communicator(py::module_& module) {
           },
           py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
           py::arg("route"), py::arg("slot_idx"), py::arg("stream"))
+      .def(
+          "duplicate",
+          [](Communicator& self, const DispatchPlan& plan, uintptr_t route, uintptr_t places, uintptr_t probs,
+             uintptr_t scales, int slot_idx, int num_rows, int num_recv, uintptr_t stream) {
+            self.duplicate(
+                plan,
+                {pointer<int32_t>(route), pointer<int32_t>(places), pointer<float>(probs), pointer<uint32_t>(scales)},
+                slot_idx, num_rows, num_recv, stream_of(stream));
+          },
+          py::arg("plan"), py::arg("route"), py::arg("places"), py::arg("probs"), py::arg("scales"),
+          py::arg("slot_idx"), py::arg("num_rows"), py::arg("num_recv"), py::arg("stream"))
       .def(
           "combine",
           [](Communicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
