@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.base_buffer import BaseBuffer, check_rows
-from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.base_buffer import BaseBuffer, as_rows, check_rows
+from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.layout import indices_to_map, map_to_indices, weights_to_probs, widest_token
@@ -132,6 +132,7 @@ class HybridEPBuffer(BaseBuffer):
             )
         )
         self.use_fp8 = use_fp8
+        self._passed = Passed()
         self._num_sms_dispatch = _num_sms("num_sms_dispatch_api", num_sms_dispatch_api)
         self._num_sms_combine = _num_sms("num_sms_combine_api", num_sms_combine_api)
         super().__init__(
@@ -200,8 +201,8 @@ class HybridEPBuffer(BaseBuffer):
             TimeoutError, TransportError: a rank was lost.
         """
         engine = self.engine
-        rows, as_bytes = self._rows(hidden, scaling_factor)
         if handle is not None:
+            rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
             self._check_handle(handle.dispatch, rows)
             weights = _weights_along(handle.topk_idx, handle.dispatch.num_experts, topk_weights, probs)
@@ -212,7 +213,9 @@ class HybridEPBuffer(BaseBuffer):
             routing = Routing(handle.topk_idx, weights, handle.dispatch.num_experts)
             bound: int | None = handle.recv_topk_idx.shape[0]
         else:
-            routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+            rows, as_bytes, routing = self._rows_and_routing(
+                hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
+            )
             bound = num_dispatched_tokens
             if bound is None and num_dispatched_tokens_tensor is not None:
                 name, dtypes = "num_dispatched_tokens_tensor", (torch.int32, torch.int64)
@@ -331,12 +334,11 @@ class HybridEPBuffer(BaseBuffer):
             given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
             bound = require_int("num_permuted_tokens", given, minimum=0)
         pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1)
-        rows, as_bytes = self._rows(hidden, scaling_factor)
         if use_fp8 is not None:
-            require(
-                use_fp8 == (rows.scales is not None), "use_fp8", use_fp8, f"{rows.scales is not None}, as hidden is"
-            )
+            is_fp8 = scaling_factor is not None
+            require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
         if handle is not None:
+            rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
             permute = handle.permute
             self._check_handle(permute.dispatch, rows)
@@ -359,7 +361,9 @@ class HybridEPBuffer(BaseBuffer):
             return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, handle.tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
-        routing = self._routing(rows, topk_idx, topk_weights, num_of_experts, probs, routing_map, no_sync=non_blocking)
+        rows, as_bytes, routing = self._rows_and_routing(
+            hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map, no_sync=non_blocking
+        )
         if num_of_experts_per_rank is not None:
             num_local = routing.num_experts // self.group_size
             require(
@@ -425,10 +429,40 @@ class HybridEPBuffer(BaseBuffer):
         combined = engine.combine_permuted(hidden, permute, probs=probs, num_sms=self._num_sms_combine)
         return combined.data, self._to_experts(combined.weights, handle.topk_idx, permute.dispatch.num_experts)
 
+    def _rows_and_routing(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int | None,
+        probs: Tensor | None,
+        routing_map: Tensor | None,
+        *,
+        no_sync: bool = False,
+    ) -> tuple[Rows, bool, Routing]:
+        """Checks what is sent, as `_rows` does, and where it goes, unless calls with the same traits have passed."""
+        config = self.configurer.buffer_config
+        expected = config.num_of_experts_per_rank * self.group_size
+        given = (
+            traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map),
+            config.hidden_dim,
+            config.max_num_of_tokens_per_rank,
+            expected,
+        )
+        if given in self._passed and num_experts in (None, expected):
+            assert topk_idx is not None
+            data, as_bytes = _as_e4m3(hidden, scaling_factor)
+            return as_rows(data, scaling_factor), as_bytes, Routing(topk_idx, topk_weights, expected)
+        rows, as_bytes = self._rows(hidden, scaling_factor)
+        routing = self._routing(rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync)
+        if topk_idx is not None and topk_idx.is_cuda:
+            self._passed.add(given)  # no value has been looked at
+        return rows, as_bytes, routing
+
     def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
         """Checks tokens; says whether they came as uint8, as they shall go out then."""
-        as_bytes = isinstance(hidden, Tensor) and hidden.dtype == torch.uint8 and scaling_factor is not None
-        data = hidden.view(torch.float8_e4m3fn) if as_bytes else hidden
+        data, as_bytes = _as_e4m3(hidden, scaling_factor)
         rows = check_rows("hidden", data, scaling_factor, device=self.engine.device)
         config = self.configurer.buffer_config
         num_tokens, size = rows.data.shape
@@ -507,6 +541,12 @@ def _weights_along(
         wanted, device = topk_idx.shape, topk_idx.device
         require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=wanted, device=device)
     return topk_weights
+
+
+def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, bool]:
+    """Rows in e4m3 where they came as uint8 with scales, and whether they did."""
+    as_bytes = scaling_factor is not None and isinstance(hidden, Tensor) and hidden.dtype == torch.uint8
+    return hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, as_bytes
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ __all__ = [
     "check_bad_arguments",
     "check_bad_expert",
     "check_graph",
+    "check_graph_by_expert",
     "check_growth",
     "check_kept_handles",
+    "check_other_streams",
     "check_overflow",
     "check_pool",
     "make_shared_buffer",
@@ -40,6 +43,13 @@ _shared: dict[str, hybrid_ep.Buffer] = {}
 
 def _buffer() -> hybrid_ep.Buffer:
     return hybrid_ep.Buffer(dist.group.WORLD, engine="cuda")
+
+
+def _hybrid_buffer(sent: Tokens) -> hybrid_ep.HybridEPBuffer:
+    num_tokens, hidden = sent.x[dist.get_rank()].shape
+    return hybrid_ep.HybridEPBuffer(
+        dist.group.WORLD, hidden, num_tokens, sent.num_experts // dist.get_world_size(), engine="cuda"
+    )
 
 
 def _arena(buffer: hybrid_ep.Buffer) -> Arena:
@@ -86,6 +96,44 @@ def check_graph(num_replays: int) -> None:
             check_returned(combined, home, drawn, rank, f"replay {seed}")
             if seed % 5 == 0:
                 _round_trip(buffer, drawn, f"eager call after replay {seed}")
+
+
+def check_graph_by_expert(num_replays: int) -> None:
+    """The same of expert-major calls; one of the captured calls takes a handle that was made before the capture."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    static = _draw(0)
+    x, topk_idx, weights = static.x[rank], static.topk_idx[rank], static.weights[rank]
+    with _hybrid_buffer(static) as hybrid:
+
+        def send() -> tuple[Any, ...]:
+            return hybrid.dispatch_with_permute(
+                hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=static.num_experts,
+                num_permuted_tokens=topk_idx.numel() * num_ranks, pad_multiple=4, non_blocking=True,
+            )  # fmt: skip
+
+        kept_rows, _, _, _, kept = send()
+        kept_home, _ = hybrid.combine_with_unpermute(hidden=kept_rows, handle=kept)
+
+        def step() -> list[Tensor]:
+            rows, probs, _, counts, handle = send()
+            home, home_probs = hybrid.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+            again = hybrid.dispatch_with_permute(hidden=x, handle=handle)[0]
+            kept_again, _ = hybrid.combine_with_unpermute(hidden=kept_rows, handle=kept)
+            assert home_probs is not None
+            return [rows, probs, counts, handle[-1], home, home_probs, again, kept_again]
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for seed in range(1, num_replays + 1):
+            drawn = _draw(seed)
+            for target, source in zip((x, topk_idx, weights), drawn[:3], strict=True):
+                target.copy_(source[rank])
+            graph.replay()
+            for got, want in zip(captured, step(), strict=True):
+                assert torch.equal(got, want), f"replay {seed}"
+            assert torch.equal(captured[-1], kept_home)
 
 
 def check_growth() -> None:
@@ -156,6 +204,46 @@ def check_kept_handles() -> None:
             assert torch.equal(handle[0], prefix)
 
 
+def check_other_streams() -> None:
+    """What a handle keeps is not given to others while a stream on which it was not made still uses it."""
+    rank = dist.get_rank()
+    sent = _draw(0)
+    x, topk_idx = sent.x[rank], sent.topk_idx[rank]
+    other = torch.cuda.Stream()
+    with _buffer() as buffer, _hybrid_buffer(sent) as hybrid:
+
+        def by_source() -> tuple[Tensor, Any]:
+            result = dispatch(buffer, sent, rank)
+            return result[0], result[4]
+
+        def by_expert() -> tuple[Tensor, Any]:
+            result = hybrid.dispatch_with_permute(hidden=x, topk_idx=topk_idx, num_of_experts=sent.num_experts)
+            return result[0], result[4]
+
+        calls: list[tuple[Any, Callable[[], tuple[Tensor, Any]], Callable[[Tensor, Any], object]]] = [
+            (buffer, by_source, lambda _, handle: buffer.dispatch(x, handle=handle)),
+            (buffer, by_source, lambda rows, handle: buffer.combine(rows, handle)),
+            (hybrid, by_expert, lambda _, handle: hybrid.dispatch_with_permute(hidden=x, handle=handle)),
+            (hybrid, by_expert, lambda rows, handle: hybrid.combine_with_unpermute(hidden=rows, handle=handle)),
+        ]
+        for owner, make, use in calls:
+            chunks = owner.engine._routes._chunks
+            chunks.clear()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            rows, handle = make()
+            (chunk,) = chunks.values()
+            begin, size = chunk.memory.data_ptr(), chunk.memory.nbytes
+            with torch.cuda.stream(other):
+                use(rows, handle)
+                torch.cuda._sleep(200_000_000)
+            del rows, handle, chunk
+            chunks.clear()
+            taken = torch.empty(size, dtype=torch.uint8, device="cuda")
+            assert taken.data_ptr() != begin
+            torch.cuda.synchronize()
+
+
 def check_bad_arguments() -> None:
     """What has passed its checks once does not let through what looks different."""
     rank = dist.get_rank()
@@ -191,6 +279,24 @@ def check_bad_arguments() -> None:
             with pytest.raises(hybrid_ep.ConfigError, match="allowed"):
                 buffer.dispatch(**good | {name: bad}, num_worst_tokens=1000)
         _round_trip(buffer, sent, "after bad arguments")
+    with _hybrid_buffer(sent) as hybrid:
+        by_expert = {"hidden": x, "topk_idx": topk_idx, "topk_weights": weights, "num_of_experts": sent.num_experts}
+        for _ in range(2):
+            hybrid.dispatch_with_permute(**by_expert)
+        for name, bad in [
+            ("hidden", x.float()),
+            ("hidden", x[1:]),
+            ("topk_idx", topk_idx.int()),
+            ("topk_idx", None),
+            ("topk_weights", weights[:, :2]),
+            ("num_of_experts", sent.num_experts + 1),
+            ("probs", weights),
+        ]:
+            with pytest.raises(hybrid_ep.ConfigError, match="allowed"):
+                hybrid.dispatch_with_permute(**by_expert | {name: bad})
+        hybrid.update_template_config(max_num_of_tokens_per_rank=x.shape[0] - 1)
+        with pytest.raises(hybrid_ep.ConfigError, match="max_num_of_tokens_per_rank"):
+            hybrid.dispatch_with_permute(**by_expert)
 
 
 def check_async() -> None:

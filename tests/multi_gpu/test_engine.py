@@ -78,8 +78,9 @@ def test_random_routings(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, random_routings.check_random_routings, 2000)
 
 
-def test_graph_replay(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, behaviour.check_graph, 40)
+@pytest.mark.parametrize("check", [behaviour.check_graph, behaviour.check_graph_by_expert])
+def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
+    run_gpus(NUM_GPUS, check, 40)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_graph_replay(run_gpus: RunGpus) -> None:
         behaviour.check_pool,
         behaviour.check_kept_handles,
         behaviour.check_async,
+        behaviour.check_other_streams,
         behaviour.check_overflow,
         behaviour.check_bad_expert,
         behaviour.check_bad_arguments,
