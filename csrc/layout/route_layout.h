@@ -7,8 +7,6 @@
 
 namespace hybrid_ep {
 
-constexpr int64_t kRouteAlignInts = 32;  // a cache line, for routes that stand side by side
-
 struct RouteLayout {
   int64_t rank_prefix;            // [R, R]; a route begins with it
   int64_t send_slot;              // [T, R]
@@ -40,7 +38,7 @@ inline RouteLayout make_route_layout(int num_ranks, int num_tokens, int num_loca
   layout.overflow = place(is_permuted ? 1 : 0);
   layout.first_mask = place(num_tokens);
   layout.expert_place = place(static_cast<int64_t>(num_tokens) * num_topk);
-  layout.num_ints = (offset + kRouteAlignInts - 1) / kRouteAlignInts * kRouteAlignInts;
+  layout.num_ints = offset;
   return layout;
 }
 

@@ -116,7 +116,7 @@ class Sent(NamedTuple):
         plan: of the call.
         slot_idx: where its rows land.
         stream: that it runs on.
-        route: which it makes.
+        route: which it makes or takes.
         num_rows: of the result.
         reported: ``[LE]`` int32 on the host; None where the host did not wait for them.
     """

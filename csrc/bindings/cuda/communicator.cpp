@@ -49,8 +49,8 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
 
 void add_plans(py::module_& module) {
   py::class_<DispatchPlan>(module, "DispatchPlan")
-      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_ranks"),
-           py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
+      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_ranks"), py::arg("num_tokens"),
+           py::arg("num_topk"), py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
            py::arg("num_sms"))
