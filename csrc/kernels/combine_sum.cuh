@@ -174,8 +174,10 @@ class PartialRows {
       load_places(token_ + stride_);
       if (params_.num_weights > 0) sum_weights(SourceWalk<kRanksPerLane, float>(weights));
       walk_ = SourceWalk<kRanksPerLane, uint8_t>(rows);
-      begin_ = 0;
-      if (!walk_.is_done()) return true;
+      if (!walk_.is_done()) {
+        begin_ = 0;
+        return true;
+      }
 #pragma unroll 1
       for (int offset = 16 * (threadIdx.x % 32); offset < params_.row_bytes; offset += 512) {
         float nothing[1][8] = {};
