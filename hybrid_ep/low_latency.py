@@ -170,9 +170,9 @@ class LowLatencyCalls(BaseBuffer):
             use_logfmt: not supported.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer(handle)` instead of `x`.
             async_finish: return before the current stream has waited for the result.
-            return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`. The same
-                at all ranks: without a hook, and from 32 tokens on, the rows of a token's experts on one rank are
-                summed and rounded to bf16 before they cross, for which the send waits for the source's weights.
+            return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`. Without
+                it, the rows that this rank's experts have of one token are summed and rounded to bf16 before they
+                cross, if the token's rank has 32 tokens or more; the send waits for that rank's weights.
             out: ``[T, H]`` bf16 to write to.
             combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
             overlap: start before the experts have finished; not supported.

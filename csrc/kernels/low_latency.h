@@ -45,7 +45,8 @@ struct ReturnRowsParams {
   const float* topk_weights;    // [T, K]
   int64_t* wait_stats;          // [R] or nullptr
   int num_tokens;
-  int min_tokens_to_sum;  // rows of one token of a source with as many tokens are summed before they cross
+  // Rows of one token of a source with as many tokens are summed before they cross; at least kMinTokensToSum.
+  int min_tokens_to_sum;
   LowLatencyWeights weights;
 };
 

@@ -8,8 +8,9 @@
 // row stands for each source, token and column. Where a token has several experts on one rank, their rows are summed
 // before they cross, into the first one's column. That needs the source's weights, which only combine is given: every
 // rank sends them first, and rows that stand alone leave while they are on their way. A source of few tokens gets every
-// row, because its weights would cost more time than the bytes save; so does every source where the receive is a launch
-// of its own, because such a send may not wait for another rank. The flag says from how many tokens on there are sums.
+// row, because its weights would cost more time than the bytes save; so does every source from a rank whose receive is
+// a launch of its own, because such a send may not wait for another rank. Each rank decides that by itself: its flag
+// says from how many tokens on its rows are sums.
 // Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
 #include <cuda_runtime.h>
 
@@ -98,10 +99,10 @@ __device__ float* weights_of(const ReturnRowsParams& params, int rank, int sourc
                                   source * params.weights.rank_bytes);
 }
 
-// Sends this rank's weights to the other ranks, a warp to each. Few tokens need none.
+// Sends this rank's weights to the other ranks, a warp to each, whether or not they sum. Few tokens need none.
 __device__ void send_weights(const ReturnRowsParams& params, const bool* present, uint32_t epoch) {
   const LowLatencyDomain& domain = params.domain;
-  if (params.num_tokens < params.min_tokens_to_sum) return;
+  if (params.num_tokens < kMinTokensToSum) return;
   const int lane = threadIdx.x % 32;
   // NOTE: the last vector may reach beyond the tensor, but not beyond the 16 bytes that its end stands in.
   const int num_vectors = (params.num_tokens * params.shape.num_topk + 3) / 4;

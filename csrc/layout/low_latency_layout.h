@@ -23,6 +23,8 @@ constexpr int kLowLatencyBuffers = 2;  // of each kind
 constexpr int kChannelsPerScale = 128;
 constexpr int kScalesPerWord = 4;  // packed UE8M0
 constexpr int64_t kLowLatencyAlignBytes = 128;
+// The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
+constexpr int kMinTokensToSum = 32;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
 
@@ -36,7 +38,7 @@ struct LowLatencyProgress {
 struct LowLatencyChannel {
   // Written by peers.
   // By i when all that it sends stands here: value << 32 | epoch. The value of a dispatch is i's number of tokens, that
-  // of a combine from how many tokens on i sums a token's rows before it sends them.
+  // of a combine how many tokens a source must have for i to sum each token's rows before it sends them.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights stand here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read

@@ -9,9 +9,9 @@ engine:
 * sums: the rows of one token's experts on one rank are summed in fp32 in ascending local expert order and rounded once
   to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop or the output, and
   across domains in ascending domain index. Bias is added in fp32 before the last rounding. Low-latency combine
-  multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order; for a source of
-  `min_tokens_to_sum` tokens and more, a rank that has several experts of a token first does the same with their rows,
-  rounds once to bf16, and the result stands in the place of the first. Weights and probabilities are summed in fp32.
+  multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order; for a source of as many tokens as
+  its `min_tokens_to_sum`, a rank that has several experts of a token first does the same with their rows, rounds once
+  to bf16, and the result stands in the place of the first. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
 rows, M the most tokens that a rank may send in low-latency mode.
@@ -340,8 +340,9 @@ class Engine(abc.ABC):
     ) -> Callable[[], None]:
         """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
 
-        For a source of at least `min_tokens_to_sum` tokens, rows of one token that are on one rank are summed before
-        they cross, for which the rank's kernel waits for the source. Equal at all ranks.
+        For a source of at least `min_tokens_to_sum` tokens, the rows of one token that are on this rank are summed
+        before they cross, for which the rank's kernel waits for the source. It is `MIN_TOKENS_TO_SUM` or more, or
+        `NO_SUMS`; ranks need not agree on it.
 
         Returns what waits for the rows; `out` is complete once it has run. Rows of masked ranks count as zero.
         """

@@ -140,8 +140,12 @@ class TorchLowLatency:
             for r, (token, column) in wanted.items():
                 copies[token, column] = rows[r]
             weights = torch.where(sent >= 0, topk_weights, 0.0)
-            if sent.shape[0] >= min_tokens_to_sum:
-                copies, weights = _sum_within_ranks(copies, weights, owner)
+            # Each rank tells from how many tokens on its rows come summed, and this one sums in its place.
+            minimum = torch.tensor([min_tokens_to_sum], device=data.device)
+            minima = exchange.all_gather("tokens from which on rows are summed", minimum, ranks, wait_stats)
+            for r, (their_minimum,) in zip(ranks, minima.tolist(), strict=True):
+                if sent.shape[0] >= their_minimum:
+                    copies, weights = _sum_rows_of(copies, weights, owner == r)
             out.copy_(_weighted_sum(copies, weights))
 
         return finish
@@ -155,26 +159,22 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _sum_within_ranks(rows: Tensor, weights: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_rows_of(rows: Tensor, weights: Tensor, is_there: Tensor) -> tuple[Tensor, Tensor]:
     """Sums the rows of each token that are on one rank, where there are several, into the first one's column.
 
     Args:
         rows: ``[T, K, H]`` bf16.
         weights: ``[T, K]`` float32.
-        owner: ``[T, K]``, the rank of each, or −1.
+        is_there: ``[T, K]``, whether the row is on the rank.
 
     Returns:
         Rows, and weights that are 1 for a sum and 0 for a row that went into one.
     """
-    result, new_weights = rows.clone(), weights.clone()
-    for k in range(rows.shape[1]):
-        same = (owner == owner[:, k : k + 1]) & (owner >= 0)
-        is_sum = same.sum(1) > 1
-        is_first = is_sum & ~same[:, :k].any(1)
-        total = _weighted_sum(rows, torch.where(same, weights, 0.0))
-        result[:, k] = torch.where(is_first.unsqueeze(1), total.to(rows.dtype), rows[:, k])
-        new_weights[:, k] = torch.where(is_first, 1.0, torch.where(is_sum, 0.0, weights[:, k]))
-    return result, new_weights
+    is_sum = is_there & (is_there.sum(1, keepdim=True) > 1)
+    is_first = is_sum & (is_sum.cumsum(1) == 1)
+    total = _weighted_sum(rows, torch.where(is_sum, weights, 0.0)).to(rows.dtype)
+    rows = torch.where(is_first.unsqueeze(2), total.unsqueeze(1), rows)
+    return rows, torch.where(is_first, 1.0, torch.where(is_sum, 0.0, weights))
 
 
 def _empty_packed(num_local: int, capacity: int, hidden: int, fp8: Fp8Format | None, device: torch.device) -> Rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +14,7 @@ from hybrid_ep.reference import Copy
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = ["FORMATS", "check_low_latency", "check_overlapping_batches"]
+__all__ = ["FORMATS", "check_low_latency", "check_mixed_hooks", "check_overlapping_batches"]
 
 FORMATS: dict[str, Fp8Format | None] = {
     "bf16": None,
@@ -39,21 +41,23 @@ def expert_output(case: Case, rank: int, capacity: int) -> Tensor:
     return y
 
 
-def expected_combine(case: Case, rank: int, *, hooked: bool) -> Tensor:
+def expected_combine(case: Case, rank: int, is_hooked: Callable[[int], bool]) -> Tensor:
     """Σ_k weight × row in float32, in top-k order, rounded once.
 
-    Without a hook, and of enough tokens, terms of experts on one rank are first summed and rounded.
+    Of enough tokens, terms of experts on one rank that has no hook are first summed and rounded.
     """
     inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
-    sums_first = not hooked and inputs.x.shape[0] >= MIN_TOKENS_TO_SUM
+    has_enough = inputs.x.shape[0] >= MIN_TOKENS_TO_SUM
     result = torch.zeros(inputs.x.shape, dtype=torch.bfloat16)
     for token, experts in enumerate(inputs.topk_idx.tolist()):
-        groups: dict[int, list[Tensor]] = {}
+        groups: dict[tuple[str, int], list[Tensor]] = {}
         for column, expert in enumerate(experts):
             if expert >= 0 and experts.index(expert) == column:
                 row = row_of(case.seed, expert, rank, token, case.hidden)
                 term = row.float() * inputs.topk_weights[token, column]
-                groups.setdefault(expert // num_local if sums_first else column, []).append(term)
+                owner = expert // num_local
+                group = ("rank", owner) if has_enough and not is_hooked(owner) else ("column", column)
+                groups.setdefault(group, []).append(term)
         total = torch.zeros(case.hidden)
         for terms in groups.values():
             partial = sum(terms, torch.zeros(case.hidden))
@@ -108,7 +112,7 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
             if hook is not None:
                 hook()
                 assert combined is out
-            equal(combined, expected_combine(case, rank, hooked=hooked), "combined_x")
+            equal(combined, expected_combine(case, rank, lambda _, hooked=hooked: hooked), "combined_x")
         equal(stats, 1 + 2 * torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "receive statistics")
         assert bool((waited >= 1 << 40).all()), waited
 
@@ -154,5 +158,29 @@ def check_overlapping_batches(case: Case, device: str = "cpu") -> None:
         assert hook_2 is not None
         hook_1()
         hook_2()
-        equal(out_1, expected_combine(case, rank, hooked=True), "first batch")
-        equal(out_2, expected_combine(case, rank, hooked=True), "second batch")
+        equal(out_1, expected_combine(case, rank, lambda _: True), "first batch")
+        equal(out_2, expected_combine(case, rank, lambda _: True), "second batch")
+
+
+def check_mixed_hooks(case: Case, device: str = "cpu") -> None:
+    """Every rank decides by itself whether it takes a hook, and so whether it sums what it sends."""
+    rank = dist.get_rank()
+    inputs = on(device, case.inputs(rank))
+    x = expert_output(case, rank, case.max_tokens * case.num_ranks).to(device)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        for call in range(4):
+
+            def is_hooked(r: int, call: int = call) -> bool:
+                return (r + call) % 2 == 0
+
+            _, _, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, return_recv_hook=is_hooked(rank)
+            )
+            if hook is not None:
+                hook()
+            combined, _, hook = buffer.low_latency_combine(
+                x, inputs.topk_idx, inputs.topk_weights, handle, return_recv_hook=is_hooked(rank)
+            )
+            if hook is not None:
+                hook()
+            equal(combined, expected_combine(case, rank, is_hooked), f"combined_x of call {call}")

@@ -43,6 +43,11 @@ def test_overlapping_batches(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_overlapping_batches, case, "cuda")
 
 
+@every_case
+def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
+    run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")
+
+
 @pytest.mark.parametrize(
     "check",
     [
