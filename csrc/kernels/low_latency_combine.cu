@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   const LowLatencyShape& shape = params.shape;
-  const Waiter waiter(domain.fault, KernelName::kLowLatencyCombine, domain.rank, domain.timeout_ns);
+  const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const int received = tid < domain.num_ranks ? params.num_received[tid] : 0;
   SegmentRing ring(stages + warp * kReturnStages * kSegmentBytes, barriers + warp * kReturnStages, kReturnStages,

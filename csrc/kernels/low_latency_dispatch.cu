@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
-  const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
+  const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyDispatch);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const int num_vectors = params.message.row_bytes / 16;
   const int num_words = params.message.num_scale_words;

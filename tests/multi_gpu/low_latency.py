@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "check_three_on_their_way",
     "check_two_batches",
     "lose_a_rank",
+    "lose_a_rank_between_its_flags",
 ]
 
 MAX_TOKENS = 64
@@ -234,3 +236,52 @@ def lose_a_rank(lost: int, timeout_s: float) -> int | None:
         for seed in range(5):
             _round_trip(buffer, _draw(seed), lost=lost)
     return told.value.peer
+
+
+def lose_a_rank_between_its_flags(timeout_s: float) -> str:
+    """The last rank is lost in a combine, when its weights stand at the first rank only and its rows nowhere.
+
+    The others wait for its weights, and the first waits for their rows; it must not give them up.
+    """
+    rank, lost, sent = dist.get_rank(), dist.get_world_size() - 1, _draw(0)
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, sent)
+        _round_trip(buffer, sent)
+        send = (sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
+        packed, _, handle, _, _ = buffer.low_latency_dispatch(*send, use_fp8=False)
+        assert isinstance(packed, Tensor)
+        torch.cuda.synchronize()
+        if rank == 0:
+            _raise_weights_flag_of(buffer, lost)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == lost:
+            return ""
+        if rank > 0:
+            time.sleep(0.1)  # the first rank's time is over first
+        with pytest.raises(hybrid_ep.TimeoutError) as told:  # noqa: PT012
+            buffer.low_latency_combine(packed, sent.topk_idx[rank], sent.weights[rank], handle)
+            torch.cuda.synchronize()
+            buffer.low_latency_dispatch(*send, use_fp8=False)
+        assert told.value.peer == lost
+        status = torch.zeros(dist.get_world_size(), dtype=torch.int32, device="cuda")
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [int(r == lost) for r in range(dist.get_world_size())]
+        for seed in range(5):
+            _round_trip(buffer, _draw(seed), lost=lost)
+            torch.cuda.synchronize()
+    return str(told.value)
+
+
+def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
+    """Writes what the peer's third combine would, where csrc/layout/low_latency_layout.h has it."""
+    from hybrid_ep import _cuda
+
+    memory: Tensor = buffer.engine._low_latency._memory.local  # type: ignore[attr-defined]
+    words = memory[: _cuda.low_latency_control_bytes].view(torch.int32)
+    num_ranks = _cuda.max_ranks
+    sent, weights_epoch, free_epoch, progress = 2 * num_ranks, num_ranks, num_ranks, 4
+    channel = sent + weights_epoch + free_epoch + progress
+    flag = words[2 * channel + sent + peer]
+    assert int(flag) == 1
+    flag += 1

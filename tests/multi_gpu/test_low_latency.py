@@ -80,3 +80,12 @@ def test_killed_rank() -> None:
             cluster.collect([lost], limit_s=60)
         assert list(ended.value.errors) == [lost]
         assert cluster.collect(survivors, limit_s=60) == [lost] * len(survivors)
+
+
+@needs_peer
+def test_a_rank_that_gave_another_up_is_not_given_up() -> None:
+    """A combine in which a rank is lost ends for all, each names it, and the calls after that succeed without it."""
+    with VirtualCluster(3, device="cuda", ranks_share_gpus=True) as cluster:
+        first, second, _ = cluster.run(low_latency.lose_a_rank_between_its_flags, 4.0, limit_s=60)
+    assert first.startswith("low_latency_combine: partial rows: rank 0")
+    assert second.startswith("low_latency_combine: weights: rank 1")
