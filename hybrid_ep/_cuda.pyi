@@ -204,6 +204,7 @@ def layout(
 ) -> None: ...
 
 low_latency_buffers: int
+low_latency_min_tokens_to_sum: int
 low_latency_control_bytes: int
 low_latency_masks_offset: int
 
@@ -214,55 +215,53 @@ class ScaleFormat(Enum):
     UE8M0 = ...
 
 class LowLatencyCapacity:
-    def covers(self, other: LowLatencyCapacity) -> bool: ...
     def united_with(self, other: LowLatencyCapacity) -> LowLatencyCapacity: ...
     @property
     def region_bytes(self) -> int: ...
 
-class LowLatencyShape:
-    def __init__(self, *, num_experts: int, num_topk: int, hidden: int, max_tokens: int) -> None: ...
+class LowLatencyPlan:
+    def __init__(
+        self, *, num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, format: ScaleFormat
+    ) -> None: ...
     @property
-    def num_topk(self) -> int: ...
-    def capacity(self, num_ranks: int) -> LowLatencyCapacity: ...
+    def capacity(self) -> LowLatencyCapacity: ...
+    @property
+    def num_ints(self) -> int: ...
+    def tensors(
+        self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 class LowLatencyRegion:
     def __init__(self, *, communicator: Communicator, memory: list[int], capacity: LowLatencyCapacity) -> None: ...
+    def covers(self, plan: LowLatencyPlan) -> bool: ...
+    @property
+    def was_captured(self) -> bool: ...
     def send_tokens(
         self,
-        *,
-        shape: LowLatencyShape,
-        format: ScaleFormat,
+        plan: LowLatencyPlan,
         buffer_idx: int,
         rows: int,
         topk_idx: int,
-        row_of: int,
         num_tokens: int,
+        results: int,
         stream: int,
     ) -> None: ...
     def receive_tokens(
         self,
-        *,
-        shape: LowLatencyShape,
-        format: ScaleFormat,
+        plan: LowLatencyPlan,
         buffer_idx: int,
         rows: int,
         scales: int,
-        count: int,
-        src_info: int,
-        layout_range: int,
-        row_of: int,
-        num_received: int,
+        results: int,
         wait_stats: int,
         stream: int,
     ) -> None: ...
     def return_rows(
         self,
-        *,
-        shape: LowLatencyShape,
+        plan: LowLatencyPlan,
         buffer_idx: int,
         rows: int,
-        row_of: int,
-        num_received: int,
+        results: int,
         topk_weights: int,
         num_tokens: int,
         min_tokens_to_sum: int,
@@ -271,8 +270,7 @@ class LowLatencyRegion:
     ) -> None: ...
     def sum_rows(
         self,
-        *,
-        shape: LowLatencyShape,
+        plan: LowLatencyPlan,
         buffer_idx: int,
         topk_idx: int,
         topk_weights: int,

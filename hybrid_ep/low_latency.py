@@ -7,6 +7,7 @@ combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.base_buffer import BaseBuffer
-from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor, unsupported
+from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits, unsupported
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, LowLatencyHandle
 from hybrid_ep.errors import ConfigError, TransportError
 from hybrid_ep.event import EventOverlap
@@ -35,6 +36,7 @@ class LowLatencyCalls(BaseBuffer):
 
     low_latency_mode: bool
     enable_shrink: bool
+    _passed: Passed
     _combine_buffer: tuple[LowLatencyHandle, Tensor] | None = None
 
     @staticmethod
@@ -104,39 +106,31 @@ class LowLatencyCalls(BaseBuffer):
                 without it.
         """
         self._require_low_latency()
-        capacity = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
+        max_tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
         num_local = self._num_local_experts(num_experts)
-        fp8 = Fp8Format(round_scale=round_scale, ue8m0=use_ue8m0) if use_fp8 else None
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
-        require(x.shape[0] <= capacity, "rows of x", x.shape[0], f"≤ num_max_dispatch_tokens_per_rank = {capacity}")
-        if use_fp8:
-            allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
-            require(x.shape[1] % CHANNELS_PER_SCALE == 0, "hidden of x", x.shape[1], allowed)
-        self._check_topk(topk_idx, None, num_experts, x.device)
-        require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
-        waits, stats = dispatch_wait_recv_cost_stats, cumulative_local_expert_recv_stats
-        self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
-        self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
+        fp8 = _fp8_format(use_fp8, round_scale, use_ue8m0)
+        stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        given = (traits(x, topk_idx, stats, waits), max_tokens, num_experts, use_fp8)
+        if given not in self._passed:
+            self._check_dispatched(x, topk_idx, max_tokens, num_experts, fp8)
+            self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
+            self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
+            if topk_idx.is_cuda:
+                self._passed.add(given)  # no value has been looked at
         self._check_return(async_finish, return_recv_hook)
 
         with self._comm_stream.scope(None, async_finish):
-            result = self.engine.low_latency_dispatch(
+            rows, counts, handle, finish = self.engine.low_latency_dispatch(
                 x,
                 topk_idx,
-                num_max_tokens_per_rank=capacity,
+                num_max_tokens_per_rank=max_tokens,
                 num_experts=num_experts,
                 fp8=fp8,
                 wait_stats=waits,
             )
-
-        def receive() -> None:
-            result.finish()
-            if stats is not None:
-                stats.add_(result.count)
-
-        packed = result.rows.data if result.rows.scales is None else (result.rows.data, result.rows.scales)
-        hook, event = self._receive(receive, async_finish, return_recv_hook, (x, topk_idx, *result.rows, result.count))
-        return packed, result.count, result.handle, event, hook
+            hook = self._receive(finish if stats is None else _then_add(finish, counts, stats), return_recv_hook)
+        event = self._comm_stream.finish(None, async_finish, (x, topk_idx, *rows, handle.memory))
+        return rows.data if rows.scales is None else (rows.data, rows.scales), counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -188,30 +182,28 @@ class LowLatencyCalls(BaseBuffer):
             TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`.
         """
         self._require_low_latency()
-        unsupported(use_logfmt=use_logfmt, overlap=overlap)
+        if use_logfmt or overlap:
+            unsupported(use_logfmt=use_logfmt, overlap=overlap)
         self._check_low_latency_handle(handle)
-        num_local = handle.num_experts // self.group_size
-        shape = (num_local, handle.num_max_tokens_per_rank * self.group_size, handle.hidden)
         if zero_copy:
             if self._combine_buffer is None or self._combine_buffer[0] is not handle:
                 raise ConfigError(
                     "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
                 )
             x = self._combine_buffer[1]
-        device = self.engine.device or handle.src_info.device
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape, device=device)
-        require(isinstance(topk_weights, Tensor), "topk_weights", type(topk_weights).__name__, "a torch.Tensor")
-        self._check_topk(topk_idx, topk_weights, handle.num_experts, device)
-        num_tokens, most = topk_idx.shape[0], handle.num_max_tokens_per_rank
-        require(num_tokens <= most, "rows of topk_idx", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {most}")
-        if out is None:
-            out = x.new_empty(num_tokens, handle.hidden)
-        require_tensor("out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, handle.hidden), device=device)
         waits = combine_wait_recv_cost_stats
-        self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, device)
+        given = (traits(x, topk_idx, topk_weights, out, waits), *_sizes(handle))
+        if given not in self._passed:
+            self._check_combined(x, topk_idx, topk_weights, handle, out)
+            self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
+            if topk_idx.is_cuda:
+                self._passed.add(given)
         self._check_return(async_finish, return_recv_hook)
+        if out is None:
+            out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=x.dtype, device=x.device)
+
         with self._comm_stream.scope(None, async_finish):
-            receive = self.engine.low_latency_combine(
+            finish = self.engine.low_latency_combine(
                 x,
                 topk_idx,
                 topk_weights,
@@ -220,8 +212,9 @@ class LowLatencyCalls(BaseBuffer):
                 min_tokens_to_sum=NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
                 wait_stats=waits,
             )
-        hook, event = self._receive(receive, async_finish, return_recv_hook, (x, topk_idx, topk_weights, out))
-        return out, event, hook
+            hook = self._receive(finish, return_recv_hook)
+        tensors = (x, topk_idx, topk_weights, handle.memory, out)
+        return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Returns ``[LE, M×R, H]`` bf16 for the experts to write to, for `low_latency_combine(zero_copy=True)`."""
@@ -272,38 +265,66 @@ class LowLatencyCalls(BaseBuffer):
         for rank in range(self.group_size):
             self.engine.set_masked(rank, False)
 
-    def _receive(
-        self, receive: Hook, async_finish: bool, return_recv_hook: bool, tensors: tuple[Tensor | None, ...]
-    ) -> tuple[Hook | None, EventOverlap]:
+    def _receive(self, finish: Hook, return_recv_hook: bool) -> Hook | None:
         """Receives now, or returns the hook that does."""
+        if not return_recv_hook:
+            self._finish(finish)
+            return None
         num_calls = 0
 
-        def receive_and_shrink() -> None:
+        def hook() -> None:
             nonlocal num_calls
             num_calls += 1
             # A second time would wait for what no rank sends, or take the place of a later call.
             require(num_calls == 1, "calls of a receive hook", num_calls, "1")
-            try:
-                receive()
-            except TransportError as error:
-                if self.enable_shrink and error.peer is not None:
-                    self.engine.set_masked(error.peer, True)
-                raise
+            self._finish(finish)
 
-        if return_recv_hook:
-            return receive_and_shrink, EventOverlap()
-        with self._comm_stream.scope(None, async_finish):
-            receive_and_shrink()
-        return None, self._comm_stream.finish(None, async_finish, tensors)
+        return hook
+
+    def _finish(self, finish: Hook) -> None:
+        """Receives; a rank that is lost is left out from now on, if the buffer may shrink."""
+        try:
+            finish()
+        except TransportError as error:
+            if self.enable_shrink and error.peer is not None:
+                self.engine.set_masked(error.peer, True)
+            raise
+
+    def _check_dispatched(
+        self, x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, fp8: Fp8Format | None
+    ) -> None:
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
+        num_tokens, hidden = x.shape
+        require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
+        if fp8 is not None:
+            allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
+            require(hidden % CHANNELS_PER_SCALE == 0, "hidden of x", hidden, allowed)
+        self._check_topk(topk_idx, None, num_experts, x.device)
+        require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+
+    def _check_combined(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
+    ) -> None:
+        most, hidden, num_experts = _sizes(handle)
+        device = self.engine.device or handle.src_info.device
+        shape = (num_experts // self.group_size, most * self.group_size, hidden)
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape, device=device)
+        require(isinstance(topk_weights, Tensor), "topk_weights", type(topk_weights).__name__, "a torch.Tensor")
+        self._check_topk(topk_idx, topk_weights, num_experts, device)
+        num_tokens = topk_idx.shape[0]
+        require(num_tokens <= most, "rows of topk_idx", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {most}")
+        if out is not None:
+            require_tensor("out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
 
     @staticmethod
     def _check_return(async_finish: bool, return_recv_hook: bool) -> None:
-        both = async_finish and return_recv_hook
-        require(not both, "async_finish and return_recv_hook", "both True", "one of them")
+        if async_finish and return_recv_hook:
+            require(False, "async_finish and return_recv_hook", "both True", "one of them")
 
     def _require_low_latency(self) -> None:
         _ = self.engine
-        require(self.low_latency_mode, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
+        if not self.low_latency_mode:
+            require(False, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
 
     def _require_shrink(self) -> None:
         self._require_low_latency()
@@ -318,6 +339,26 @@ class LowLatencyCalls(BaseBuffer):
     def _check_stats(stats: Tensor | None, name: str, dtype: torch.dtype, size: int, device: torch.device) -> None:
         if stats is not None:
             require_tensor(name, stats, dtypes=(dtype,), shape=(size,), device=device)
+
+
+@functools.cache
+def _fp8_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Fp8Format | None:
+    return Fp8Format(round_scale=round_scale, ue8m0=use_ue8m0) if use_fp8 else None
+
+
+def _then_add(finish: Hook, counts: Tensor, stats: Tensor) -> Hook:
+    """Also adds the rows that each expert has received."""
+
+    def receive() -> None:
+        finish()
+        stats.add_(counts)
+
+    return receive
+
+
+def _sizes(handle: LowLatencyHandle) -> tuple[int, int, int]:
+    """M, hidden and E."""
+    return handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts
 
 
 def _aligned(num_bytes: int) -> int:

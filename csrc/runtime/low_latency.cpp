@@ -1,8 +1,46 @@
 #include "runtime/low_latency.h"
 
 #include "common/check.h"
+#include "common/cuda_check.h"
+#include "runtime/dlpack.h"
+
+namespace py = pybind11;
 
 namespace hybrid_ep {
+
+LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ranks) {
+  const int64_t num_local = shape.num_experts / num_ranks;
+  const int64_t num_sources = static_cast<int64_t>(num_ranks) * shape.max_tokens;
+  LowLatencyResults results{};
+  results.counts = results.layout_range + 2 * num_local * num_ranks;
+  results.src_info = results.counts + num_local;
+  results.row_of = results.src_info + num_local * num_sources;
+  results.num_received = results.row_of + num_sources * shape.num_topk;
+  results.num_ints = (results.num_received + num_ranks + 1) / 2 * 2;
+  return results;
+}
+
+LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks) {
+  return {num_ranks,
+          shape,
+          format,
+          LowLatencyMessage::of(shape, format, num_ranks),
+          LowLatencyWeights::of(shape),
+          LowLatencyCapacity::of(shape, num_ranks),
+          LowLatencyResults::of(shape, num_ranks)};
+}
+
+py::tuple LowLatencyPlan::tensors(const py::object& memory, uintptr_t address, int device,
+                                  const py::object& from_dlpack) const {
+  const auto tensor = [&](int64_t begin, std::vector<int64_t> sizes, uint8_t bits) {
+    return from_dlpack(
+        make_capsule(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {}));
+  };
+  const int64_t num_local = shape.num_experts / num_ranks;
+  return py::make_tuple(tensor(results.counts, {num_local}, 32),
+                        tensor(results.src_info, {num_local, static_cast<int64_t>(shape.max_tokens) * num_ranks}, 32),
+                        tensor(results.layout_range, {num_local, num_ranks}, 64));
+}
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                                    const LowLatencyCapacity& capacity)
@@ -18,10 +56,13 @@ LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::
   for (int r = 0; r < domain.num_ranks; ++r) domain_.region[r] = reinterpret_cast<uint8_t*>(memory[r]);
 }
 
-LowLatencyDomain LowLatencyRegion::domain_of(const LowLatencyShape& shape, LowLatencyKind kind, int buffer_idx) const {
-  require(capacity_.covers(LowLatencyCapacity::of(shape, domain_.num_ranks)), "tokens of a rank", shape.max_tokens,
-          "what the region was made for");
+LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
+                                         cudaStream_t stream) {
+  require(covers(plan), "tokens of a rank", plan.shape.max_tokens, "what the region was made for");
   require(buffer_idx >= 0 && buffer_idx < kLowLatencyBuffers, "buffer_idx", buffer_idx, "0 or 1");
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  was_captured_ |= status != cudaStreamCaptureStatusNone;
   LowLatencyDomain domain = domain_;
   domain.kind = kind;
   domain.buffer_idx = buffer_idx;
@@ -29,27 +70,66 @@ LowLatencyDomain LowLatencyRegion::domain_of(const LowLatencyShape& shape, LowLa
   return domain;
 }
 
-void LowLatencyRegion::send_tokens(SendTokensParams& params, int buffer_idx, cudaStream_t stream) const {
-  params.domain = domain_of(params.shape, LowLatencyKind::kDispatch, buffer_idx);
-  params.message = LowLatencyMessage::of(params.shape, params.format, domain_.num_ranks);
+void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
+                                   const int64_t* topk_idx, int num_tokens, int32_t* results, cudaStream_t stream) {
+  SendTokensParams params{};
+  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.message = plan.message;
+  params.format = plan.format;
+  params.rows = rows;
+  params.topk_idx = topk_idx;
+  params.row_of = results + plan.results.row_of;
+  params.num_tokens = num_tokens;
   launch_send_tokens(params, num_device_sms_, stream);
 }
 
-void LowLatencyRegion::receive_tokens(ReceiveTokensParams& params, int buffer_idx, ScaleFormat format,
-                                      cudaStream_t stream) const {
-  params.domain = domain_of(params.shape, LowLatencyKind::kDispatch, buffer_idx);
-  params.message = LowLatencyMessage::of(params.shape, format, domain_.num_ranks);
+void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
+                                      int32_t* results, int64_t* wait_stats, cudaStream_t stream) {
+  ReceiveTokensParams params{};
+  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.message = plan.message;
+  params.rows = rows;
+  params.scales = scales;
+  params.count = results + plan.results.counts;
+  params.src_info = results + plan.results.src_info;
+  params.layout_range = reinterpret_cast<int64_t*>(results + plan.results.layout_range);
+  params.row_of = results + plan.results.row_of;
+  params.num_received = results + plan.results.num_received;
+  params.wait_stats = wait_stats;
   launch_receive_tokens(params, num_device_sms_, stream);
 }
 
-void LowLatencyRegion::return_rows(ReturnRowsParams& params, int buffer_idx, cudaStream_t stream) const {
-  params.domain = domain_of(params.shape, LowLatencyKind::kCombine, buffer_idx);
-  params.weights = LowLatencyWeights::of(params.shape);
+void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
+                                   const int32_t* results, const float* topk_weights, int num_tokens,
+                                   int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+  require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
+  ReturnRowsParams params{};
+  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.rows = rows;
+  params.row_of = results + plan.results.row_of;
+  params.num_received = results + plan.results.num_received;
+  params.topk_weights = topk_weights;
+  params.wait_stats = wait_stats;
+  params.num_tokens = num_tokens;
+  params.min_tokens_to_sum = min_tokens_to_sum;
+  params.weights = plan.weights;
   launch_return_rows(params, num_device_sms_, stream);
 }
 
-void LowLatencyRegion::sum_rows(SumRowsParams& params, int buffer_idx, cudaStream_t stream) const {
-  params.domain = domain_of(params.shape, LowLatencyKind::kCombine, buffer_idx);
+void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
+                                const float* topk_weights, uint8_t* out, int num_tokens, int64_t* wait_stats,
+                                cudaStream_t stream) {
+  SumRowsParams params{};
+  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.topk_idx = topk_idx;
+  params.topk_weights = topk_weights;
+  params.out = out;
+  params.wait_stats = wait_stats;
+  params.num_tokens = num_tokens;
   launch_sum_rows(params, stream);
 }
 

@@ -1,8 +1,11 @@
 // One region of symmetric memory, and the low-latency calls that go through it.
 //
 // Calls are collective, in the same order at all ranks and on one stream at a time, which the caller ensures; between
-// the two launches of a call there may be others. Nothing here allocates memory or synchronises the device.
+// the two launches of a call there may be others. What calls of one size have in common is a plan, made by the first of
+// them and kept by the caller. Nothing here allocates memory or synchronises the device.
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <vector>
@@ -12,6 +15,36 @@
 
 namespace hybrid_ep {
 
+// What a dispatch leaves beside its rows, in one piece of memory: where each part begins, in int32. Legend: LE local
+// experts, R ranks, M most tokens of a rank, K top-k.
+struct LowLatencyResults {
+  int64_t layout_range = 0;  // [LE, R] int64, first for its alignment
+  int64_t counts;            // [LE]
+  int64_t src_info;          // [LE, M×R]
+  int64_t row_of;            // [R, M, K]
+  int64_t num_received;      // [R]
+  int64_t num_ints;          // a multiple of 2
+
+  static LowLatencyResults of(const LowLatencyShape& shape, int num_ranks);
+};
+
+struct LowLatencyPlan {
+  int num_ranks;
+  LowLatencyShape shape;
+  ScaleFormat format;
+  LowLatencyMessage message;
+  LowLatencyWeights weights;
+  LowLatencyCapacity capacity;
+  LowLatencyResults results;
+
+  static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
+
+  // Tensors over what callers see of the results: counts, src_info and layout_range. Each keeps `memory`, which is at
+  // the address; `from_dlpack` makes a tensor of a capsule.
+  pybind11::tuple tensors(const pybind11::object& memory, uintptr_t address, int device,
+                          const pybind11::object& from_dlpack) const;
+};
+
 class LowLatencyRegion {
  public:
   // `memory` are the ranks' regions as this process maps them, each of capacity.region_bytes() and zero before any rank
@@ -19,19 +52,31 @@ class LowLatencyRegion {
   LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                    const LowLatencyCapacity& capacity);
 
-  // The two halves of dispatch and of combine. The caller fills everything but the domain, the message and the shape of
-  // the launch.
-  void send_tokens(SendTokensParams& params, int buffer_idx, cudaStream_t stream) const;
-  void receive_tokens(ReceiveTokensParams& params, int buffer_idx, ScaleFormat format, cudaStream_t stream) const;
-  void return_rows(ReturnRowsParams& params, int buffer_idx, cudaStream_t stream) const;
-  void sum_rows(SumRowsParams& params, int buffer_idx, cudaStream_t stream) const;
+  bool covers(const LowLatencyPlan& plan) const { return capacity_.covers(plan.capacity); }
+
+  // Whether a captured stream used the region, so that a graph has its addresses.
+  bool was_captured() const { return was_captured_; }
+
+  // The two halves of dispatch and of combine. `results` is memory as the plan lays it out; kernels/low_latency.h tells
+  // the shapes of the rest. Wait statistics and scales may be nullptr.
+  void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
+                   int num_tokens, int32_t* results, cudaStream_t stream);
+  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
+                      int64_t* wait_stats, cudaStream_t stream);
+  void return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,
+                   const float* topk_weights, int num_tokens, int min_tokens_to_sum, int64_t* wait_stats,
+                   cudaStream_t stream);
+  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
+                uint8_t* out, int num_tokens, int64_t* wait_stats, cudaStream_t stream);
 
  private:
-  LowLatencyDomain domain_of(const LowLatencyShape& shape, LowLatencyKind kind, int buffer_idx) const;
+  // How a launch on the stream sees the ranks and one buffer.
+  LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
 
   LowLatencyDomain domain_{};
   LowLatencyCapacity capacity_;
   int num_device_sms_;
+  bool was_captured_ = false;
 };
 
 }  // namespace hybrid_ep

@@ -132,6 +132,8 @@ class LowLatencyHandle(NamedTuple):
         hidden: H.
         num_experts: E.
         grid: the geometry it was made for.
+        memory: in which all that the dispatch returns beside its rows stands; what another stream uses of that is
+            recorded on this tensor.
         state: what the engine keeps for itself.
     """
 
@@ -141,6 +143,7 @@ class LowLatencyHandle(NamedTuple):
     hidden: int
     num_experts: int
     grid: RankGrid
+    memory: Tensor
     state: Any
 
 
@@ -186,19 +189,18 @@ class Combined(NamedTuple):
     weights: Tensor | None
 
 
-@dataclass(frozen=True)
-class LowLatencyDispatched:
+class LowLatencyDispatched(NamedTuple):
     """Result of `Engine.low_latency_dispatch`; complete once `finish` of the call has run.
 
     Attributes:
         rows: ``[LE, M×R, H]`` and, for FP8, scales strided column-major; rows after an expert's count are undefined.
-        count: ``[LE]`` int32.
+        counts: ``[LE]`` int32.
         handle: for `low_latency_combine`.
         finish: waits for the rows to arrive on the current stream; call exactly once.
     """
 
     rows: Rows
-    count: Tensor
+    counts: Tensor
     handle: LowLatencyHandle
     finish: Callable[[], None]
 

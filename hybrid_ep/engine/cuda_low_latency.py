@@ -8,8 +8,9 @@ has been launched nevertheless, so ranks that notice at different times stay in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -26,19 +27,77 @@ from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
 
 __all__ = ["CudaLowLatency"]
 
+_MAX_PLANS = 1024
 
-class _State(NamedTuple):
-    """Kept in a LowLatencyHandle.
+
+class _Plan(NamedTuple):
+    """What calls of one size and format have in common: made by the first of them, looked up by those that follow.
 
     Attributes:
-        shape: of the dispatch.
-        row_of: ``[R, M, K]`` int32; the packed row (expert × M×R + place) of each source's token and column, or −1.
-        num_received: ``[R]`` int32; tokens of each source.
+        native: the plan of the kernels.
+        num_topk: K.
+        rows, row_type: ``[LE, M×R, H]``.
+        scales, scale_strides, scale_type: ``[LE, M×R, W]``, column-major; None without FP8.
+        num_ints: of the memory that a dispatch fills beside its rows.
     """
 
-    shape: _cuda.LowLatencyShape
-    row_of: Tensor
-    num_received: Tensor
+    native: _cuda.LowLatencyPlan
+    num_topk: int
+    rows: tuple[int, int, int]
+    row_type: torch.dtype
+    scales: tuple[int, int, int] | None
+    scale_strides: tuple[int, int, int]
+    scale_type: torch.dtype
+    num_ints: int
+
+
+@functools.lru_cache(_MAX_PLANS)
+def _plan(
+    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fp8: Fp8Format | None
+) -> _Plan:
+    """Plans calls of this size.
+
+    Raises:
+        ConfigError: more experts than the kernels take, or rows that they cannot move.
+    """
+    row_bytes = hidden * torch.bfloat16.itemsize
+    if row_bytes % _cuda.row_align_bytes or not 0 < row_bytes <= _cuda.max_row_bytes:
+        raise ConfigError(
+            f"hidden is {hidden}; allowed with the cuda engine: multiples of "
+            f"{_cuda.row_align_bytes // torch.bfloat16.itemsize} up to {_cuda.max_row_bytes // torch.bfloat16.itemsize}"
+        )
+    if num_experts > _cuda.max_experts:
+        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    num_local, capacity = num_experts // num_ranks, max_tokens * num_ranks
+    native = _cuda.LowLatencyPlan(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=hidden,
+        max_tokens=max_tokens,
+        format=_scale_format(fp8),
+    )
+    num_words = 0 if fp8 is None else hidden // CHANNELS_PER_SCALE
+    if fp8 is not None and fp8.ue8m0:
+        num_words = -(-num_words // SCALES_PER_WORD)
+    return _Plan(
+        native,
+        num_topk,
+        (num_local, capacity, hidden),
+        torch.bfloat16 if fp8 is None else torch.float8_e4m3fn,
+        None if fp8 is None else (num_local, capacity, num_words),
+        (num_words * capacity, 1, capacity),
+        torch.int32 if fp8 is not None and fp8.ue8m0 else torch.float32,
+        native.num_ints,
+    )
+
+
+def _scale_format(fp8: Fp8Format | None) -> _cuda.ScaleFormat:
+    if fp8 is None:
+        return _cuda.ScaleFormat.NONE
+    if fp8.ue8m0:
+        return _cuda.ScaleFormat.UE8M0
+    return _cuda.ScaleFormat.POWER_OF_TWO if fp8.round_scale else _cuda.ScaleFormat.FLOAT
 
 
 @dataclass
@@ -46,22 +105,19 @@ class _Buffers:
     """Which buffers of one kind are in use: sent into and not yet received from."""
 
     next_idx: int = 0
-    in_flight: tuple[bool, ...] = (False,) * _cuda.low_latency_buffers
+    in_flight: list[bool] = field(default_factory=lambda: [False] * _cuda.low_latency_buffers)
 
     def take(self, what: str) -> int:
         idx = self.next_idx
         if self.in_flight[idx]:
             allowed = f"at most {len(self.in_flight)} whose hook has not been called"
             raise ConfigError(f"{what} calls on their way are {len(self.in_flight) + 1}; allowed: {allowed}")
-        self._mark(idx, True)
+        self.in_flight[idx] = True
         self.next_idx = (idx + 1) % len(self.in_flight)
         return idx
 
     def give_back(self, idx: int) -> None:
-        self._mark(idx, False)
-
-    def _mark(self, idx: int, value: bool) -> None:
-        self.in_flight = tuple(value if i == idx else old for i, old in enumerate(self.in_flight))
+        self.in_flight[idx] = False
 
 
 class CudaLowLatency:
@@ -87,11 +143,11 @@ class CudaLowLatency:
     ) -> None:
         self._group, self._grid, self._device = group, grid, device
         self._communicator, self._order, self._raise_fault = communicator, order, raise_fault
+        self._index: int = device.index
         self._masked: set[int] = set()
         self._memory: SymmetricMemory | None = None
         self._region: _cuda.LowLatencyRegion | None = None
         self._capacity: _cuda.LowLatencyCapacity | None = None
-        self._is_captured = False
         self._captured: list[SymmetricMemory] = []
         self._dispatches, self._combines = _Buffers(), _Buffers()
 
@@ -104,69 +160,34 @@ class CudaLowLatency:
         fp8: Fp8Format | None,
         wait_stats: Tensor | None,
     ) -> LowLatencyDispatched:
-        hidden = data.shape[1]
-        row_bytes = hidden * data.dtype.itemsize
-        if row_bytes % _cuda.row_align_bytes or not 0 < row_bytes <= _cuda.max_row_bytes:
-            raise ConfigError(
-                f"hidden is {hidden}; allowed with the cuda engine: multiples of "
-                f"{_cuda.row_align_bytes // data.dtype.itemsize} up to {_cuda.max_row_bytes // data.dtype.itemsize}"
-            )
-        if num_experts > _cuda.max_experts:
-            raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-        shape = _cuda.LowLatencyShape(
-            num_experts=num_experts, num_topk=topk_idx.shape[1], hidden=hidden, max_tokens=num_max_tokens_per_rank
-        )
-        region = self._ensure(shape)
-        num_local = num_experts // self._grid.num_ranks
-        capacity = num_max_tokens_per_rank * self._grid.num_ranks
-        rows = self._empty_packed(num_local, capacity, hidden, fp8)
-        count = torch.empty(num_local, dtype=torch.int32, device=self._device)
-        layout_range = torch.empty(num_local, self._grid.num_ranks, dtype=torch.int64, device=self._device)
-        src_info = torch.empty(num_local, capacity, dtype=torch.int32, device=self._device)
-        row_of = torch.empty(capacity, shape.num_topk, dtype=torch.int32, device=self._device)
-        num_received = torch.empty(self._grid.num_ranks, dtype=torch.int32, device=self._device)
-        handle = LowLatencyHandle(
-            src_info,
-            layout_range,
-            num_max_tokens_per_rank,
-            hidden,
-            num_experts,
-            self._grid,
-            _State(shape, row_of, num_received),
-        )
-        scale_format = _scale_format(fp8)
-        buffer_idx = self._dispatches.take("low_latency_dispatch")
+        num_tokens, hidden = data.shape
+        plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fp8)
+        region, native = self._region_for(plan), plan.native
+        rows = self._empty_rows(plan)
+        results = torch.empty(plan.num_ints, dtype=torch.int32, device=self._device)
+        at = results.data_ptr()
+        counts, src_info, layout_range = native.tensors(results, at, self._index, torch._C._from_dlpack)
+        sizes = num_max_tokens_per_rank, hidden, num_experts
+        handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, results, plan)
+        buffers = self._dispatches
+        idx = buffers.take("low_latency_dispatch")
         data = aligned(data)
-        region.send_tokens(
-            shape=shape,
-            format=scale_format,
-            buffer_idx=buffer_idx,
-            rows=data.data_ptr(),
-            topk_idx=topk_idx.data_ptr(),
-            row_of=row_of.data_ptr(),
-            num_tokens=data.shape[0],
-            stream=self._order(),
-        )
+        region.send_tokens(native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, at, self._order())
 
         def finish() -> None:
-            self._dispatches.give_back(buffer_idx)
+            buffers.give_back(idx)
             region.receive_tokens(
-                shape=shape,
-                format=scale_format,
-                buffer_idx=buffer_idx,
-                rows=rows.data.data_ptr(),
-                scales=address(rows.scales),
-                count=count.data_ptr(),
-                src_info=src_info.data_ptr(),
-                layout_range=layout_range.data_ptr(),
-                row_of=row_of.data_ptr(),
-                num_received=num_received.data_ptr(),
-                wait_stats=address(wait_stats),
-                stream=self._order(),
+                native,
+                idx,
+                rows.data.data_ptr(),
+                address(rows.scales),
+                results.data_ptr(),
+                address(wait_stats),
+                self._order(),
             )
             self._raise_new_fault()
 
-        return LowLatencyDispatched(rows, count, handle, finish)
+        return LowLatencyDispatched(rows, counts, handle, finish)
 
     def combine(
         self,
@@ -178,38 +199,37 @@ class CudaLowLatency:
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
-        state: _State = handle.state
-        if topk_idx.shape[1] != state.shape.num_topk:
-            raise ConfigError(
-                f"top-k (columns of topk_idx) is {topk_idx.shape[1]}; allowed: {state.shape.num_topk}, as dispatched"
-            )
-        region = self._ensure(state.shape)
-        buffer_idx = self._combines.take("low_latency_combine")
+        plan: _Plan = handle.state
+        num_tokens, num_topk = topk_idx.shape
+        if num_topk != plan.num_topk:
+            raise ConfigError(f"top-k (columns of topk_idx) is {num_topk}; allowed: {plan.num_topk}, as dispatched")
+        region, native = self._region_for(plan), plan.native
+        buffers = self._combines
+        idx = buffers.take("low_latency_combine")
         data, weights, target = aligned(data), aligned(topk_weights), aligned(out)
         region.return_rows(
-            shape=state.shape,
-            buffer_idx=buffer_idx,
-            rows=data.data_ptr(),
-            row_of=state.row_of.data_ptr(),
-            num_received=state.num_received.data_ptr(),
-            topk_weights=weights.data_ptr(),
-            num_tokens=topk_idx.shape[0],
-            min_tokens_to_sum=min_tokens_to_sum,
-            wait_stats=address(wait_stats),
-            stream=self._order(),
+            native,
+            idx,
+            data.data_ptr(),
+            handle.memory.data_ptr(),
+            weights.data_ptr(),
+            num_tokens,
+            min_tokens_to_sum,
+            address(wait_stats),
+            self._order(),
         )
 
         def finish() -> None:
-            self._combines.give_back(buffer_idx)
+            buffers.give_back(idx)
             region.sum_rows(
-                shape=state.shape,
-                buffer_idx=buffer_idx,
-                topk_idx=topk_idx.data_ptr(),
-                topk_weights=weights.data_ptr(),
-                out=target.data_ptr(),
-                num_tokens=topk_idx.shape[0],
-                wait_stats=address(wait_stats),
-                stream=self._order(),
+                native,
+                idx,
+                topk_idx.data_ptr(),
+                weights.data_ptr(),
+                target.data_ptr(),
+                num_tokens,
+                address(wait_stats),
+                self._order(),
             )
             if target is not out:
                 out.copy_(target)
@@ -252,16 +272,15 @@ class CudaLowLatency:
             if error.peer not in self._masked:
                 raise
 
-    def _ensure(self, shape: _cuda.LowLatencyShape) -> _cuda.LowLatencyRegion:
+    def _region_for(self, plan: _Plan) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
-        needed = shape.capacity(self._grid.num_ranks)
-        if self._capacity is None or not self._capacity.covers(needed):
-            self._allocate(needed if self._capacity is None else needed.united_with(self._capacity))
-        assert self._region is not None
-        self._is_captured |= torch.cuda.is_current_stream_capturing()
+        if self._region is None or not self._region.covers(plan.native):
+            self._region = self._allocate(plan.native.capacity)
         return self._region
 
-    def _allocate(self, capacity: _cuda.LowLatencyCapacity) -> None:
+    def _allocate(self, capacity: _cuda.LowLatencyCapacity) -> _cuda.LowLatencyRegion:
+        if self._capacity is not None:
+            capacity = capacity.united_with(self._capacity)
         asked = f"a call needs {capacity.region_bytes} bytes of low-latency memory, more than there are"
         if torch.cuda.is_current_stream_capturing():
             raise ConfigError(f"{asked}; allowed in a capture: sizes that were called with before it")
@@ -274,33 +293,20 @@ class CudaLowLatency:
         torch.cuda.synchronize(self._device)
         if self._group is not None:
             dist.barrier(self._group)
-        if self._is_captured and self._memory is not None:
+        if self._region is not None and self._region.was_captured and self._memory is not None:
             self._captured.append(self._memory)  # graphs have its addresses
-            self._is_captured = False
         self._memory = SymmetricMemory.allocate(capacity.region_bytes, self._group, self._device)
-        self._region = _cuda.LowLatencyRegion(
-            communicator=self._communicator, memory=self._memory.addresses, capacity=capacity
-        )
         self._capacity = capacity
         self._dispatches, self._combines = _Buffers(), _Buffers()
+        return _cuda.LowLatencyRegion(communicator=self._communicator, memory=self._memory.addresses, capacity=capacity)
 
-    def _empty_packed(self, num_local: int, capacity: int, hidden: int, fp8: Fp8Format | None) -> Rows:
-        """Uninitialised packed rows; scales are strided column-major."""
-        if fp8 is None:
-            return Rows(torch.empty(num_local, capacity, hidden, dtype=torch.bfloat16, device=self._device))
-        data = torch.empty(num_local, capacity, hidden, dtype=torch.float8_e4m3fn, device=self._device)
-        num_words, dtype = hidden // CHANNELS_PER_SCALE, torch.float32
-        if fp8.ue8m0:
-            num_words, dtype = -(-num_words // SCALES_PER_WORD), torch.int32
-        return Rows(data, torch.empty(num_local, num_words, capacity, dtype=dtype, device=self._device).transpose(1, 2))
-
-
-def _scale_format(fp8: Fp8Format | None) -> _cuda.ScaleFormat:
-    if fp8 is None:
-        return _cuda.ScaleFormat.NONE
-    if fp8.ue8m0:
-        return _cuda.ScaleFormat.UE8M0
-    return _cuda.ScaleFormat.POWER_OF_TWO if fp8.round_scale else _cuda.ScaleFormat.FLOAT
+    def _empty_rows(self, plan: _Plan) -> Rows:
+        """Uninitialised packed rows."""
+        rows = torch.empty(plan.rows, dtype=plan.row_type, device=self._device)
+        if plan.scales is None:
+            return Rows(rows)
+        scales = torch.empty_strided(plan.scales, plan.scale_strides, dtype=plan.scale_type, device=self._device)
+        return Rows(rows, scales)
 
 
 def _refuse() -> NoReturn:

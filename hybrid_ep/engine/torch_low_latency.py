@@ -63,7 +63,8 @@ class TorchLowLatency:
         src_info = torch.full((num_local, capacity), -1, dtype=torch.int32, device=device)
         layout_range = torch.zeros(num_local, grid.num_ranks, dtype=torch.int64, device=device)
         state = _State(topk_idx, ranks)
-        handle = LowLatencyHandle(src_info, layout_range, num_max_tokens_per_rank, hidden, num_experts, grid, state)
+        sizes = num_max_tokens_per_rank, hidden, num_experts
+        handle = LowLatencyHandle(src_info, layout_range, *sizes, grid, count, state)
 
         def finish() -> None:
             rows = Rows(*cast_to_fp8(data, fp8)) if fp8 is not None else Rows(data)

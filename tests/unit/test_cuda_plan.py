@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer, ConfigError
+from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch
@@ -86,5 +87,38 @@ def test_the_size_hint_of_low_latency_calls_suffices(
 
     hint = Buffer.get_low_latency_rdma_size_hint(num_tokens, hidden, num_ranks, num_experts)
     for num_topk in range(1, min(32, num_experts) + 1):
-        shape = _cuda.LowLatencyShape(num_experts=num_experts, num_topk=num_topk, hidden=hidden, max_tokens=num_tokens)
-        assert shape.capacity(num_ranks).region_bytes <= hint
+        plan = _cuda.LowLatencyPlan(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            hidden=hidden,
+            max_tokens=num_tokens,
+            format=_cuda.ScaleFormat.NONE,
+        )
+        assert plan.capacity.region_bytes <= hint
+
+
+def test_low_latency_kernels_send_weights_where_ranks_may_sum() -> None:
+    from hybrid_ep import _cuda
+
+    assert _cuda.low_latency_min_tokens_to_sum == MIN_TOKENS_TO_SUM
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts", "num_topk", "max_tokens"), [(1, 1, 1, 1), (3, 15, 3, 7)])
+def test_what_a_low_latency_dispatch_leaves_beside_its_rows(
+    num_ranks: int, num_experts: int, num_topk: int, max_tokens: int
+) -> None:
+    from hybrid_ep import _cuda
+
+    plan = _cuda.LowLatencyPlan(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=128,
+        max_tokens=max_tokens,
+        format=_cuda.ScaleFormat.FLOAT,
+    )
+    num_local, num_sources = num_experts // num_ranks, num_ranks * max_tokens
+    layout, counts, src_info = 2 * num_local * num_ranks, num_local, num_local * num_sources
+    assert plan.num_ints - (layout + counts + src_info + num_sources * num_topk + num_ranks) in (0, 1)
+    assert plan.num_ints % 2 == 0
