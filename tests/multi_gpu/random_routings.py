@@ -1,4 +1,4 @@
-"""Random routings through one buffer, checked on the GPU; shapes, holes, bounds and SM counts vary."""
+"""Random routings through one buffer, checked where they are drawn; shapes, holes, bounds and SM counts vary."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Tokens(NamedTuple):
 
 
 def draw_tokens(seed: int, tokens: list[int], hidden: int, topk: int, num_experts: int, holes: float = 0.0) -> Tokens:
-    """Draws on the current GPU; the same on every rank."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    """Draws on the current GPU, or on the CPU where there is none; the same on every rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(seed)
     drawn = Tokens([], [], [], num_experts)
     for num_tokens in tokens:

@@ -1,0 +1,67 @@
+"""Builds the extension module `_cuda` for the CPU: the sources of csrc/, with the emulator's headers for CUDA's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pybind11
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+
+_LAUNCH = re.compile(r"([\w<>]+)<<<(.+?)>>>\((\w+)\);")
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+
+
+def as_cpp(source: str) -> str:
+    """CUDA C++ as C++: launches are calls, dynamic shared memory is asked for, and tensors are on the CPU."""
+    source = source.replace("{dlpack::kCuda, device}", "{1, 0}")
+    source = _LAUNCH.sub(r"launch(\1, \2, \3);", source)
+    return _DYNAMIC.sub(r"auto* \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
+
+
+def build(out: Path) -> Path:
+    """Compiles into a folder and returns the module's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    sources = [HERE / "emulator.cpp"]
+    for original in (
+        sorted(CSRC.glob("kernels/*.cu"))
+        + sorted(CSRC.glob("runtime/*.cpp"))
+        + sorted(CSRC.glob("bindings/cuda/*.cpp"))
+    ):
+        translated = out / f"{original.parent.name}_{original.stem}.cpp"
+        translated.write_text(f'#line 1 "{original}"\n' + as_cpp(original.read_text()))
+        sources.append(translated)
+    includes = [HERE / "include", HERE, CSRC, pybind11.get_include(), sysconfig.get_path("include")]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-fPIC",
+        "-pthread",
+        "-ffp-contract=off",
+        "-Wno-unknown-pragmas",
+        "-fvisibility=hidden",
+        '-DHYBRID_EP_VERSION="emulated"',
+        '-DPYBIND11_COMPILER_TYPE="_emulated"',
+    ]
+
+    def compile_one(source: Path) -> Path:
+        target = out / f"{source.stem}.o"
+        subprocess.run(["g++", *flags, *(f"-I{i}" for i in includes), "-c", str(source), "-o", str(target)], check=True)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sources))
+    module = out / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run(["g++", "-shared", "-pthread", *map(str, objects), "-o", str(module)], check=True)
+    return module
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1])))

@@ -1,0 +1,272 @@
+#include "emulator.h"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace emulated {
+namespace {
+
+constexpr size_t kStackBytes = 128 << 10;
+constexpr unsigned kWarpSize = 32;
+constexpr size_t kCtasAtATime = 8;  // of a launch that is not cooperative
+
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "emulation: %s\n", what);
+  std::abort();
+}
+
+uint32_t seed() {
+  const char* given = std::getenv("HYBRID_EP_EMULATION_SEED");
+  return given == nullptr ? 0 : static_cast<uint32_t>(std::strtoul(given, nullptr, 10));
+}
+
+// Bulk stores that one commit has bound together.
+struct Group {
+  int reads_left = 0, writes_left = 0;
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  uint32_t num_bytes;
+  Barrier* barrier;              // of a load
+  std::shared_ptr<Group> group;  // of a store
+  std::vector<uint8_t> read;     // what a store has taken from shared memory, once it has
+};
+
+struct Warp {
+  uint64_t values[kWarpSize], results[kWarpSize];
+  unsigned arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<uint8_t[]> stack;  // not initialised, so that only what is used takes memory
+  Index index;
+  unsigned lane = 0;
+  Warp* warp = nullptr;
+  bool has_ended = false;
+  std::shared_ptr<Group> open = std::make_shared<Group>();
+  std::deque<std::shared_ptr<Group>> groups;
+};
+
+class Cta {
+ public:
+  Cta(const Grid& grid, Index index, const std::function<void()>& kernel)
+      : grid_(grid), index_(index), kernel_(kernel), random_(seed() + 7919 * index.x + index.y) {
+    const unsigned num_threads = grid.threads.x;
+    if (num_threads % kWarpSize != 0) fail("a CTA has a warp that is not full");
+    shared_.resize(static_cast<size_t>(grid.shared_bytes) + 128);
+    warps_.resize(num_threads / kWarpSize);
+    fibers_.resize(num_threads);
+    copies_per_switch_ = std::uniform_int_distribution<int>(0, 2)(random_);
+  }
+
+  void run() {
+    current_cta = this;
+    for (unsigned i = 0; i < fibers_.size(); ++i) {
+      Fiber& fiber = fibers_[i];
+      fiber.index = {i, 0, 0};
+      fiber.lane = i % kWarpSize;
+      fiber.warp = &warps_[i / kWarpSize];
+      fiber.stack.reset(new uint8_t[kStackBytes]);
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStackBytes;
+      fiber.context.uc_link = &scheduler_;
+      makecontext(&fiber.context, &Cta::enter, 0);
+    }
+    num_running_ = fibers_.size();
+    while (num_running_ > 0) {
+      const size_t first = random_() % fibers_.size();
+      for (size_t i = 0; i < fibers_.size(); ++i) {
+        Fiber& fiber = fibers_[(first + i) % fibers_.size()];
+        if (fiber.has_ended) continue;
+        current_ = &fiber;
+        swapcontext(&scheduler_, &fiber.context);
+        if (copies_per_switch_ > 0) progress();
+      }
+      progress();
+      std::this_thread::yield();  // other CTAs and ranks
+    }
+    for (const Copy& copy : copies_) {
+      if (copy.group == nullptr || copy.read.empty()) fail("a CTA has ended while a copy still uses its shared memory");
+    }
+    while (!copies_.empty()) progress();
+  }
+
+  Fiber& current() { return *current_; }
+  void yield() { swapcontext(&current_->context, &scheduler_); }
+
+  unsigned count(bool value) {
+    ++arrived_;
+    num_true_ += value;
+    const uint64_t generation = generation_;
+    if (arrived_ == fibers_.size()) {
+      result_ = num_true_;
+      arrived_ = num_true_ = 0;
+      ++generation_;
+    }
+    while (generation_ == generation) {
+      if (num_running_ < fibers_.size()) fail("a thread has ended that others wait for in a barrier of the CTA");
+      yield();
+    }
+    return result_;
+  }
+
+  void add(Copy copy) { copies_.push_back(std::move(copy)); }
+
+  Index index() const { return index_; }
+  const Grid& grid() const { return grid_; }
+  uint8_t* shared() { return shared_.data() + (128 - reinterpret_cast<uintptr_t>(shared_.data()) % 128) % 128; }
+
+  static thread_local Cta* current_cta;
+
+ private:
+  static void enter() {
+    Cta& cta = *current_cta;
+    cta.kernel_();
+    cta.current_->has_ended = true;
+    --cta.num_running_;
+  }
+
+  // One step of one copy.
+  void progress() {
+    if (copies_.empty()) return;
+    const size_t i = random_() % copies_.size();
+    Copy& copy = copies_[i];
+    if (copy.group != nullptr && copy.read.empty()) {
+      const auto* from = static_cast<const uint8_t*>(copy.from);
+      copy.read.assign(from, from + copy.num_bytes);
+      --copy.group->reads_left;
+      return;
+    }
+    if (copy.group != nullptr) {
+      std::memcpy(copy.to, copy.read.data(), copy.num_bytes);
+      __atomic_thread_fence(__ATOMIC_RELEASE);
+      --copy.group->writes_left;
+    } else {
+      std::memcpy(copy.to, copy.from, copy.num_bytes);
+      copy.barrier->bytes_left -= static_cast<int32_t>(copy.num_bytes);
+      copy.barrier->update();
+    }
+    std::swap(copy, copies_.back());
+    copies_.pop_back();
+  }
+
+  const Grid& grid_;
+  Index index_;
+  const std::function<void()>& kernel_;
+  std::mt19937 random_;
+  std::vector<uint8_t> shared_;
+  std::vector<Warp> warps_;
+  std::vector<Fiber> fibers_;
+  std::vector<Copy> copies_;
+  ucontext_t scheduler_;
+  Fiber* current_ = nullptr;
+  size_t num_running_ = 0, arrived_ = 0;
+  unsigned num_true_ = 0, result_ = 0;
+  uint64_t generation_ = 0;
+  int copies_per_switch_ = 1;
+};
+
+thread_local Cta* Cta::current_cta = nullptr;
+
+void run_grid(const Grid& grid, const std::function<void()>& kernel) {
+  std::vector<Index> indices;
+  for (unsigned y = 0; y < grid.ctas.y; ++y) {
+    for (unsigned x = 0; x < grid.ctas.x; ++x) indices.push_back({x, y, 0});
+  }
+  const size_t at_a_time = grid.is_cooperative ? indices.size() : kCtasAtATime;
+  for (size_t begin = 0; begin < indices.size(); begin += at_a_time) {
+    std::vector<std::thread> threads;
+    for (size_t i = begin; i < std::min(begin + at_a_time, indices.size()); ++i) {
+      threads.emplace_back([&, i] { Cta(grid, indices[i], kernel).run(); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+}  // namespace
+
+const Index& thread_index() { return Cta::current_cta->current().index; }
+const Index& block_index() {
+  static thread_local Index index;
+  index = Cta::current_cta->index();
+  return index;
+}
+const Index& block_size() { return Cta::current_cta->grid().threads; }
+const Index& grid_size() { return Cta::current_cta->grid().ctas; }
+uint8_t* dynamic_shared() { return Cta::current_cta->shared(); }
+void yield() { Cta::current_cta->yield(); }
+
+const uint64_t* exchange(uint64_t value) {
+  Fiber& fiber = Cta::current_cta->current();
+  Warp& warp = *fiber.warp;
+  warp.values[fiber.lane] = value;
+  const uint64_t generation = warp.generation;
+  if (++warp.arrived == kWarpSize) {
+    std::copy(warp.values, warp.values + kWarpSize, warp.results);
+    warp.arrived = 0;
+    ++warp.generation;
+  }
+  while (warp.generation == generation) yield();
+  return warp.results;
+}
+
+unsigned count_in_block(bool value) { return Cta::current_cta->count(value); }
+
+void load_later(void* shared, const void* global, uint32_t num_bytes, Barrier* barrier) {
+  if (reinterpret_cast<uintptr_t>(global) < 4096) fail("a bulk load from nowhere");
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || num_bytes % 16 != 0 || num_bytes == 0) {
+    fail("a bulk load that is not of multiples of 16 bytes");
+  }
+  Cta::current_cta->add({shared, global, num_bytes, barrier, nullptr, {}});
+}
+
+void store_later(void* global, const void* shared, uint32_t num_bytes) {
+  if (reinterpret_cast<uintptr_t>(global) < 4096) fail("a bulk store to nowhere");
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || num_bytes % 16 != 0 || num_bytes == 0) {
+    fail("a bulk store that is not of multiples of 16 bytes");
+  }
+  const std::shared_ptr<Group>& group = Cta::current_cta->current().open;
+  ++group->reads_left;
+  ++group->writes_left;
+  Cta::current_cta->add({global, shared, num_bytes, nullptr, group, {}});
+}
+
+void commit_stores() {
+  Fiber& fiber = Cta::current_cta->current();
+  fiber.groups.push_back(std::move(fiber.open));
+  fiber.open = std::make_shared<Group>();
+}
+
+namespace {
+void wait_stores(int num_pending, int Group::* left) {
+  Fiber& fiber = Cta::current_cta->current();
+  const auto is_done = [&] {
+    for (size_t i = 0; i + num_pending < fiber.groups.size(); ++i) {
+      if ((*fiber.groups[i]).*left > 0) return false;
+    }
+    return true;
+  };
+  while (!is_done()) yield();
+  while (!fiber.groups.empty() && fiber.groups.front()->writes_left == 0) fiber.groups.pop_front();
+}
+}  // namespace
+
+void wait_stores_read(int num_pending) { wait_stores(num_pending, &Group::reads_left); }
+void wait_stores_written(int num_pending) { wait_stores(num_pending, &Group::writes_left); }
+
+void launch(const Grid& grid, const std::function<void()>& kernel) { run_grid(grid, kernel); }
+
+}  // namespace emulated

@@ -1,0 +1,104 @@
+"""The cuda engine on the CPU: the real engine and the real kernels, on emulated warps (emulator.h) and shared files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mmap
+import os
+import sys
+import tempfile
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+
+__all__ = ["install", "run"]
+
+_CPU = torch.device("cpu")
+_installed: list[str] = []
+
+
+def install(module_path: str) -> None:
+    """Makes this process serve ``engine="cuda"`` with the module that `build` made; once, before the first buffer."""
+    if _installed:
+        return
+    _installed.append(module_path)
+    spec = importlib.util.spec_from_file_location("_cuda", module_path)
+    assert spec is not None
+    assert spec.loader is not None
+    native: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    # The CPU has no index, and they want one.
+    make_pool, tensors = native.SlotPool.__init__, native.LowLatencyPlan.tensors
+    native.SlotPool.__init__ = lambda pool, **options: make_pool(pool, **options | {"device": 0})
+    native.LowLatencyPlan.tensors = lambda plan, memory, at, _, make: tensors(plan, memory, at, 0, make)
+    sys.modules["hybrid_ep._cuda"] = native
+    hybrid_ep._cuda = native
+
+    stream = SimpleNamespace(cuda_stream=0)
+    fakes = {
+        "current_device": lambda: 0,
+        "current_stream": lambda *_: stream,
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda *_: None,
+    }
+    for name, fake in fakes.items():
+        setattr(torch.cuda, name, fake)
+
+    from hybrid_ep.engine import arena, cuda_engine, select, symmetric
+
+    select._cuda_obstacle = lambda: None
+    arena.current_raw_stream = cuda_engine.current_raw_stream = lambda _: 0
+    cuda_engine.torch = _TorchOnCpu("torch on the CPU")
+    symmetric.SymmetricMemory.allocate = staticmethod(_allocate)
+
+
+class _TorchOnCpu(ModuleType):
+    """torch, whose GPUs are the CPU."""
+
+    def device(self, *_: Any) -> torch.device:
+        return _CPU
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _allocate(num_bytes: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """Memory of files that every rank maps."""
+    from hybrid_ep.engine.symmetric import SymmetricMemory
+
+    rank = 0 if group is None else dist.get_rank(group)
+    file, path = tempfile.mkstemp(dir="/dev/shm", prefix="hybrid_ep_emulation_")
+    os.ftruncate(file, num_bytes)
+    paths = [path]
+    if group is not None:
+        paths = [""] * dist.get_world_size(group)
+        dist.all_gather_object(paths, path, group)
+    mappings = []
+    for name in paths:
+        with open(name, "r+b") as peer:
+            mappings.append(torch.frombuffer(mmap.mmap(peer.fileno(), num_bytes), dtype=torch.uint8))
+    if group is not None:
+        dist.barrier(group)
+    os.close(file)
+    os.unlink(path)
+    return SymmetricMemory(mappings[rank], [mapping.data_ptr() for mapping in mappings], mappings)
+
+
+def run(module_path: str, seed: int, check: str, *args: Any) -> None:
+    """Runs a check, as in ``battery.normal.check_bound``, on a rank of an emulated cluster.
+
+    Args:
+        module_path: what `build` returned.
+        seed: of the order of threads and of the pace of copies.
+        check: its module below tests, and name. It is not imported before the engine is installed.
+        args: of the check.
+    """
+    install(module_path)
+    os.environ["HYBRID_EP_EMULATION_SEED"] = str(seed + 1000 * (dist.get_rank() if dist.is_initialized() else 0))
+    module, name = check.rsplit(".", 1)
+    getattr(importlib.import_module(f"tests.{module}"), name)(*args)

@@ -1,0 +1,36 @@
+// csrc/device/ptx/memory.cuh on the CPU: acquire and release are the same for all, and every poll lets others run.
+#pragma once
+
+#include <chrono>
+
+#include "cuda_runtime.h"
+
+namespace hybrid_ep::ptx {
+
+template <typename T>
+T load(const T* address) {
+  emulated::yield();
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+inline uint32_t load_acquire_system(const uint32_t* address) { return load(address); }
+inline uint64_t load_acquire_system(const uint64_t* address) { return load(address); }
+inline uint32_t load_acquire_gpu(const uint32_t* address) { return load(address); }
+inline uint32_t load_relaxed_gpu(const uint32_t* address) { return load(address); }
+template <typename T>
+void store_release_system(T* address, std::common_type_t<T> value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+template <typename T>
+void store_relaxed_system(T* address, std::common_type_t<T> value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+inline uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
+inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
+inline void fence_acq_rel_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline uint4 load_streaming(const void* address) { return *static_cast<const uint4*>(address); }
+inline uint64_t clock_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+}  // namespace hybrid_ep::ptx

@@ -1,0 +1,84 @@
+"""The cuda engine passes the cases without a GPU: its kernels run on emulated warps (README.md beside this file)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+
+from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
+from tests.emulation.build import build
+from tests.emulation.engine import run
+from tests.prerequisites import require
+from tests.rank_pool import RankPool
+
+# More ranks take long, for they share two cores; of eight there is the case with the most different ones.
+_CASES = [case for case in select(CASES, one_domain=True) if case.num_ranks <= 4 or case.id == "ragged"]
+_LOW_LATENCY_CASES = select(LOW_LATENCY_CASES, num_ranks=4)
+
+
+class RunEmulated(Protocol):
+    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run_emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunEmulated]:
+    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
+    require(shutil.which("g++"), "g++")
+    module = build(tmp_path_factory.mktemp("emulation"))
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "30"}, one_at_a_time=True)
+
+    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
+        pool.run(num_ranks, run, str(module), seed, check, *args)
+
+    yield run_check
+    pool.close()
+
+
+def _cases(*names: str) -> pytest.MarkDecorator:
+    chosen = [case for case in _CASES if not names or case.id in names]
+    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.id)
+
+
+@_cases()
+@pytest.mark.parametrize("check", ["check_round_trip", "check_cached", "check_bound"])
+def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    run_emulated(case.num_ranks, f"battery.normal.{check}", case)
+
+
+@_cases("holes", "hidden_7168")
+def test_normal_fp8(run_emulated: RunEmulated, case: Case) -> None:
+    run_emulated(case.num_ranks, "battery.normal.check_fp8", case)
+
+
+@_cases("holes", "duplicates", "top_32")
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_paces(run_emulated: RunEmulated, case: Case, seed: int) -> None:
+    """Copies at other paces and in other orders, and threads in other turns, change no bit."""
+    run_emulated(case.num_ranks, "battery.normal.check_round_trip", case, seed=seed)
+
+
+@_cases("one_rank", "holes", "zero_tokens_on_one_rank", "experts_not_a_power_of_two", "hidden_7168")
+@pytest.mark.parametrize("check", ["check_plain", "check_permuted", "check_permuted_cached", "check_overflow"])
+def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
+
+
+@pytest.mark.parametrize("case", _LOW_LATENCY_CASES, ids=lambda case: case.id)
+def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
+    run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, "bf16")
+    run_emulated(case.num_ranks, "battery.low_latency.check_mixed_hooks", case)
+
+
+@pytest.mark.parametrize("format_name", ["fp8", "fp8_rounded", "fp8_ue8m0"])
+def test_low_latency_fp8(run_emulated: RunEmulated, format_name: str) -> None:
+    case = next(case for case in _LOW_LATENCY_CASES if case.id == "hidden_640")
+    run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
+    """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""
+    run_emulated(num_ranks, "multi_gpu.random_routings.check_random_routings", 100, seed=5)
