@@ -22,7 +22,7 @@ __device__ inline uint8_t* buffer_of(const LowLatencyDomain& domain, int rank) {
 // Waits for other ranks in a kernel that sends: half as long as one that receives, so that where it gives a rank up,
 // its own rows still come in time for the ranks that wait for them, and it is not given up in its turn.
 __device__ inline Waiter waiter_of_send(const LowLatencyDomain& domain, KernelName kernel) {
-  return {domain.fault, kernel, domain.rank, domain.timeout_ns / 2};
+  return {domain.fault, kernel, domain.rank, domain.timeout_ns / kSendTimeoutDivisor};
 }
 
 // Tells every rank how many calls of each buffer this rank has read, in CTA 0 of a kernel that sends: what the kernels

@@ -19,6 +19,10 @@ enum class WaitTag : int32_t {
   kWeights = 6
 };
 
+// What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.
+constexpr bool is_of_send(WaitTag tag) { return tag == WaitTag::kRoom || tag == WaitTag::kWeights; }
+constexpr int kSendTimeoutDivisor = 2;
+
 struct FaultRecord {
   uint32_t claimed;  // the first fault takes the record; later ones are dropped
   uint32_t written;  // 1 once the fields below can be read

@@ -205,8 +205,10 @@ bool Communicator::has_fault() const {
 
 std::optional<Fault> Communicator::take_fault() {
   if (!has_fault()) return std::nullopt;
-  const Fault fault{fault_->kind,    name_of(fault_->kernel), name_of(fault_->tag), fault_->peer,
-                    fault_->witness, fault_->expected,        fault_->seen};
+  const Fault fault{fault_->kind,         name_of(fault_->kernel),
+                    name_of(fault_->tag), fault_->peer,
+                    fault_->witness,      fault_->expected,
+                    fault_->seen,         timeout_s_ / (is_of_send(fault_->tag) ? kSendTimeoutDivisor : 1)};
   *fault_ = FaultRecord{};
   return fault;
 }

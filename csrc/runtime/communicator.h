@@ -22,6 +22,7 @@ struct Fault {
   std::string kernel, tag;
   int peer, witness;
   int64_t expected, seen;
+  double waited_s;  // of a timeout
 };
 
 class Communicator {

@@ -73,7 +73,6 @@ class CudaEngine(Engine):
         self._index: int = torch.cuda.current_device()
         self._torch = TorchEngine(group, grid, timeout_s)
         self.traffic = self._torch.traffic
-        self._timeout_s = timeout_s
         self._control = SymmetricMemory.allocate(_cuda.control_bytes, group, self.device)
         self._communicator = _cuda.Communicator(
             rank=grid.rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
@@ -298,7 +297,7 @@ class CudaEngine(Engine):
         detail = f"it is at step {fault.seen}, expected {fault.expected}"
         if fault.witness >= 0:
             detail = f"rank {self.grid.domain[fault.witness]} gave up on it first"
-        raise TimeoutError(where, rank, peer, detail, timeout_s=self._timeout_s)
+        raise TimeoutError(where, rank, peer, detail, timeout_s=fault.waited_s)
 
     def _send(
         self,

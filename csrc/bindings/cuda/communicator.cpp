@@ -88,7 +88,8 @@ void add_communicator(py::module_& module) {
       .def_readonly("peer", &Fault::peer)
       .def_readonly("witness", &Fault::witness)
       .def_readonly("expected", &Fault::expected)
-      .def_readonly("seen", &Fault::seen);
+      .def_readonly("seen", &Fault::seen)
+      .def_readonly("waited_s", &Fault::waited_s);
 
   py::class_<Mailbox>(module, "Mail")
       .def_property_readonly("needs_room", [](const Mailbox& mail) { return mail.status == kNeedsRoom; })
