@@ -89,16 +89,16 @@ def _allocate(num_bytes: int, group: dist.ProcessGroup | None, device: torch.dev
     return SymmetricMemory(mappings[rank], [mapping.data_ptr() for mapping in mappings], mappings)
 
 
-def run(module_path: str, seed: int, check: str, *args: Any) -> None:
-    """Runs a check, as in ``battery.normal.check_bound``, on a rank of an emulated cluster.
+def run(module_path: str, seed: int, function: str, *args: Any) -> Any:
+    """Runs a function of tests/, as ``battery.normal.check_bound``, on a rank of an emulated cluster.
 
     Args:
         module_path: what `build` returned.
         seed: of the order of threads and of the pace of copies.
-        check: its module below tests, and name. It is not imported before the engine is installed.
-        args: of the check.
+        function: its module below tests, and name. It is not imported before the engine is installed.
+        args: of the function.
     """
     install(module_path)
     os.environ["HYBRID_EP_EMULATION_SEED"] = str(seed + 1000 * (dist.get_rank() if dist.is_initialized() else 0))
-    module, name = check.rsplit(".", 1)
-    getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+    module, name = function.rsplit(".", 1)
+    return getattr(importlib.import_module(f"tests.{module}"), name)(*args)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
-from tests.emulation.build import build
 from tests.emulation.engine import run
-from tests.prerequisites import require
 from tests.rank_pool import RankPool
 
 # More ranks take long, for they share two cores; of eight there is the case with the most different ones.
@@ -24,14 +22,12 @@ class RunEmulated(Protocol):
 
 
 @pytest.fixture(scope="module")
-def run_emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunEmulated]:
+def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
     """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
-    require(shutil.which("g++"), "g++")
-    module = build(tmp_path_factory.mktemp("emulation"))
     pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "30"}, one_at_a_time=True)
 
     def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
-        pool.run(num_ranks, run, str(module), seed, check, *args)
+        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
 
     yield run_check
     pool.close()
@@ -76,6 +72,10 @@ def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
 def test_low_latency_fp8(run_emulated: RunEmulated, format_name: str) -> None:
     case = next(case for case in _LOW_LATENCY_CASES if case.id == "hidden_640")
     run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
+
+
+def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "battery.low_latency.check_overlapping_batches", Case("overlap", 4, 12))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -36,7 +36,7 @@ class _Started(NamedTuple):
 
 
 def draw_exact(seed: int, num_ranks: int, hidden: int = 1024) -> Tokens:
-    """Draws on the current GPU; the same on every rank, ragged between them."""
+    """Draws on the current device; the same on every rank, ragged between them."""
     tokens = [MAX_TOKENS - (seed + 5 * rank) % MAX_TOKENS for rank in range(num_ranks)]
     drawn = draw_tokens(seed, tokens, hidden, min(4, num_ranks), NUM_LOCAL_EXPERTS * num_ranks, holes=0.1)
     integers = [(8 * x.float()).round().clamp(-16, 16).to(torch.bfloat16) for x in drawn.x]

@@ -15,7 +15,14 @@ from torch import Tensor
 
 import hybrid_ep
 from tests.multi_gpu.exact import RoundTrip, check_round_trip, draw_exact, finish_round_trip, start_round_trip
-from tests.multi_gpu.random_routings import Tokens, check_received, check_returned, dispatch, draw_tokens
+from tests.multi_gpu.random_routings import (
+    Tokens,
+    check_received,
+    check_returned,
+    current_device,
+    dispatch,
+    draw_tokens,
+)
 
 __all__ = ["call_until_lost", "go_on_without", "join", "lose_one_that_reached_some"]
 
@@ -83,7 +90,7 @@ def go_on_without() -> int:
         _call(team)
     except hybrid_ep.TimeoutError as error:
         team.lost.add(_peer(error))
-        status = torch.zeros(len(team.members), dtype=torch.int32, device="cuda")
+        status = torch.zeros(len(team.members), dtype=torch.int32, device=current_device())
         team.buffer.low_latency_query_mask_buffer(status)
         assert {r for r, masked in enumerate(status.tolist()) if masked} == team.lost
         _low_latency_calls(team, CALLS_AFTER_LOSS)
@@ -180,5 +187,5 @@ def _peer(error: hybrid_ep.TimeoutError) -> int:
 
 def _check_gpu() -> None:
     torch.cuda.synchronize()
-    ones = torch.ones(64, 64, device="cuda")
-    assert torch.equal(ones @ ones, torch.full((64, 64), 64.0, device="cuda"))
+    ones = torch.ones(64, 64, device=current_device())
+    assert torch.equal(ones @ ones, torch.full_like(ones, 64.0))

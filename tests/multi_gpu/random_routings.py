@@ -13,7 +13,15 @@ import hybrid_ep
 from hybrid_ep.config import Config
 from tests.battery.normal import equal
 
-__all__ = ["Tokens", "check_random_routings", "check_received", "check_returned", "dispatch", "draw_tokens"]
+__all__ = [
+    "Tokens",
+    "check_random_routings",
+    "check_received",
+    "check_returned",
+    "current_device",
+    "dispatch",
+    "draw_tokens",
+]
 
 
 class Tokens(NamedTuple):
@@ -31,9 +39,14 @@ class Tokens(NamedTuple):
         return torch.where(topk_idx >= 0, topk_idx.div(num_local, rounding_mode="floor"), -1)
 
 
+def current_device() -> torch.device:
+    """The current GPU, or the CPU where there is none, as in tests/emulation."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def draw_tokens(seed: int, tokens: list[int], hidden: int, topk: int, num_experts: int, holes: float = 0.0) -> Tokens:
-    """Draws on the current GPU, or on the CPU where there is none; the same on every rank."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Draws on the current device; the same on every rank."""
+    device = current_device()
     generator = torch.Generator(device).manual_seed(seed)
     drawn = Tokens([], [], [], num_experts)
     for num_tokens in tokens:

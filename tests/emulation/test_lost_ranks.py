@@ -1,0 +1,44 @@
+"""Ranks are killed inside calls of the emulated cuda engine; survivors name them, and may go on without them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_ep.cluster import RankError, VirtualCluster
+from tests.emulation.engine import run
+
+NUM_RANKS = 3
+TIMEOUT_S = 8.0  # above the longest call of ranks that share two cores
+LIMIT_S = 100.0
+
+
+def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tuple[int, list[Any]]:
+    """Kills a rank some time into its calls; returns it and what the survivors return."""
+    alive = list(range(NUM_RANKS))
+    run_here = functools.partial(run, str(module), seed)
+    with VirtualCluster(NUM_RANKS) as cluster:
+        join = ("multi_gpu.lost_ranks.join", alive, low_latency, shrink, TIMEOUT_S)
+        cluster.run(run_here, *join, limit_s=LIMIT_S)
+        cluster.start(
+            run_here, "multi_gpu.lost_ranks.go_on_without" if shrink else "multi_gpu.lost_ranks.call_until_lost"
+        )
+        time.sleep(0.5 + 0.3 * seed)
+        lost = alive.pop(seed % NUM_RANKS)
+        os.kill(cluster.process_id(lost), signal.SIGKILL)
+        with pytest.raises(RankError):
+            cluster.collect([lost], limit_s=LIMIT_S)
+        return lost, cluster.collect(alive, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["normal", "low_latency", "shrink"])
+def test_survivors_name_the_lost_rank(emulated_module: Path, kind: str, seed: int) -> None:
+    lost, named = _lose_one(emulated_module, low_latency=kind != "normal", shrink=kind == "shrink", seed=seed)
+    assert named == [lost] * (NUM_RANKS - 1)
