@@ -82,3 +82,10 @@ def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
 def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
     """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""
     run_emulated(num_ranks, "multi_gpu.random_routings.check_random_routings", 100, seed=5)
+
+
+@pytest.mark.parametrize("check", ["normal.check_round_trip", "low_latency.check_mixed_hooks"])
+def test_more_ranks_than_a_warp_has_lanes(run_emulated: RunEmulated, check: str) -> None:
+    """A lane stands for several ranks."""
+    tokens = tuple(5 * rank % 4 for rank in range(34))
+    run_emulated(34, f"battery.{check}", Case("wide", 34, tokens, hidden=128, topk=6, num_experts=68))
