@@ -78,6 +78,10 @@ def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_overlapping_batches", Case("overlap", 4, 12))
 
 
+def test_layout(run_emulated: RunEmulated) -> None:
+    run_emulated(1, "emulation.layout.check_layout", 40)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
     """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""

@@ -1,0 +1,46 @@
+"""The kernel of `get_dispatch_layout`, which tensors of the CPU do not reach through the public API."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hybrid_ep.layout import compute_layout
+from tests.battery.normal import equal
+
+__all__ = ["check_layout"]
+
+
+def check_layout(count: int) -> None:
+    """Random routings with holes and duplicates, counted by the kernel and on the host."""
+    from hybrid_ep import _cuda
+
+    for seed in range(count):
+        draw = random.Random(seed)
+        num_domains, per_domain, num_local = draw.randint(1, 3), draw.randint(1, 30), draw.randint(1, 9)
+        num_ranks = num_domains * per_domain
+        num_experts, num_tokens = num_ranks * num_local, draw.choice([0, 1, 33, 300])
+        num_topk = draw.randint(1, min(32, num_experts))
+        generator = torch.Generator().manual_seed(seed)
+        topk_idx = torch.randint(-1, num_experts, (num_tokens, num_topk), generator=generator)
+        want = compute_layout(topk_idx, num_experts, num_ranks, per_domain)
+
+        totals = torch.full((num_ranks + num_domains + num_experts,), -1, dtype=torch.int32)
+        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool)
+        _cuda.layout(
+            topk_idx=topk_idx.data_ptr(),
+            totals=totals.data_ptr(),
+            is_token_in_rank=in_rank.data_ptr(),
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            num_ranks_per_domain=per_domain,
+            stream=0,
+        )
+        per_rank, per_domain_counts, per_expert = totals.split((num_ranks, num_domains, num_experts))
+        equal(per_rank, want.num_tokens_per_rank, f"seed {seed}: tokens per rank")
+        equal(per_domain_counts, want.num_tokens_per_domain, f"seed {seed}: tokens per domain")
+        equal(per_expert, want.num_tokens_per_expert, f"seed {seed}: tokens per expert")
+        equal(in_rank, want.is_token_in_rank, f"seed {seed}: is_token_in_rank")
