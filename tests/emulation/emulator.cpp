@@ -3,6 +3,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -23,9 +24,14 @@ constexpr size_t kCtasAtATime = 8;  // of a launch that is not cooperative
   std::abort();
 }
 
-uint32_t seed() {
+std::atomic<uint32_t> num_launches{0};
+
+// What each CTA of each launch draws from: another turn of threads and another pace of copies, the same in every run.
+std::mt19937 random_of(Index cta) {
   const char* given = std::getenv("HYBRID_EP_EMULATION_SEED");
-  return given == nullptr ? 0 : static_cast<uint32_t>(std::strtoul(given, nullptr, 10));
+  std::seed_seq seeds{given == nullptr ? 0u : static_cast<uint32_t>(std::strtoul(given, nullptr, 10)),
+                      num_launches.load(), cta.x, cta.y};
+  return std::mt19937(seeds);
 }
 
 // Bulk stores that one commit has bound together.
@@ -62,13 +68,13 @@ struct Fiber {
 class Cta {
  public:
   Cta(const Grid& grid, Index index, const std::function<void()>& kernel)
-      : grid_(grid), index_(index), kernel_(kernel), random_(seed() + 7919 * index.x + index.y) {
+      : grid_(grid), index_(index), kernel_(kernel), random_(random_of(index)) {
     const unsigned num_threads = grid.threads.x;
     if (num_threads % kWarpSize != 0) fail("a CTA has a warp that is not full");
     shared_.resize(static_cast<size_t>(grid.shared_bytes) + 128);
     warps_.resize(num_threads / kWarpSize);
     fibers_.resize(num_threads);
-    copies_per_switch_ = std::uniform_int_distribution<int>(0, 2)(random_);
+    copies_per_switch_ = static_cast<int>(random_() % 3);
   }
 
   void run() {
@@ -93,7 +99,7 @@ class Cta {
         if (fiber.has_ended) continue;
         current_ = &fiber;
         swapcontext(&scheduler_, &fiber.context);
-        if (copies_per_switch_ > 0) progress();
+        for (int c = 0; c < copies_per_switch_; ++c) progress();
       }
       progress();
       std::this_thread::yield();  // other CTAs and ranks
@@ -176,25 +182,10 @@ class Cta {
   size_t num_running_ = 0, arrived_ = 0;
   unsigned num_true_ = 0, result_ = 0;
   uint64_t generation_ = 0;
-  int copies_per_switch_ = 1;
+  int copies_per_switch_;  // with 0, one in a round of all threads
 };
 
 thread_local Cta* Cta::current_cta = nullptr;
-
-void run_grid(const Grid& grid, const std::function<void()>& kernel) {
-  std::vector<Index> indices;
-  for (unsigned y = 0; y < grid.ctas.y; ++y) {
-    for (unsigned x = 0; x < grid.ctas.x; ++x) indices.push_back({x, y, 0});
-  }
-  const size_t at_a_time = grid.is_cooperative ? indices.size() : kCtasAtATime;
-  for (size_t begin = 0; begin < indices.size(); begin += at_a_time) {
-    std::vector<std::thread> threads;
-    for (size_t i = begin; i < std::min(begin + at_a_time, indices.size()); ++i) {
-      threads.emplace_back([&, i] { Cta(grid, indices[i], kernel).run(); });
-    }
-    for (std::thread& thread : threads) thread.join();
-  }
-}
 
 }  // namespace
 
@@ -267,6 +258,20 @@ void wait_stores(int num_pending, int Group::* left) {
 void wait_stores_read(int num_pending) { wait_stores(num_pending, &Group::reads_left); }
 void wait_stores_written(int num_pending) { wait_stores(num_pending, &Group::writes_left); }
 
-void launch(const Grid& grid, const std::function<void()>& kernel) { run_grid(grid, kernel); }
+void launch(const Grid& grid, const std::function<void()>& kernel) {
+  ++num_launches;
+  std::vector<Index> indices;
+  for (unsigned y = 0; y < grid.ctas.y; ++y) {
+    for (unsigned x = 0; x < grid.ctas.x; ++x) indices.push_back({x, y, 0});
+  }
+  const size_t at_a_time = grid.is_cooperative ? indices.size() : kCtasAtATime;
+  for (size_t begin = 0; begin < indices.size(); begin += at_a_time) {
+    std::vector<std::thread> threads;
+    for (size_t i = begin; i < std::min(begin + at_a_time, indices.size()); ++i) {
+      threads.emplace_back([&, i] { Cta(grid, indices[i], kernel).run(); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
 
 }  // namespace emulated

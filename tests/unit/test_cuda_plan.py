@@ -52,16 +52,6 @@ def test_bytes_of_a_row() -> None:
     assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.row_bytes
 
 
-def test_parts_of_a_route_do_not_overlap() -> None:
-    prefix, cells, num_local = NUM_RANKS * NUM_RANKS, T * NUM_RANKS, E // NUM_RANKS
-    by_source, by_expert = plan(), plan(pad_multiple=16)
-    assert by_source.counts_at == prefix + 2 * cells
-    assert by_source.route_ints >= by_source.counts_at + num_local + T + T * K
-    assert by_expert.counts_at == prefix + 3 * cells
-    assert by_expert.overflow_at == by_expert.counts_at + 2 * num_local
-    assert by_expert.route_ints >= by_expert.overflow_at + 1 + T + T * K
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

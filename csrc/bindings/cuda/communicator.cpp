@@ -56,8 +56,6 @@ void add_plans(py::module_& module) {
            py::arg("num_sms"))
       .def_property_readonly("row_bytes", [](const DispatchPlan& plan) { return plan.format.widths().total(); })
       .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })
-      .def_property_readonly("counts_at", [](const DispatchPlan& plan) { return plan.route.num_tokens_per_expert; })
-      .def_property_readonly("overflow_at", [](const DispatchPlan& plan) { return plan.route.overflow; })
       .def(
           "slot_bytes_for",
           [](const DispatchPlan& plan, int64_t num_rows) { return slot_bytes_for(plan.format.widths(), num_rows); },

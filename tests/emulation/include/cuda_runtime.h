@@ -39,20 +39,10 @@ inline const Position gridDim{[] { return emulated::grid_size().x; }, [] { retur
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
 struct alignas(8) float2 {
   float x, y;
 };
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 // Arithmetic. The host rounds to nearest even, as these do.
@@ -75,7 +65,6 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
 template <typename T>
 T __ldcg(const T* address) {
   return *const_cast<const volatile T*>(address);
@@ -92,11 +81,6 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = static_cast<int>(threadIdx.x % 32) ^ mask;
   return emulated::from_bits<T>(emulated::exchange(emulated::as_bits(value))[lane]);
 }
-template <typename T>
-T __shfl_up_sync(unsigned, T value, int distance) {
-  const int lane = static_cast<int>(threadIdx.x % 32), from = lane - distance;
-  return emulated::from_bits<T>(emulated::exchange(emulated::as_bits(value))[from < 0 ? lane : from]);
-}
 inline unsigned __ballot_sync(unsigned, bool value) {
   const uint64_t* values = emulated::exchange(value);
   unsigned result = 0;
@@ -104,7 +88,6 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   return result;
 }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == 0xffffffffu; }
-inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 template <typename T>
 unsigned __match_any_sync(unsigned, T value) {
   const uint64_t mine = emulated::as_bits(value), *values = emulated::exchange(mine);
@@ -112,19 +95,20 @@ unsigned __match_any_sync(unsigned, T value) {
   for (int i = 0; i < 32; ++i) result |= static_cast<unsigned>(values[i] == mine) << i;
   return result;
 }
-template <typename T>
-T __reduce_max_sync(unsigned, T value) {
+template <typename T, typename Choose>
+T reduce(T value, Choose choose) {
   const uint64_t* values = emulated::exchange(emulated::as_bits(value));
   T result = emulated::from_bits<T>(values[0]);
-  for (int i = 1; i < 32; ++i) result = max(result, emulated::from_bits<T>(values[i]));
+  for (int i = 1; i < 32; ++i) result = choose(result, emulated::from_bits<T>(values[i]));
   return result;
 }
 template <typename T>
+T __reduce_max_sync(unsigned, T value) {
+  return reduce(value, max<T, T>);
+}
+template <typename T>
 T __reduce_min_sync(unsigned, T value) {
-  const uint64_t* values = emulated::exchange(emulated::as_bits(value));
-  T result = emulated::from_bits<T>(values[0]);
-  for (int i = 1; i < 32; ++i) result = min(result, emulated::from_bits<T>(values[i]));
-  return result;
+  return reduce(value, min<T, T>);
 }
 
 // Collectives of a CTA.
