@@ -45,7 +45,17 @@ class DispatchPlan:
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class CombinePlan:
-    def __init__(self, *, num_tokens: int, num_rows: int, row_bytes: int, num_weights: int, num_sms: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        row_bytes: int,
+        num_weights: int,
+        num_sms: int,
+        num_topk: int,
+        num_expert_rows: int,
+    ) -> None: ...
     @property
     def row_bytes(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
@@ -113,7 +123,7 @@ class Communicator:
         self,
         plan: DispatchPlan,
         route: int,
-        places: int,
+        kept: int,
         probs: int,
         scales: int,
         slot_idx: int,
@@ -131,6 +141,9 @@ class Communicator:
         out: int,
         out_weights: int,
         route: int,
+        expert_rows: int,
+        probs: int,
+        kept: int,
         stream: int,
     ) -> None: ...
     def wait_mailbox(self, ticket: int) -> bool: ...
@@ -161,22 +174,6 @@ class SlotPool:
     @property
     def was_captured(self) -> bool: ...
 
-def reduce_local(
-    *,
-    rows: int,
-    probs: int,
-    places: int,
-    route: int,
-    out: int,
-    out_weights: int,
-    rank: int,
-    num_ranks: int,
-    num_topk: int,
-    row_bytes: int,
-    row_limit: int,
-    recv_limit: int,
-    stream: int,
-) -> None: ...
 def push_rows(
     *,
     rows: int,

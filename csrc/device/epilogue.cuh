@@ -25,6 +25,7 @@ __device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, ui
   __syncthreads();
   if (threadIdx.x != 0) return;
   own.arrived_ctas = 0;
+  own.started_ctas = 0;
   own.finished_ctas = 0;
   own.failed = 0;
   epoch_counter = epoch;

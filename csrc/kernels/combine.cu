@@ -5,16 +5,17 @@
 //
 // The rows of one source are one run of x, and land as one run in the source's arena, so the push copies chunks. Rows
 // that this rank sent to itself are not moved: the sum reads them from x. Pushing, and not pulling, lets x be any
-// memory. The first warps of a CTA send, the others sum (combine_sum.cuh). Legend: T tokens, R ranks, N received rows,
-// H hidden, W weights.
+// memory. The first warps of a CTA send, the others sum (partial_rows.cuh). From experts, x is a sum itself, which
+// further CTAs make meanwhile (expert_rows.cuh). Legend: T tokens, R ranks, N received rows, H hidden, W weights.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
 #include "device/row_ring.cuh"
 #include "device/wait.cuh"
-#include "kernels/combine_sum.cuh"
+#include "kernels/expert_rows.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
+#include "kernels/partial_rows.cuh"
 
 namespace hybrid_ep {
 namespace {
@@ -30,45 +31,13 @@ constexpr int kPiecesBeforeReport = 4;  // of the next chunk: how long pieces ar
 static_assert(kPiecesBeforeReport <= kRowsPerChunk);
 constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
-constexpr int kCombineThreads = (kSendWarps + kSumWarps) * 32;
+constexpr int kSumWarps = 9;
+constexpr int kCombineWarps = kSendWarps + kSumWarps;
+constexpr int kCombineThreads = kCombineWarps * 32;
 constexpr int kRingBytes = kSendWarps * kSendRingBytes + kSumWarps * kSumRingBytes;
+static_assert(kCombineWarps * kSumRingBytes <= kRingBytes);  // a CTA of sums of experts
 static_assert(kRingBytes <= kDynamicSharedBytes);
 static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the matrix of counts
-
-struct Routes {
-  int send_begin[kMaxRanks];  // first row of x that belongs to source i
-  int send_count[kMaxRanks];  // rows of x that belong to source i
-  int send_base[kMaxRanks];   // first row of this rank in i's arena
-  int recv_base[kMaxRanks];   // first row of rank j in this rank's arena; this rank's own in x
-};
-
-// All of it follows from the matrix of counts, which every rank has: nothing needs to be exchanged. Collective over the
-// CTA; `prefix` is scratch for the matrix.
-__device__ void find_bases(const CombineParams& params, Routes& routes, int32_t* prefix) {
-  const int me = params.domain.rank, num_ranks = params.domain.num_ranks;
-  for (int i = threadIdx.x; i < num_ranks * num_ranks; i += kCombineThreads) prefix[i] = params.rank_prefix[i];
-  __syncthreads();
-  const auto count = [&](int from, int to) {
-    return prefix[from * num_ranks + to] - (from > 0 ? prefix[(from - 1) * num_ranks + to] : 0);
-  };
-  for (int r = threadIdx.x; r < num_ranks; r += kCombineThreads) {
-    routes.send_begin[r] = r > 0 ? prefix[(r - 1) * num_ranks + me] : 0;
-    routes.send_count[r] = count(r, me);
-    // A source keeps the partial rows of each rank, itself left out, in ascending order of rank.
-    int send_base = 0, recv_base = 0;
-    for (int j = 0; j < me; ++j) send_base += j == r ? 0 : count(r, j);
-    for (int j = 0; j < r; ++j) recv_base += j == me ? 0 : count(me, j);
-    routes.send_base[r] = send_base;
-    routes.recv_base[r] = r == me ? routes.send_begin[r] : recv_base;
-    // Only a rank's arena that was sized by a bound can be too small.
-    const int recv_end = recv_base + (r == me ? 0 : count(me, r));
-    if (blockIdx.x == 0 && recv_end > params.slot.capacity) {
-      report_fault(params.domain.fault, FaultKind::kOverflow, KernelName::kCombine, WaitTag::kPartialRows, me, r,
-                   params.slot.capacity, recv_end);
-    }
-  }
-  __syncthreads();
-}
 
 // A run of rows that goes to one source and is reported by one flag.
 struct Chunk {
@@ -100,28 +69,24 @@ class PieceWalk {
   int64_t offset_ = 0;  // in the run
 };
 
-// Sends chunks of rows home, all sources in turn, so that no source waits for another's rows. Collective over one of
-// kSendWarps warps, which has a ring of its own. Returns false if a rank has not come.
+// Sends each `stride`-th chunk of rows from the `first` on home, all sources in turn, so that no source waits for
+// another's rows. Collective over a warp, which has a ring of its own. Returns false if a rank has not come.
+template <bool kFromExperts>
 __device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
-                          int warp, uint8_t* stages, uint64_t* barriers) {
+                          int first, int stride, uint8_t* stages, uint64_t* barriers) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
   const int lane = threadIdx.x % 32;
   const int num_peers = domain.num_ranks - 1;
   bool ok = true;
-  int max_count = 0;
   for (int r = lane; r < domain.num_ranks; r += 32) {
-    if (r == domain.rank) continue;
-    ok &= waiter.until_epoch(&own.ready_epoch[r], epoch, r, WaitTag::kReady);
-    max_count = max(max_count, routes.send_count[r]);
+    if (r != domain.rank) ok &= waiter.until_epoch(&own.ready_epoch[r], epoch, r, WaitTag::kReady);
   }
   if (!__all_sync(kAllLanes, ok)) return false;
-  max_count = __reduce_max_sync(kAllLanes, max_count);
 
   RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
-  const int num_items = (max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
-  const int stride = gridDim.x * kSendWarps;
-  int item = blockIdx.x * kSendWarps + warp;
+  const int num_items = (routes.max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
+  int item = first;
   const auto next_chunk = [&](Chunk& next) {
     for (; item < num_items; item += stride) {
       next.chunk = item / num_peers;
@@ -133,7 +98,15 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
       const int64_t room = min(params.num_rows - next.from, params.slot.capacity - next.to);
       next.num_rows = max(0, min(min(count, kRowsPerChunk), static_cast<int>(room)));
       item += stride;
-      return true;
+      if constexpr (kFromExperts) {
+        const uint32_t* row_epoch = params.experts.row_epoch + next.from;
+        if (lane < next.num_rows) {
+          ok = waiter.until_epoch(row_epoch + lane, epoch, domain.rank, WaitTag::kPartialRows);
+        }
+        ok = __all_sync(kAllLanes, ok);
+        ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+      }
+      return ok;
     }
     return false;
   };
@@ -195,16 +168,17 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
     ptx::bulk_wait_written<0>();
     report();
   }
-  return true;
+  return ok;
 }
 
 // kRanksPerLane: 1 where a warp has a lane for every rank.
-template <int kRanksPerLane>
+template <int kRanksPerLane, bool kFromExperts>
 __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Routes routes;
-  __shared__ uint64_t send_barriers[kSendWarps][kSendStages], sum_barriers[kSumWarps][kSumStages];
-  __shared__ Segment segments[kSumWarps][kSumStages];
+  __shared__ uint64_t send_barriers[kSendWarps][kSendStages], sum_barriers[kCombineWarps][kSumStages];
+  __shared__ Segment segments[kCombineWarps][kSumStages];
+  __shared__ int started_before;
   const Domain& domain = params.domain;
   ControlBlock& own = *domain.control[domain.rank];
   const Waiter waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns, domain.control,
@@ -220,28 +194,57 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   find_bases(params, routes, reinterpret_cast<int32_t*>(shared));
   ptx::fence_shared_for_bulk();  // the rings take over the matrix's memory
   __syncthreads();
-  bool ok;
-  if (int warp = threadIdx.x / 32; warp < kSendWarps) {
-    ok = send_rows(params, routes, waiter, epoch, warp, shared + warp * kSendRingBytes, send_barriers[warp]);
-  } else {
-    warp -= kSendWarps;
-    uint8_t* stages = shared + kSendWarps * kSendRingBytes + warp * kSumRingBytes;
-    ok = sum_tokens<kRanksPerLane>(params, routes.recv_base, waiter, epoch, warp, stages, sum_barriers[warp],
-                                   segments[warp]);
+
+  const int warp = threadIdx.x / 32;
+  int cta = blockIdx.x;
+  if constexpr (kFromExperts) {
+    // CTAs that have started wait for none that has not: the first sum rows of experts, and these wait for nothing.
+    if (threadIdx.x == 0) started_before = ptx::add_relaxed_gpu(&own.started_ctas, 1);
+    __syncthreads();
+    const int num_expert_ctas = gridDim.x - params.num_sms;
+    cta = started_before - num_expert_ctas;
+    if (cta < 0) {
+      ExpertRows rows(params, routes, epoch, warp * num_expert_ctas + started_before, kCombineWarps * num_expert_ctas);
+      sum_rows(rows, shared + warp * kSumRingBytes, sum_barriers[warp], segments[warp]);
+    }
+  }
+  bool ok = true;
+  if (cta >= 0 && warp < kSendWarps) {
+    // Neighbouring chunks and tokens go to different CTAs: they are there together.
+    ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta * kSendWarps + warp, params.num_sms * kSendWarps,
+                                 shared + warp * kSendRingBytes, send_barriers[warp]);
+  } else if (cta >= 0) {
+    PartialRows<kRanksPerLane, kFromExperts> rows(
+        params, routes, waiter, epoch, (warp - kSendWarps) * params.num_sms + cta, kSumWarps * params.num_sms);
+    sum_rows(rows, shared + kSendWarps * kSendRingBytes + (warp - kSendWarps) * kSumRingBytes, sum_barriers[warp],
+             segments[warp]);
+    ok = rows.ok();
   }
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
 }
 
+// With and without experts.
+constexpr void (*kKernels[])(CombineParams) = {combine_kernel<1, false>, combine_kernel<1, true>};
+constexpr void (*kKernelsOfManyRanks[])(CombineParams) = {combine_kernel<kMaxRanksPerLane, false>,
+                                                          combine_kernel<kMaxRanksPerLane, true>};
+
 }  // namespace
 
 void prepare_combine() {
-  allow_shared_memory(combine_kernel<1>);
-  allow_shared_memory(combine_kernel<kMaxRanksPerLane>);
+  for (const auto kernel : kKernels) allow_shared_memory(kernel);
+  for (const auto kernel : kKernelsOfManyRanks) allow_shared_memory(kernel);
 }
 
-void launch_combine(const CombineParams& params, int num_sms, cudaStream_t stream) {
-  const auto kernel = params.domain.num_ranks <= 32 ? combine_kernel<1> : combine_kernel<kMaxRanksPerLane>;
-  launch_cooperative(kernel, params, num_sms, kCombineThreads, kRingBytes, stream);
+void launch_combine(const CombineParams& params, int num_expert_sms, cudaStream_t stream) {
+  const auto kernel = (params.domain.num_ranks <= 32 ? kKernels : kKernelsOfManyRanks)[num_expert_sms > 0];
+  if (num_expert_sms == 0) {
+    launch_cooperative(kernel, params, params.num_sms, kCombineThreads, kRingBytes, stream);
+    return;
+  }
+  // Not all of these CTAs need to run at once, so that they share the GPU with other kernels.
+  const int num_ctas = params.num_sms + num_expert_sms;
+  kernel<<<num_ctas, kCombineThreads, kRingBytes, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launch of combine_kernel");
 }
 
 }  // namespace hybrid_ep

@@ -21,9 +21,8 @@ void prepare_combine();
 // Each launches on the stream and returns; shared_bytes is dynamic shared memory for the rings and the counters.
 // Throws CudaError if the launch is refused.
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
-void launch_combine(const CombineParams& params, int num_sms, cudaStream_t stream);
+void launch_combine(const CombineParams& params, int num_expert_sms, cudaStream_t stream);
 void launch_duplicate(const DuplicateParams& params, cudaStream_t stream);
-void launch_reduce_local(const ReduceLocalParams& params, cudaStream_t stream);
 void launch_layout(const LayoutParams& params, cudaStream_t stream);
 
 template <typename Params>

@@ -68,6 +68,17 @@ struct DispatchParams {
   int num_send_warps, num_stages;
 };
 
+// Of a combine from experts: what its rows are sums of, experts ascending, rounded once.
+struct ExpertRowParams {
+  const uint8_t* rows;    // [P, H] bf16
+  const float* probs;     // [P] or nullptr
+  const int32_t* places;  // [N, K] row of each copy, or −1
+  uint8_t* sums;          // [N, H] bf16; what the combine takes as its rows
+  float* sum_weights;     // [N, K] or nullptr; likewise its weights: each expert's in its column
+  uint32_t* row_epoch;    // [N] the combine that has last written the sum
+  int num_topk, row_limit;
+};
+
 struct CombineParams {
   Domain domain;
   const uint8_t* rows;         // [N, H] bf16
@@ -80,6 +91,8 @@ struct CombineParams {
   int num_tokens, num_rows, row_bytes;
   int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
   SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
+  ExpertRowParams experts;
+  int num_sms;  // that send and sum; further ones sum rows of experts
 };
 
 // Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not
@@ -88,6 +101,7 @@ struct DuplicateParams {
   uint8_t* rows;                         // [P, row_bytes]; the copy with the lowest place is there
   const int32_t* places;                 // [N, K] row of each copy, or −1
   int32_t* kept_places;                  // [N, K] likewise, for the handle, or nullptr where they are the same
+  uint32_t* row_epoch;                   // [N] set to 0 along with kept_places: no combine has summed the row
   const float* weights;                  // [N, K] or nullptr
   const uint32_t* scales;                // [N, num_scales] or nullptr
   float* probs;                          // [P] or nullptr
@@ -98,17 +112,6 @@ struct DuplicateParams {
   int rank, num_ranks, num_topk, num_local_experts, row_bytes, num_scales;
   int row_limit;   // rows of the output
   int recv_limit;  // rows of places
-};
-
-// The way back: sums a token's local experts in ascending order, rounds once, and gives its weights their columns.
-struct ReduceLocalParams {
-  const uint8_t* rows;         // [P, H] bf16
-  const float* probs;          // [P] or nullptr
-  const int32_t* places;       // [N, K]
-  const int32_t* rank_prefix;  // [R, R], for N
-  uint8_t* out;                // [N, H] bf16
-  float* out_weights;          // [N, K] or nullptr
-  int rank, num_ranks, num_topk, row_bytes, row_limit, recv_limit;
 };
 
 // Counts of this rank's tokens, for `get_dispatch_layout`.

@@ -1,13 +1,11 @@
-// What stays inside a rank around expert-major output: copies for further experts on the way in, sums on the way back.
+// What stays inside a rank around expert-major output: copies for further experts on the way in.
 //
-//     dispatch:  push ─► rows[lowest place of a token] ─ duplicate ─► rows[its other places], pads and tail = 0
-//     combine:   rows[places of a token] ─ fp32 sum, experts ascending ─► one row per received token ─► combine
+//     push ─► rows[lowest place of a token] ─ duplicate ─► rows[its other places], pads and tail = 0
 //
-// A token crosses NVLink once per rank and not once per expert; both kernels run at the speed of local memory on all
-// SMs. Blocks ascend with the expert, so ascending places are ascending experts. A warp takes a row at a time.
+// A token crosses NVLink once per rank and not once per expert. The kernel runs at the speed of local memory on all
+// SMs; a warp takes a row at a time. The sums on the way back are in expert_rows.cuh.
 #include <cuda_runtime.h>
 
-#include "device/pipelined_sum.cuh"
 #include "device/ptx/memory.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
@@ -61,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) duplicate_kernel(const __grid_consta
     const int64_t cell = static_cast<int64_t>(n) * params.num_topk + lane;
     int place = lane < params.num_topk ? params.places[cell] : -1;
     if (params.kept_places != nullptr && lane < params.num_topk) params.kept_places[cell] = place;
+    if (params.kept_places != nullptr && lane == 0) params.row_epoch[n] = 0;
     if (place >= params.row_limit) place = -1;
     const unsigned targets = __ballot_sync(kAllLanes, place >= 0);
     const int source = __reduce_min_sync(kAllLanes, place >= 0 ? place : INT32_MAX);
@@ -91,52 +90,6 @@ __global__ void __launch_bounds__(kThreads) duplicate_kernel(const __grid_consta
   for (int row = block_begin + warp; row < params.row_limit; row += num_warps) clear_row(params, row, lane);
 }
 
-__global__ void __launch_bounds__(kThreads) reduce_local_kernel(const __grid_constant__ ReduceLocalParams params) {
-  const int lane = threadIdx.x % 32;
-  const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32, num_warps = gridDim.x * kThreads / 32;
-  const int num_recv = num_received(params.rank_prefix, params.rank, params.num_ranks, params.recv_limit);
-  for (int n = warp; n < num_recv; n += num_warps) {
-    const int64_t cell = static_cast<int64_t>(n) * params.num_topk + lane;
-    int place = lane < params.num_topk ? params.places[cell] : -1;
-    if (place >= params.row_limit) place = -1;
-    if (params.out_weights != nullptr && lane < params.num_topk) {
-      params.out_weights[cell] = place >= 0 ? params.probs[place] : 0.0f;
-    }
-    // A lane's rank among the places is where its row stands in the sum.
-    int order = 0;
-    for (int k = 0; k < params.num_topk; ++k) {
-      const int other = __shfl_sync(kAllLanes, place, k);
-      order += other >= 0 && other < place;
-    }
-    const int num_places = __popc(__ballot_sync(kAllLanes, place >= 0));
-    int sorted = -1;
-    for (int i = 0; i < num_places; ++i) {
-      const unsigned holder = __ballot_sync(kAllLanes, place >= 0 && order == i);
-      const int ith = __shfl_sync(kAllLanes, place, __ffs(holder) - 1);
-      if (lane == i) sorted = ith;
-    }
-    const auto load = [&](int segment, int source, uint4(&vectors)[kSumVectors]) {
-      const int64_t row = __shfl_sync(kAllLanes, sorted, source);
-      const int begin = segment * kSumSegmentBytes + lane * 16;
-#pragma unroll
-      for (int v = 0; v < kSumVectors; ++v) {
-        const int offset = begin + v * 512;
-        vectors[v] = offset < params.row_bytes ? ptx::load_streaming(params.rows + row * params.row_bytes + offset)
-                                               : make_uint4(0, 0, 0, 0);
-      }
-    };
-    const auto store = [&](int segment, const float (&sum)[kSumVectors][8]) {
-      uint8_t* to = params.out + static_cast<int64_t>(n) * params.row_bytes;
-#pragma unroll
-      for (int v = 0; v < kSumVectors; ++v) {
-        const int offset = segment * kSumSegmentBytes + v * 512 + lane * 16;
-        if (offset < params.row_bytes) *reinterpret_cast<uint4*>(to + offset) = round_to_bf16(sum[v]);
-      }
-    };
-    sum_pipelined((params.row_bytes + kSumSegmentBytes - 1) / kSumSegmentBytes, num_places, load, store);
-  }
-}
-
 int num_ctas() {
   static const int count = [] {
     int device = 0, num_sms = 0;
@@ -152,11 +105,6 @@ int num_ctas() {
 void launch_duplicate(const DuplicateParams& params, cudaStream_t stream) {
   duplicate_kernel<<<num_ctas(), kThreads, 0, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of duplicate_kernel");
-}
-
-void launch_reduce_local(const ReduceLocalParams& params, cudaStream_t stream) {
-  reduce_local_kernel<<<num_ctas(), kThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of reduce_local_kernel");
 }
 
 }  // namespace hybrid_ep

@@ -34,6 +34,7 @@ struct ControlBlock {
   uint32_t dispatch_epoch;
   uint32_t combine_epoch;
   uint32_t arrived_ctas;   // at the grid barrier; 0 between kernels
+  uint32_t started_ctas;   // of a combine from experts; 0 between kernels
   uint32_t finished_ctas;  // 0 between kernels
   uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
   int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];

@@ -145,8 +145,10 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
   uint8_t* slot = domain_.arena[domain_.rank] + slot_idx * domain_.slot_bytes;
   DuplicateParams params{};
   params.rows = slot + layout.rows;
-  params.places = plan.makes_route ? reinterpret_cast<int32_t*>(slot + layout.experts) : tensors.places;
-  params.kept_places = plan.makes_route ? tensors.places : nullptr;
+  const KeptRows kept = kept_rows(tensors.kept, num_recv, plan.num_topk);
+  params.places = plan.makes_route ? reinterpret_cast<int32_t*>(slot + layout.experts) : kept.places;
+  params.kept_places = plan.makes_route ? kept.places : nullptr;
+  params.row_epoch = kept.row_epoch;
   params.weights = reinterpret_cast<float*>(slot + layout.weights);
   params.scales = reinterpret_cast<uint32_t*>(slot + layout.scales);
   params.probs = tensors.probs;
@@ -165,7 +167,8 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
   launch_duplicate(params, stream);
 }
 
-void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, cudaStream_t stream) {
+void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
+                           cudaStream_t stream) {
   const RouteLayout route = make_route_layout(domain_.num_ranks, plan.num_tokens, 0, 0, false);
   CombineParams params{};
   params.domain = domain_;
@@ -182,7 +185,15 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.row_bytes = static_cast<int>(plan.widths.rows);
   params.num_weights = plan.num_weights;
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
-  launch_combine(params, combine_sms(plan.num_sms, num_device_sms_), stream);
+  params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
+  int num_expert_sms = 0;
+  if (plan.num_topk > 0) {
+    num_expert_sms = expert_sms(params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
+    const KeptRows kept = kept_rows(experts.kept, plan.num_rows, plan.num_topk);
+    params.experts = {experts.rows,    experts.probs,  kept.places,   tensors.rows,
+                      tensors.weights, kept.row_epoch, plan.num_topk, plan.num_expert_rows};
+  }
+  launch_combine(params, num_expert_sms, stream);
 }
 
 bool Communicator::wait_mailbox(uint32_t ticket) const {

@@ -46,7 +46,8 @@ class Communicator {
   // what none of them takes of num_rows, and writes the tensors.
   void duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows, int num_recv,
                  cudaStream_t stream);
-  void combine(const CombinePlan& plan, const CombineTensors& tensors, cudaStream_t stream);
+  void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
+               cudaStream_t stream);
 
   // Waits, without a device synchronisation, until the call with this ticket has written the mailbox. Returns false
   // when it has not by long after the kernel's own deadline, and as soon as this or an earlier call has lost a rank.

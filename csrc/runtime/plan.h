@@ -46,10 +46,20 @@ struct DispatchTensors {
   int32_t* route;
 };
 
+// What a handle of an expert-major dispatch keeps of the rows that arrived, in this order.
+struct KeptRows {
+  int32_t* places;      // [N, K]
+  uint32_t* row_epoch;  // [N]
+};
+
+inline KeptRows kept_rows(int32_t* memory, int num_recv, int num_topk) {
+  return {memory, reinterpret_cast<uint32_t*>(memory + static_cast<int64_t>(num_recv) * num_topk)};
+}
+
 // The addresses of what completes expert-major rows; nullptr for what it does not have.
 struct DuplicateTensors {
   const int32_t* route;
-  int32_t* places;  // [N, K], which the handle keeps: written by a call that makes its route, otherwise read
+  int32_t* kept;  // what the handle keeps (KeptRows): written by a call that makes its route, otherwise read
   float* probs;
   uint32_t* scales;
 };
@@ -57,16 +67,24 @@ struct DuplicateTensors {
 struct CombinePlan {
   RowWidths widths;
   int num_tokens, num_rows, num_weights, num_sms;
+  int num_topk, num_expert_rows;  // of a combine from experts; otherwise 0
 };
 
 // The addresses of one combine; nullptr for what it does not have.
 struct CombineTensors {
-  const uint8_t* rows;
-  const float* weights;
+  uint8_t* rows;  // from experts: written, as are the weights
+  float* weights;
   const uint8_t* bias[2];
   uint8_t* out;
   float* out_weights;
   const int32_t* route;
+};
+
+// What a combine from experts has further.
+struct ExpertTensors {
+  const uint8_t* rows;
+  const float* probs;
+  int32_t* kept;  // KeptRows
 };
 
 }  // namespace hybrid_ep

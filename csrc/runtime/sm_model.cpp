@@ -1,6 +1,7 @@
 #include "runtime/sm_model.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "device/row_ring_limits.h"
 #include "kernels/launch.h"
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int kDefaultSms = 16;
 constexpr int kDispatchSendWarps = 2;
+constexpr double kExpertSmsPerCopy = 0.75;  // for an SM of a combine: what it takes in by what an SM of sums does
 
 int num_sms(int asked, int num_device_sms) {
   return std::min({asked > 0 ? asked : kDefaultSms, num_device_sms, kMaxCtas});
@@ -29,5 +31,14 @@ LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms) {
 }
 
 int combine_sms(int asked, int num_device_sms) { return num_sms(asked, num_device_sms); }
+
+int expert_sms(int num_combine_sms, int num_topk, int num_ranks, int num_device_sms) {
+  // As fast as the rows leave: faster sums take bandwidth of local memory from the combine while it runs.
+  const double is_elsewhere = 1 - 1.0 / num_ranks;
+  const double copies_per_row = num_topk / (num_ranks * (1 - std::pow(is_elsewhere, num_topk)));
+  const int wanted = static_cast<int>(std::ceil(num_combine_sms * copies_per_row * kExpertSmsPerCopy));
+  // A combine that was given all SMs shares them.
+  return std::clamp(wanted, 1, std::max(num_device_sms - num_combine_sms, num_device_sms / 2));
+}
 
 }  // namespace hybrid_ep

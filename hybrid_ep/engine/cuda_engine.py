@@ -35,7 +35,7 @@ from hybrid_ep.engine.base import (
     Rows,
 )
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, row_bytes_of, scale_kind
+from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, scale_kind
 from hybrid_ep.engine.cuda_route import PermuteState, Route, RouteMemory, Sent, address, aligned
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -114,32 +114,10 @@ class CudaEngine(Engine):
         num_sms: int | None,
     ) -> Combined:
         stream = self._begin()
-        route: Route = handle.state
-        route.chunk.note_use(stream)
-        shape, num_tokens = data.shape, handle.num_tokens
+        num_rows, hidden = data.shape
         num_weights = 0 if weights is None else weights.shape[1]
-        plan = plan_combine(shape, data.dtype, num_tokens, num_weights, num_sms)
-        self._arena.ensure(plan.slot_bytes_for(route.max_sent))
-        self._arena.note_use(stream)
-        out = torch.empty(num_tokens, shape[1], dtype=data.dtype, device=data.device)
-        out_weights = None
-        if weights is not None:
-            out_weights = torch.empty(num_tokens, num_weights, dtype=torch.float32, device=data.device)
-        data = aligned(data)
-        terms = [aligned(term) for term in bias]
-        self._communicator.combine(
-            plan,
-            data.data_ptr(),
-            address(weights),
-            address(terms[0] if terms else None),
-            address(terms[1] if len(terms) > 1 else None),
-            out.data_ptr(),
-            address(out_weights),
-            route.address,
-            stream,
-        )
-        self.traffic.within_domain += route.num_from_away * plan.row_bytes
-        return Combined(out, out_weights)
+        plan = plan_combine(handle.num_tokens, num_rows, hidden, data.dtype, num_weights, num_sms)
+        return self._combine(plan, aligned(data), weights, bias, handle, stream)
 
     def dispatch_permuted(
         self,
@@ -154,16 +132,16 @@ class CudaEngine(Engine):
         first = self.grid.rank * num_local
         sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, num_sms)
         # A handle holds no slot, so the places move to memory of its own.
-        num_places = sent.route.num_recv * routing.topk_idx.shape[1]
-        chunk, places = self._routes.take(num_places, sent.stream, alone=sent.slot_idx == 0)
+        num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
+        chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.slot_idx == 0)
         probs = None
         if routing.topk_weights is not None:
             probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
-        permuted, landed = self._spread(rows, sent, places, probs)
+        permuted, landed = self._spread(rows, sent, kept, probs)
         assert landed.counts is not None
         assert landed.overflow is not None
         counts = landed.counts if sent.reported is None else sent.reported
-        state = PermuteState(chunk, places, num_permuted_bound is None)
+        state = PermuteState(chunk, kept, num_permuted_bound is None)
         handle = PermuteHandle(
             self._handle(sent, routing, landed), counts, sent.num_rows, pad_multiple, state, landed.overflow
         )
@@ -176,7 +154,7 @@ class CudaEngine(Engine):
         num_max = max(route.max_recv, num_rows)
         sent = self._send_again(rows, handle.dispatch, num_rows, num_max, handle.pad_multiple, num_sms)
         state.chunk.note_use(sent.stream)
-        permuted, _ = self._spread(rows, sent, state.places, None)
+        permuted, _ = self._spread(rows, sent, state.address, None)
         return permuted
 
     def combine_permuted(
@@ -185,29 +163,19 @@ class CudaEngine(Engine):
         stream = self._begin()
         state: PermuteState = handle.state
         state.chunk.note_use(stream)
-        num_recv, num_topk = handle.dispatch.num_recv, handle.dispatch.num_topk
-        row_bytes = row_bytes_of(data.shape[1], data.dtype)
+        (num_copies, hidden), dispatch = data.shape, handle.dispatch
+        num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
         data = aligned(data)
-        reduced = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
+        sums = torch.empty(num_recv, hidden, dtype=data.dtype, device=data.device)
         weights = None
         if probs is not None:
             weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
-        _cuda.reduce_local(
-            rows=data.data_ptr(),
-            probs=address(probs),
-            places=state.places,
-            route=handle.dispatch.state.address,
-            out=reduced.data_ptr(),
-            out_weights=address(weights),
-            rank=self.grid.rank,
-            num_ranks=self.grid.num_ranks,
-            num_topk=num_topk,
-            row_bytes=row_bytes,
-            row_limit=handle.num_permuted,
-            recv_limit=num_recv,
-            stream=stream,
+        num_weights = 0 if probs is None else num_topk
+        plan = plan_combine(
+            dispatch.num_tokens, num_recv, hidden, data.dtype, num_weights, num_sms, num_topk, num_copies
         )
-        return self.combine(reduced, handle.dispatch, weights=weights, bias=(), num_sms=num_sms)
+        experts = (data.data_ptr(), address(probs), state.address)
+        return self._combine(plan, sums, weights, (), dispatch, stream, experts)
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
         if not handle.state.waited:
@@ -404,6 +372,47 @@ class CudaEngine(Engine):
         self.traffic.within_domain += route.num_sent_away * plan.row_bytes
         return Sent(plan, slot_idx, stream, route, num_rows, None)
 
+    def _combine(
+        self,
+        plan: _cuda.CombinePlan,
+        data: Tensor,
+        weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+        handle: DispatchHandle,
+        stream: int,
+        experts: tuple[int, int, int] = (0, 0, 0),
+    ) -> Combined:
+        """Launches a combine and returns its results.
+
+        Args:
+            plan, data, weights, bias, handle: as in `combine`; from experts, data and weights are written first.
+            stream: what `_begin` has returned.
+            experts: from experts, the addresses of their rows, of their probabilities and of the PermuteState.
+        """
+        route: Route = handle.state
+        route.chunk.note_use(stream)
+        self._arena.ensure(plan.slot_bytes_for(route.max_sent))
+        self._arena.note_use(stream)
+        out = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
+        out_weights = None
+        if weights is not None:
+            out_weights = torch.empty(handle.num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
+        terms = [aligned(term) for term in bias]
+        self._communicator.combine(
+            plan,
+            data.data_ptr(),
+            address(weights),
+            address(terms[0] if terms else None),
+            address(terms[1] if len(terms) > 1 else None),
+            out.data_ptr(),
+            address(out_weights),
+            route.address,
+            *experts,
+            stream,
+        )
+        self.traffic.within_domain += route.num_from_away * plan.row_bytes
+        return Combined(out, out_weights)
+
     def _wait_for_counts(self, ticket: int, slot_idx: int) -> _cuda.Mail:
         arrived = self._communicator.wait_mailbox(ticket)
         mail = self._communicator.mail
@@ -424,13 +433,13 @@ class CudaEngine(Engine):
         landed = self._arena.landed(sent)
         return landed if sent.slot_idx else landed.copied()
 
-    def _spread(self, like: Rows, sent: Sent, places: int, probs: Tensor | None) -> tuple[Rows, Landed]:
+    def _spread(self, like: Rows, sent: Sent, kept: int, probs: Tensor | None) -> tuple[Rows, Landed]:
         """Completes expert-major rows where they landed: further copies, pads, scales and probabilities.
 
         Args:
             like: what was sent.
             sent: the dispatch.
-            places: address of what a handle keeps; written where the dispatch made its route, otherwise read.
+            kept: address of what the handle keeps (PermuteState); written where the dispatch made its route, else read.
             probs: ``[P]``, written; None without weights.
         """
         plan, slot_idx, stream, route, num_rows, _ = sent
@@ -438,7 +447,7 @@ class CudaEngine(Engine):
         if like.scales is not None:
             scales = torch.empty(num_rows, like.scales.shape[1], dtype=like.scales.dtype, device=self.device)
         self._communicator.duplicate(
-            plan, route.address, places, address(probs), address(scales), slot_idx, num_rows, route.num_recv, stream
+            plan, route.address, kept, address(probs), address(scales), slot_idx, num_rows, route.num_recv, stream
         )
         landed = self._arena.landed(sent)
         return _as_sent(like, landed.rows if slot_idx else landed.rows.clone(), scales), landed

@@ -151,14 +151,29 @@ def plan_cached_dispatch(
 
 @functools.lru_cache(_MAX_PLANS)
 def plan_combine(
-    shape: torch.Size, dtype: torch.dtype, num_tokens: int, num_weights: int, num_sms: int | None
+    num_tokens: int,
+    num_rows: int,
+    hidden: int,
+    dtype: torch.dtype,
+    num_weights: int,
+    num_sms: int | None,
+    num_topk: int = 0,
+    num_expert_rows: int = 0,
 ) -> _cuda.CombinePlan:
-    """Plans a combine of rows of this shape and dtype into `num_tokens` tokens; 0 weights = none."""
-    num_rows, hidden = shape
+    """Plans a combine of rows into `num_tokens` tokens.
+
+    Args:
+        num_tokens, num_rows, hidden, dtype: of the result, and of the rows that are sent.
+        num_weights: of a row; 0 = none.
+        num_sms: as in `Engine.combine`.
+        num_topk, num_expert_rows: from experts, as many rows are first summed, at most `num_topk` to one; 0 = none are.
+    """
     return _cuda.CombinePlan(
         num_tokens=num_tokens,
         num_rows=num_rows,
         row_bytes=row_bytes_of(hidden, dtype),
         num_weights=num_weights,
         num_sms=num_sms or 0,
+        num_topk=num_topk,
+        num_expert_rows=num_expert_rows,
     )

@@ -42,13 +42,14 @@ class PermuteState(NamedTuple):
     """What the cuda engine keeps in a PermuteHandle.
 
     Attributes:
-        chunk: the memory that the places are a piece of.
-        places: address of ``[N, K]`` int32: the row of each copy of a received row, or −1.
+        chunk: the memory that this is a piece of.
+        address: of ``[N, K]`` int32, the row of each copy of a received row, or −1; then of ``[N]`` uint32, the combine
+            that has last summed the copies.
         waited: whether the host waited for the counts, so that there is no overflow.
     """
 
     chunk: Chunk
-    places: int
+    address: int
     waited: bool
 
 

@@ -40,11 +40,12 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
   return plan;
 }
 
-CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_weights, int num_sms) {
+CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_weights, int num_sms, int num_topk,
+                         int num_expert_rows) {
   RowWidths widths{};
   widths.rows = row_bytes;
   widths.weights = static_cast<int64_t>(num_weights) * sizeof(float);
-  return {widths, num_tokens, num_rows, num_weights, num_sms};
+  return {widths, num_tokens, num_rows, num_weights, num_sms, num_topk, num_expert_rows};
 }
 
 void add_plans(py::module_& module) {
@@ -62,7 +63,7 @@ void add_plans(py::module_& module) {
           py::arg("num_rows"));
   py::class_<CombinePlan>(module, "CombinePlan")
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
-           py::arg("num_weights"), py::arg("num_sms"))
+           py::arg("num_weights"), py::arg("num_sms"), py::arg("num_topk"), py::arg("num_expert_rows"))
       .def_property_readonly("row_bytes", [](const CombinePlan& plan) { return plan.widths.total(); })
       .def(
           "slot_bytes_for",
@@ -124,19 +125,20 @@ void add_communicator(py::module_& module) {
           py::arg("route"), py::arg("slot_idx"), py::arg("stream"))
       .def(
           "duplicate",
-          [](Communicator& self, const DispatchPlan& plan, uintptr_t route, uintptr_t places, uintptr_t probs,
+          [](Communicator& self, const DispatchPlan& plan, uintptr_t route, uintptr_t kept, uintptr_t probs,
              uintptr_t scales, int slot_idx, int num_rows, int num_recv, uintptr_t stream) {
             self.duplicate(
                 plan,
-                {pointer<int32_t>(route), pointer<int32_t>(places), pointer<float>(probs), pointer<uint32_t>(scales)},
+                {pointer<int32_t>(route), pointer<int32_t>(kept), pointer<float>(probs), pointer<uint32_t>(scales)},
                 slot_idx, num_rows, num_recv, stream_of(stream));
           },
-          py::arg("plan"), py::arg("route"), py::arg("places"), py::arg("probs"), py::arg("scales"),
-          py::arg("slot_idx"), py::arg("num_rows"), py::arg("num_recv"), py::arg("stream"))
+          py::arg("plan"), py::arg("route"), py::arg("kept"), py::arg("probs"), py::arg("scales"), py::arg("slot_idx"),
+          py::arg("num_rows"), py::arg("num_recv"), py::arg("stream"))
       .def(
           "combine",
           [](Communicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
-             uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t route, uintptr_t stream) {
+             uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t route, uintptr_t expert_rows,
+             uintptr_t probs, uintptr_t kept, uintptr_t stream) {
             self.combine(plan,
                          {pointer<uint8_t>(rows),
                           pointer<float>(weights),
@@ -144,10 +146,12 @@ void add_communicator(py::module_& module) {
                           pointer<uint8_t>(out),
                           pointer<float>(out_weights),
                           pointer<int32_t>(route)},
+                         {pointer<uint8_t>(expert_rows), pointer<float>(probs), pointer<int32_t>(kept)},
                          stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
-          py::arg("out_weights"), py::arg("route"), py::arg("stream"))
+          py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
+          py::arg("stream"))
       .def("wait_mailbox", &Communicator::wait_mailbox, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("mail", &Communicator::mailbox, py::return_value_policy::reference_internal)
       .def("take_fault", &Communicator::take_fault);

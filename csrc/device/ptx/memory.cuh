@@ -44,6 +44,11 @@ __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// The same for whoever acquires it on this GPU.
+__device__ __forceinline__ void store_release_gpu(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");

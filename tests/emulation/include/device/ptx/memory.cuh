@@ -20,6 +20,7 @@ template <typename T>
 void store_release_system(T* address, std::common_type_t<T> value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
+inline void store_release_gpu(uint32_t* address, uint32_t value) { store_release_system(address, value); }
 template <typename T>
 void store_relaxed_system(T* address, std::common_type_t<T> value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);

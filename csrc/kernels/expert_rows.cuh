@@ -1,0 +1,106 @@
+// What a combine from experts sums first: the rows that one token has at several experts of this rank.
+//
+//     received row ─► its copies, experts ascending ─► fp32 sum ─► rows[received row] ─► row_epoch ─► send it, or sum
+//     it
+//
+// CTAs of their own do this, on the SMs that the combine leaves free: local memory brings several bytes for each that
+// crosses the wire. They take the rows in the order in which they are sent, and wait for nothing.
+#pragma once
+
+#include "kernels/combine_routes.cuh"
+#include "kernels/combine_sum.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+// Of sum_rows.
+class ExpertRows {
+ public:
+  static constexpr int kSourcesPerLane = 1;
+
+  // The warp takes each `stride`-th row from the `first` on, as they are sent.
+  __device__ ExpertRows(const CombineParams& params, const Routes& routes, uint32_t epoch, int first, int stride)
+      : params_(params), routes_(routes), epoch_(epoch), position_(first - stride), stride_(stride) {
+    look_ahead();
+  }
+
+  __device__ int row_bytes() const { return params_.row_bytes; }
+  __device__ int row() const { return row_; }
+
+  __device__ bool next(SourceWalk<1, uint8_t>& walk) {
+    const ExpertRowParams& experts = params_.experts;
+    const int lane = threadIdx.x % 32;
+    while (next_row_ >= 0) {
+      row_ = next_row_;
+      const int place = next_place_ < experts.row_limit ? next_place_ : -1;
+      look_ahead();
+      if (lane < params_.num_weights) {
+        const int64_t cell = static_cast<int64_t>(row_) * params_.num_weights + lane;
+        experts.sum_weights[cell] = place >= 0 ? experts.probs[place] : 0.0f;
+      }
+      const uint8_t* copies[1] = {nullptr};
+      const int sorted = sort(place);
+      if (sorted >= 0) copies[0] = experts.rows + static_cast<int64_t>(sorted) * params_.row_bytes;
+      walk = SourceWalk<1, uint8_t>(copies);
+      if (!walk.is_done()) return true;
+      store_nothing(*this, row_);
+    }
+    return false;
+  }
+
+  template <int kVectors>
+  __device__ void store(int row, int offset, const float (&sum)[kVectors][8]) const {
+    store_vectors(params_.experts.sums + static_cast<int64_t>(row) * params_.row_bytes, params_.row_bytes, offset, sum);
+  }
+
+  __device__ void finish(int row) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::store_release_gpu(&params_.experts.row_epoch[row], epoch_);
+  }
+
+ private:
+  // Finds the row after this one, or −1, and asks for its places: of its first chunk the rows of each source, then of
+  // its second, as send_rows does.
+  __device__ void look_ahead() {
+    const Domain& domain = params_.domain;
+    const int lane = threadIdx.x % 32, num_topk = params_.experts.num_topk;
+    const int num_chunks = (routes_.max_count + kRowsPerChunk - 1) / kRowsPerChunk;
+    next_row_ = -1;
+    while (next_row_ < 0) {
+      position_ += stride_;
+      const int item = position_ / kRowsPerChunk, chunk = item / domain.num_ranks;
+      if (chunk >= num_chunks) return;
+      const int source = (domain.rank + item % domain.num_ranks) % domain.num_ranks;
+      const int place = chunk * kRowsPerChunk + position_ % kRowsPerChunk;
+      const int row = routes_.send_begin[source] + place;
+      if (place < routes_.send_count[source] && row < params_.num_rows) next_row_ = row;
+    }
+    const int64_t cell = static_cast<int64_t>(next_row_) * num_topk + lane;
+    next_place_ = lane < num_topk ? params_.experts.places[cell] : -1;
+  }
+
+  // Lane i gets the i-th lowest of the places that are not −1, or −1.
+  static __device__ int sort(int place) {
+    const unsigned present = __ballot_sync(kAllLanes, place >= 0);
+    int order = 0, sorted = -1;
+    for (unsigned left = present; left != 0; left &= left - 1) {
+      order += __shfl_sync(kAllLanes, place, __ffs(left) - 1) < place;
+    }
+    for (unsigned left = present; left != 0; left &= left - 1) {
+      const int holder = __ffs(left) - 1;
+      const int position = __shfl_sync(kAllLanes, order, holder), value = __shfl_sync(kAllLanes, place, holder);
+      if (position == static_cast<int>(threadIdx.x % 32)) sorted = value;
+    }
+    return sorted;
+  }
+
+  const CombineParams& params_;
+  const Routes& routes_;
+  const uint32_t epoch_;
+  int position_;  // in the order in which rows are sent
+  const int stride_;
+  int row_ = -1, next_row_, next_place_;
+};
+
+}  // namespace
+}  // namespace hybrid_ep

@@ -1,0 +1,122 @@
+// What a combine sums at the source: each token's partial rows, as they arrive.
+//
+//     token ─► wait for its chunks ─► the partial row of each rank, ascending ─► fp32 sum ─► + bias ─► out[token]
+#pragma once
+
+#include "kernels/combine_routes.cuh"
+#include "kernels/combine_sum.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+// Of sum_rows. kRanksPerLane: 1 where a warp has a lane for every rank.
+template <int kRanksPerLane, bool kFromExperts>
+class PartialRows {
+ public:
+  static constexpr int kSourcesPerLane = kRanksPerLane;
+
+  // The warp takes each `stride`-th token from `first` on.
+  __device__ PartialRows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
+                         int first, int stride)
+      : params_(params), routes_(routes), waiter_(waiter), epoch_(epoch), token_(first - stride), stride_(stride) {
+    load_places(first);
+  }
+
+  __device__ int row_bytes() const { return params_.row_bytes; }
+  __device__ int row() const { return token_; }
+  __device__ bool ok() const { return ok_; }
+
+  // Also false if a rank has not come.
+  __device__ bool next(SourceWalk<kRanksPerLane, uint8_t>& walk) {
+    const Domain& domain = params_.domain;
+    const ControlBlock& own = *domain.control[domain.rank];
+    const uint8_t* slot = domain.arena[domain.rank];
+    const auto* slot_weights = reinterpret_cast<const float*>(slot + params_.slot.weights);
+    while (ok_) {
+      token_ += stride_;
+      if (token_ >= params_.num_tokens) return false;
+      const uint8_t* rows[kRanksPerLane];
+      const float* weights[kRanksPerLane];
+#pragma unroll
+      for (int q = 0; q < kRanksPerLane; ++q) {
+        const int r = threadIdx.x % 32 + 32 * q, place = places_[q];
+        rows[q] = nullptr;
+        weights[q] = nullptr;
+        if (place < 0) continue;
+        const bool is_local = r == domain.rank;
+        const int64_t row = static_cast<int64_t>(routes_.recv_base[r]) + place;
+        const bool is_there = row < (is_local ? params_.num_rows : params_.slot.capacity);
+        const uint32_t* flag = is_local ? nullptr : &own.chunk_epoch[r][place / kRowsPerChunk];
+        if (kFromExperts && is_local && is_there) flag = &params_.experts.row_epoch[row];
+        if (flag != nullptr) ok_ &= waiter_.until_epoch(flag, epoch_, r, WaitTag::kPartialRows);
+        if (!is_there) continue;
+        rows[q] = (is_local ? params_.rows : slot + params_.slot.rows) + row * params_.row_bytes;
+        weights[q] = (is_local ? params_.weights : slot_weights) + row * params_.num_weights;
+      }
+      ok_ = __all_sync(kAllLanes, ok_);
+      if (!ok_) return false;
+      __syncwarp();
+      ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+      load_places(token_ + stride_);
+      if (params_.num_weights > 0) sum_weights(SourceWalk<kRanksPerLane, float>(weights));
+      walk = SourceWalk<kRanksPerLane, uint8_t>(rows);
+      if (!walk.is_done()) return true;
+      store_nothing(*this, token_);
+    }
+    return false;
+  }
+
+  template <int kVectors>
+  __device__ void store(int token, int offset, float (&sum)[kVectors][8]) const {
+    const int64_t begin = static_cast<int64_t>(token) * params_.row_bytes;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      if (params_.bias[b] == nullptr) continue;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (offset + v * 512 >= params_.row_bytes) continue;
+        add_bf16(sum[v], ptx::load_streaming(params_.bias[b] + begin + offset + v * 512));
+      }
+    }
+    store_vectors(params_.out + begin, params_.row_bytes, offset, sum);
+  }
+
+  __device__ void finish(int) const {}
+
+ private:
+  // Of each lane's ranks: the place of a token's row among those that this rank has sent there, or −1.
+  __device__ void load_places(int token) {
+    const int num_ranks = params_.domain.num_ranks;
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      const int r = threadIdx.x % 32 + 32 * q;
+      const int64_t cell = static_cast<int64_t>(token) * num_ranks + r;
+      places_[q] = token < params_.num_tokens && r < num_ranks ? params_.send_slot[cell] : -1;
+    }
+  }
+
+  __device__ void sum_weights(SourceWalk<kRanksPerLane, float> walk) {
+    const int num_weights = params_.num_weights;
+    for (int begin = 0; begin < num_weights; begin += 32) {
+      const int k = begin + threadIdx.x % 32;
+      float sum = 0;
+      for (walk.restart(); !walk.is_done();) {
+        const float* weights = walk.next();
+        if (k < num_weights) sum += __ldcg(weights + k);
+      }
+      if (k < num_weights) params_.out_weights[static_cast<int64_t>(token_) * num_weights + k] = sum;
+    }
+  }
+
+  const CombineParams& params_;
+  const Routes& routes_;
+  const Waiter& waiter_;
+  const uint32_t epoch_;
+  int token_;
+  const int stride_;
+  bool ok_ = true;
+  int places_[kRanksPerLane];
+};
+
+}  // namespace
+}  // namespace hybrid_ep
