@@ -42,7 +42,7 @@ static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the ma
 // A run of rows that goes to one source and is reported by one flag.
 struct Chunk {
   int source, chunk;
-  int num_rows;  // 0: all of the chunk's rows lie beyond a bound; they are not sent, but the chunk is reported
+  int num_rows;  // 0: the chunk is reported, but nothing is sent: all of it lies beyond a bound, or ranks' calls differ
   int64_t from;  // row of x
   int64_t to;    // row of the source's arena
 };
@@ -78,11 +78,20 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   const ControlBlock& own = *domain.control[domain.rank];
   const int lane = threadIdx.x % 32;
   const int num_peers = domain.num_ranks - 1;
-  bool ok = true;
+  bool ok = true, is_same = true;
+  const uint32_t record_bytes = params.record_bytes;
   for (int r = lane; r < domain.num_ranks; r += 32) {
-    if (r != domain.rank) ok &= waiter.until_epoch(&own.ready_epoch[r], epoch, r, WaitTag::kReady);
+    if (r == domain.rank) continue;
+    uint32_t theirs = record_bytes;
+    ok &= waiter.until_epoch(&own.ready[r], epoch, r, WaitTag::kReady, &theirs);
+    if (theirs == record_bytes) continue;
+    is_same = false;
+    if (first > 0) continue;  // one warp reports
+    report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kCombine, WaitTag::kRecordBytes, domain.rank, r,
+                 record_bytes, theirs);
   }
   if (!__all_sync(kAllLanes, ok)) return false;
+  is_same = __all_sync(kAllLanes, is_same);
 
   RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
   const int num_items = (routes.max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
@@ -96,7 +105,7 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
       next.from = routes.send_begin[next.source] + begin;
       next.to = routes.send_base[next.source] + begin;
       const int64_t room = min(params.num_rows - next.from, params.slot.capacity - next.to);
-      next.num_rows = max(0, min(min(count, kRowsPerChunk), static_cast<int>(room)));
+      next.num_rows = is_same ? max(0, min(min(count, kRowsPerChunk), static_cast<int>(room))) : 0;
       item += stride;
       if constexpr (kFromExperts) {
         const uint32_t* row_epoch = params.experts.row_epoch + next.from;
@@ -188,7 +197,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   // This kernel runs, so nothing reads the arena's first slot any more: peers may write it.
   if (blockIdx.x == 0) {
     for (int r = threadIdx.x; r < domain.num_ranks; r += kCombineThreads) {
-      ptx::store_release_system(&domain.control[r]->ready_epoch[domain.rank], epoch);
+      ptx::store_release_system(&domain.control[r]->ready[domain.rank],
+                                static_cast<uint64_t>(params.record_bytes) << 32 | epoch);
     }
   }
   find_bases(params, routes, reinterpret_cast<int32_t*>(shared));

@@ -200,13 +200,16 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     finish_slots(params, warp_tokens, routes);
   }
 
-  // Learn from every rank, and decide alike: if a slot is too small, nobody sends.
+  // Learn from every rank, and decide alike: if a slot is too small, or calls differ, nobody sends.
+  bool is_same = true;
   for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
     ok &= waiter.until_epoch(&own.counts_epoch[r], epoch, r, WaitTag::kCounts);
+    is_same &= !ok || makes_same_call(params, r);
   }
   ok = __syncthreads_and(ok);
+  is_same = __syncthreads_and(is_same);
   bool lacks_room = false;
-  if (ok) {
+  if (ok && is_same) {
     find_bases(params, routes, expert_base);
     __syncthreads();
     for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
@@ -214,7 +217,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     }
   }
   lacks_room = __syncthreads_or(lacks_room);
-  const MailStatus status = !ok ? kFailed : lacks_room ? kNeedsRoom : kSent;
+  const MailStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
 
   // Send. The last warp first tells the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {

@@ -151,12 +151,32 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
       row.slot_idx = params.slot_idx;
       row.row_limit = params.row_limit;
       row.is_bound = params.is_bound;
+      row.num_experts = params.num_experts;
+      row.record_bytes = params.record_bytes;
+      row.pad_multiple = params.pad_multiple;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
       ptx::store_release_system(&domain.control[peer]->counts_epoch[domain.rank], epoch);
     }
   }
+}
+
+// Whether rank r, which has told its counts, makes the same call: where rows land follows from all ranks' alike. One
+// thread for each rank.
+__device__ bool makes_same_call(const DispatchParams& params, int r) {
+  const Domain& domain = params.domain;
+  const CountRow& row = domain.control[domain.rank]->counts[r];
+  const auto is_same = [&](WaitTag what, int32_t mine, const int32_t* theirs) {
+    const int32_t seen = __ldcg(theirs);
+    if (seen != mine && blockIdx.x == 0) {
+      report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kDispatch, what, domain.rank, r, mine, seen);
+    }
+    return seen == mine;
+  };
+  return is_same(WaitTag::kNumExperts, params.num_experts, &row.num_experts) &&
+         is_same(WaitTag::kRecordBytes, params.record_bytes, &row.record_bytes) &&
+         is_same(WaitTag::kPadMultiple, params.pad_multiple, &row.pad_multiple);
 }
 
 // Reads what all ranks have told and finds where this rank's rows begin at each of them. Every CTA does it for itself.

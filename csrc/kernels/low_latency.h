@@ -19,6 +19,7 @@ struct SendTokensParams {
   const int64_t* topk_idx;  // [T, K]
   int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
   int num_tokens;
+  uint32_t digest;  // of the call
 };
 
 struct ReceiveTokensParams {
@@ -33,6 +34,7 @@ struct ReceiveTokensParams {
   int32_t* row_of;        // [R, M, K] the packed row of a source's token and column of top-k, or −1
   int32_t* num_received;  // [R] tokens of each source
   int64_t* wait_stats;    // [R] or nullptr
+  uint32_t digest;        // of the call
   int ctas_per_expert;
 };
 

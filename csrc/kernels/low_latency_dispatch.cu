@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     load_expert(token + gridDim.x);
     __syncthreads();
   }
-  finish_send(domain, present, epoch, params.num_tokens);
+  finish_send(domain, present, epoch, params.digest << 16 | params.num_tokens);
 }
 
 // A copy that a CTA has found: which row of its expert, and where the row lies now.
@@ -223,9 +223,16 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   int64_t waited_us = 0;
   if (tid < num_ranks) {
     const uint64_t started = ptx::clock_ns();
-    uint32_t count = 0;
-    wait_until_sent(domain, waiter, epoch, tid, WaitTag::kRows, &count);
-    num_tokens[tid] = min(count, static_cast<uint32_t>(max_tokens));
+    uint32_t value = params.digest << 16;  // of a rank that is left out: no tokens
+    wait_until_sent(domain, waiter, epoch, tid, WaitTag::kRows, &value);
+    num_tokens[tid] = min(value & 0xffffu, static_cast<uint32_t>(max_tokens));
+    if (const uint32_t digest = value >> 16; digest != params.digest) {
+      num_tokens[tid] = 0;
+      if (blockIdx.x == 0) {
+        report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kLowLatencyDispatch, WaitTag::kShape, domain.rank,
+                     tid, params.digest, digest);
+      }
+    }
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }
   ptx::wait_for_previous_kernel();

@@ -43,6 +43,7 @@ struct DispatchParams {
   const float* topk_weights;  // [T, K] or nullptr
   const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
+  int record_bytes;  // of a row and all that goes with it
   // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
   int range_first, range_step, range_size;
   // Where this rank's rows land.
@@ -89,8 +90,9 @@ struct CombineParams {
   const int32_t* send_slot;    // [T, R]
   const int32_t* rank_prefix;  // [R, R]
   int num_tokens, num_rows, row_bytes;
-  int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
-  SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
+  int record_bytes;  // of a row and its weights
+  int num_weights;   // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
+  SlotLayout slot;   // `rows` and `weights` of partial rows on their way home
   ExpertRowParams experts;
   int num_sms;  // that send and sum; further ones sum rows of experts
 };

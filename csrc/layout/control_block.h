@@ -18,7 +18,7 @@ struct CountRow {
   int32_t slot_idx;                            // where in i's arena this call's rows land
   int32_t row_limit;                           // rows that fit there
   int32_t is_bound;                            // 1: rows beyond the limit are dropped; 0: nobody sends, all make room
-  int32_t padding;
+  int32_t num_experts, record_bytes, pad_multiple;  // equal at all ranks, or nobody sends
 };
 
 struct ControlBlock {
@@ -26,7 +26,7 @@ struct ControlBlock {
   CountRow counts[kMaxRanks];
   uint32_t counts_epoch[kMaxRanks];  // raised after counts[i]
   uint32_t rows_epoch[kMaxRanks];    // raised by i when all its rows of a dispatch stand in this rank's arena
-  uint32_t ready_epoch[kMaxRanks];   // raised by i when its arena may be written by this rank's combine
+  uint64_t ready[kMaxRanks];  // by i when its arena may be written by this rank's combine: record bytes << 32 | epoch
   uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
   uint32_t missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain; 0 while there is none. Never reset
 

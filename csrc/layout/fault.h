@@ -5,10 +5,11 @@
 
 namespace hybrid_ep {
 
-enum class FaultKind : int32_t { kNone = 0, kTimeout = 1, kBadExpert = 2, kOverflow = 3 };
+enum class FaultKind : int32_t { kNone = 0, kTimeout = 1, kBadExpert = 2, kOverflow = 3, kOtherCall = 4 };
 enum class KernelName : int32_t { kDispatch = 0, kCombine = 1, kLowLatencyDispatch = 2, kLowLatencyCombine = 3 };
 
-// What a wait waits for. The names that people read are in runtime/communicator.cpp.
+// What a wait waits for; of kOtherCall, in what the peer's call differs. The names that people read are in
+// runtime/communicator.cpp.
 enum class WaitTag : int32_t {
   kGrid = 0,
   kCounts = 1,
@@ -16,7 +17,11 @@ enum class WaitTag : int32_t {
   kReady = 3,
   kPartialRows = 4,
   kRoom = 5,
-  kWeights = 6
+  kWeights = 6,
+  kNumExperts = 7,
+  kRecordBytes = 8,
+  kPadMultiple = 9,
+  kShape = 10
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.
@@ -32,8 +37,8 @@ struct FaultRecord {
   int32_t rank;
   int32_t peer;      // −1 where no single rank is to blame
   int32_t witness;   // the rank that was waited for and has itself waited for the peer; −1 where it was the peer
-  int64_t expected;  // epoch waited for, or what is allowed
-  int64_t seen;      // epoch seen, or the value found
+  int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, this rank's value
+  int64_t seen;      // epoch seen, or the value found; the peer's
 };
 
 }  // namespace hybrid_ep

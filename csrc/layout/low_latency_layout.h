@@ -37,8 +37,9 @@ struct LowLatencyProgress {
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers.
-  // By i when all that it sends stands here: value << 32 | epoch. The value of a dispatch is i's number of tokens, that
-  // of a combine how many tokens a source must have for i to sum each token's rows before it sends them.
+  // By i when all that it sends stands here: value << 32 | epoch. The value of a dispatch is i's number of tokens and
+  // its call's digest << 16, that of a combine how many tokens a source must have for i to sum each token's rows before
+  // it sends them.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights stand here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
@@ -54,6 +55,16 @@ struct LowLatencyControl {
 // Sizes of one call, equal at all ranks.
 struct LowLatencyShape {
   int num_experts, num_topk, hidden, max_tokens;  // E, K, H, M
+
+  // By which ranks notice, in all but one of 65,536 cases, that their calls differ.
+  uint32_t digest(ScaleFormat format) const {
+    uint32_t hash = 0;
+    for (const int value : {num_experts, num_topk, hidden, max_tokens, static_cast<int>(format)}) {
+      hash = (hash ^ static_cast<uint32_t>(value)) * 0x9e3779b1u;
+      hash ^= hash >> 15;
+    }
+    return hash >> 16;
+  }
 };
 
 inline int64_t low_latency_align(int64_t num_bytes) {

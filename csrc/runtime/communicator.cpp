@@ -45,6 +45,14 @@ const char* name_of(WaitTag tag) {
       return "room for rows";
     case WaitTag::kWeights:
       return "weights";
+    case WaitTag::kNumExperts:
+      return "num_experts";
+    case WaitTag::kRecordBytes:
+      return "bytes of a record";
+    case WaitTag::kPadMultiple:
+      return "pad_multiple";
+    case WaitTag::kShape:
+      return "digest of num_experts, num_max_dispatch_tokens_per_rank, hidden, top-k and format";
   }
   return "unknown";
 }
@@ -110,6 +118,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.num_experts = plan.num_experts;
   params.row_bytes = static_cast<int>(plan.format.rows.bytes());
   params.num_scales = plan.format.scales.num;
+  params.record_bytes = static_cast<int>(plan.format.widths().total());
   params.has_weights = plan.format.weights.num > 0;
   params.range_first = plan.range_first;
   params.range_step = plan.range_step;
@@ -183,6 +192,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.num_tokens = plan.num_tokens;
   params.num_rows = plan.num_rows;
   params.row_bytes = static_cast<int>(plan.widths.rows);
+  params.record_bytes = static_cast<int>(plan.widths.total());
   params.num_weights = plan.num_weights;
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);

@@ -21,6 +21,7 @@ LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ra
 }
 
 LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks) {
+  require(shape.max_tokens >= 0 && shape.max_tokens < 1 << 16, "tokens of a rank", shape.max_tokens, "0 … 65535");
   return {num_ranks,
           shape,
           format,
@@ -81,6 +82,7 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
   params.topk_idx = topk_idx;
   params.row_of = results + plan.results.row_of;
   params.num_tokens = num_tokens;
+  params.digest = plan.shape.digest(plan.format);
   launch_send_tokens(params, num_device_sms_, stream);
 }
 
@@ -90,6 +92,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.shape = plan.shape;
   params.message = plan.message;
+  params.digest = plan.shape.digest(plan.format);
   params.rows = rows;
   params.scales = scales;
   params.count = results + plan.results.counts;

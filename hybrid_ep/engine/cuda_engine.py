@@ -262,6 +262,11 @@ class CudaEngine(Engine):
         if fault.kind == _cuda.FaultKind.OVERFLOW:
             raise OverflowError(f"{where}: {fault.seen} at rank {rank}; allowed by the bound: {fault.expected}")
         peer = self.grid.domain[fault.peer]
+        if fault.kind == _cuda.FaultKind.OTHER_CALL:
+            raise ConfigError(
+                f"{fault.kernel}: {fault.tag} is {fault.expected} at rank {rank} and {fault.seen} at rank {peer}; "
+                "allowed: the same on every rank"
+            )
         detail = f"it is at step {fault.seen}, expected {fault.expected}"
         if fault.witness >= 0:
             detail = f"rank {self.grid.domain[fault.witness]} gave up on it first"

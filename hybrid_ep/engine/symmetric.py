@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.errors import TopologyError
+from hybrid_ep.errors import ConfigError, TopologyError
 
 __all__ = ["SymmetricMemory"]
 
@@ -47,11 +47,24 @@ class SymmetricMemory:
             device: this rank's GPU.
 
         Raises:
+            ConfigError: a rank asks for another number of bytes.
             TopologyError: the ranks cannot map each other's memory.
         """
         if group is None or dist.get_world_size(group) == 1:
             local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             return cls(local, [local.data_ptr()], None)
+        asked = [num_bytes] * dist.get_world_size(group)
+        dist.all_gather_object(asked, num_bytes, group)
+        for rank, theirs in enumerate(asked):
+            if theirs != num_bytes:
+                raise ConfigError(
+                    f"bytes of symmetric memory are {num_bytes} at rank {dist.get_rank(group)} and {theirs} at rank "
+                    f"{rank}; allowed: the same on every rank, hence the same sizes in all calls"
+                )
+        return cls._map(num_bytes, group, device)
+
+    @classmethod
+    def _map(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
         import torch.distributed._symmetric_memory as symm_mem
 
         os.environ.setdefault(_NO_MULTICAST, "1")

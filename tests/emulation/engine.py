@@ -54,7 +54,7 @@ def install(module_path: str) -> None:
     select._cuda_obstacle = lambda: None
     arena.current_raw_stream = cuda_engine.current_raw_stream = lambda _: 0
     cuda_engine.torch = _TorchOnCpu("torch on the CPU")
-    symmetric.SymmetricMemory.allocate = staticmethod(_allocate)
+    symmetric.SymmetricMemory._map = staticmethod(_map)
 
 
 class _TorchOnCpu(ModuleType):
@@ -67,26 +67,22 @@ class _TorchOnCpu(ModuleType):
         return getattr(torch, name)
 
 
-def _allocate(num_bytes: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
+def _map(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Memory of files that every rank maps."""
     from hybrid_ep.engine.symmetric import SymmetricMemory
 
-    rank = 0 if group is None else dist.get_rank(group)
     file, path = tempfile.mkstemp(dir="/dev/shm", prefix="hybrid_ep_emulation_")
     os.ftruncate(file, num_bytes)
-    paths = [path]
-    if group is not None:
-        paths = [""] * dist.get_world_size(group)
-        dist.all_gather_object(paths, path, group)
+    paths = [""] * dist.get_world_size(group)
+    dist.all_gather_object(paths, path, group)
     mappings = []
     for name in paths:
         with open(name, "r+b") as peer:
             mappings.append(torch.frombuffer(mmap.mmap(peer.fileno(), num_bytes), dtype=torch.uint8))
-    if group is not None:
-        dist.barrier(group)
+    dist.barrier(group)
     os.close(file)
     os.unlink(path)
-    return SymmetricMemory(mappings[rank], [mapping.data_ptr() for mapping in mappings], mappings)
+    return SymmetricMemory(mappings[dist.get_rank(group)], [mapping.data_ptr() for mapping in mappings], mappings)
 
 
 def run(module_path: str, seed: int, function: str, *args: Any) -> Any:

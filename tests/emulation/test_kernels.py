@@ -78,6 +78,11 @@ def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_overlapping_batches", Case("overlap", 4, 12))
 
 
+@pytest.mark.parametrize("check", ["check_other_calls", "check_other_low_latency_calls"])
+def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"battery.other_calls.{check}")
+
+
 def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 

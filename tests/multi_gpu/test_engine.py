@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_ep.cluster import VirtualCluster
-from tests.battery import hybrid, normal
+from tests.battery import hybrid, normal, other_calls
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.multi_gpu import behaviour, random_routings, subgroups
@@ -65,6 +65,12 @@ def _permuted_fp8(case: Case) -> None:
 
 def test_two_buffers(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, normal.check_two_buffers, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="a rank does not disagree with itself")
+@pytest.mark.parametrize("check", [other_calls.check_other_calls, other_calls.check_other_low_latency_calls])
+def test_ranks_that_disagree_are_told_so(run_gpus: RunGpus, check: Callable[[str], None]) -> None:
+    run_gpus(2, check, "cuda")
 
 
 @pytest.mark.skipif(NUM_GPUS < 4, reason="two groups of two ranks need 4 GPUs")

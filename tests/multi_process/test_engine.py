@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.battery import hybrid, low_latency, normal
+from tests.battery import hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.conftest import RunRanks
 
@@ -27,6 +27,11 @@ def test_normal_fp8(run_ranks: RunRanks, case: Case) -> None:
 
 def test_two_buffers(run_ranks: RunRanks) -> None:
     run_ranks(4, normal.check_two_buffers, Case("two_buffers", 4, 20))
+
+
+@pytest.mark.parametrize("check", [other_calls.check_other_calls, other_calls.check_other_low_latency_calls])
+def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: Callable[[], None]) -> None:
+    run_ranks(2, check)
 
 
 @every_case

@@ -79,7 +79,8 @@ void add_communicator(py::module_& module) {
   py::enum_<FaultKind>(module, "FaultKind")
       .value("TIMEOUT", FaultKind::kTimeout)
       .value("BAD_EXPERT", FaultKind::kBadExpert)
-      .value("OVERFLOW", FaultKind::kOverflow);
+      .value("OVERFLOW", FaultKind::kOverflow)
+      .value("OTHER_CALL", FaultKind::kOtherCall);
   py::class_<Fault>(module, "Fault")
       .def_readonly("kind", &Fault::kind)
       .def_readonly("kernel", &Fault::kernel)

@@ -1,0 +1,95 @@
+"""Checks of calls in which ranks disagree: each is told so, and the buffer goes on. Each runs on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from tests.battery.cases import Case
+from tests.battery.normal import dispatch, equal, make_buffer, on
+
+__all__ = ["check_other_calls", "check_other_low_latency_calls"]
+
+_CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
+
+
+def _other(**changes: Any) -> Case:
+    """What the last rank calls with while the others keep to the case."""
+    return replace(_CASE, **changes) if dist.get_rank() == dist.get_world_size() - 1 else _CASE
+
+
+def _is_refused(call: Callable[[], object], device: str) -> str:
+    """Calls twice: what does not wait for the device is raised by the next call."""
+
+    def twice() -> None:
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        call()
+
+    with pytest.raises(hybrid_ep.ConfigError, match="allowed: the same on every rank") as refused:
+        twice()
+    return str(refused.value)
+
+
+def check_other_calls(device: str = "cpu") -> None:
+    """Dispatch and combine of other sizes at one rank, with and without a wait for the counts."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    inputs = on(device, _CASE.inputs(rank))
+    with make_buffer(_CASE) as buffer:
+        for bound in (0, 64):
+            for change, name in [
+                ({"hidden": 256}, "bytes of a record"),
+                ({"topk": 2}, "bytes of a record"),
+                ({"num_experts": 16}, "num_experts"),
+            ]:
+                case = _other(**change)
+                other = on(device, case.inputs(rank))
+
+                def call(case: Case = case, other: Any = other, bound: int = bound) -> object:
+                    return dispatch(buffer, case, other, num_worst_tokens=bound)
+
+                assert name in _is_refused(call, device)
+        # A combine learns it when it sends; what it returns then has no meaning.
+        received, *_, handle, _ = dispatch(buffer, _CASE, inputs)
+        rows = received.repeat(1, 2) if rank == last else received
+        assert "bytes of a record" in _is_refused(lambda: buffer.combine(rows, handle), device)
+        combined, _, _ = buffer.combine(received, handle)
+        _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, _CASE.num_experts)
+        want = inputs.x.float() * in_rank.sum(1, keepdim=True)
+        equal(combined, want.to(torch.bfloat16).cpu(), "after other calls")
+
+
+def check_other_low_latency_calls(device: str = "cpu") -> None:
+    """Another number of experts, and another bound of tokens, at one rank."""
+    rank = dist.get_rank()
+    inputs = on(device, _CASE.inputs(rank))
+    with make_buffer(_CASE, low_latency_mode=True) as buffer:
+
+        def call(max_tokens: int, num_experts: int) -> list[int]:
+            _, count, _, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, max_tokens, num_experts, use_fp8=False
+            )
+            counts: list[int] = count.tolist()
+            return counts
+
+        want = call(32, _CASE.num_experts)
+        is_last = rank == dist.get_world_size() - 1
+        for max_tokens, num_experts in [(16, 2 * _CASE.num_experts), (24, _CASE.num_experts)]:
+            told = []
+            # What a call finds is raised by itself or by the next: all make the same number of calls.
+            for sizes in [(max_tokens, num_experts) if is_last else (32, _CASE.num_experts)] + [(32, 8)] * 2:
+                try:
+                    call(*sizes)
+                except hybrid_ep.ConfigError as error:
+                    told.append(str(error))
+                dist.barrier()
+            assert len(told) == 1, told
+            assert "allowed: the same on every rank" in told[0]
+        assert call(32, _CASE.num_experts) == want
