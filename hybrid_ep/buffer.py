@@ -426,7 +426,9 @@ class Buffer(LowLatencyCalls):
         aligned: list[int] = []
         if num_worst_tokens == 0:
             assert counts is not None
-            aligned = [-(-count // alignment) * alignment for count in counts.tolist()]
+            aligned = counts.tolist()
+            if alignment > 1:
+                aligned = [-(-count // alignment) * alignment for count in aligned]
         topk_idx = result.topk_idx if has_topk else None
         return _as_given(result.rows), topk_idx, result.topk_weights, aligned, result.handle, event
 

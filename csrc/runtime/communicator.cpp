@@ -206,16 +206,16 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   launch_combine(params, num_expert_sms, stream);
 }
 
-bool Communicator::wait_mailbox(uint32_t ticket) const {
+const Mailbox* Communicator::wait_mailbox(uint32_t ticket) const {
   const auto* written = reinterpret_cast<const volatile uint32_t*>(&mailbox_->ticket);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s_ + kMailboxGraceS);
   while (*written != ticket) {
     for (int i = 0; i < 64 && *written != ticket; ++i) std::this_thread::yield();
     if ((has_fault() && fault_->kind == FaultKind::kTimeout) || std::chrono::steady_clock::now() > deadline)
-      return false;
+      return nullptr;
   }
   std::atomic_thread_fence(std::memory_order_acquire);
-  return true;
+  return mailbox_;
 }
 
 bool Communicator::has_fault() const {

@@ -49,10 +49,10 @@ class Communicator {
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
                cudaStream_t stream);
 
-  // Waits, without a device synchronisation, until the call with this ticket has written the mailbox. Returns false
-  // when it has not by long after the kernel's own deadline, and as soon as this or an earlier call has lost a rank.
-  bool wait_mailbox(uint32_t ticket) const;
-  const Mailbox& mailbox() const { return *mailbox_; }
+  // Waits, without a device synchronisation, until the call with this ticket has written the mailbox, which the next
+  // call overwrites. Returns nullptr when it has not by long after the kernel's own deadline, and as soon as this or an
+  // earlier call has lost a rank.
+  const Mailbox* wait_mailbox(uint32_t ticket) const;
 
   const Domain& domain() const { return domain_; }
   int num_device_sms() const { return num_device_sms_; }

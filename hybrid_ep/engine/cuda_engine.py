@@ -36,7 +36,7 @@ from hybrid_ep.engine.base import (
 )
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, scale_kind
-from hybrid_ep.engine.cuda_route import PermuteState, Route, RouteMemory, Sent, address, aligned
+from hybrid_ep.engine.cuda_route import Mail, PermuteState, Route, RouteMemory, Sent, address, aligned
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
@@ -326,7 +326,9 @@ class CudaEngine(Engine):
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
                 return Sent(plan, slot_idx, stream, Route(chunk, base, num_recv, bound, bound, 0, 0), bound, None)
-            mail = self._wait_for_counts(ticket, slot_idx)
+            # What needs no counts is done before the wait: behind it, the host races the rows.
+            reported = torch.empty(num_experts // num_ranks, dtype=torch.int32, device="cpu")
+            mail = self._wait_for_counts(ticket, slot_idx, reported)
             if not mail.needs_room:
                 break
             self._arena.release(slot_idx)
@@ -336,7 +338,6 @@ class CudaEngine(Engine):
         max_recv = mail.max_rows if pad_multiple else mail.max_recv
         num_from_away = mail.num_recv - mail.num_kept
         route = Route(chunk, base, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
-        reported = torch.tensor(mail.num_tokens_per_expert(num_experts // num_ranks), dtype=torch.int32)
         return Sent(plan, slot_idx, stream, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
 
     def _send_again(
@@ -418,11 +419,11 @@ class CudaEngine(Engine):
         self.traffic.within_domain += route.num_from_away * plan.row_bytes
         return Combined(out, out_weights)
 
-    def _wait_for_counts(self, ticket: int, slot_idx: int) -> _cuda.Mail:
-        arrived = self._communicator.wait_mailbox(ticket)
-        mail = self._communicator.mail
-        if arrived and not mail.failed:
-            return mail
+    def _wait_for_counts(self, ticket: int, slot_idx: int, reported: Tensor) -> Mail:
+        """Returns what the kernel tells the host, and writes the counts of the local experts."""
+        mail = self._communicator.wait_for_counts(ticket, reported.data_ptr(), len(reported))
+        if mail is not None:
+            return Mail(*mail)
         self._arena.release(slot_idx)
         self._raise_fault()
         raise TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")

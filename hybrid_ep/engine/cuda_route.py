@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 
-__all__ = ["Chunk", "PermuteState", "Route", "RouteMemory", "Sent", "address", "aligned"]
+__all__ = ["Chunk", "Mail", "PermuteState", "Route", "RouteMemory", "Sent", "address", "aligned"]
 
 _INT_BYTES = 4
 _ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
@@ -108,6 +108,30 @@ class RouteMemory:
         if last is None or last.num_left < num_bytes:
             last = self._chunks[stream] = Chunk(max(num_bytes, _CHUNK_BYTES), self._device, stream)
         return last, last.cut(num_bytes)
+
+
+class Mail(NamedTuple):
+    """What the kernel of a dispatch tells a host that waits for its counts.
+
+    Attributes:
+        needs_room: nobody sends, for the slots of some rank are too small.
+        num_recv: rows that arrive here.
+        num_permuted: rows of the result with a row for each copy, pads included; 0 where rows are by source.
+        num_sent_away: rows that this rank sends to others.
+        num_kept: rows that this rank sends to itself.
+        max_recv: most rows that arrive at any rank.
+        max_sent: most rows that any rank sends.
+        max_rows: most rows that any rank's slot must hold.
+    """
+
+    needs_room: bool
+    num_recv: int
+    num_permuted: int
+    num_sent_away: int
+    num_kept: int
+    max_recv: int
+    max_sent: int
+    max_rows: int
 
 
 class Sent(NamedTuple):

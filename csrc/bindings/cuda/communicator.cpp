@@ -1,5 +1,6 @@
 #include "runtime/communicator.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "bindings/cuda/bindings.h"
@@ -48,6 +49,20 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
   return {widths, num_tokens, num_rows, num_weights, num_sms, num_topk, num_expert_rows};
 }
 
+// Waits for the mailbox, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the fields of
+// Mail in cuda_route.py; None when the call has failed.
+py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t counts, int num_counts) {
+  const Mailbox* mail = nullptr;
+  {
+    const py::gil_scoped_release release;
+    mail = self.wait_mailbox(ticket);
+  }
+  if (mail == nullptr || mail->status == kFailed) return py::none();
+  std::copy_n(mail->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
+  return py::make_tuple(mail->status == kNeedsRoom, mail->num_recv, mail->num_permuted, mail->num_sent_away,
+                        mail->num_kept, mail->max_recv, mail->max_sent, mail->max_rows);
+}
+
 void add_plans(py::module_& module) {
   py::class_<DispatchPlan>(module, "DispatchPlan")
       .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_ranks"), py::arg("num_tokens"),
@@ -90,20 +105,6 @@ void add_communicator(py::module_& module) {
       .def_readonly("expected", &Fault::expected)
       .def_readonly("seen", &Fault::seen)
       .def_readonly("waited_s", &Fault::waited_s);
-
-  py::class_<Mailbox>(module, "Mail")
-      .def_property_readonly("needs_room", [](const Mailbox& mail) { return mail.status == kNeedsRoom; })
-      .def_property_readonly("failed", [](const Mailbox& mail) { return mail.status == kFailed; })
-      .def_readonly("num_recv", &Mailbox::num_recv)
-      .def_readonly("num_permuted", &Mailbox::num_permuted)
-      .def_readonly("num_sent_away", &Mailbox::num_sent_away)
-      .def_readonly("num_kept", &Mailbox::num_kept)
-      .def_readonly("max_recv", &Mailbox::max_recv)
-      .def_readonly("max_sent", &Mailbox::max_sent)
-      .def_readonly("max_rows", &Mailbox::max_rows)
-      .def("num_tokens_per_expert", [](const Mailbox& mail, int num_local_experts) {
-        return std::vector<int32_t>(mail.num_tokens_per_expert, mail.num_tokens_per_expert + num_local_experts);
-      });
 
   py::class_<Communicator>(module, "Communicator")
       .def(py::init<int, const std::vector<uintptr_t>&, int, double>(), py::kw_only(), py::arg("rank"),
@@ -153,8 +154,7 @@ void add_communicator(py::module_& module) {
           py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
           py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
           py::arg("stream"))
-      .def("wait_mailbox", &Communicator::wait_mailbox, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("mail", &Communicator::mailbox, py::return_value_policy::reference_internal)
+      .def("wait_for_counts", &wait_for_counts, py::arg("ticket"), py::arg("counts"), py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);
 }
 
