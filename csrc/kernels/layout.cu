@@ -1,6 +1,8 @@
 // Counts for `get_dispatch_layout`: one launch over all tokens, a warp per token, sums in shared memory first.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "kernels/launch.h"
 #include "kernels/params.h"
 #include "layout/expert_map.h"
@@ -10,7 +12,9 @@ namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256;
-constexpr int kTokensPerCta = 64;
+// A warp takes its tokens one after the other, and all CTAs add to the same totals: past 8,192 tokens that costs more.
+constexpr int kTokensPerCta = 16;
+constexpr int kMaxLayoutCtas = 512;
 
 __host__ __device__ int num_totals(const LayoutParams& params) {
   return params.num_ranks + params.num_ranks / params.num_ranks_per_domain + params.num_experts;
@@ -26,8 +30,10 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
   for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
   __syncthreads();
   const auto is_leader = [&](int value) { return __ffs(__match_any_sync(kAllLanes, value)) - 1 == lane && value >= 0; };
-  const int end = min(params.num_tokens, static_cast<int>(blockIdx.x + 1) * kTokensPerCta);
-  for (int token = blockIdx.x * kTokensPerCta + threadIdx.x / 32; token < end; token += kThreads / 32) {
+  const int num_ctas = gridDim.x, cta = blockIdx.x;
+  const int tokens_per_cta = (params.num_tokens + num_ctas - 1) / num_ctas;
+  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta);
+  for (int token = cta * tokens_per_cta + threadIdx.x / 32; token < end; token += kThreads / 32) {
     bool* in_rank = params.is_token_in_rank + static_cast<int64_t>(token) * params.num_ranks;
     for (int r = lane; r < params.num_ranks; r += 32) in_rank[r] = false;
     int64_t expert =
@@ -57,7 +63,7 @@ void launch_layout(const LayoutParams& params, cudaStream_t stream) {
   const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
   check_cuda(cudaMemsetAsync(params.totals, 0, shared_bytes, stream), "cudaMemsetAsync");
   if (params.num_tokens == 0) return;
-  const int num_ctas = (params.num_tokens + kTokensPerCta - 1) / kTokensPerCta;
+  const int num_ctas = std::min((params.num_tokens + kTokensPerCta - 1) / kTokensPerCta, kMaxLayoutCtas);
   layout_kernel<<<num_ctas, kThreads, shared_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of layout_kernel");
 }
