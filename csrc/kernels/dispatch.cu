@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
   // Send. The last warp first tells the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {
-    finish_places(params, warp_tokens, routes, shared, expert_base);
+    finish_places(params, warp_tokens, shared, expert_base);
   }
   ptx::fence_shared_for_bulk();  // the rings take over the expert counters' memory
   __syncthreads();

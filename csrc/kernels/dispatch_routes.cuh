@@ -14,12 +14,11 @@ namespace {
 
 constexpr int kWarps = kDispatchThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kTokensPerBatch = 4;  // whose experts a lane loads at once
+constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
 
 // What a CTA knows about the call once the counts are exchanged.
 struct Routes {
   int warp_counts[kWarps][kMaxRanks];  // tokens per rank; turned into exclusive sums over warps
-  int token_row[kWarps][kMaxRanks];    // one token's row of an output that is written by whole lines
   int cta_base[kMaxRanks];             // tokens to r in the CTAs before
   int cta_count[kMaxRanks];            // tokens to r in this CTA
   int recv_base[kMaxRanks];            // this rank's first row at r
@@ -45,60 +44,87 @@ __device__ int* warp_expert_counts(uint8_t* shared, int warp, int num_experts) {
   return reinterpret_cast<int*>(shared) + warp * num_experts;
 }
 
+// A warp looks at as many tokens at once as it has lanes for: each lane at one column of one token.
+struct TokenLanes {
+  int num_tokens;     // at once
+  int token, column;  // of this lane
+  int first;          // lane of the token's first column
+  unsigned before;    // lanes below this one
+  unsigned mates;     // lanes of the same token; none for a lane that is left over
+
+  __device__ explicit TokenLanes(int num_topk) {
+    const int lane = threadIdx.x % 32;
+    num_tokens = 32 / num_topk;
+    token = lane / num_topk;
+    column = lane % num_topk;
+    first = lane - column;
+    before = (1u << lane) - 1;
+    mates = token < num_tokens ? kAllLanes >> (32 - num_topk) << first : 0;
+  }
+};
+
 // Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
 __device__ void count_tokens(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
   const ExpertMap experts{params.num_experts, num_ranks};
+  const TokenLanes lanes(num_topk);
   int* rank_counts = routes.warp_counts[warp];
-  int* places = routes.token_row[warp];
   int* expert_counts = warp_expert_counts(shared, warp, params.num_experts);
   for (int r = lane; r < num_ranks; r += 32) rank_counts[r] = 0;
   for (int e = lane; e < params.num_experts; e += 32) expert_counts[e] = 0;
+  const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
+  const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+  for (int i = lane; i < num_cells; i += 32) params.send_slot[first_cell + i] = -1;
+  for (int i = lane; i < num_cells && params.pad_multiple > 0; i += 32) params.dst_row[first_cell + i] = -1;
   __syncwarp();
 
+  const auto is_there = [&](int token) { return lanes.mates != 0 && token < tokens.end; };
   // A batch of loads is on its way while the batch before is counted.
-  const auto load_experts = [&](int first, int64_t (&experts_of)[kTokensPerBatch]) {
+  const auto load_experts = [&](int first, int64_t (&experts_of)[kStepsPerBatch]) {
 #pragma unroll
-    for (int i = 0; i < kTokensPerBatch; ++i) {
-      const int token = first + i;
-      experts_of[i] =
-          token < tokens.end && lane < num_topk ? params.topk_idx[static_cast<int64_t>(token) * num_topk + lane] : -1;
+    for (int i = 0; i < kStepsPerBatch; ++i) {
+      const int token = first + i * lanes.num_tokens + lanes.token;
+      const int64_t cell = static_cast<int64_t>(token) * num_topk + lanes.column;
+      experts_of[i] = is_there(token) ? params.topk_idx[cell] : -1;
     }
   };
-  const auto count_token = [&](int token, int64_t expert) {
+  const auto count_step = [&](int token, int64_t expert) {
     if (expert < -1 || expert >= params.num_experts) {
       report_fault(params.domain.fault, FaultKind::kBadExpert, KernelName::kDispatch, WaitTag::kCounts,
                    params.domain.rank, -1, params.num_experts, expert);
       expert = -1;
     }
-    const int same_expert = __match_any_sync(kAllLanes, static_cast<int>(expert));
-    const bool is_first = expert >= 0 && __ffs(same_expert) - 1 == lane;
+    const unsigned same_expert = __match_any_sync(kAllLanes, static_cast<int>(expert));
+    const bool is_first = expert >= 0 && (same_expert & lanes.mates & lanes.before) == 0;
+    const unsigned firsts = __ballot_sync(kAllLanes, is_first);
     const int rank = is_first ? experts.rank_of(expert) : -1;
-    const int same_rank = __match_any_sync(kAllLanes, rank);
-    const unsigned first_mask = __ballot_sync(kAllLanes, is_first);
-    for (int r = lane; r < num_ranks; r += 32) places[r] = -1;
+    const unsigned same_rank = __match_any_sync(kAllLanes, rank);
+    const bool is_leader = is_first && (same_rank & lanes.mates & lanes.before) == 0;
+    const unsigned copies = firsts & same_expert, crossings = __ballot_sync(kAllLanes, is_leader) & same_rank;
+    const int expert_place = is_first ? expert_counts[expert] + __popc(copies & lanes.before) : -1;
+    const int slot = is_leader ? rank_counts[rank] + __popc(crossings & lanes.before) : -1;
     __syncwarp();
-    if (is_first && __ffs(same_rank) - 1 == lane) places[rank] = rank_counts[rank]++;
-    int expert_place = -1;
-    if (is_first) expert_place = expert_counts[expert]++;
+    // The last of those that have counted the same.
+    if (is_first && copies >> lane == 1) expert_counts[expert] = expert_place + 1;
+    if (is_leader && crossings >> lane == 1) rank_counts[rank] = slot + 1;
     __syncwarp();
-    for (int r = lane; r < num_ranks; r += 32) {
-      params.send_slot[static_cast<int64_t>(token) * num_ranks + r] = places[r];
+    if (is_leader) params.send_slot[static_cast<int64_t>(token) * num_ranks + rank] = slot;
+    if (!is_there(token)) return;
+    if (params.pad_multiple > 0) {
+      params.expert_place[static_cast<int64_t>(token) * num_topk + lanes.column] = expert_place;
     }
-    if (params.pad_multiple > 0 && lane < num_topk) {
-      params.expert_place[static_cast<int64_t>(token) * num_topk + lane] = expert_place;
-    }
-    if (lane == 0) params.first_mask[token] = first_mask;
-    __syncwarp();
+    if (lanes.column == 0) params.first_mask[token] = (firsts & lanes.mates) >> lanes.first;
   };
-  int64_t batch[kTokensPerBatch], next[kTokensPerBatch];
+  int64_t batch[kStepsPerBatch], next[kStepsPerBatch];
+  const int tokens_per_batch = kStepsPerBatch * lanes.num_tokens;
   load_experts(tokens.begin, batch);
-  for (int first = tokens.begin; first < tokens.end; first += kTokensPerBatch) {
-    load_experts(first + kTokensPerBatch, next);
+  for (int first = tokens.begin; first < tokens.end; first += tokens_per_batch) {
+    load_experts(first + tokens_per_batch, next);
 #pragma unroll
-    for (int i = 0; i < kTokensPerBatch; ++i) {
-      if (first + i < tokens.end) count_token(first + i, batch[i]);
+    for (int i = 0; i < kStepsPerBatch; ++i) {
+      const int step = first + i * lanes.num_tokens;
+      if (step < tokens.end) count_step(step + lanes.token, batch[i]);
       batch[i] = next[i];
     }
   }
@@ -300,31 +326,42 @@ __device__ void finish_slots(const DispatchParams& params, const Range tokens, c
 
 // Expert-major output: turns places among this warp's copies for an expert into rows at the expert's rank, and finds
 // the row that a token's one crossing goes to: its lowest.
-__device__ void finish_places(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared,
+__device__ void finish_places(const DispatchParams& params, const Range tokens, uint8_t* shared,
                               const int* expert_base) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
   const ExpertMap experts{params.num_experts, num_ranks};
+  const TokenLanes lanes(num_topk);
   const int* warp_experts = warp_expert_counts(shared, warp, params.num_experts);
-  int* rows = routes.token_row[warp];
-  for (int token = tokens.begin; token < tokens.end; ++token) {
-    for (int r = lane; r < num_ranks; r += 32) rows[r] = INT32_MAX;
-    __syncwarp();
-    if (lane < num_topk) {
-      const int64_t cell = static_cast<int64_t>(token) * num_topk + lane;
-      int place = params.expert_place[cell];
-      if (place >= 0) {
-        const int64_t expert = params.topk_idx[cell];
-        place += expert_base[expert] + warp_experts[expert];
-        params.expert_place[cell] = place;
-        atomicMin(&rows[experts.rank_of(expert)], place);
-      }
+  const auto load = [&](int token, int& place, int64_t& expert) {
+    const int64_t cell = static_cast<int64_t>(token) * num_topk + lanes.column;
+    const bool is_there = lanes.mates != 0 && token < tokens.end;
+    place = is_there ? params.expert_place[cell] : -1;
+    expert = is_there ? params.topk_idx[cell] : -1;
+  };
+  int place, next_place;
+  int64_t expert, next_expert;
+  load(tokens.begin + lanes.token, place, expert);
+  for (int first = tokens.begin; first < tokens.end; first += lanes.num_tokens) {
+    const int token = first + lanes.token;
+    load(token + lanes.num_tokens, next_place, next_expert);
+    int rank = -1;
+    if (place >= 0) {
+      rank = experts.rank_of(expert);
+      place += expert_base[expert] + warp_experts[expert];
+      params.expert_place[static_cast<int64_t>(token) * num_topk + lanes.column] = place;
     }
-    __syncwarp();
-    for (int r = lane; r < num_ranks; r += 32) {
-      params.dst_row[static_cast<int64_t>(token) * num_ranks + r] = rows[r] == INT32_MAX ? -1 : rows[r];
+    const unsigned same_rank = __match_any_sync(kAllLanes, rank) & lanes.mates;
+    int lowest = place;
+    for (int k = 0; k < num_topk; ++k) {
+      const int other_lane = (lanes.first + k) % 32, other = __shfl_sync(kAllLanes, place, other_lane);
+      if (same_rank >> other_lane & 1) lowest = min(lowest, other);
     }
-    __syncwarp();
+    if (rank >= 0 && (same_rank & lanes.before) == 0) {
+      params.dst_row[static_cast<int64_t>(token) * num_ranks + rank] = lowest;
+    }
+    place = next_place;
+    expert = next_expert;
   }
 }
 
