@@ -17,12 +17,13 @@ constexpr int kDynamicSharedBytes = 212 * 1024;
 // Allows the kernels that much on the current device; once for each device, before they are launched.
 void prepare_dispatch();
 void prepare_combine();
+void prepare_duplicate();
 
 // Each launches on the stream and returns; shared_bytes is dynamic shared memory for the rings and the counters.
 // Throws CudaError if the launch is refused.
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
 void launch_combine(const CombineParams& params, int num_expert_sms, cudaStream_t stream);
-void launch_duplicate(const DuplicateParams& params, cudaStream_t stream);
+void launch_duplicate(const DuplicateParams& params, int num_sms, cudaStream_t stream);
 void launch_layout(const LayoutParams& params, cudaStream_t stream);
 
 template <typename Params>

@@ -3,10 +3,14 @@
 //     push ─► rows[lowest place of a token] ─ duplicate ─► rows[its other places], pads and tail = 0
 //
 // A token crosses NVLink once per rank and not once per expert. The kernel runs at the speed of local memory on all
-// SMs; a warp takes a row at a time. The sums on the way back are in expert_rows.cuh.
+// SMs; a warp takes a row at a time, and asks for the next while it stores. The sums on the way back are in
+// expert_rows.cuh.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "device/ptx/memory.cuh"
+#include "device/row_ring.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
 
@@ -14,33 +18,12 @@ namespace hybrid_ep {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kThreads = 256;
-constexpr int kCtasPerSm = 4;
-constexpr int kVectorsAhead = 4;  // 16-byte loads that a lane has in flight
+constexpr int kMaxWarps = 16;
+constexpr int kStages = 3;  // of a warp's ring: one comes in, one leaves, and one has left but for its last bytes
+constexpr int kStoresInFlight = 1;
 
 __device__ int num_received(const int32_t* rank_prefix, int rank, int num_ranks, int limit) {
   return min(rank_prefix[(num_ranks - 1) * num_ranks + rank], limit);
-}
-
-// Copies one row to the places of the lanes in `targets`. Collective over the warp.
-__device__ void copy_row(uint8_t* rows, int row_bytes, int source, int place, unsigned targets, int lane) {
-  const uint8_t* from = rows + static_cast<int64_t>(source) * row_bytes;
-  for (int begin = 0; begin < row_bytes; begin += kVectorsAhead * 512) {
-    uint4 vectors[kVectorsAhead];
-#pragma unroll
-    for (int v = 0; v < kVectorsAhead; ++v) {
-      const int offset = begin + v * 512 + lane * 16;
-      if (offset < row_bytes) vectors[v] = ptx::load_streaming(from + offset);
-    }
-    for (unsigned left = targets; left != 0; left &= left - 1) {
-      const int64_t to = __shfl_sync(kAllLanes, place, __ffs(left) - 1);
-#pragma unroll
-      for (int v = 0; v < kVectorsAhead; ++v) {
-        const int offset = begin + v * 512 + lane * 16;
-        if (offset < row_bytes) *reinterpret_cast<uint4*>(rows + to * row_bytes + offset) = vectors[v];
-      }
-    }
-  }
 }
 
 __device__ void clear_row(const DuplicateParams& params, int64_t row, int lane) {
@@ -51,59 +34,109 @@ __device__ void clear_row(const DuplicateParams& params, int64_t row, int lane) 
   if (lane == 0 && params.probs != nullptr) params.probs[row] = 0.0f;
 }
 
-__global__ void __launch_bounds__(kThreads) duplicate_kernel(const __grid_constant__ DuplicateParams params) {
-  const int lane = threadIdx.x % 32;
-  const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32, num_warps = gridDim.x * kThreads / 32;
-  const int num_recv = num_received(params.rank_prefix, params.rank, params.num_ranks, params.recv_limit);
-  for (int n = warp; n < num_recv; n += num_warps) {
-    const int64_t cell = static_cast<int64_t>(n) * params.num_topk + lane;
-    int place = lane < params.num_topk ? params.places[cell] : -1;
-    if (params.kept_places != nullptr && lane < params.num_topk) params.kept_places[cell] = place;
-    if (params.kept_places != nullptr && lane == 0) params.row_epoch[n] = 0;
-    if (place >= params.row_limit) place = -1;
-    const unsigned targets = __ballot_sync(kAllLanes, place >= 0);
-    const int source = __reduce_min_sync(kAllLanes, place >= 0 ? place : INT32_MAX);
-    if (targets == 0) continue;
-    if (params.probs != nullptr && place >= 0) params.probs[place] = params.weights[cell];
-    for (int s = lane; s < params.num_scales; s += 32) {
-      const uint32_t scale = params.scales[static_cast<int64_t>(n) * params.num_scales + s];
-      for (unsigned left = targets; left != 0; left &= left - 1) {
+// Walks every `stride`-th received row, and writes what goes with it; all lanes together.
+class RowsWithCopies {
+ public:
+  __device__ RowsWithCopies(const DuplicateParams& params, int first, int stride)
+      : params_(params),
+        num_recv_(num_received(params.rank_prefix, params.rank, params.num_ranks, params.recv_limit)),
+        row_(first - stride),
+        stride_(stride) {}
+
+  // Goes on to the next row that stands at one place and belongs at others too. Returns false if there is none.
+  __device__ bool next() {
+    const int lane = threadIdx.x % 32;
+    while ((row_ += stride_) < num_recv_) {
+      const int64_t cell = static_cast<int64_t>(row_) * params_.num_topk + lane;
+      int place = lane < params_.num_topk ? params_.places[cell] : -1;
+      if (params_.kept_places != nullptr && lane < params_.num_topk) params_.kept_places[cell] = place;
+      if (params_.kept_places != nullptr && lane == 0) params_.row_epoch[row_] = 0;
+      if (place >= params_.row_limit) place = -1;
+      source_ = __reduce_min_sync(kAllLanes, place >= 0 ? place : INT32_MAX);
+      if (params_.probs != nullptr && place >= 0) params_.probs[place] = params_.weights[cell];
+      const unsigned places = __ballot_sync(kAllLanes, place >= 0);
+      if (params_.num_scales > 0) copy_scales(places);
+      target_ = place == source_ ? -1 : place;
+      if (__ballot_sync(kAllLanes, target_ >= 0) != 0) return true;
+    }
+    return false;
+  }
+
+  __device__ int source() const { return source_; }
+  __device__ int target() const { return target_; }  // of this lane, or −1
+
+ private:
+  __device__ void copy_scales(unsigned places) const {
+    for (int s = threadIdx.x % 32; s < params_.num_scales; s += 32) {
+      const uint32_t scale = params_.scales[static_cast<int64_t>(row_) * params_.num_scales + s];
+      for (unsigned left = places; left != 0; left &= left - 1) {
         // NOTE: the place is read again, because a shuffle needs all lanes and there may be fewer scales.
-        const int to = params.places[static_cast<int64_t>(n) * params.num_topk + __ffs(left) - 1];
-        params.permuted_scales[static_cast<int64_t>(to) * params.num_scales + s] = scale;
+        const int to = params_.places[static_cast<int64_t>(row_) * params_.num_topk + __ffs(left) - 1];
+        params_.permuted_scales[static_cast<int64_t>(to) * params_.num_scales + s] = scale;
       }
     }
-    const unsigned others = targets & ~__ballot_sync(kAllLanes, place == source);
-    if (others == 0) continue;
-    copy_row(params.rows, params.row_bytes, source, place, others, lane);
   }
 
-  // Pads after each expert's rows, and rows after the last expert's.
-  int block_begin = 0;
-  for (int e = 0; e < params.num_local_experts; ++e) {
-    const int used = params.num_rows_per_expert[e], padded = params.num_tokens_per_expert[e];
-    for (int row = block_begin + used + warp; row < min(block_begin + padded, params.row_limit); row += num_warps) {
+  const DuplicateParams& params_;
+  const int num_recv_;
+  int row_;
+  const int stride_;
+  int source_ = 0, target_ = -1;
+};
+
+__global__ void __launch_bounds__(kMaxWarps * 32, 1) duplicate_kernel(const __grid_constant__ DuplicateParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ uint64_t barriers[kMaxWarps][kStages];
+  const int lane = threadIdx.x % 32, warp_of_cta = threadIdx.x / 32;
+  const int warp = warp_of_cta * gridDim.x + blockIdx.x, num_warps = gridDim.x * (blockDim.x / 32);
+  const int64_t row_bytes = params.row_bytes;
+  RowRing<kStoresInFlight> ring(shared + warp_of_cta * kStages * row_bytes, barriers[warp_of_cta], kStages,
+                                params.row_bytes, lane);
+  RowsWithCopies rows(params, warp, num_warps);
+  bool is_row = rows.next();
+  if (is_row) ring.fetch(params.rows + rows.source() * row_bytes);
+  while (is_row) {
+    const int target = rows.target();
+    is_row = rows.next();
+    if (is_row) ring.fetch(params.rows + rows.source() * row_bytes);
+    const uint8_t* stage = ring.wait();
+    if (target >= 0) ptx::bulk_store(params.rows + target * row_bytes, stage, params.row_bytes);
+    ring.release();
+  }
+
+  // Pads after each expert's rows, and rows after the last expert's; the warps take them in turn.
+  int next_warp = 0;
+  const auto clear_rows = [&](int begin, int end) {
+    const int turn = warp - next_warp;
+    for (int row = begin + (turn < 0 ? turn + num_warps : turn); row < end; row += num_warps) {
       clear_row(params, row, lane);
     }
-    block_begin += padded;
+    next_warp += max(end - begin, 0);
+    if (next_warp >= num_warps) next_warp %= num_warps;
+  };
+  int block_begin = 0;
+  for (int first = 0; first < params.num_local_experts; first += 32) {
+    const bool is_expert = first + lane < params.num_local_experts;
+    const int used = is_expert ? params.num_rows_per_expert[first + lane] : 0;
+    const int padded = is_expert ? params.num_tokens_per_expert[first + lane] : 0;
+    for (int e = 0; e < min(32, params.num_local_experts - first); ++e) {
+      const int block_end = block_begin + __shfl_sync(kAllLanes, padded, e);
+      clear_rows(block_begin + __shfl_sync(kAllLanes, used, e), min(block_end, params.row_limit));
+      block_begin = block_end;
+    }
   }
-  for (int row = block_begin + warp; row < params.row_limit; row += num_warps) clear_row(params, row, lane);
-}
-
-int num_ctas() {
-  static const int count = [] {
-    int device = 0, num_sms = 0;
-    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-    check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    return num_sms * kCtasPerSm;
-  }();
-  return count;
+  clear_rows(block_begin, params.row_limit);
+  ptx::bulk_wait_read<0>();
 }
 
 }  // namespace
 
-void launch_duplicate(const DuplicateParams& params, cudaStream_t stream) {
-  duplicate_kernel<<<num_ctas(), kThreads, 0, stream>>>(params);
+void prepare_duplicate() { allow_shared_memory(duplicate_kernel); }
+
+void launch_duplicate(const DuplicateParams& params, int num_sms, cudaStream_t stream) {
+  const int ring_bytes = kStages * params.row_bytes;
+  const int num_warps = std::clamp(kDynamicSharedBytes / ring_bytes, 1, kMaxWarps);
+  duplicate_kernel<<<num_sms, num_warps * 32, num_warps * ring_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of duplicate_kernel");
 }
 

@@ -76,6 +76,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
              "cudaDeviceGetAttribute");
   prepare_dispatch();
   prepare_combine();
+  prepare_duplicate();
   mailbox_ = pinned<Mailbox>();
   fault_ = pinned<FaultRecord>();
   domain_.rank = rank;
@@ -173,7 +174,7 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
   params.num_scales = plan.format.scales.num;
   params.row_limit = num_rows;
   params.recv_limit = num_recv;
-  launch_duplicate(params, stream);
+  launch_duplicate(params, num_device_sms_, stream);
 }
 
 void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
