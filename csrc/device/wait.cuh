@@ -53,13 +53,14 @@ class Waiter {
     return true;
   }
 
-  // The same for a flag that brings a value along, which it writes to *value: the epoch is the lower half of the word.
+  // The same for a flag that brings a value along: the epoch is the lower half of the word. *value is the epoch's, and
+  // stays as it is where a later one has been raised already.
   __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {
     uint64_t seen;
     while (static_cast<int32_t>(static_cast<uint32_t>(seen = ptx::load_acquire_system(flag)) - epoch) < 0) {
       if (expired()) return give_up(peer, tag, epoch, static_cast<uint32_t>(seen));
     }
-    *value = static_cast<uint32_t>(seen >> 32);
+    if (static_cast<uint32_t>(seen) == epoch) *value = static_cast<uint32_t>(seen >> 32);
     return true;
   }
 

@@ -82,7 +82,7 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   const uint32_t record_bytes = params.record_bytes;
   for (int r = lane; r < domain.num_ranks; r += 32) {
     if (r == domain.rank) continue;
-    uint32_t theirs = record_bytes;
+    uint32_t theirs = record_bytes;  // also of a rank that has ended this call and begun another
     ok &= waiter.until_epoch(&own.ready[r], epoch, r, WaitTag::kReady, &theirs);
     if (theirs == record_bytes) continue;
     is_same = false;

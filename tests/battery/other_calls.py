@@ -14,7 +14,7 @@ import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, equal, make_buffer, on
 
-__all__ = ["check_other_calls", "check_other_low_latency_calls"]
+__all__ = ["check_calls_in_turn", "check_other_calls", "check_other_low_latency_calls"]
 
 _CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
 
@@ -93,3 +93,19 @@ def check_other_low_latency_calls(device: str = "cpu") -> None:
             assert len(told) == 1, told
             assert "allowed: the same on every rank" in told[0]
         assert call(32, _CASE.num_experts) == want
+
+
+def check_calls_in_turn(device: str = "cpu") -> None:
+    """Calls of other sizes in turn, the same at all ranks: one that is ahead is not taken for one that disagrees."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("in_turn", num_ranks, (0, 3, *[0] * (num_ranks - 2)), hidden=64, num_experts=2 * num_ranks)
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as buffer:
+        received, _, weights, _, handle, _ = dispatch(buffer, case, inputs)
+        want, _, _ = buffer.combine(received, handle)
+        for _ in range(30):
+            buffer.combine(received, handle, weights)
+            again, *_ = buffer.dispatch(inputs.x, handle=handle)
+            combined, _, _ = buffer.combine(again, handle)
+            equal(combined, want.cpu(), "in turn")
+            dispatch(buffer, case, inputs)

@@ -83,6 +83,11 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rank_that_is_ahead_does_not_disagree(run_emulated: RunEmulated, seed: int) -> None:
+    run_emulated(4, "battery.other_calls.check_calls_in_turn", seed=seed)
+
+
 def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 

@@ -129,7 +129,7 @@ def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
 
     control: Tensor = buffer.engine._control.local  # type: ignore[attr-defined]
     words = control.view(torch.int32)
-    counts_epoch = _cuda.max_ranks * (_cuda.max_ranks + _cuda.max_experts + 4)
+    counts_epoch = _cuda.max_ranks * (_cuda.max_ranks + _cuda.max_experts + 6)
     rows_epoch = counts_epoch + _cuda.max_ranks
     words[counts_epoch + peer] += 1
     words[rows_epoch + peer] += 1
