@@ -86,8 +86,9 @@ class HybridEPBuffer(BaseBuffer):
             so.
         num_local_experts: LE, experts of each rank.
         use_fp8: tokens are e4m3 with a scale for each 128 channels.
-        num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
-        num_sms_combine_api: SMs of combine; None = the engine's choice.
+        num_sms_dispatch_api: SMs of dispatch; None = the engine's choice. Copies for further experts are made on all.
+        num_sms_combine_api: SMs of combine; None = the engine's choice. Sums of experts take further ones, about three
+            times as many on 2 ranks and as many on 8.
         num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels, use_shared_buffer,
             enable_custom_allgather: accepted for compatibility; nothing here depends on them.
         num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or one
