@@ -47,9 +47,10 @@ def test_bytes_of_a_row() -> None:
     assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).row_bytes == H + 4 * 3 + 8 * K + 4 * K
     cached = plan_cached_dispatch(NUM_RANKS, torch.Size((T, H)), torch.bfloat16, None, K, E, 0, 50, None)
     assert cached.row_bytes == 2 * H
-    combined = plan_combine(torch.Size((70, H)), torch.bfloat16, T, K, None)
-    assert combined.row_bytes == 2 * H + 4 * K
-    assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.row_bytes
+    for experts in ((), (K, 200)):  # what is summed first does not travel
+        combined = plan_combine(T, 70, H, torch.bfloat16, K, None, *experts)
+        assert combined.row_bytes == 2 * H + 4 * K
+        assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.row_bytes
 
 
 @pytest.mark.parametrize(
