@@ -27,6 +27,7 @@ __device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, ui
   own.arrived_ctas = 0;
   own.started_ctas = 0;
   own.finished_ctas = 0;
+  own.sent_chunks = own.summed_tokens = 0;
   own.failed = 0;
   epoch_counter = epoch;
 }

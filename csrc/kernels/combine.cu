@@ -5,12 +5,15 @@
 //
 // The rows of one source are one run of x, and land as one run in the source's arena, so the push copies chunks. Rows
 // that this rank sent to itself are not moved: the sum reads them from x. Pushing, and not pulling, lets x be any
-// memory. The first warps of a CTA send, the others sum (partial_rows.cuh). From experts, x is a sum itself, which
-// further CTAs make meanwhile (expert_rows.cuh). Legend: T tokens, R ranks, N received rows, H hidden, W weights.
+// memory. The first warps of a CTA send, one reports what has arrived, the others sum (partial_rows.cuh). All take work
+// by tickets, for SMs do not get equal parts of the wire, and a token waits for its last row. From experts, x is a sum
+// itself, which further CTAs make meanwhile (expert_rows.cuh).
+// Legend: T tokens, R ranks, N received rows, H hidden, W weights.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
 #include "device/row_ring.cuh"
+#include "device/tickets.cuh"
 #include "device/wait.cuh"
 #include "kernels/expert_rows.cuh"
 #include "kernels/launch.h"
@@ -23,16 +26,17 @@ namespace {
 constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
 // The sending warps, each with a ring of pieces of rows.
-constexpr int kSendWarps = 3;  // one stores to one destination at a time, which takes it longer than to several
-constexpr int kSendStages = 4;
-constexpr int kSendStoresInFlight = 2;
+constexpr int kSendWarps = 2;
+static_assert(kSendWarps <= kMaxCombineSendWarps);
+constexpr int kSendStages = 6;
+constexpr int kSendStoresInFlight = 3;
 constexpr int kPieceBytes = 8192;
 constexpr int kPiecesBeforeReport = 4;  // of the next chunk: how long pieces are on the wire
 static_assert(kPiecesBeforeReport <= kRowsPerChunk);
 constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
 constexpr int kSumWarps = 9;
-constexpr int kCombineWarps = kSendWarps + kSumWarps;
+constexpr int kCombineWarps = kSendWarps + 1 + kSumWarps;  // and one reports; 12 may have 168 registers a thread
 constexpr int kCombineThreads = kCombineWarps * 32;
 constexpr int kRingBytes = kSendWarps * kSendRingBytes + kSumWarps * kSumRingBytes;
 static_assert(kCombineWarps * kSumRingBytes <= kRingBytes);  // a CTA of sums of experts
@@ -41,7 +45,7 @@ static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the ma
 
 // A run of rows that goes to one source and is reported by one flag.
 struct Chunk {
-  int source, chunk;
+  int source, index;
   int num_rows;  // 0: the chunk is reported, but nothing is sent: all of it lies beyond a bound, or ranks' calls differ
   int64_t from;  // row of x
   int64_t to;    // row of the source's arena
@@ -69,60 +73,142 @@ class PieceWalk {
   int64_t offset_ = 0;  // in the run
 };
 
-// Sends each `stride`-th chunk of rows from the `first` on home, all sources in turn, so that no source waits for
-// another's rows. Collective over a warp, which has a ring of its own. Returns false if a rank has not come.
-template <bool kFromExperts>
-__device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
-                          int first, int stride, uint8_t* stages, uint64_t* barriers) {
+constexpr int32_t kLastReport = -1;
+
+// One thread of a sending warp tells what it knows to have arrived, and at its end kLastReport.
+//
+// NOTE: queues are in global memory, whose L1 is as near as shared memory to two warps of a CTA: a tool that looks for
+// races there knows no other order between warps than barriers.
+__device__ void push_report(ReportQueue& queue, int32_t report) {
+  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(report);
+  const uint32_t position = queue.num_pushed;
+  // The reporting warp waits for nobody, hence no clock.
+  while (position - ptx::load_acquire_cta(&queue.num_taken) == kCapacity) {
+  }
+  queue.reports[position % kCapacity] = report;
+  ptx::store_release_cta(&queue.num_pushed, position + 1);
+}
+
+__device__ bool has_report(const ReportQueue& queue) {
+  return ptx::load_acquire_cta(&queue.num_pushed) != queue.num_taken;
+}
+
+// One thread of the reporting warp.
+__device__ int32_t take_report(ReportQueue& queue) {
+  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(queue.reports[0]);
+  const uint32_t position = queue.num_taken;
+  const int32_t report = queue.reports[position % kCapacity];
+  ptx::store_release_cta(&queue.num_taken, position + 1);
+  return report;
+}
+
+__device__ int32_t report_of(const Chunk& chunk) {
+  static_assert(kMaxTokens / kRowsPerChunk <= 1 << 16 && kMaxRanks < 1 << 15);
+  return chunk.source << 16 | chunk.index;
+}
+
+// Raises the flags of what the sending warps of a CTA have sent. A release at system scope lasts as long as the wire
+// does, and a warp that sends has no time for it. Collective over a warp.
+__device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues) {
+  const int lane = threadIdx.x % 32;
+  bool is_open = lane < kSendWarps;
+  while (__ballot_sync(kAllLanes, is_open) != 0) {
+    if (is_open && has_report(queues[lane])) {
+      const int32_t report = take_report(queues[lane]);
+      is_open = report != kLastReport;
+      if (is_open) {
+        ptx::store_release_system(&domain.control[report >> 16]->chunk_epoch[domain.rank][report & 0xffff], epoch);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Hands out chunks, all sources in turn, so that no source waits for another's rows.
+class Chunks {
+ public:
+  __device__ Chunks(const CombineParams& params, const Routes& routes)
+      : params_(params), routes_(routes), tickets_(&params.domain.control[params.domain.rank]->sent_chunks) {}
+
+  // Collective over a warp. Returns false if there are no more. Where ranks' calls differ, nothing is to be sent.
+  __device__ bool next(Chunk& chunk, bool is_same) {
+    const Domain& domain = params_.domain;
+    const int num_peers = domain.num_ranks - 1;
+    const int num_items = (routes_.max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
+    while (true) {
+      const int item = tickets_.take();
+      if (item >= num_items) return false;
+      chunk.index = item / num_peers;
+      chunk.source = (domain.rank + 1 + item % num_peers) % domain.num_ranks;
+      const int begin = chunk.index * kRowsPerChunk, count = routes_.send_count[chunk.source] - begin;
+      if (count <= 0) continue;
+      chunk.from = routes_.send_begin[chunk.source] + begin;
+      chunk.to = routes_.send_base[chunk.source] + begin;
+      const int64_t room = min(params_.num_rows - chunk.from, params_.slot.capacity - chunk.to);
+      chunk.num_rows = is_same ? max(0, min(min(count, kRowsPerChunk), static_cast<int>(room))) : 0;
+      return true;
+    }
+  }
+
+ private:
+  const CombineParams& params_;
+  const Routes& routes_;
+  Tickets tickets_;
+};
+
+// Waits until all ranks may be written. Collective over a warp, one of which reports ranks whose calls differ; then
+// *is_same is false. Returns false if a rank has not come.
+__device__ bool wait_until_ready(const CombineParams& params, const Waiter& waiter, uint32_t epoch, bool reports,
+                                 bool* is_same) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
-  const int lane = threadIdx.x % 32;
-  const int num_peers = domain.num_ranks - 1;
-  bool ok = true, is_same = true;
   const uint32_t record_bytes = params.record_bytes;
-  for (int r = lane; r < domain.num_ranks; r += 32) {
+  bool ok = true;
+  *is_same = true;
+  for (int r = threadIdx.x % 32; r < domain.num_ranks; r += 32) {
     if (r == domain.rank) continue;
     uint32_t theirs = record_bytes;  // also of a rank that has ended this call and begun another
     ok &= waiter.until_epoch(&own.ready[r], epoch, r, WaitTag::kReady, &theirs);
     if (theirs == record_bytes) continue;
-    is_same = false;
-    if (first > 0) continue;  // one warp reports
+    *is_same = false;
+    if (!reports) continue;
     report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kCombine, WaitTag::kRecordBytes, domain.rank, r,
                  record_bytes, theirs);
   }
-  if (!__all_sync(kAllLanes, ok)) return false;
-  is_same = __all_sync(kAllLanes, is_same);
+  *is_same = __all_sync(kAllLanes, *is_same);
+  return __all_sync(kAllLanes, ok);
+}
 
+// Sends chunks of rows home. Collective over a warp, which has a ring and a queue of its own. Returns false if a rank
+// has not come.
+template <bool kFromExperts>
+__device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
+                          bool is_first, uint8_t* stages, uint64_t* barriers, ReportQueue& queue) {
+  const Domain& domain = params.domain;
+  const int lane = threadIdx.x % 32;
+  Chunks chunks(params, routes);
+  bool is_same;
+  if (!wait_until_ready(params, waiter, epoch, is_first, &is_same)) return false;
+
+  // While a chunk is sent the first pieces of the next one are asked for, so that no load is waited for.
   RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
-  const int num_items = (routes.max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
-  int item = first;
-  const auto next_chunk = [&](Chunk& next) {
-    for (; item < num_items; item += stride) {
-      next.chunk = item / num_peers;
-      next.source = (domain.rank + 1 + item % num_peers) % domain.num_ranks;
-      const int begin = next.chunk * kRowsPerChunk, count = routes.send_count[next.source] - begin;
-      if (count <= 0) continue;
-      next.from = routes.send_begin[next.source] + begin;
-      next.to = routes.send_base[next.source] + begin;
-      const int64_t room = min(params.num_rows - next.from, params.slot.capacity - next.to);
-      next.num_rows = is_same ? max(0, min(min(count, kRowsPerChunk), static_cast<int>(room))) : 0;
-      item += stride;
-      if constexpr (kFromExperts) {
-        const uint32_t* row_epoch = params.experts.row_epoch + next.from;
-        if (lane < next.num_rows) {
-          ok = waiter.until_epoch(row_epoch + lane, epoch, domain.rank, WaitTag::kPartialRows);
-        }
-        ok = __all_sync(kAllLanes, ok);
-        ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+  Chunk chunk{}, next{};
+  bool has_chunk = chunks.next(chunk, is_same), has_next = false;
+  PieceWalk asked(chunk.num_rows, params.row_bytes);
+  bool is_in_next = false;
+  int num_ahead = 0;
+  const auto ask_ahead = [&] {
+    while (num_ahead < ring.num_ahead()) {
+      // Rows of experts may not be there yet, and a chunk that is there does not wait for another.
+      if (!asked.has_next() && !kFromExperts && has_next && !is_in_next) {
+        asked = PieceWalk(next.num_rows, params.row_bytes);
+        is_in_next = true;
       }
-      return ok;
+      if (!asked.has_next()) return;
+      ring.fetch(params.rows + (is_in_next ? next : chunk).from * params.row_bytes + asked.offset(), asked.num_bytes());
+      asked.advance();
+      ++num_ahead;
     }
-    return false;
-  };
-  const auto fetch = [&](const Chunk& chunk, PieceWalk& walk) {
-    if (!walk.has_next()) return;
-    ring.fetch(params.rows + chunk.from * params.row_bytes + walk.offset(), walk.num_bytes());
-    walk.advance();
   };
 
   // A chunk is reported while the first pieces of the next one leave, so that the wire need not run dry to know that
@@ -131,17 +217,23 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   bool has_sent = false;
   const auto report = [&] {
     __syncwarp();
-    if (lane == 0) {
-      ptx::store_release_system(&domain.control[sent.source]->chunk_epoch[domain.rank][sent.chunk], epoch);
-    }
+    if (lane == 0) push_report(queue, report_of(sent));
     has_sent = false;
   };
 
-  Chunk chunk{};
-  bool has_chunk = next_chunk(chunk);
-  PieceWalk fetched(chunk.num_rows, params.row_bytes);
-  for (int i = 0; has_chunk && i < ring.num_ahead(); ++i) fetch(chunk, fetched);
+  bool ok = true;
   while (has_chunk) {
+    if constexpr (kFromExperts) {
+      const uint32_t* row_epoch = params.experts.row_epoch + chunk.from;
+      if (lane < chunk.num_rows) {
+        ok = waiter.until_epoch(row_epoch + lane, epoch, domain.rank, WaitTag::kPartialRows);
+      }
+      ok = __all_sync(kAllLanes, ok);
+      if (!ok) break;
+      ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+    }
+    ask_ahead();
+    has_next = chunks.next(next, is_same);
     uint8_t* slot = domain.arena[chunk.source];  // partial rows always land in the arena's first slot
     uint8_t* target = slot + params.slot.rows + chunk.to * params.row_bytes;
     int num_sent = 0;
@@ -149,16 +241,13 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
       const uint8_t* stage = ring.wait();
       if (lane == 0) ptx::bulk_store(target + piece.offset(), stage, piece.num_bytes());
       ring.release();
-      fetch(chunk, fetched);
+      --num_ahead;
+      ask_ahead();
       if (has_sent && ++num_sent == kPiecesBeforeReport) {
         ptx::bulk_wait_written<kPiecesBeforeReport>();
         report();
       }
     }
-    Chunk next{};
-    const bool has_next = next_chunk(next);
-    fetched = PieceWalk(next.num_rows, params.row_bytes);
-    for (int i = 0; has_next && i < ring.num_ahead(); ++i) fetch(next, fetched);
     if (params.num_weights > 0) {
       const float* weights = params.weights + chunk.from * params.num_weights;
       auto* weights_target = reinterpret_cast<float*>(slot + params.slot.weights) + chunk.to * params.num_weights;
@@ -172,6 +261,8 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
     has_sent = true;
     chunk = next;
     has_chunk = has_next;
+    if (!is_in_next) asked = PieceWalk(chunk.num_rows, params.row_bytes);
+    has_next = is_in_next = false;
   }
   if (has_sent) {
     ptx::bulk_wait_written<0>();
@@ -220,14 +311,15 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   }
   bool ok = true;
   if (cta >= 0 && warp < kSendWarps) {
-    // Neighbouring chunks and tokens go to different CTAs: they are there together.
-    ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta * kSendWarps + warp, params.num_sms * kSendWarps,
-                                 shared + warp * kSendRingBytes, send_barriers[warp]);
+    ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta == 0 && warp == 0, shared + warp * kSendRingBytes,
+                                 send_barriers[warp], own.report_queues[cta][warp]);
+    if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
+  } else if (cta >= 0 && warp == kSendWarps) {
+    report_chunks(domain, epoch, own.report_queues[cta]);
   } else if (cta >= 0) {
-    PartialRows<kRanksPerLane, kFromExperts> rows(
-        params, routes, waiter, epoch, (warp - kSendWarps) * params.num_sms + cta, kSumWarps * params.num_sms);
-    sum_rows(rows, shared + kSendWarps * kSendRingBytes + (warp - kSendWarps) * kSumRingBytes, sum_barriers[warp],
-             segments[warp]);
+    PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, waiter, epoch, kSumWarps * params.num_sms);
+    const int ring = warp - kSendWarps - 1;
+    sum_rows(rows, shared + kSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[warp], segments[warp]);
     ok = rows.ok();
   }
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);

@@ -68,7 +68,8 @@ class SourceWalk {
 struct alignas(16) Segment {
   int row, begin;  // of the result, and of the byte in it
   int num_bytes;
-  int is_last;  // the sum is complete
+  bool is_last;  // the sum is complete
+  bool ends;     // and with it the result
 };
 
 // Asks for what a warp sums: results in turn, of each its segments, of each the sources in order. It runs ahead of the
@@ -81,14 +82,17 @@ class SegmentLoads {
 
   // Asks for the next segment, once it is there. Returns false if there is none.
   __device__ bool fetch() {
-    if (begin_ >= rows_.row_bytes()) {
+    if (begin_ >= end_) {
       if (!rows_.next(walk_)) return false;
-      begin_ = 0;
+      begin_ = rows_.begin();
+      end_ = rows_.end();
     }
     const uint8_t* from = walk_.next() + begin_;
-    const int num_bytes = min(kSegmentBytes, rows_.row_bytes() - begin_);
+    const int num_bytes = min(kSegmentBytes, end_ - begin_);
     const bool is_last = walk_.is_done();
-    if (threadIdx.x % 32 == 0) segments_[ring_.load_stage()] = {rows_.row(), begin_, num_bytes, is_last};
+    if (threadIdx.x % 32 == 0) {
+      segments_[ring_.load_stage()] = {rows_.row(), begin_, num_bytes, is_last, is_last && begin_ + num_bytes == end_};
+    }
     ring_.fetch(from, num_bytes);
     if (is_last) {
       begin_ += kSegmentBytes;
@@ -101,7 +105,7 @@ class SegmentLoads {
   Rows& rows_;
   RowRing<0>& ring_;
   Segment* segments_;
-  int begin_ = INT32_MAX;  // in the row of the result
+  int begin_ = 0, end_ = 0;  // in the row of the result
   SourceWalk<Rows::kSourcesPerLane, uint8_t> walk_;
 };
 
@@ -119,7 +123,7 @@ __device__ void store_vectors(uint8_t* row, int row_bytes, int offset, const flo
 template <typename Rows>
 __device__ void store_nothing(Rows& rows, int row) {
 #pragma unroll 1
-  for (int offset = 16 * (threadIdx.x % 32); offset < rows.row_bytes(); offset += 512) {
+  for (int offset = rows.begin() + 16 * (threadIdx.x % 32); offset < rows.end(); offset += 512) {
     float nothing[1][8] = {};
     rows.store(row, offset, nothing);
   }
@@ -128,9 +132,8 @@ __device__ void store_nothing(Rows& rows, int row) {
 
 // Sums all results of a warp, which has a ring of its own: kSumRingBytes of stages, and kSumStages barriers and
 // segments. Collective over the warp. What is summed:
-//   row_bytes()               of a result and of what is added
 //   next(walk)                goes on to the next result that has sources; false if there is none
-//   row()                     of that result
+//   row(), begin(), end()     of that result, and which of its bytes; parts of a row are whole segments
 //   store(row, offset, sum)   takes the sums of a lane's vectors, from byte `offset` on and 512 bytes apart
 //   finish(row)               once all of a result is stored
 template <typename Rows>
@@ -154,7 +157,7 @@ __device__ void sum_rows(Rows& rows, uint8_t* stages, uint64_t* barriers, Segmen
     if (!loads.fetch()) --num_ahead;
     if (segment.is_last) {
       rows.store(segment.row, segment.begin + lane * 16, sum);
-      if (segment.begin + segment.num_bytes == rows.row_bytes()) rows.finish(segment.row);
+      if (segment.ends) rows.finish(segment.row);
 #pragma unroll
       for (int v = 0; v < kVectorsPerLane; ++v) {
 #pragma unroll

@@ -24,8 +24,9 @@ class ExpertRows {
     look_ahead();
   }
 
-  __device__ int row_bytes() const { return params_.row_bytes; }
   __device__ int row() const { return row_; }
+  __device__ int begin() const { return 0; }
+  __device__ int end() const { return params_.row_bytes; }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
     const ExpertRowParams& experts = params_.experts;

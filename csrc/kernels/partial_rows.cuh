@@ -1,13 +1,18 @@
 // What a combine sums at the source: each token's partial rows, as they arrive.
 //
 //     token ─► wait for its chunks ─► the partial row of each rank, ascending ─► fp32 sum ─► + bias ─► out[token]
+//
+// Many tokens are summed by a warp each. Few are shared: a ticket is then a segment of a token, and not all of it.
 #pragma once
 
+#include "device/tickets.cuh"
 #include "kernels/combine_routes.cuh"
 #include "kernels/combine_sum.cuh"
 
 namespace hybrid_ep {
 namespace {
+
+constexpr int kTokensPerWarp = 2;  // on the average; with fewer, warps share tokens
 
 // Of sum_rows. kRanksPerLane: 1 where a warp has a lane for every rank.
 template <int kRanksPerLane, bool kFromExperts>
@@ -15,15 +20,24 @@ class PartialRows {
  public:
   static constexpr int kSourcesPerLane = kRanksPerLane;
 
-  // The warp takes each `stride`-th token from `first` on.
   __device__ PartialRows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
-                         int first, int stride)
-      : params_(params), routes_(routes), waiter_(waiter), epoch_(epoch), token_(first - stride), stride_(stride) {
-    load_places(first);
+                         int num_warps)
+      : params_(params),
+        routes_(routes),
+        waiter_(waiter),
+        epoch_(epoch),
+        num_parts_(params.num_tokens < kTokensPerWarp * num_warps
+                       ? (params.row_bytes + kSegmentBytes - 1) / kSegmentBytes
+                       : 1),
+        tickets_(&params.domain.control[params.domain.rank]->summed_tokens) {
+    look_ahead();
   }
 
-  __device__ int row_bytes() const { return params_.row_bytes; }
   __device__ int row() const { return token_; }
+  __device__ int begin() const { return part_ * kSegmentBytes; }
+  __device__ int end() const {
+    return num_parts_ == 1 ? params_.row_bytes : min(begin() + kSegmentBytes, params_.row_bytes);
+  }
   __device__ bool ok() const { return ok_; }
 
   // Also false if a rank has not come.
@@ -33,8 +47,9 @@ class PartialRows {
     const uint8_t* slot = domain.arena[domain.rank];
     const auto* slot_weights = reinterpret_cast<const float*>(slot + params_.slot.weights);
     while (ok_) {
-      token_ += stride_;
-      if (token_ >= params_.num_tokens) return false;
+      if (next_token_ >= params_.num_tokens) return false;
+      token_ = next_token_;
+      part_ = next_part_;
       const uint8_t* rows[kRanksPerLane];
       const float* weights[kRanksPerLane];
 #pragma unroll
@@ -57,8 +72,8 @@ class PartialRows {
       if (!ok_) return false;
       __syncwarp();
       ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
-      load_places(token_ + stride_);
-      if (params_.num_weights > 0) sum_weights(SourceWalk<kRanksPerLane, float>(weights));
+      look_ahead();
+      if (params_.num_weights > 0 && part_ == 0) sum_weights(SourceWalk<kRanksPerLane, float>(weights));
       walk = SourceWalk<kRanksPerLane, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, token_);
@@ -84,14 +99,18 @@ class PartialRows {
   __device__ void finish(int) const {}
 
  private:
-  // Of each lane's ranks: the place of a token's row among those that this rank has sent there, or −1.
-  __device__ void load_places(int token) {
+  // Takes the next token and asks for its places: of each lane's ranks, that of its row among those that this rank has
+  // sent there, or −1.
+  __device__ void look_ahead() {
+    const int ticket = tickets_.take();
+    next_token_ = ticket / num_parts_;
+    next_part_ = ticket % num_parts_;
     const int num_ranks = params_.domain.num_ranks;
 #pragma unroll
     for (int q = 0; q < kRanksPerLane; ++q) {
       const int r = threadIdx.x % 32 + 32 * q;
-      const int64_t cell = static_cast<int64_t>(token) * num_ranks + r;
-      places_[q] = token < params_.num_tokens && r < num_ranks ? params_.send_slot[cell] : -1;
+      const int64_t cell = static_cast<int64_t>(next_token_) * num_ranks + r;
+      places_[q] = next_token_ < params_.num_tokens && r < num_ranks ? params_.send_slot[cell] : -1;
     }
   }
 
@@ -112,8 +131,9 @@ class PartialRows {
   const Routes& routes_;
   const Waiter& waiter_;
   const uint32_t epoch_;
-  int token_;
-  const int stride_;
+  const int num_parts_;  // of a token
+  Tickets tickets_;
+  int token_ = -1, part_ = 0, next_token_, next_part_;
   bool ok_ = true;
   int places_[kRanksPerLane];
 };

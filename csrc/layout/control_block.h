@@ -21,6 +21,12 @@ struct CountRow {
   int32_t num_experts, record_bytes, pad_multiple;  // equal at all ranks, or nobody sends
 };
 
+// Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them.
+struct ReportQueue {
+  uint32_t num_pushed, num_taken;  // wrap; equal between kernels
+  int32_t reports[4];
+};
+
 struct ControlBlock {
   // Written by peers.
   CountRow counts[kMaxRanks];
@@ -37,6 +43,9 @@ struct ControlBlock {
   uint32_t started_ctas;   // of a combine from experts; 0 between kernels
   uint32_t finished_ctas;  // 0 between kernels
   uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
+  uint32_t sent_chunks;    // tickets of a combine's sending warps; 0 between kernels
+  uint32_t summed_tokens;  // tickets of its summing warps; likewise
+  ReportQueue report_queues[kMaxCtas][kMaxCombineSendWarps];
   int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];
 };
 

@@ -15,12 +15,14 @@ T load(const T* address) {
 inline uint32_t load_acquire_system(const uint32_t* address) { return load(address); }
 inline uint64_t load_acquire_system(const uint64_t* address) { return load(address); }
 inline uint32_t load_acquire_gpu(const uint32_t* address) { return load(address); }
+inline uint32_t load_acquire_cta(const uint32_t* address) { return load(address); }
 inline uint32_t load_relaxed_gpu(const uint32_t* address) { return load(address); }
 template <typename T>
 void store_release_system(T* address, std::common_type_t<T> value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 inline void store_release_gpu(uint32_t* address, uint32_t value) { store_release_system(address, value); }
+inline void store_release_cta(uint32_t* address, uint32_t value) { store_release_system(address, value); }
 template <typename T>
 void store_relaxed_system(T* address, std::common_type_t<T> value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);

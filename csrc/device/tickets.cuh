@@ -1,0 +1,31 @@
+// How the warps of a kernel share work of which nobody knows how long it takes: SMs do not get equal parts of the wire.
+//
+//     counter in global memory ─ atomic ─► 0, 1, 2, … each to one warp, in the order in which warps ask
+#pragma once
+
+#include "device/ptx/memory.cuh"
+
+namespace hybrid_ep {
+
+class Tickets {
+ public:
+  // Collective over a warp, as take() is. `counter` is 0 before the kernel begins.
+  __device__ explicit Tickets(uint32_t* counter) : counter_(counter) { ask(); }
+
+  __device__ int take() {
+    const int ticket = __shfl_sync(0xffffffffu, asked_, 0);
+    ask();
+    return ticket;
+  }
+
+ private:
+  // One is always on its way, because an atomic takes as long as a load.
+  __device__ void ask() {
+    if (threadIdx.x % 32 == 0) asked_ = static_cast<int>(ptx::add_relaxed_gpu(counter_, 1));
+  }
+
+  uint32_t* counter_;
+  int asked_ = 0;
+};
+
+}  // namespace hybrid_ep
