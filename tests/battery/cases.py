@@ -126,7 +126,7 @@ CASES = [
     Case("every_expert", 2, 13, topk=6, num_experts=6),
     Case("experts_not_a_power_of_two", 4, 30, num_experts=52, topk=5),
     Case("hidden_128", 4, 30, hidden=128),
-    Case("hidden_3584", 2, 12, hidden=3584),
+    Case("hidden_3584", 2, 60, hidden=3584),
     Case("hidden_7168", 2, 12, hidden=7168, num_experts=32, topk=8),
     Case("hidden_16384", 2, 6, hidden=16384),
     Case("hidden_8", 2, 20, hidden=8),
