@@ -15,6 +15,7 @@
 #include "device/row_ring.cuh"
 #include "device/tickets.cuh"
 #include "device/wait.cuh"
+#include "kernels/chunk_reports.cuh"
 #include "kernels/expert_rows.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
@@ -72,57 +73,6 @@ class PieceWalk {
   int begin_ = 0;       // in its row
   int64_t offset_ = 0;  // in the run
 };
-
-constexpr int32_t kLastReport = -1;
-
-// One thread of a sending warp tells what it knows to have arrived, and at its end kLastReport.
-//
-// NOTE: queues are in global memory, whose L1 is as near as shared memory to two warps of a CTA: a tool that looks for
-// races there knows no other order between warps than barriers.
-__device__ void push_report(ReportQueue& queue, int32_t report) {
-  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(report);
-  const uint32_t position = queue.num_pushed;
-  // The reporting warp waits for nobody, hence no clock.
-  while (position - ptx::load_acquire_cta(&queue.num_taken) == kCapacity) {
-  }
-  queue.reports[position % kCapacity] = report;
-  ptx::store_release_cta(&queue.num_pushed, position + 1);
-}
-
-__device__ bool has_report(const ReportQueue& queue) {
-  return ptx::load_acquire_cta(&queue.num_pushed) != queue.num_taken;
-}
-
-// One thread of the reporting warp.
-__device__ int32_t take_report(ReportQueue& queue) {
-  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(queue.reports[0]);
-  const uint32_t position = queue.num_taken;
-  const int32_t report = queue.reports[position % kCapacity];
-  ptx::store_release_cta(&queue.num_taken, position + 1);
-  return report;
-}
-
-__device__ int32_t report_of(const Chunk& chunk) {
-  static_assert(kMaxTokens / kRowsPerChunk <= 1 << 16 && kMaxRanks < 1 << 15);
-  return chunk.source << 16 | chunk.index;
-}
-
-// Raises the flags of what the sending warps of a CTA have sent. A release at system scope lasts as long as the wire
-// does, and a warp that sends has no time for it. Collective over a warp.
-__device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues) {
-  const int lane = threadIdx.x % 32;
-  bool is_open = lane < kSendWarps;
-  while (__ballot_sync(kAllLanes, is_open) != 0) {
-    if (is_open && has_report(queues[lane])) {
-      const int32_t report = take_report(queues[lane]);
-      is_open = report != kLastReport;
-      if (is_open) {
-        ptx::store_release_system(&domain.control[report >> 16]->chunk_epoch[domain.rank][report & 0xffff], epoch);
-      }
-    }
-    __syncwarp();
-  }
-}
 
 // Hands out chunks, all sources in turn, so that no source waits for another's rows.
 class Chunks {
@@ -217,7 +167,7 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
   bool has_sent = false;
   const auto report = [&] {
     __syncwarp();
-    if (lane == 0) push_report(queue, report_of(sent));
+    if (lane == 0) push_report(queue, report_of(sent.source, sent.index));
     has_sent = false;
   };
 
@@ -315,7 +265,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
                                  send_barriers[warp], own.report_queues[cta][warp]);
     if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
   } else if (cta >= 0 && warp == kSendWarps) {
-    report_chunks(domain, epoch, own.report_queues[cta]);
+    report_chunks(domain, epoch, own.report_queues[cta], kSendWarps);
   } else if (cta >= 0) {
     PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, waiter, epoch, kSumWarps * params.num_sms);
     const int ring = warp - kSendWarps - 1;

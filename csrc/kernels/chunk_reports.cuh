@@ -1,0 +1,67 @@
+// How the ranks learn which chunks of a combine have arrived.
+//
+//     sending warps of a CTA: chunk has arrived ─► queue of each ─► one reporting warp ─► chunk_epoch of the source
+//
+// A release at system scope lasts as long as the wire does, and a warp that sends has no time for it.
+#pragma once
+
+#include "device/ptx/memory.cuh"
+#include "kernels/params.h"
+#include "layout/control_block.h"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int32_t kLastReport = -1;
+
+__device__ int32_t report_of(int source, int chunk) {
+  static_assert(kMaxTokens / kRowsPerChunk <= 1 << 16 && kMaxRanks < 1 << 15);
+  return source << 16 | chunk;
+}
+
+// One thread of a sending warp tells what it knows to have arrived, and at its end kLastReport.
+//
+// NOTE: queues are in global memory, whose L1 is as near as shared memory to two warps of a CTA: a tool that looks for
+// races there knows no other order between warps than barriers.
+__device__ void push_report(ReportQueue& queue, int32_t report) {
+  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(report);
+  const uint32_t position = queue.num_pushed;
+  // The reporting warp waits for nobody, hence no clock.
+  while (position - ptx::load_acquire_cta(&queue.num_taken) == kCapacity) {
+  }
+  queue.reports[position % kCapacity] = report;
+  ptx::store_release_cta(&queue.num_pushed, position + 1);
+}
+
+// One thread of the reporting warp, as take_report().
+__device__ bool has_report(const ReportQueue& queue) {
+  return ptx::load_acquire_cta(&queue.num_pushed) != queue.num_taken;
+}
+
+__device__ int32_t take_report(ReportQueue& queue) {
+  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(queue.reports[0]);
+  const uint32_t position = queue.num_taken;
+  const int32_t report = queue.reports[position % kCapacity];
+  ptx::store_release_cta(&queue.num_taken, position + 1);
+  return report;
+}
+
+// Raises the flags of what the sending warps of a CTA have sent, until each has pushed kLastReport. Collective over a
+// warp.
+__device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues, int num_queues) {
+  const int lane = threadIdx.x % 32;
+  bool is_open = lane < num_queues;
+  while (__ballot_sync(0xffffffffu, is_open) != 0) {
+    if (is_open && has_report(queues[lane])) {
+      const int32_t report = take_report(queues[lane]);
+      is_open = report != kLastReport;
+      if (is_open) {
+        ptx::store_release_system(&domain.control[report >> 16]->chunk_epoch[domain.rank][report & 0xffff], epoch);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace
+}  // namespace hybrid_ep
