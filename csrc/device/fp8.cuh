@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/bf16.cuh"
+#include "device/lanes.cuh"
 
 namespace hybrid_ep {
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ uint32_t find_amax_bits(const uint4 (&channels)[2]) {
   }
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2) {
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    most = max(most, __shfl_xor_sync(kAllLanes, most, distance));
   }
   return most;
 }

@@ -3,6 +3,7 @@
 //     counter in global memory ─ atomic ─► 0, 1, 2, … each to one warp, in the order in which warps ask
 #pragma once
 
+#include "device/lanes.cuh"
 #include "device/ptx/memory.cuh"
 
 namespace hybrid_ep {
@@ -13,7 +14,7 @@ class Tickets {
   __device__ explicit Tickets(uint32_t* counter) : counter_(counter) { ask(); }
 
   __device__ int take() {
-    const int ticket = __shfl_sync(0xffffffffu, asked_, 0);
+    const int ticket = __shfl_sync(kAllLanes, asked_, 0);
     ask();
     return ticket;
   }

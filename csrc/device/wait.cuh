@@ -64,6 +64,15 @@ class Waiter {
     return true;
   }
 
+  // Waits until *flag is `epoch`: for a flag that may be as old as any, because not every call raises it.
+  __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
+    uint32_t seen;
+    while ((seen = ptx::load_acquire_system(flag)) != epoch) {
+      if (expired()) return give_up(peer, tag, epoch, seen);
+    }
+    return true;
+  }
+
   // Waits until *counter, written by CTAs of this GPU, is `count`. Acquires at GPU scope.
   __device__ bool until_count(const uint32_t* counter, uint32_t count, WaitTag tag) const {
     uint32_t seen;

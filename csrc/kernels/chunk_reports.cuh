@@ -5,6 +5,7 @@
 // A release at system scope lasts as long as the wire does, and a warp that sends has no time for it.
 #pragma once
 
+#include "device/lanes.cuh"
 #include "device/ptx/memory.cuh"
 #include "kernels/params.h"
 #include "layout/control_block.h"
@@ -24,12 +25,11 @@ __device__ int32_t report_of(int source, int chunk) {
 // NOTE: queues are in global memory, whose L1 is as near as shared memory to two warps of a CTA: a tool that looks for
 // races there knows no other order between warps than barriers.
 __device__ void push_report(ReportQueue& queue, int32_t report) {
-  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(report);
   const uint32_t position = queue.num_pushed;
   // The reporting warp waits for nobody, hence no clock.
-  while (position - ptx::load_acquire_cta(&queue.num_taken) == kCapacity) {
+  while (position - ptx::load_acquire_cta(&queue.num_taken) == ReportQueue::kCapacity) {
   }
-  queue.reports[position % kCapacity] = report;
+  queue.reports[position % ReportQueue::kCapacity] = report;
   ptx::store_release_cta(&queue.num_pushed, position + 1);
 }
 
@@ -39,19 +39,18 @@ __device__ bool has_report(const ReportQueue& queue) {
 }
 
 __device__ int32_t take_report(ReportQueue& queue) {
-  constexpr uint32_t kCapacity = sizeof(queue.reports) / sizeof(queue.reports[0]);
   const uint32_t position = queue.num_taken;
-  const int32_t report = queue.reports[position % kCapacity];
+  const int32_t report = queue.reports[position % ReportQueue::kCapacity];
   ptx::store_release_cta(&queue.num_taken, position + 1);
   return report;
 }
 
 // Raises the flags of what the sending warps of a CTA have sent, until each has pushed kLastReport. Collective over a
 // warp.
-__device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues, int num_queues) {
+__device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues) {
   const int lane = threadIdx.x % 32;
-  bool is_open = lane < num_queues;
-  while (__ballot_sync(0xffffffffu, is_open) != 0) {
+  bool is_open = lane < kCombineSendWarps;
+  while (__ballot_sync(kAllLanes, is_open) != 0) {
     if (is_open && has_report(queues[lane])) {
       const int32_t report = take_report(queues[lane]);
       is_open = report != kLastReport;

@@ -27,8 +27,7 @@ namespace {
 constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
 // The sending warps, each with a ring of pieces of rows.
-constexpr int kSendWarps = 2;
-static_assert(kSendWarps <= kMaxCombineSendWarps);
+constexpr int kSendWarps = kCombineSendWarps;
 constexpr int kSendStages = 6;
 constexpr int kSendStoresInFlight = 3;
 constexpr int kPieceBytes = 8192;
@@ -176,10 +175,11 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
     if constexpr (kFromExperts) {
       const uint32_t* row_epoch = params.experts.row_epoch + chunk.from;
       if (lane < chunk.num_rows) {
-        ok = waiter.until_epoch(row_epoch + lane, epoch, domain.rank, WaitTag::kPartialRows);
+        ok = waiter.until_equal(row_epoch + lane, epoch, domain.rank, WaitTag::kPartialRows);
       }
       ok = __all_sync(kAllLanes, ok);
       if (!ok) break;
+      __syncwarp();
       ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
     }
     ask_ahead();
@@ -235,8 +235,18 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
                       domain.num_ranks);
   const uint32_t epoch = ptx::load_acquire_gpu(&own.combine_epoch) + 1;
 
+  // CTAs that have started wait for none that has not: the first sum rows of experts, and these wait for nothing.
+  int cta = blockIdx.x;  // among those that combine
+  bool is_first = cta == 0;
+  if constexpr (kFromExperts) {
+    if (threadIdx.x == 0) started_before = ptx::add_relaxed_gpu(&own.started_ctas, 1);
+    __syncthreads();
+    is_first = started_before == 0;
+    cta = started_before - (gridDim.x - params.num_sms);
+  }
+
   // This kernel runs, so nothing reads the arena's first slot any more: peers may write it.
-  if (blockIdx.x == 0) {
+  if (is_first) {
     for (int r = threadIdx.x; r < domain.num_ranks; r += kCombineThreads) {
       ptx::store_release_system(&domain.control[r]->ready[domain.rank],
                                 static_cast<uint64_t>(params.record_bytes) << 32 | epoch);
@@ -247,13 +257,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   __syncthreads();
 
   const int warp = threadIdx.x / 32;
-  int cta = blockIdx.x;
   if constexpr (kFromExperts) {
-    // CTAs that have started wait for none that has not: the first sum rows of experts, and these wait for nothing.
-    if (threadIdx.x == 0) started_before = ptx::add_relaxed_gpu(&own.started_ctas, 1);
-    __syncthreads();
     const int num_expert_ctas = gridDim.x - params.num_sms;
-    cta = started_before - num_expert_ctas;
     if (cta < 0) {
       ExpertRows rows(params, routes, epoch, warp * num_expert_ctas + started_before, kCombineWarps * num_expert_ctas);
       sum_rows(rows, shared + warp * kSumRingBytes, sum_barriers[warp], segments[warp]);
@@ -265,11 +270,11 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
                                  send_barriers[warp], own.report_queues[cta][warp]);
     if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
   } else if (cta >= 0 && warp == kSendWarps) {
-    report_chunks(domain, epoch, own.report_queues[cta], kSendWarps);
+    report_chunks(domain, epoch, own.report_queues[cta]);
   } else if (cta >= 0) {
     PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, waiter, epoch, kSumWarps * params.num_sms);
     const int ring = warp - kSendWarps - 1;
-    sum_rows(rows, shared + kSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[warp], segments[warp]);
+    sum_rows(rows, shared + kSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[ring], segments[ring]);
     ok = rows.ok();
   }
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);

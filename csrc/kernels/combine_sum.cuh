@@ -9,12 +9,12 @@
 #pragma once
 
 #include "device/bf16.cuh"
+#include "device/lanes.cuh"
 #include "device/row_ring.cuh"
 
 namespace hybrid_ep {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kSumStages = 3;
 constexpr int kVectorsPerLane = 8;  // 16-byte vectors of a segment
 constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;

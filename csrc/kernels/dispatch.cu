@@ -223,6 +223,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   if (status == kSent && params.pad_multiple > 0 && makes_route) {
     finish_places(params, warp_tokens, shared, expert_base);
   }
+  if (status == kFailed && makes_route) clear_route(params, cta_tokens);
   ptx::fence_shared_for_bulk();  // the rings take over the expert counters' memory
   __syncthreads();
   if (blockIdx.x == 0 && warp == kWarps - 1) report_counts(params, routes, status);

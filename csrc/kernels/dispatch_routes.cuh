@@ -3,6 +3,7 @@
 // Every function is collective over the CTA unless it says otherwise. Legend: T tokens, K top-k, E experts, R ranks.
 #pragma once
 
+#include "device/lanes.cuh"
 #include "device/ptx/memory.cuh"
 #include "device/wait.cuh"
 #include "kernels/launch.h"
@@ -13,7 +14,6 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kWarps = kDispatchThreads / 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
 
 // What a CTA knows about the call once the counts are exchanged.
@@ -202,7 +202,21 @@ __device__ bool makes_same_call(const DispatchParams& params, int r) {
   };
   return is_same(WaitTag::kNumExperts, params.num_experts, &row.num_experts) &&
          is_same(WaitTag::kRecordBytes, params.record_bytes, &row.record_bytes) &&
-         is_same(WaitTag::kPadMultiple, params.pad_multiple, &row.pad_multiple);
+         is_same(WaitTag::kPadMultiple, params.pad_multiple, &row.pad_multiple) &&
+         is_same(WaitTag::kBound, params.is_bound, &row.is_bound);
+}
+
+// Of a call that has failed, which the host may not know yet: an empty route, so that kernels that are queued behind it
+// find nothing to do. Every CTA clears its tokens.
+__device__ void clear_route(const DispatchParams& params, const Range tokens) {
+  const int num_ranks = params.domain.num_ranks;
+  const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
+  const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+  for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
+  if (blockIdx.x > 0) return;
+  for (int i = threadIdx.x; i < num_ranks * num_ranks; i += kDispatchThreads) params.rank_prefix[i] = 0;
+  const int num_counts = params.num_experts / num_ranks * (params.pad_multiple > 0 ? 2 : 1);
+  for (int i = threadIdx.x; i < num_counts; i += kDispatchThreads) params.num_tokens_per_expert[i] = 0;
 }
 
 // Reads what all ranks have told and finds where this rank's rows begin at each of them. Every CTA does it for itself.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "device/lanes.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
 #include "layout/expert_map.h"
@@ -10,7 +11,6 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256;
 // A warp takes its tokens one after the other, and all CTAs add to the same totals: past 8,192 tokens that costs more.
 constexpr int kTokensPerCta = 16;

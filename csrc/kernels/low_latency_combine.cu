@@ -17,6 +17,7 @@
 #include <algorithm>
 
 #include "device/bf16.cuh"
+#include "device/lanes.cuh"
 #include "device/low_latency.cuh"
 #include "device/ptx/launch.cuh"
 #include "device/row_ring.cuh"
@@ -27,7 +28,6 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kReturnWarps = 16;
 constexpr int kReturnStages = 6;  // of a warp
 constexpr int kReturnStoresInFlight = 2;

@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "device/fp8.cuh"
+#include "device/lanes.cuh"
 #include "device/low_latency.cuh"
 #include "device/ptx/launch.cuh"
 #include "kernels/launch.h"
@@ -22,7 +23,6 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kCtasPerSm = 2;

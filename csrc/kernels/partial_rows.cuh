@@ -63,7 +63,7 @@ class PartialRows {
         const bool is_there = row < (is_local ? params_.num_rows : params_.slot.capacity);
         const uint32_t* flag = is_local ? nullptr : &own.chunk_epoch[r][place / kRowsPerChunk];
         if (kFromExperts && is_local && is_there) flag = &params_.experts.row_epoch[row];
-        if (flag != nullptr) ok_ &= waiter_.until_epoch(flag, epoch_, r, WaitTag::kPartialRows);
+        if (flag != nullptr) ok_ &= waiter_.until_equal(flag, epoch_, r, WaitTag::kPartialRows);
         if (!is_there) continue;
         rows[q] = (is_local ? params_.rows : slot + params_.slot.rows) + row * params_.row_bytes;
         weights[q] = (is_local ? params_.weights : slot_weights) + row * params_.num_weights;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "device/lanes.cuh"
 #include "device/ptx/memory.cuh"
 #include "device/row_ring.cuh"
 #include "kernels/launch.h"
@@ -17,7 +18,6 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxWarps = 16;
 constexpr int kStages = 3;  // of a warp's ring: one comes in, one leaves, and one has left but for its last bytes
 constexpr int kStoresInFlight = 1;

@@ -17,14 +17,16 @@ struct CountRow {
   int32_t num_tokens_per_expert[kMaxExperts];  // copies that i sends to each expert
   int32_t slot_idx;                            // where in i's arena this call's rows land
   int32_t row_limit;                           // rows that fit there
-  int32_t is_bound;                            // 1: rows beyond the limit are dropped; 0: nobody sends, all make room
-  int32_t num_experts, record_bytes, pad_multiple;  // equal at all ranks, or nobody sends
+  // Equal at all ranks, or nobody sends.
+  int32_t num_experts, record_bytes, pad_multiple;
+  int32_t is_bound;  // 1: rows beyond the limit are dropped; 0: all make room where one has not enough
 };
 
 // Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them.
 struct ReportQueue {
+  static constexpr uint32_t kCapacity = 4;
   uint32_t num_pushed, num_taken;  // wrap; equal between kernels
-  int32_t reports[4];
+  int32_t reports[kCapacity];
 };
 
 struct ControlBlock {
@@ -45,7 +47,7 @@ struct ControlBlock {
   uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
   uint32_t sent_chunks;    // tickets of a combine's sending warps; 0 between kernels
   uint32_t summed_tokens;  // tickets of its summing warps; likewise
-  ReportQueue report_queues[kMaxCtas][kMaxCombineSendWarps];
+  ReportQueue report_queues[kMaxCtas][kCombineSendWarps];
   int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];
 };
 

@@ -21,7 +21,8 @@ enum class WaitTag : int32_t {
   kNumExperts = 7,
   kRecordBytes = 8,
   kPadMultiple = 9,
-  kShape = 10
+  kShape = 10,
+  kBound = 11
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.

@@ -9,8 +9,8 @@ constexpr int kMaxTopk = 32;       // one lane of a warp per expert of a token
 constexpr int kMaxTokens = 65536;  // of one rank in one call
 constexpr int kMaxCtas = 160;      // SMs of the largest supported GPU, rounded up
 constexpr int kMaxRowBytes = 32768;
-constexpr int kRowAlignBytes = 16;       // what the bulk copy engine moves
-constexpr int kRowsPerChunk = 4;         // rows of combine that share one arrival flag
-constexpr int kMaxCombineSendWarps = 4;  // of a CTA
+constexpr int kRowAlignBytes = 16;    // what the bulk copy engine moves
+constexpr int kRowsPerChunk = 4;      // rows of combine that share one arrival flag
+constexpr int kCombineSendWarps = 2;  // of a CTA
 
 }  // namespace hybrid_ep

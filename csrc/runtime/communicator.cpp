@@ -51,6 +51,8 @@ const char* name_of(WaitTag tag) {
       return "bytes of a record";
     case WaitTag::kPadMultiple:
       return "pad_multiple";
+    case WaitTag::kBound:
+      return "whether rows are bounded";
     case WaitTag::kShape:
       return "digest of num_experts, num_max_dispatch_tokens_per_rank, hidden, top-k and format";
   }

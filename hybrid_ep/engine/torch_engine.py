@@ -92,7 +92,11 @@ class TorchEngine(Engine):
         topk_idx = drop_duplicates(routing.topk_idx)
         columns = self._columns(rows, topk_idx, routing.topk_weights)
         fmt = RecordFormat.of(columns)
-        same = {"bytes of a record": fmt.num_bytes, "num_experts": routing.num_experts}
+        same = {
+            "bytes of a record": fmt.num_bytes,
+            "num_experts": routing.num_experts,
+            "whether rows are bounded": int(num_recv_bound is not None),
+        }
         call = self._begin("dispatch", rows.data.device, same)
         num_local = routing.num_experts // grid.num_ranks
         layout = compute_layout(topk_idx, routing.num_experts, grid.num_ranks, grid.num_ranks_per_domain)

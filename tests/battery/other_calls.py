@@ -14,7 +14,12 @@ import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, equal, make_buffer, on
 
-__all__ = ["check_calls_in_turn", "check_other_calls", "check_other_low_latency_calls"]
+__all__ = [
+    "check_calls_in_turn",
+    "check_other_calls",
+    "check_other_low_latency_calls",
+    "check_refused_calls_leave_nothing_to_do",
+]
 
 _CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
 
@@ -56,6 +61,10 @@ def check_other_calls(device: str = "cpu") -> None:
                     return dispatch(buffer, case, other, num_worst_tokens=bound)
 
                 assert name in _is_refused(call, device)
+        bound = 64 if rank == last else 0
+        assert "whether rows are bounded" in _is_refused(
+            lambda: dispatch(buffer, _CASE, inputs, num_worst_tokens=bound), device
+        )
         # A combine learns it when it sends; what it returns then has no meaning.
         received, *_, handle, _ = dispatch(buffer, _CASE, inputs)
         rows = received.repeat(1, 2) if rank == last else received
@@ -64,6 +73,38 @@ def check_other_calls(device: str = "cpu") -> None:
         _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, _CASE.num_experts)
         want = inputs.x.float() * in_rank.sum(1, keepdim=True)
         equal(combined, want.to(torch.bfloat16).cpu(), "after other calls")
+
+
+def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:
+    """A refused dispatch, which the host does not know of yet, makes an empty route for the kernels behind it.
+
+    Only for the cuda engine. Its memory is full of −1, as if it had been used before.
+    """
+    rank, num_ranks, hidden = dist.get_rank(), dist.get_world_size(), 128
+    with hybrid_ep.HybridEPBuffer(dist.group.WORLD, hidden, 16, 4) as buffer:
+
+        def call(pad_multiple: int) -> tuple[Any, ...]:
+            tokens = torch.ones(8, hidden, dtype=torch.bfloat16, device=device)
+            return buffer.dispatch_with_permute(
+                hidden=tokens,
+                topk_idx=torch.arange(16, device=device).view(8, 2) % (4 * num_ranks),
+                num_of_experts=4 * num_ranks,
+                num_permuted_tokens=256,
+                pad_multiple=pad_multiple,
+                non_blocking=True,
+            )
+
+        *_, handle = call(4)
+        chunk = handle.permute.dispatch.state.chunk
+        chunk.memory[chunk.memory.numel() - chunk.num_left :] = 255
+        rows, _, _, counts, handle = call(8 if rank else 4)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert counts.tolist() == [0] * counts.numel()
+        assert handle.permute.dispatch.rank_prefix_matrix.count_nonzero() == 0
+        assert rows.count_nonzero() == 0
+        with pytest.raises(hybrid_ep.ConfigError, match="pad_multiple"):
+            buffer.combine_with_unpermute(hidden=rows, handle=handle)
 
 
 def check_other_low_latency_calls(device: str = "cpu") -> None:

@@ -78,7 +78,9 @@ def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_overlapping_batches", Case("overlap", 4, 12))
 
 
-@pytest.mark.parametrize("check", ["check_other_calls", "check_other_low_latency_calls"])
+@pytest.mark.parametrize(
+    "check", ["check_other_calls", "check_other_low_latency_calls", "check_refused_calls_leave_nothing_to_do"]
+)
 def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.other_calls.{check}")
 

@@ -68,7 +68,14 @@ def test_two_buffers(run_gpus: RunGpus) -> None:
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="a rank does not disagree with itself")
-@pytest.mark.parametrize("check", [other_calls.check_other_calls, other_calls.check_other_low_latency_calls])
+@pytest.mark.parametrize(
+    "check",
+    [
+        other_calls.check_other_calls,
+        other_calls.check_other_low_latency_calls,
+        other_calls.check_refused_calls_leave_nothing_to_do,
+    ],
+)
 def test_ranks_that_disagree_are_told_so(run_gpus: RunGpus, check: Callable[[str], None]) -> None:
     run_gpus(2, check, "cuda")
 

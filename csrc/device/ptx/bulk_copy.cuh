@@ -20,12 +20,14 @@ __device__ __forceinline__ void barrier_init(SharedAddress barrier, uint32_t arr
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers, and ordinary writes to shared memory, visible to the copy engine.
+// Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// NOTE: of all that the calling thread has seen in global memory, where another's flag told it so.
+// Makes what the calling thread has seen in global memory, where another's flag told it so, visible to the copy engine.
 __device__ __forceinline__ void fence_global_for_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// The same for ordinary accesses to shared memory.
 __device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uint32_t num_bytes) {
