@@ -35,7 +35,8 @@ class BaseBuffer:
         group: the process group; None = the default group, or a single rank where there is none.
         comm: an mpi4py communicator instead of a group.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
-        num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or one domain.
+        num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
+            (with ``engine="cuda"`` all ranks).
         timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
 
     Raises:
@@ -54,13 +55,13 @@ class BaseBuffer:
         self.group = _resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
-        per_domain = num_ranks_per_domain
-        if per_domain is None:
-            per_domain = env.NUM_RANKS_PER_DOMAIN.get() or self.group_size
-        require_int("num_ranks_per_domain", per_domain, minimum=1)
-        self.grid = RankGrid(self.rank, self.group_size, per_domain)
+        per_domain = env.NUM_RANKS_PER_DOMAIN.get() if num_ranks_per_domain is None else num_ranks_per_domain
+        if per_domain is not None:
+            require_int("num_ranks_per_domain", per_domain, minimum=1)
         self._comm_stream = CommStream()
-        self._engine: Engine | None = make_engine(self.group, self.grid, asked=engine, timeout_s=timeout_s)
+        made = make_engine(self.group, num_ranks_per_domain=per_domain, asked=engine, timeout_s=timeout_s)
+        self._engine: Engine | None = made
+        self.grid = made.grid
 
     @property
     def engine(self) -> Engine:

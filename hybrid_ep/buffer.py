@@ -56,7 +56,8 @@ class Buffer(LowLatencyCalls):
         enable_shrink: allow rank masks; a rank lost in a low-latency call is then masked.
         comm: an mpi4py communicator instead of a group.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
-        num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or one domain.
+        num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
+            (with ``engine="cuda"`` all ranks).
         timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
 
     Attributes:

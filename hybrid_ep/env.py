@@ -135,7 +135,8 @@ NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     None,
     _positive_int,
     "an integer ≥ 1 that divides the number of ranks",
-    "Forces the size of a domain, so that one host can stand for several; unset, the whole group is one domain.",
+    "Forces the size of a domain, the ranks that NVLink joins. Unset, these are the ranks of a host, or all where the "
+    "cuda engine is asked for by name.",
 )
 POOL_SLOTS = Variable(
     "HYBRID_EP_POOL_SLOTS",

@@ -91,8 +91,8 @@ class HybridEPBuffer(BaseBuffer):
             times as many on 2 ranks and as many on 8.
         num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels, use_shared_buffer,
             enable_custom_allgather: accepted for compatibility; nothing here depends on them.
-        num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or one
-            domain.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or
+            else the ranks of a host (with ``engine="cuda"`` all ranks).
         use_mnnvl: accepted for compatibility; multi-node NVLink domains are used where they are there.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.

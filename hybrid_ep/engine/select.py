@@ -16,7 +16,7 @@ from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.geometry import RankGrid
 
-__all__ = ["Choice", "choose_engine", "make_engine"]
+__all__ = ["Choice", "choose_engine", "make_engine", "ranks_per_host"]
 
 _LOG = logging.getLogger("hybrid_ep")
 _said: set[str] = set()
@@ -63,23 +63,29 @@ def _cuda_obstacle() -> str | None:
 
 
 def make_engine(
-    group: dist.ProcessGroup | None, grid: RankGrid, *, asked: str | None = None, timeout_s: float | None = None
+    group: dist.ProcessGroup | None,
+    *,
+    num_ranks_per_domain: int | None = None,
+    asked: str | None = None,
+    timeout_s: float | None = None,
 ) -> Engine:
     """Makes the engine for a group. Collective: all ranks agree on one.
 
     Args:
         group: the process group; None for a single rank.
-        grid: its geometry.
+        num_ranks_per_domain: size of a domain; None: NVLink joins the ranks of a host, and where the cuda engine is
+            asked for by name, all.
         asked: as in `choose_engine`.
         timeout_s: how long to wait for a peer; None = ``HYBRID_EP_TIMEOUT_S``.
 
     Raises:
         ConfigError: the engine cannot run at some rank, or ranks ask for different ones or for different domains.
+        TopologyError: the domains do not divide the ranks.
     """
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0")
-    choice = _agree(group, grid, env.ENGINE.get() if asked is None else asked)
+    choice, grid = _agree(group, num_ranks_per_domain, env.ENGINE.get() if asked is None else asked)
     if choice.name not in _said:
         _said.add(choice.name)
         _LOG.info("engine %s: %s", choice.name, choice.reason)
@@ -103,29 +109,43 @@ class _Vote(NamedTuple):
     """
 
     engine: str
-    num_ranks_per_domain: int
+    num_ranks_per_domain: int | None
     choice: Choice | None
     refusal: str
     host: str
 
 
-def _vote(grid: RankGrid, asked: str) -> _Vote:
+def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
     choice, refusal = None, ""
     try:
         choice = choose_engine(asked)
     except ConfigError as error:
         refusal = str(error)
-    return _Vote(asked, grid.num_ranks_per_domain, choice, refusal, socket.gethostname())
+    return _Vote(asked, num_ranks_per_domain, choice, refusal, socket.gethostname())
 
 
-def _agree(group: dist.ProcessGroup | None, grid: RankGrid, asked: str) -> Choice:
+def ranks_per_host(hosts: list[str]) -> int:
+    """Returns how many ranks a host has, where each has as many and they follow each other; otherwise all.
+
+    Args:
+        hosts: of each rank.
+    """
+    size = hosts.count(hosts[0])
+    blocks = [set(hosts[begin : begin + size]) for begin in range(0, len(hosts), size)]
+    is_regular = len(set(hosts)) * size == len(hosts) and all(len(block) == 1 for block in blocks)
+    return size if is_regular else len(hosts)
+
+
+def _agree(group: dist.ProcessGroup | None, num_ranks_per_domain: int | None, asked: str) -> tuple[Choice, RankGrid]:
     """Returns the same engine at every rank: cuda only where each could serve with it and all share one domain.
 
     What a rank finds wrong it raises after the exchange, so that no other rank waits for it there.
     """
-    mine = _vote(grid, asked)
-    votes = [mine] * grid.num_ranks
-    if grid.num_ranks > 1:
+    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    grid = RankGrid(rank, num_ranks, num_ranks_per_domain or num_ranks)
+    mine = _vote(num_ranks_per_domain, asked)
+    votes = [mine] * num_ranks
+    if num_ranks > 1:
         dist.all_gather_object(votes, mine, group)
     for rank, other in enumerate(votes):
         for name in ("engine", "num_ranks_per_domain"):
@@ -140,14 +160,21 @@ def _agree(group: dist.ProcessGroup | None, grid: RankGrid, asked: str) -> Choic
         if other.choice is None:
             raise ConfigError(other.refusal if rank == grid.rank else f"rank {rank}: {other.refusal}")
         choices.append(other.choice)
+    hosts = [vote.host for vote in votes]
+    if num_ranks_per_domain is None and asked != "cuda":
+        grid = RankGrid(grid.rank, num_ranks, ranks_per_host(hosts))
+    return _choose(choices, hosts, grid, asked), grid
+
+
+def _choose(choices: list[Choice], hosts: list[str], grid: RankGrid, asked: str) -> Choice:
     if asked != "auto":
         return choices[grid.rank]
     for rank, choice in enumerate(choices):
         if choice.name == "torch":
             return Choice("torch", choice.reason if grid.num_ranks == 1 else f"rank {rank}: {choice.reason}")
-    if grid.num_domains > 1:
-        return Choice("torch", f"{grid.num_domains} domains are asked for, and the cuda engine serves one")
-    num_hosts = len({vote.host for vote in votes})
+    num_hosts = len(set(hosts))
     if num_hosts > 1:
         return Choice("torch", f"the ranks are on {num_hosts} hosts; engine='cuda' says that NVLink joins them")
+    if grid.num_domains > 1:
+        return Choice("torch", f"{grid.num_domains} domains are asked for, and the cuda engine serves one")
     return choices[grid.rank]

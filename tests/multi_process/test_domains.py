@@ -1,9 +1,12 @@
-"""NVLink domains found by the ranks of a real process group."""
+"""Domains found by the ranks of a real process group."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 import torch.distributed as dist
 
+import hybrid_ep
 from hybrid_ep.topology import Fabric, Gpu, Topology, gather_domains
 from tests.conftest import RunRanks
 
@@ -19,3 +22,21 @@ def _find(clique_of_rank: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def test_every_rank_finds_the_same_domains(run_ranks: RunRanks) -> None:
     assert run_ranks(4, _find, (1, 2, 1, 0)) == [((0, 2), (1,), (3,))] * 4
+
+
+def _domains_on_hosts(hosts: str) -> tuple[int, bool]:
+    """The size of a domain where rank r is on hosts[r], and whether a layout counts tokens by domain."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: hosts[dist.get_rank()])
+        with hybrid_ep.Buffer() as buffer:
+            topk_idx = torch.arange(8).view(4, 2)
+            _, per_domain, *_ = buffer.get_dispatch_layout(topk_idx, 8)
+            return buffer.grid.num_ranks_per_domain, per_domain is not None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "want"),
+    [("aaaa", (4, False)), ("aabb", (2, True)), ("abab", (4, False)), ("aaab", (4, False)), ("abcd", (1, True))],
+)
+def test_a_host_is_a_domain(run_ranks: RunRanks, hosts: str, want: tuple[int, bool]) -> None:
+    assert run_ranks(4, _domains_on_hosts, hosts) == [want] * 4
