@@ -228,14 +228,16 @@ class Buffer(LowLatencyCalls):
         Args:
             x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, H/128]`` float32 or ``[T, ceil(H/512)]``
                 int32).
-            handle: of an earlier dispatch: take its routes; `topk_idx` and `topk_weights` must then be None.
+            handle: of an earlier dispatch: take its routes. `topk_idx` and `topk_weights` must then be None,
+                `num_worst_tokens` 0 or the handle's, and a layout may be given again: it must be that of the handle,
+                of which shapes are checked, and on a CPU `num_tokens_per_rank`.
             num_tokens_per_rank: ``[R]`` int32, from `get_dispatch_layout`.
-            num_tokens_per_rdma_rank: ``[D]`` int32, from `get_dispatch_layout`.
+            num_tokens_per_rdma_rank: accepted for compatibility; not needed.
             is_token_in_rank: ``[T, R]`` bool, from `get_dispatch_layout`; the routing where `topk_idx` is None.
             num_tokens_per_expert: ``[E]`` int32, from `get_dispatch_layout`; says what E is.
             topk_idx: ``[T, K]`` int64, global expert index or −1.
             topk_weights: ``[T, K]`` float32.
-            expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it.
+            expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it; nothing with `handle`.
             num_worst_tokens: > 0: the result has that many rows and no host sync takes place.
             config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
@@ -263,6 +265,10 @@ class Buffer(LowLatencyCalls):
             )
             rows = check_rows("x", data, scales, device=engine.device)
             self._check_handle(handle, num_source_rows=rows.data.shape[0])
+            if num_worst_tokens not in (0, handle.num_recv):
+                require(False, "num_worst_tokens", num_worst_tokens, f"0 or {handle.num_recv}, as with this handle")
+            if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
+                self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             with self._comm_stream.scope(previous_event, async_finish):
                 received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
@@ -413,6 +419,27 @@ class Buffer(LowLatencyCalls):
             require(False, "rows of x", num_source_rows, f"{sent}, as dispatched with this handle")
         if num_received_rows not in (None, received):
             require(False, "rows of x", num_received_rows, f"{received}, as received with this handle")
+
+    def _check_layout_along(
+        self,
+        handle: DispatchHandle,
+        is_token_in_rank: Tensor | None,
+        num_tokens_per_rank: Tensor | None,
+        num_tokens_per_expert: Tensor | None,
+    ) -> None:
+        """Checks that a layout given along a handle can be the handle's; no value is read from a GPU."""
+        for name, tensor, dtype, shape in (
+            ("is_token_in_rank", is_token_in_rank, torch.bool, (handle.num_tokens, self.group_size)),
+            ("num_tokens_per_rank", num_tokens_per_rank, torch.int32, (self.group_size,)),
+            ("num_tokens_per_expert", num_tokens_per_expert, torch.int32, (handle.num_experts,)),
+        ):
+            if tensor is not None:
+                require_tensor(name, tensor, dtypes=(dtype,), shape=shape)
+        if num_tokens_per_rank is not None and num_tokens_per_rank.is_cpu and handle.rank_prefix_matrix.is_cpu:
+            up_to = handle.rank_prefix_matrix
+            sent = (up_to[self.rank] - up_to[self.rank - 1] if self.rank else up_to[0]).tolist()
+            given = num_tokens_per_rank.tolist()
+            require(given == sent, "num_tokens_per_rank", given, f"{sent}, as with this handle")
 
     @staticmethod
     def _shape(

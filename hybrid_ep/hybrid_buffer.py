@@ -17,7 +17,7 @@ from hybrid_ep.base_buffer import BaseBuffer, as_rows, check_rows
 from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.layout import indices_to_map, map_to_indices, weights_to_probs, widest_token
+from hybrid_ep.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 
 __all__ = ["HybridEPBuffer", "HybridHandle", "PermutedHandle", "indices_to_map"]
 
@@ -85,7 +85,7 @@ class HybridEPBuffer(BaseBuffer):
         max_num_of_tokens_per_rank: the most tokens that a rank sends at once; grows when `update_template_config` says
             so.
         num_local_experts: LE, experts of each rank.
-        use_fp8: tokens are e4m3 with a scale for each 128 channels.
+        use_fp8: accepted for compatibility; the `hidden` of each call says whether its tokens are e4m3.
         num_sms_dispatch_api: SMs of dispatch; None = the engine's choice. Copies for further experts are made on all.
         num_sms_combine_api: SMs of combine; None = the engine's choice. Sums of experts take further ones, about three
             times as many on 2 ranks and as many on 8.
@@ -132,7 +132,6 @@ class HybridEPBuffer(BaseBuffer):
                 require_int("num_local_experts", num_local_experts, minimum=1),
             )
         )
-        self.use_fp8 = use_fp8
         self._passed = Passed()
         self._num_sms_dispatch = _num_sms("num_sms_dispatch_api", num_sms_dispatch_api)
         self._num_sms_combine = _num_sms("num_sms_combine_api", num_sms_combine_api)
@@ -158,8 +157,6 @@ class HybridEPBuffer(BaseBuffer):
             config.max_num_of_tokens_per_rank = tokens
         if num_local_experts is not None:
             config.num_of_experts_per_rank = require_int("num_local_experts", num_local_experts, minimum=1)
-        if use_fp8 is not None:
-            self.use_fp8 = use_fp8
         return config
 
     def empty_jit_cache(self) -> None:
@@ -184,13 +181,15 @@ class HybridEPBuffer(BaseBuffer):
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
             scaling_factor: ``[T, H/128]`` float32.
             topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
-            topk_weights: ``[T, K]`` float32.
-            num_of_experts: E; needed with `topk_idx`.
+            topk_weights: ``[T, K]`` float32, with `topk_idx`.
+            num_of_experts: E; checked (LE × ranks).
             probs: ``[T, E]`` float32, with `routing_map`.
             routing_map: ``[T, E]`` bool.
-            num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host.
-            num_dispatched_tokens: likewise, as a number: the result has that many rows.
-            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others.
+            num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
+                with `handle`, which knows them, left alone.
+            num_dispatched_tokens: likewise, as a number: the result has that many rows. With `handle`, checked.
+            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others. A routing may be
+                given again: it must be that of the handle, which is compared on a CPU only.
 
         Returns:
             hidden ``[N, H]`` by source rank, then token; probs ``[N, experts of the domain]`` float32 (None without
@@ -206,7 +205,13 @@ class HybridEPBuffer(BaseBuffer):
             rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
             self._check_handle(handle.dispatch, rows)
-            weights = _weights_along(handle.topk_idx, handle.dispatch.num_experts, topk_weights, probs)
+            _check_made_with(
+                ("num_of_experts", num_of_experts, handle.dispatch.num_experts),
+                ("num_dispatched_tokens", num_dispatched_tokens, handle.recv_topk_idx.shape[0]),
+            )
+            weights = self._weights_along(
+                handle.topk_idx, handle.dispatch.num_experts, topk_idx, topk_weights, probs, routing_map
+            )
             if weights is None:
                 received = engine.dispatch_cached(rows, handle.dispatch, num_sms=self._num_sms_dispatch)
                 return _given(received.data, as_bytes), None, received.scales, handle
@@ -300,7 +305,7 @@ class HybridEPBuffer(BaseBuffer):
         Args:
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
             topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
-            topk_weights: ``[T, K]`` float32.
+            topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts_per_rank: LE; checked.
             num_of_experts: E; checked (LE × ranks).
             use_fp8: whether `hidden` is e4m3; checked.
@@ -311,15 +316,17 @@ class HybridEPBuffer(BaseBuffer):
                 beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
                 otherwise it waits and raises. With `handle`, checked against it.
             pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, likewise.
-            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others.
-            non_blocking: counts stay on the device; needs `num_permuted_tokens`.
+            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others. A routing may be
+                given again: it must be that of the handle, which is compared on a CPU only.
+            non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
             fuse_permute_dispatch, use_host_meta: accepted for compatibility; the engine takes its fastest way.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
         Returns:
             hidden ``[P, H]`` by local expert, then source rank and token; probs ``[P]`` float32 (None without weights);
             scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` pads included (int64 on the host;
-            with `non_blocking` int32 on the device); the handle, whose last entry is the overflow flag ``[1]`` int32.
+            with `non_blocking` int32 on the device; with `handle` as the handle has them, or on the device if
+            `non_blocking` asks for it); the handle, whose last entry is the overflow flag ``[1]`` int32.
 
         Raises:
             ConfigError: an argument does not fit.
@@ -343,23 +350,28 @@ class HybridEPBuffer(BaseBuffer):
             require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
             permute = handle.permute
             self._check_handle(permute.dispatch, rows)
-            for name, value, made_with in (
+            num_experts = permute.dispatch.num_experts
+            _check_made_with(
                 ("num_permuted_tokens", bound, permute.num_permuted),
                 ("pad_multiple", pad_multiple or None, permute.pad_multiple),
-            ):
-                require(value in (None, made_with), name, value, f"{made_with}, as with this handle")
-            weights = _weights_along(handle.topk_idx, permute.dispatch.num_experts, topk_weights, probs)
+                ("num_of_experts", num_of_experts, num_experts),
+                ("num_of_experts_per_rank", num_of_experts_per_rank, num_experts // self.group_size),
+            )
+            tokens_per_expert = handle.tokens_per_expert
+            if non_blocking:
+                tokens_per_expert = tokens_per_expert.to(hidden.device, torch.int32, non_blocking=True)
+            weights = self._weights_along(handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map)
             if weights is None:
                 cached = engine.dispatch_permuted_cached(rows, permute, num_sms=self._num_sms_dispatch)
-                return _given(cached.data, as_bytes), None, cached.scales, handle.tokens_per_expert, handle
+                return _given(cached.data, as_bytes), None, cached.scales, tokens_per_expert, handle
             again = engine.dispatch_permuted(
                 rows,
-                Routing(handle.topk_idx, weights, permute.dispatch.num_experts),
+                Routing(handle.topk_idx, weights, num_experts),
                 pad_multiple=permute.pad_multiple,
                 num_permuted_bound=permute.num_permuted,
                 num_sms=self._num_sms_dispatch,
             )
-            return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, handle.tokens_per_expert, handle
+            return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
         rows, as_bytes, routing = self._rows_and_routing(
@@ -485,9 +497,7 @@ class HybridEPBuffer(BaseBuffer):
         *,
         no_sync: bool = False,
     ) -> Routing:
-        if (topk_idx is None) == (routing_map is None):
-            which = "neither" if topk_idx is None else "both"
-            raise ConfigError(f"{which} of topk_idx and routing_map given; allowed: one of them")
+        _check_pairs(topk_idx, topk_weights, probs, routing_map)
         num_tokens, device = rows.data.shape[0], rows.data.device
         if routing_map is not None:
             shape = (num_tokens, num_experts)
@@ -506,9 +516,8 @@ class HybridEPBuffer(BaseBuffer):
                 widest = int(widest_token(routing_map))
                 require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, f"≤ {MAX_TOPK}")
             topk_idx, topk_weights = map_to_indices(routing_map, probs)
-        else:
-            assert topk_idx is not None
-            require(probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
+        elif topk_idx is None:
+            raise ConfigError("neither of topk_idx and routing_map given; allowed: one of them")
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
@@ -518,6 +527,45 @@ class HybridEPBuffer(BaseBuffer):
         self._check_geometry(handle.grid)
         sent = handle.num_tokens
         require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
+
+    def _weights_along(
+        self,
+        known_idx: Tensor,
+        num_experts: int,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        probs: Tensor | None,
+        routing_map: Tensor | None,
+    ) -> Tensor | None:
+        """Weights to send along the routes of a handle, in the columns of its `known_idx`; None where there are none.
+
+        A routing given along must be the handle's. Its values are compared on a CPU only: a GPU would be waited for.
+        """
+        if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
+            return None
+        _check_pairs(topk_idx, topk_weights, probs, routing_map)
+        num_tokens, device = known_idx.shape[0], known_idx.device
+        map_shape = (num_tokens, num_experts)
+        if topk_idx is not None and topk_idx is not known_idx:
+            self._check_topk(topk_idx, topk_weights, num_experts, device)
+            if topk_idx.shape[0] != num_tokens:
+                require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as with this handle")
+            if topk_idx.is_cpu:
+                routing_map, _ = indices_to_map(topk_idx, None, num_tokens, num_experts)
+            if topk_weights is not None:
+                topk_weights = weights_in_columns(known_idx, topk_idx, topk_weights)
+        if routing_map is not None:
+            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=map_shape, device=device)
+            if routing_map.is_cpu:
+                same = torch.equal(routing_map, indices_to_map(known_idx, None, *map_shape)[0])
+                require(same, "routing", "another than that of the handle", "the same, or None")
+        if probs is not None:
+            require_tensor("probs", probs, dtypes=(torch.float32,), shape=map_shape, device=device)
+            return probs.gather(1, known_idx.clamp_min(0))
+        if topk_weights is not None:
+            shape = known_idx.shape
+            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
+        return topk_weights
 
     @staticmethod
     def _to_experts(weights: Tensor | None, topk_idx: Tensor, num_experts: int) -> Tensor | None:
@@ -529,19 +577,22 @@ def _num_sms(name: str, value: int | None) -> int | None:
     return None if value is None else require_int(name, value, minimum=1)
 
 
-def _weights_along(
-    topk_idx: Tensor, num_experts: int, topk_weights: Tensor | None, probs: Tensor | None
-) -> Tensor | None:
-    """Weights to send along the routes of a handle: as given, or a map's where the experts of the handle stand."""
+def _check_made_with(*given: tuple[str, int | None, int]) -> None:
+    """What is given again along a handle must be what the handle was made with."""
+    for name, value, made_with in given:
+        if value is not None and value != made_with:
+            require(False, name, value, f"{made_with}, as with this handle")
+
+
+def _check_pairs(
+    topk_idx: Tensor | None, topk_weights: Tensor | None, probs: Tensor | None, routing_map: Tensor | None
+) -> None:
+    """`topk_weights` belong to `topk_idx`, and `probs` to `routing_map`."""
+    if topk_idx is not None and routing_map is not None:
+        raise ConfigError("both of topk_idx and routing_map given; allowed: one of them")
+    require(topk_idx is None or probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
+    require(routing_map is None or topk_weights is None, "topk_weights", "given with routing_map", "None (give probs)")
     require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")
-    if probs is not None:
-        shape = (topk_idx.shape[0], num_experts)
-        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
-        return probs.gather(1, topk_idx.clamp_min(0))
-    if topk_weights is not None:
-        wanted, device = topk_idx.shape, topk_idx.device
-        require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=wanted, device=device)
-    return topk_weights
 
 
 def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, bool]:

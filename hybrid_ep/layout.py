@@ -29,6 +29,7 @@ __all__ = [
     "indices_to_map",
     "map_to_indices",
     "permutation_by_expert",
+    "weights_in_columns",
     "weights_to_probs",
     "widest_token",
 ]
@@ -162,6 +163,16 @@ def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -
     columns = torch.where(first_occurrence(topk_idx), topk_idx, num_experts)
     probs = topk_weights.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, topk_weights)
     return probs[:, :num_experts].contiguous()
+
+
+def weights_in_columns(wanted_idx: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    """``[T, J]`` indices, ``[T, K]`` others and their weights → ``[T, J]`` weights, 0 where an index is not among them.
+
+    Of a duplicate, the first weight counts.
+    """
+    same = wanted_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
+    first = topk_weights.gather(1, same.byte().argmax(2))
+    return torch.where(same.any(2), first, 0.0)
 
 
 def map_to_indices(routing_map: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:

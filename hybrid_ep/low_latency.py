@@ -88,8 +88,8 @@ class LowLatencyCalls(BaseBuffer):
             cumulative_local_expert_recv_stats: ``[LE]`` int32, is added the rows that each expert receives.
             dispatch_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
             use_fp8: quantise to e4m3 with a scale for each 128 channels.
-            round_scale: scales are powers of two.
-            use_ue8m0: scales are packed UE8M0 (needs `round_scale`).
+            round_scale: scales are powers of two. Without `use_fp8` there are none, and it does nothing.
+            use_ue8m0: scales are packed UE8M0 (needs `round_scale`). Likewise: callers set it for either kind of rows.
             async_finish: return before the current stream has waited for the result.
             return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`.
 

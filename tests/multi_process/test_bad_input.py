@@ -19,6 +19,7 @@ from hybrid_ep import (
     OverflowError,
     TopologyError,
 )
+from hybrid_ep.layout import indices_to_map
 from hybrid_ep.quantize import cast_to_fp8
 from tests.conftest import RunRanks
 
@@ -135,6 +136,22 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     "dispatch: handle of other tokens": (
         lambda b: b.dispatch(X[:2], handle=handle_of(b)),
         "rows of x is 2; allowed: 6",
+    ),
+    "dispatch: handle and another bound": (
+        lambda b: b.dispatch(X, handle=handle_of(b), num_worst_tokens=4),
+        "num_worst_tokens is 4; allowed: 0 or 6, as with this handle",
+    ),
+    "dispatch: handle and other experts": (
+        lambda b: b.dispatch(X, handle=handle_of(b), **layout_of(b, num_experts=2 * E)),
+        r"num_tokens_per_expert.shape is \[16\]; allowed: \[8\]",
+    ),
+    "dispatch: handle and another routing": (
+        lambda b: b.dispatch(X, handle=handle_of(b), **layout_of(b, torch.full_like(TOPK, -1))),
+        r"num_tokens_per_rank is \[0\]; allowed: \[6\], as with this handle",
+    ),
+    "dispatch: handle and other tokens": (
+        lambda b: b.dispatch(X, handle=handle_of(b), is_token_in_rank=layout_of(b)["is_token_in_rank"][:4]),
+        r"is_token_in_rank.shape is \[4, 1\]; allowed: \[6, 1\]",
     ),
     "combine: rows": (lambda b: b.combine(X[:2], handle_of(b)), "rows of x is 2; allowed: 6"),
     "combine: no dimension": (lambda b: b.combine(X[0, 0], handle_of(b)), r"x.shape is \[\]"),
@@ -258,6 +275,10 @@ HYBRID: dict[str, tuple[dict[str, Any], str]] = {
     "map dtype": ({"routing_map": torch.ones(T, E)}, "routing_map.dtype is torch.float32"),
     "map shape": ({"routing_map": torch.ones(T, 4).bool()}, "num_of_experts is 4; allowed: 8"),
     "probs with indices": ({"topk_idx": TOPK, "probs": WEIGHTS}, "probs is given with topk_idx"),
+    "weights with a map": (
+        {"routing_map": torch.ones(T, E).bool(), "topk_weights": WEIGHTS},
+        r"topk_weights is given with routing_map; allowed: None \(give probs\)",
+    ),
     "probs shape": ({"routing_map": torch.ones(T, E).bool(), "probs": WEIGHTS}, r"probs.shape is \[6, 2\]"),
     "experts": ({"topk_idx": TOPK, "num_of_experts": 16}, "num_of_experts is 16; allowed: 8"),
     "experts per rank": ({"topk_idx": TOPK, "num_of_experts_per_rank": 4}, "num_of_experts is 4; allowed: 8"),
@@ -310,6 +331,68 @@ def test_a_cached_hybrid_dispatch_has_the_shape_of_its_handle(hybrid: HybridEPBu
         hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=torch.tensor(1.5))
     with pytest.raises(ConfigError, match=r"num_permuted_tokens is tensor\(\[8, 8\]\); allowed: an integer"):
         hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=torch.tensor([8, 8]))
+
+
+HYBRID_CALLS = ["dispatch", "dispatch_with_permute"]
+MAP, PROBS = indices_to_map(TOPK, WEIGHTS, T, E)
+ANOTHER_ROUTING = "routing is another than that of the handle; allowed: the same, or None"
+AGAINST_A_HANDLE: dict[str, tuple[dict[str, Any], str]] = {
+    "other indices": ({"topk_idx": TOPK.flip(0)}, ANOTHER_ROUTING),
+    "other indices with weights": ({"topk_idx": TOPK.flip(0), "topk_weights": WEIGHTS}, ANOTHER_ROUTING),
+    "another map": ({"routing_map": ~MAP}, ANOTHER_ROUTING),
+    "fewer indices": ({"topk_idx": TOPK[:4]}, "rows of topk_idx is 4; allowed: 6, as with this handle"),
+    "a narrow map": ({"routing_map": MAP[:, :4]}, r"routing_map.shape is \[6, 4\]; allowed: \[6, 8\]"),
+    "two routings": ({"topk_idx": TOPK, "routing_map": MAP}, "both of topk_idx and routing_map"),
+    "weights with a map": ({"routing_map": MAP, "topk_weights": WEIGHTS}, "topk_weights is given with routing_map"),
+    "probs with indices": ({"topk_idx": TOPK, "probs": PROBS}, "probs is given with topk_idx"),
+    "other experts": ({"num_of_experts": 16}, "num_of_experts is 16; allowed: 8, as with this handle"),
+    "other experts per rank": (
+        {"num_of_experts_per_rank": 4},
+        "num_of_experts_per_rank is 4; allowed: 8, as with this handle",
+    ),
+    "other rows": ({"num_dispatched_tokens": 5}, "num_dispatched_tokens is 5; allowed: 6, as with this handle"),
+}
+OF_ONE_CALL = {"other experts per rank": "dispatch_with_permute", "other rows": "dispatch"}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(call, name) for call in HYBRID_CALLS for name in AGAINST_A_HANDLE if OF_ONE_CALL.get(name, call) == call],
+)
+def test_what_contradicts_the_handle_of_a_hybrid_dispatch(hybrid: HybridEPBuffer, call: str, name: str) -> None:
+    arguments, message = AGAINST_A_HANDLE[name]
+    handle = getattr(hybrid, call)(hidden=X, topk_idx=TOPK)[-1]
+    with pytest.raises(ConfigError, match=message):
+        getattr(hybrid, call)(hidden=X, handle=handle, **arguments)
+
+
+@pytest.mark.parametrize("call", HYBRID_CALLS)
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"topk_idx": TOPK, "topk_weights": WEIGHTS, "num_of_experts": E},
+        {"topk_idx": TOPK.flip(1), "topk_weights": WEIGHTS.flip(1)},
+        {"routing_map": MAP, "probs": PROBS},
+    ],
+    ids=["same_indices", "indices_in_another_order", "map"],
+)
+def test_a_routing_given_again_with_its_handle(hybrid: HybridEPBuffer, call: str, again: dict[str, Any]) -> None:
+    """The peer's benchmark hands in the routing along with the handle that was made of it."""
+    hidden, probs, *_, handle = getattr(hybrid, call)(hidden=X, topk_idx=TOPK, topk_weights=WEIGHTS)
+    same_hidden, same_probs, *_ = getattr(hybrid, call)(hidden=X, handle=handle, **again)
+    assert torch.equal(same_hidden, hidden)
+    assert torch.equal(same_probs, probs)
+
+
+def test_a_non_blocking_call_with_a_handle_has_its_counts_as_without(hybrid: HybridEPBuffer) -> None:
+    *_, counts, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK)
+    assert counts.dtype == torch.int64
+    for weights in (None, WEIGHTS):
+        *_, on_device, _ = hybrid.dispatch_with_permute(
+            hidden=X, topk_weights=weights, handle=handle, num_permuted_tokens=T * K, non_blocking=True
+        )
+        assert on_device.dtype == torch.int32
+        assert on_device.tolist() == counts.tolist()
 
 
 def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuffer) -> None:
@@ -414,6 +497,8 @@ def _on_two_ranks() -> list[str]:
         expect(lambda: one.get_dispatch_layout(TOPK, 7))
         handle = handle_of(one)
         expect(lambda: two.combine(torch.ones(handle.num_recv, H, dtype=BF16), handle))
+        again, *_ = one.dispatch(X, handle=handle, **layout_of(one))
+        assert again.shape[0] == handle.num_recv
         size = H * (rank + 1)
         expect(lambda: one.dispatch(torch.ones(T, size, dtype=BF16), **layout_of(one), topk_idx=TOPK))
         expect(lambda: one.dispatch(X, **layout_of(one), topk_idx=TOPK, num_worst_tokens=2))

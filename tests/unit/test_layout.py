@@ -16,6 +16,7 @@ from hybrid_ep.layout import (
     indices_to_map,
     map_to_indices,
     permutation_by_expert,
+    weights_in_columns,
 )
 
 
@@ -96,6 +97,19 @@ def test_maps_and_indices_say_the_same(routing: tuple[Tensor, int, int, int]) ->
     again, probs_again = indices_to_map(back, back_weights, topk.shape[0], num_experts)
     assert torch.equal(again, routing_map)
     assert torch.equal(probs_again, probs)
+
+
+@given(routings())
+@settings(max_examples=100, deadline=None)
+def test_weights_go_to_the_columns_of_other_indices(routing: tuple[Tensor, int, int, int]) -> None:
+    topk, _, _, _ = routing
+    weights = torch.rand(topk.shape)
+    wanted = torch.cat([topk.flip(1), torch.full((topk.shape[0], 1), 999)], 1)
+    given_by = [
+        dict(zip(reversed(row), reversed(w), strict=True)) for row, w in zip(topk.tolist(), weights, strict=True)
+    ]
+    want = [[float(by.get(index, 0)) for index in row] for by, row in zip(given_by, wanted.tolist(), strict=True)]
+    assert weights_in_columns(wanted, topk, weights).tolist() == want
 
 
 def test_maps_without_weights_and_of_wrong_shape() -> None:
