@@ -143,9 +143,10 @@ class Buffer(LowLatencyCalls):
             use_rdma_buffer: the network buffer instead of the NVLink one.
 
         Raises:
-            ConfigError: `offset` or `size` reaches past the end.
+            ConfigError: `offset` or `size` reaches past the end, or an argument is not what it should be.
         """
         _ = self.engine
+        require(isinstance(dtype, torch.dtype), "dtype", repr(dtype), "a torch.dtype")
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         require_int("offset", offset, minimum=0, multiple_of=dtype.itemsize)
         require(offset <= num_bytes, "offset", offset, f"≤ {num_bytes} bytes")
@@ -156,6 +157,8 @@ class Buffer(LowLatencyCalls):
         flat = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if size is None:
             return flat
+        is_shape = isinstance(size, Sequence) and all(isinstance(length, int) for length in size)
+        require(is_shape, "size", repr(size), "a torch.Size or a sequence of integers")
         shape = torch.Size(size)
         require(min(shape, default=0) >= 0, "size", list(shape), "no negative sizes")
         require(shape.numel() <= flat.numel(), "size", list(shape), f"at most {flat.numel()} elements of {dtype}")

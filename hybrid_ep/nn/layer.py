@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
-from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch
+from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch, require_buffer
 
 __all__ = ["MoELayer"]
 
@@ -34,6 +34,9 @@ class MoELayer(nn.Module):
     Attributes:
         balance_loss: of the last forward: E × Σ (share of tokens × mean probability), 1 when balanced (source: Switch
             Transformers, equation 4).
+
+    Raises:
+        ConfigError: an argument does not fit.
     """
 
     balance_loss: Tensor
@@ -42,11 +45,12 @@ class MoELayer(nn.Module):
         self, buffer: Buffer, *, hidden: int, ffn_hidden: int, num_experts: int, topk: int, seed: int = 0
     ) -> None:
         super().__init__()
+        require_buffer(buffer)
         require_int("hidden", hidden, minimum=1)
         require_int("ffn_hidden", ffn_hidden, minimum=1)
         require_int("num_experts", num_experts, minimum=1, multiple_of=buffer.group_size)
         limit = min(MAX_TOPK, num_experts)
-        require(1 <= topk <= limit, "topk", topk, f"1 … {limit}")
+        require(require_int("topk", topk, minimum=1) <= limit, "topk", topk, f"1 … {limit}")
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
         self.dispatch = MoEDispatch(buffer, num_experts)
         self.combine = MoECombine(buffer)

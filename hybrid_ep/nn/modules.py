@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_ep.buffer import Buffer
+from hybrid_ep.checks import require, require_int, require_tensor
 from hybrid_ep.engine.base import DispatchHandle
 
 __all__ = ["DispatchedTokens", "MoECombine", "MoEDispatch"]
+
+
+def require_buffer(buffer: Buffer) -> Buffer:
+    """Returns `buffer` if it is one."""
+    require(isinstance(buffer, Buffer), "buffer", type(buffer).__name__, "a hybrid_ep.Buffer")
+    return buffer
 
 
 class DispatchedTokens(NamedTuple):
@@ -89,12 +96,15 @@ class MoEDispatch(nn.Module):
     Args:
         buffer: moves the tokens.
         num_experts: E, a multiple of the ranks.
+
+    Raises:
+        ConfigError: an argument does not fit.
     """
 
     def __init__(self, buffer: Buffer, num_experts: int) -> None:
         super().__init__()
-        self.buffer = buffer
-        self.num_experts = num_experts
+        self.buffer = require_buffer(buffer)
+        self.num_experts = require_int("num_experts", num_experts, minimum=1, multiple_of=buffer.group_size)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> DispatchedTokens:
         """Sends tokens to the ranks of their experts.
@@ -107,6 +117,8 @@ class MoEDispatch(nn.Module):
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.dispatch`.
         """
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+        require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None))
         parts = _Dispatch.apply(self.buffer, self.num_experts, x, topk_idx, topk_weights)  # type: ignore[no-untyped-call]
         return DispatchedTokens(*parts)
 
@@ -116,11 +128,14 @@ class MoECombine(nn.Module):
 
     Args:
         buffer: moves the tokens.
+
+    Raises:
+        ConfigError: it is not a `Buffer`.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__()
-        self.buffer = buffer
+        self.buffer = require_buffer(buffer)
 
     def forward(self, x: Tensor, handle: DispatchHandle) -> Tensor:
         """Brings the experts' rows ``[N, H]`` bf16 back and sums them: ``[T, H]`` bf16.

@@ -20,6 +20,7 @@ from hybrid_ep import (
     TopologyError,
 )
 from hybrid_ep.layout import indices_to_map
+from hybrid_ep.nn import MoECombine, MoEDispatch, MoELayer
 from hybrid_ep.quantize import cast_to_fp8
 from tests.conftest import RunRanks
 
@@ -174,6 +175,18 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     "local buffer: size": (
         lambda b: b.get_local_buffer_tensor(BF16, (-1,)),
         r"size is \[-1\]; allowed: no negative sizes",
+    ),
+    "local buffer: size is a number": (
+        lambda b: b.get_local_buffer_tensor(torch.int8, 5),  # type: ignore[arg-type]
+        "size is 5; allowed: a torch.Size or a sequence of integers",
+    ),
+    "local buffer: size of other things": (
+        lambda b: b.get_local_buffer_tensor(torch.int8, (1.5,)),  # type: ignore[arg-type]
+        r"size is \(1.5,\); allowed: a torch.Size or a sequence of integers",
+    ),
+    "local buffer: dtype": (
+        lambda b: b.get_local_buffer_tensor("int8"),  # type: ignore[arg-type]
+        "dtype is 'int8'; allowed: a torch.dtype",
     ),
     "low latency: more tokens than M": (
         lambda b: b.low_latency_dispatch(X, TOPK, 4, E),
@@ -435,6 +448,47 @@ def test_what_is_not_supported_is_named(buffer: Buffer) -> None:
     for argument in ("use_logfmt", "overlap"):
         with pytest.raises(NotImplementedError, match=argument):
             buffer.low_latency_combine(x, TOPK, WEIGHTS, low_latency_handle(buffer), **{argument: True})
+
+
+FP8 = cast_to_fp8(X)
+DIFFERENTIABLE: dict[str, tuple[Bad, str]] = {
+    "dispatch: no weights": (
+        lambda b: MoEDispatch(b, E)(X, TOPK, None),
+        "topk_weights is NoneType; allowed: a torch.Tensor",
+    ),
+    "dispatch: FP8": (lambda b: MoEDispatch(b, E)(FP8, TOPK, WEIGHTS), "x is tuple; allowed: a torch.Tensor"),
+    "dispatch: indices": (lambda b: MoEDispatch(b, E)(X, None, WEIGHTS), "topk_idx is NoneType"),
+    "dispatch: a list for a buffer": (lambda b: MoEDispatch([b], E), "buffer is list; allowed: a hybrid_ep.Buffer"),
+    "dispatch: no buffer": (lambda b: MoEDispatch(None, 4), "buffer is NoneType; allowed: a hybrid_ep.Buffer"),
+    "dispatch: no experts": (lambda b: MoEDispatch(b, 0), "num_experts is 0"),
+    "combine: no buffer": (lambda b: MoECombine(None), "buffer is NoneType; allowed: a hybrid_ep.Buffer"),
+    "combine: not a handle": (lambda b: MoECombine(b)(X, None), "handle is NoneType"),
+    "layer: no buffer": (
+        lambda b: MoELayer(None, hidden=H, ffn_hidden=4, num_experts=E, topk=2),
+        "buffer is NoneType; allowed: a hybrid_ep.Buffer",
+    ),
+    "layer: half an expert": (
+        lambda b: MoELayer(b, hidden=H, ffn_hidden=4, num_experts=E, topk=2.5),
+        "topk is 2.5; allowed: an integer ≥ 1",
+    ),
+    "layer: top-k": (
+        lambda b: MoELayer(b, hidden=H, ffn_hidden=4, num_experts=E, topk=9),
+        "topk is 9; allowed: 1 … 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_modules_refuse_before_anything_is_sent(buffer: Buffer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    call, message = DIFFERENTIABLE[name]
+
+    def sent(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the engine was asked to send")
+
+    for collective in ("dispatch", "combine"):
+        monkeypatch.setattr(buffer.engine, collective, sent)
+    with pytest.raises(ConfigError, match=message):
+        call(buffer)
 
 
 def test_modes_must_be_asked_for() -> None:
