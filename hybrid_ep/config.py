@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_ep.checks import require_int
+from hybrid_ep.checks import require, require_int
 
 __all__ = ["Config"]
 
@@ -16,8 +16,7 @@ _MAX_TOPK_METADATA_BYTES = 32 * (8 + 4)  # an int64 index and a float32 weight f
 class Config:
     """SM count and chunk sizes of one dispatch or combine.
 
-    Our kernels need no chunk sizes: they are accepted, checked, and count only in the size hints, which stay upper
-    bounds.
+    Our kernels need no chunk sizes: they are accepted, checked as the peer does it, and count only in the size hints.
 
     Attributes:
         num_sms: SMs a call may use.
@@ -27,7 +26,7 @@ class Config:
         num_max_rdma_chunked_recv_tokens: tokens buffered between domains; more than are sent at once.
 
     Raises:
-        ConfigError: a number is not a positive integer.
+        ConfigError: a number is not a positive integer, or not more tokens are buffered than are sent at once.
     """
 
     num_sms: int = 20
@@ -39,18 +38,28 @@ class Config:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             require_int(name, getattr(self, name), minimum=1)
+        for link in ("nvl", "rdma"):
+            sent, buffered = f"num_max_{link}_chunked_send_tokens", f"num_max_{link}_chunked_recv_tokens"
+            most = getattr(self, sent)
+            require(getattr(self, buffered) > most, buffered, getattr(self, buffered), f"more than {sent} = {most}")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns bytes of NVLink buffer that suffice, an upper bound, for any number of ranks.
+        """Returns bytes that callers hand to `Buffer` as `num_nvl_bytes`; any number of ranks.
+
+        Like the peer's: for each SM and rank, `num_max_nvl_chunked_recv_tokens` rows with their metadata. No call of
+        ours needs them: what the engine takes for itself is in docs/cuda_engine.md, "Memory".
 
         Args:
             hidden_bytes: bytes of one token row.
             num_ranks: ranks of the group.
+
+        Raises:
+            ConfigError: a number is not a positive integer.
         """
         return self._size_hint(hidden_bytes, num_ranks, self.num_max_nvl_chunked_recv_tokens)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns bytes of network buffer that suffice, an upper bound, for any number of ranks."""
+        """Returns likewise bytes that callers hand to `Buffer` as `num_rdma_bytes`."""
         return self._size_hint(hidden_bytes, num_ranks, self.num_max_rdma_chunked_recv_tokens)
 
     def _size_hint(self, hidden_bytes: int, num_ranks: int, tokens: int) -> int:

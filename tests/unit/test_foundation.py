@@ -119,6 +119,11 @@ def test_config() -> None:
     for bad in (0, -4, 1.5, True):
         with pytest.raises(ConfigError, match="num_sms is"):
             Config(bad)  # type: ignore[arg-type]
+    for link, sizes in (("nvl", (256, 6)), ("nvl", (6, 6)), ("rdma", (6, 256, 128, 128)), ("rdma", (6, 256, 16, 6))):
+        name, (send, recv) = f"num_max_{link}_chunked_recv_tokens", sizes[-2:]
+        with pytest.raises(ConfigError, match=f"{name} is {recv}; allowed: more than .*_send_tokens = {send}"):
+            Config(20, *sizes)
+    Config(20, 1, 2, 16, 17)  # the peer's too: it rounds the last one up
     with pytest.raises(ConfigError, match="num_ranks is 0"):
         Config().get_nvl_buffer_size_hint(128, 0)
 
