@@ -43,6 +43,9 @@ DispatchResult = tuple[
 class Buffer(LowLatencyCalls):
     """Dispatch and combine for training, prefill and (with `low_latency_mode`) decoding.
 
+    A call runs on the current stream or, with `previous_event` or `async_finish`, on the communication stream; a hook
+    on the stream that is current when it is called.
+
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
         num_nvl_bytes: bytes that `get_local_buffer_tensor` gives; the engine takes for itself what its calls need.

@@ -79,6 +79,10 @@ class PermutedHandle(NamedTuple):
 class HybridEPBuffer(BaseBuffer):
     """Dispatch and combine with Hybrid-EP's interface.
 
+    Every call runs on the current stream. On the cuda engine the host waits in `dispatch` without `handle` and number
+    of rows, in `dispatch_with_permute` without `handle` and `non_blocking`, for a number given as a tensor of the GPU,
+    and, unless `non_blocking`, for a map of more than 32 experts. The torch engine may wait in every call.
+
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
         hidden_dim: H, the largest that is sent.
@@ -146,8 +150,19 @@ class HybridEPBuffer(BaseBuffer):
         num_local_experts: int | None = None,
         use_fp8: bool | None = None,
     ) -> BufferConfig:
-        """Changes the sizes that later calls may use; None leaves one as it is. Collective. Returns what is in
-        force.
+        """Changes the sizes that later calls may use; None leaves one as it is. Local: call it alike on every rank.
+
+        Args:
+            hidden_dim: H, the largest that is sent.
+            max_num_of_tokens_per_rank: the most tokens that a rank sends at once.
+            num_local_experts: LE.
+            use_fp8: accepted for compatibility, as by the class.
+
+        Returns:
+            The sizes in force.
+
+        Raises:
+            ConfigError: a size is not a positive integer.
         """
         config = self.configurer.buffer_config
         if hidden_dim is not None:
