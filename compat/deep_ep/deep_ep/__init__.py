@@ -23,3 +23,8 @@ from hybrid_ep import (
 )
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "HybridEPBuffer", "__version__", "topk_idx_t"]
+
+
+def __getattr__(name: str) -> object:
+    """Says what there is. Callers look for ElasticBuffer by hasattr, or by an import that may fail: both still work."""
+    raise AttributeError(f"deep_ep, which is hybrid_ep here, has no {name}; there are {', '.join(__all__)}")

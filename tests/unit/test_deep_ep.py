@@ -1,0 +1,39 @@
+"""The peers' name, imported from the source tree; that it can be installed is asserted in `tests/deploy`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hybrid_ep
+
+COMPAT = Path(__file__).resolve().parents[2] / "compat" / "deep_ep"
+
+
+@pytest.fixture
+def deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(COMPAT)
+    yield importlib.import_module("deep_ep")
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
+        del sys.modules[name]
+
+
+def test_its_names_are_ours(deep_ep: ModuleType) -> None:
+    for name in deep_ep.__all__:
+        assert getattr(deep_ep, name) is getattr(hybrid_ep, name)
+
+
+@pytest.mark.parametrize("name", ["ElasticBuffer", "EPHandle"])
+def test_classes_of_the_second_version_are_known_to_be_missing(deep_ep: ModuleType, name: str) -> None:
+    """Callers look for them with `hasattr`, or import them where an ImportError leads to another way."""
+    assert not hasattr(deep_ep, name)
+    with pytest.raises(ImportError, match=name):
+        exec(f"from deep_ep import {name}")
+    there = "Buffer, Config, EventHandle, EventOverlap, HybridEPBuffer"
+    with pytest.raises(AttributeError, match=f"deep_ep, which is hybrid_ep here, has no {name}; there are {there}"):
+        getattr(deep_ep, name)
