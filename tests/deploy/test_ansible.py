@@ -95,6 +95,7 @@ def write_inventory(fleet: Fleet, **groups: tuple[str, ...]) -> None:
         jobs_bench_options=BENCH.split(),
         jobs_poll_s=1,
         jobs_limit_s=120,
+        mnnvl_address="2001:db8::{{ inventory_hostname[-1] }}",
     )
 
 
@@ -306,7 +307,7 @@ def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet
     assert all(node.path(path).exists() for path in written)
     assert probing(fleet, "node-a") == "1"
     assert 'PeerMappingOverride=1;"' in node.path(written[1]).read_text()
-    assert node.path(written[5]).read_text().split() == list(GROUPS["domain_rack_1"])
+    assert node.path(written[5]).read_text().split() == [f"2001:db8::{name[-1]}" for name in GROUPS["domain_rack_1"]]
     called = node.path("/run/called").read_text().splitlines()
     assert "modprobe --all nvidia_peermem" in called
     assert "update-initramfs -u" in called
@@ -315,6 +316,34 @@ def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet
     second = configure(fleet)
     assert [second.recap(name)["changed"] for name in ("node-a", "node-d")] == [0, 0], second.output
     assert node.path("/run/called").read_text().splitlines() == called
+
+
+def foretell_domain(inventory: Path, node: str) -> str:
+    """What the mnnvl role would do on a node, asked of this machine."""
+    words = ["-i", str(inventory), node, "--connection=local", "--check", "--diff"]
+    words += ["-e", f"ansible_python_interpreter={sys.executable}"]
+    words += ["-m", "include_role", "-a", "name=mnnvl tasks_from=configure"]
+    done = subprocess.run(
+        [f"{sys.prefix}/bin/ansible", *words], cwd=ROOT / "ansible", capture_output=True, text=True, timeout=120
+    )
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_node_that_is_listed_for_imex_without_an_ip_address_is_named(tmp_path: Path) -> None:
+    hosts = {"tray-1": {"mnnvl_address": "192.0.2.1"}, "tray-2": {"ansible_host": "2001:db8::2"}, "tray-3": {}}
+    hosts |= {"tray-4": {"mnnvl_address": "192.0.2"}}
+    inventory = tmp_path / "inventory.yml"
+    inventory.write_text(yaml.safe_dump({"domain_1": {"hosts": hosts}}))
+    said = foretell_domain(inventory, "tray-1")
+    assert "tray-3 is tray-3 in nodes_config.cfg, which wants IP addresses: set its mnnvl_address" in said
+    assert "tray-4 is 192.0.2 in nodes_config.cfg" in said
+    assert [f"{name} is " in said for name in ("tray-1", "tray-2")] == [False, False]
+    assert "+192.0.2.1" not in said  # nothing is written
+
+
+def test_example_of_a_domain_lists_ip_addresses() -> None:
+    said = foretell_domain(ROOT / "ansible" / "inventories" / "gb200-nvl72.yml", "rack-2-tray-18")
+    assert " ".join(f"+198.51.100.{tray}" for tray in range(1, 19)) in said
 
 
 def test_make_validate_on_this_machine(tmp_path: Path) -> None:
