@@ -22,7 +22,7 @@ what it cannot read is `unknown`, with the reason.
 ```
 hybrid-ep doctor                                 # every check of this platform's profile
 hybrid-ep doctor --quick                         # without second readings and other programs
-hybrid-ep doctor --group nic --group gdr         # or --check gpu.count for single checks
+hybrid-ep doctor --group nic --check gpu.count   # only these groups and these single checks
 hybrid-ep doctor --profile site.yaml --json --junit doctor.xml
 hybrid-ep doctor --record node.json              # everything that was read, to replay it elsewhere
 hybrid-ep doctor --sysroot DIR                   # a recorded or simulated node

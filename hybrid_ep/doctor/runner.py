@@ -24,12 +24,12 @@ Readings = Mapping[str, "Counters | Unreadable"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which checks to run.
+    """Which checks to run: those of the groups and those of the ids; all where neither is given.
 
     Attributes:
-        groups: only these groups; empty = all.
-        ids: only these checks; empty = all.
-        quick: only checks that need neither a second reading nor another program.
+        groups: these groups.
+        ids: these checks.
+        quick: of whole groups only checks that need neither a second reading nor another program.
 
     Raises:
         ConfigError: a group or check does not exist.
@@ -48,9 +48,8 @@ class Selection:
 
     def takes(self, check: Check) -> bool:
         """Whether the check is chosen."""
-        if self.ids:
-            return check.id in self.ids
-        return (not self.groups or check.group in self.groups) and (check.quick or not self.quick)
+        of_group = check.group in self.groups or not (self.groups or self.ids)
+        return check.id in self.ids or (of_group and (check.quick or not self.quick))
 
 
 def _wait(since: float) -> float:

@@ -146,6 +146,8 @@ def test_selection_takes() -> None:
     assert taken(Selection()) == everything
     assert taken(Selection(groups=("gdr",))) == {"gdr.peer_memory", "gdr.ibgda", "gdr.gdrcopy"}
     assert taken(Selection(ids=("gpu.xid",), quick=True)) == {"gpu.xid"}
+    both = Selection(groups=("gdr",), ids=("gpu.xid",))
+    assert taken(both) == taken(Selection(groups=("gdr",))) | {"gpu.xid"}
     slow: set[str] = everything - taken(Selection(quick=True))
     assert slow == {"gpu.xid", "nvlink.errors", "mnnvl.imex_daemon", "nic.errors"}
 
