@@ -142,6 +142,10 @@ def check_modules(image: Image) -> None:
     wanted = ["_C", "_nvml", "_verbs"] + (["_cuda"] if "None" not in seen else [])
     expect(all(name in seen for name in wanted), f"built: {wanted}", seen)
     image.output("sh", "-c", "mpirun --version && torchrun --help >/dev/null")
+    if "_cuda" in wanted:
+        rdma = "libibverbs|libmlx5|libefa|librdmacm|libibumad"
+        seen = image.output("sh", "-c", f'ldd "$(command -v ib_write_bw)" | grep -E "{rdma}"')
+        expect(seen.count("=>") == seen.count("=> /usr/local/lib/"), "perftest runs on the image's rdma-core", seen)
 
 
 def check_doctor(image: Image) -> None:
