@@ -6,7 +6,7 @@
 #   SOURCES=public|packages        public: a container registry, rdma-core's releases, pytorch's index. packages: only this
 #                                  machine's apt mirror and pip's index, with pip's own settings; the default for builder
 #   CUDA=cu13|cu12                 of runtime and build
-#   TORCH_CPU_INDEX=ADDRESS        public sources, cpu on amd64: pytorch's index of wheels for CPUs
+#   TORCH_CPU_INDEX=ADDRESS        needed with public sources for cpu on amd64: pytorch's index of wheels for CPUs, or a mirror
 #   BUILD_ARGS='A=1 B=2'           other ARGs of the Dockerfile
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,7 +44,18 @@ revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 options+=(--build-arg "REVISION=$revision")
 
 case $engine-$sources in
-  *-public) options+=(--build-arg "TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-}") ;;
+  *-public)
+    case "$arch $target ${BUILD_ARGS:-} " in
+      *" TORCH_CPU_INDEX="[!\ ]*) ;;
+      "amd64 cpu "* | "amd64 torch-cpu "* | "amd64 test "*TEST_BASE=cpu\ *)
+        [ -n "${TORCH_CPU_INDEX:-}" ] || {
+          echo "TORCH_CPU_INDEX is empty; it takes the address of pytorch's index of wheels for CPUs, or of a mirror:" \
+            "$target for amd64 needs it, because PyPI's torch for x86-64 brings CUDA along" >&2
+          exit 2
+        } ;;
+    esac
+    options+=(--build-arg "TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-}")
+    ;;
   docker-packages) echo "SOURCES=packages is not allowed with ENGINE=docker; it takes ENGINE=buildah or builder" >&2; exit 2 ;;
   *-packages)
     given=$PWD/.work/image/given

@@ -120,6 +120,22 @@ def test_checks_see_a_spoilt_image(name: str, spoilt: str, folder: Path) -> None
             "SOURCES=all is not allowed; it takes public or packages",
         ),
         (
+            ["env", "-u", "TORCH_CPU_INDEX", "ENGINE=docker", "ci/image.sh", "cpu", "linux/amd64"],
+            "TORCH_CPU_INDEX is empty; it takes the address of pytorch's index of wheels for CPUs",
+        ),
+        (
+            [
+                "env",
+                "TORCH_CPU_INDEX=",
+                "BUILD_ARGS=TEST_BASE=cpu",
+                "ENGINE=buildah",
+                "ci/image.sh",
+                "test",
+                "linux/amd64",
+            ],
+            "TORCH_CPU_INDEX is empty; it takes the address of pytorch's index of wheels for CPUs",
+        ),
+        (
             ["docker/install_packages", "download", "unused", "riscv64", "x"],
             "riscv64 is not allowed; it takes amd64 or arm64",
         ),
@@ -166,6 +182,19 @@ def test_bake_and_compose_name_this_version_and_real_stages() -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     images = {service["image"] for service in compose["services"].values()}
     assert images == {f"${{HYBRID_EP_IMAGE:-hybrid-ep:{__version__}-cpu}}"}
+
+
+def test_overlays_name_the_image_for_their_nodes() -> None:
+    """By the tags that ci/image.sh gives: without GPUs that of the stage `cpu`."""
+    images = {
+        path.parent.name: yaml.safe_load(path.read_text())["spec"]["image"]
+        for path in ROOT.glob("k8s/overlays/*/settings.yaml")
+    }
+    assert {name for name, image in images.items() if image == f"hybrid-ep:{__version__}-cpu"} == {
+        "cpu",
+        "cpu-torchrun",
+    }
+    assert set(images.values()) == {f"hybrid-ep:{__version__}-cpu", f"hybrid-ep:{__version__}"}
 
 
 def test_versions_stand_in_one_block() -> None:
