@@ -178,8 +178,8 @@ def _netdev(node: Node, port: Port) -> str:
     title="RoCE v2 GID at the configured index",
     source=f"{_CLASS}/*/ports/*/gids, gid_attrs/types",
     expectation="index {nic.roce_gid_index} is a RoCE v2 GID (Ethernet ports only)",
-    remedy="Give the network interface an address, or set NCCL_IB_GID_INDEX, NVSHMEM_IB_GID_INDEX and the profile to "
-    "the index that `show_gids` lists as v2.",
+    remedy="Give the network interface an address, or set NCCL_IB_GID_INDEX and the profile to the index that "
+    "`show_gids` lists as v2.",
     wants="nic.count nic.roce_gid_index",
 )
 def nic_gid(node: Node, profile: Profile) -> Finding:
