@@ -7,7 +7,7 @@ Routings come as top-k indices or as dense maps; inside, both are top-k indices,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from hybrid_ep.base_buffer import BaseBuffer, as_rows, check_rows
 from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
-from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
+from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 
-__all__ = ["HybridEPBuffer", "HybridHandle", "PermutedHandle", "indices_to_map"]
+__all__ = ["HybridEPBuffer", "indices_to_map"]
 
 
 @dataclass
@@ -42,38 +43,6 @@ class Configurer:
     """Holds the buffer's configuration where the peer's callers look for it."""
 
     buffer_config: BufferConfig
-
-
-class HybridHandle(NamedTuple):
-    """Of `dispatch`, for `combine` and for a cached `dispatch`.
-
-    Attributes:
-        topk_idx: ``[T, K]`` int64; this rank's routing.
-        recv_topk_idx: ``[N, K]`` int64; experts of each received row, counted from the domain's first, −1 elsewhere.
-        dispatch: the engine's handle.
-        overflow: ``[1]`` int32, always 0: a plain dispatch receives all or raises.
-    """
-
-    topk_idx: Tensor
-    recv_topk_idx: Tensor
-    dispatch: DispatchHandle
-    overflow: Tensor
-
-
-class PermutedHandle(NamedTuple):
-    """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached dispatch.
-
-    Attributes:
-        topk_idx: ``[T, K]`` int64; this rank's routing.
-        permute: the engine's handle.
-        tokens_per_expert: ``[LE]``, pads included, as it was returned.
-        overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.
-    """
-
-    topk_idx: Tensor
-    permute: PermuteHandle
-    tokens_per_expert: Tensor
-    overflow: Tensor
 
 
 class HybridEPBuffer(BaseBuffer):
@@ -202,7 +171,8 @@ class HybridEPBuffer(BaseBuffer):
             routing_map: ``[T, E]`` bool.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
                 with `handle`, which knows them, left alone.
-            num_dispatched_tokens: likewise, as a number: the result has that many rows. With `handle`, checked.
+            num_dispatched_tokens: likewise, as a number: the result has that many rows. Either on every rank, or none
+                on any. With `handle`, checked.
             handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others. A routing may be
                 given again: it must be that of the handle, which is compared on a CPU only.
 

@@ -16,7 +16,7 @@ from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.geometry import RankGrid
 
-__all__ = ["Choice", "choose_engine", "make_engine", "ranks_per_host"]
+__all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
 _said: set[str] = set()
@@ -124,7 +124,7 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
     return _Vote(asked, num_ranks_per_domain, choice, refusal, socket.gethostname())
 
 
-def ranks_per_host(hosts: list[str]) -> int:
+def _ranks_per_host(hosts: list[str]) -> int:
     """Returns how many ranks a host has, where each has as many and they follow each other; otherwise all.
 
     Args:
@@ -162,7 +162,7 @@ def _agree(group: dist.ProcessGroup | None, num_ranks_per_domain: int | None, as
         choices.append(other.choice)
     hosts = [vote.host for vote in votes]
     if num_ranks_per_domain is None and asked != "cuda":
-        grid = RankGrid(grid.rank, num_ranks, ranks_per_host(hosts))
+        grid = RankGrid(grid.rank, num_ranks, _ranks_per_host(hosts))
     return _choose(choices, hosts, grid, asked), grid
 
 

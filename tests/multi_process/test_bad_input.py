@@ -19,8 +19,6 @@ from hybrid_ep import (
     OverflowError,
     TopologyError,
 )
-from hybrid_ep.layout import indices_to_map
-from hybrid_ep.nn import MoECombine, MoEDispatch, MoELayer
 from hybrid_ep.quantize import cast_to_fp8
 from tests.conftest import RunRanks
 
@@ -328,86 +326,6 @@ def test_hybrid_dispatch(hybrid: HybridEPBuffer, arguments: dict[str, Any], mess
         hybrid.dispatch(X, topk_idx=TOPK, **arguments)
 
 
-def test_a_cached_hybrid_dispatch_has_the_shape_of_its_handle(hybrid: HybridEPBuffer) -> None:
-    hidden, _, _, tokens_per_expert, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, pad_multiple=4)
-    for wrong, message in (
-        ({"num_permuted_tokens": 7}, "num_permuted_tokens is 7; allowed: 32, as with this handle"),
-        ({"pad_multiple": 16}, "pad_multiple is 16; allowed: 4, as with this handle"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            hybrid.dispatch_with_permute(hidden=X, handle=handle, **wrong)  # type: ignore[arg-type]
-    # Megatron-LM hands in `tokens_per_expert.sum()`, a tensor.
-    for size in (32, tokens_per_expert.sum()):
-        again, *_ = hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=size, pad_multiple=4)
-        assert torch.equal(again, hidden)
-    with pytest.raises(ConfigError, match=r"num_permuted_tokens is 1\.5; allowed: an integer"):
-        hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=torch.tensor(1.5))
-    with pytest.raises(ConfigError, match=r"num_permuted_tokens is tensor\(\[8, 8\]\); allowed: an integer"):
-        hybrid.dispatch_with_permute(hidden=X, handle=handle, num_permuted_tokens=torch.tensor([8, 8]))
-
-
-HYBRID_CALLS = ["dispatch", "dispatch_with_permute"]
-MAP, PROBS = indices_to_map(TOPK, WEIGHTS, T, E)
-ANOTHER_ROUTING = "routing is another than that of the handle; allowed: the same, or None"
-AGAINST_A_HANDLE: dict[str, tuple[dict[str, Any], str]] = {
-    "other indices": ({"topk_idx": TOPK.flip(0)}, ANOTHER_ROUTING),
-    "other indices with weights": ({"topk_idx": TOPK.flip(0), "topk_weights": WEIGHTS}, ANOTHER_ROUTING),
-    "another map": ({"routing_map": ~MAP}, ANOTHER_ROUTING),
-    "fewer indices": ({"topk_idx": TOPK[:4]}, "rows of topk_idx is 4; allowed: 6, as with this handle"),
-    "a narrow map": ({"routing_map": MAP[:, :4]}, r"routing_map.shape is \[6, 4\]; allowed: \[6, 8\]"),
-    "two routings": ({"topk_idx": TOPK, "routing_map": MAP}, "both of topk_idx and routing_map"),
-    "weights with a map": ({"routing_map": MAP, "topk_weights": WEIGHTS}, "topk_weights is given with routing_map"),
-    "probs with indices": ({"topk_idx": TOPK, "probs": PROBS}, "probs is given with topk_idx"),
-    "other experts": ({"num_of_experts": 16}, "num_of_experts is 16; allowed: 8, as with this handle"),
-    "other experts per rank": (
-        {"num_of_experts_per_rank": 4},
-        "num_of_experts_per_rank is 4; allowed: 8, as with this handle",
-    ),
-    "other rows": ({"num_dispatched_tokens": 5}, "num_dispatched_tokens is 5; allowed: 6, as with this handle"),
-}
-OF_ONE_CALL = {"other experts per rank": "dispatch_with_permute", "other rows": "dispatch"}
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [(call, name) for call in HYBRID_CALLS for name in AGAINST_A_HANDLE if OF_ONE_CALL.get(name, call) == call],
-)
-def test_what_contradicts_the_handle_of_a_hybrid_dispatch(hybrid: HybridEPBuffer, call: str, name: str) -> None:
-    arguments, message = AGAINST_A_HANDLE[name]
-    handle = getattr(hybrid, call)(hidden=X, topk_idx=TOPK)[-1]
-    with pytest.raises(ConfigError, match=message):
-        getattr(hybrid, call)(hidden=X, handle=handle, **arguments)
-
-
-@pytest.mark.parametrize("call", HYBRID_CALLS)
-@pytest.mark.parametrize(
-    "again",
-    [
-        {"topk_idx": TOPK, "topk_weights": WEIGHTS, "num_of_experts": E},
-        {"topk_idx": TOPK.flip(1), "topk_weights": WEIGHTS.flip(1)},
-        {"routing_map": MAP, "probs": PROBS},
-    ],
-    ids=["same_indices", "indices_in_another_order", "map"],
-)
-def test_a_routing_given_again_with_its_handle(hybrid: HybridEPBuffer, call: str, again: dict[str, Any]) -> None:
-    """The peer's benchmark hands in the routing along with the handle that was made of it."""
-    hidden, probs, *_, handle = getattr(hybrid, call)(hidden=X, topk_idx=TOPK, topk_weights=WEIGHTS)
-    same_hidden, same_probs, *_ = getattr(hybrid, call)(hidden=X, handle=handle, **again)
-    assert torch.equal(same_hidden, hidden)
-    assert torch.equal(same_probs, probs)
-
-
-def test_a_non_blocking_call_with_a_handle_has_its_counts_as_without(hybrid: HybridEPBuffer) -> None:
-    *_, counts, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK)
-    assert counts.dtype == torch.int64
-    for weights in (None, WEIGHTS):
-        *_, on_device, _ = hybrid.dispatch_with_permute(
-            hidden=X, topk_weights=weights, handle=handle, num_permuted_tokens=T * K, non_blocking=True
-        )
-        assert on_device.dtype == torch.int32
-        assert on_device.tolist() == counts.tolist()
-
-
 def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuffer) -> None:
     """A kernel would be handed an address that its GPU cannot read, and take the CUDA context down."""
     given, low_latency, layout = handle_of(buffer), low_latency_handle(buffer), layout_of(buffer)
@@ -430,65 +348,11 @@ def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuf
             call()
 
 
-def test_hybrid_combine(hybrid: HybridEPBuffer) -> None:
-    with pytest.raises(ConfigError, match="handle is NoneType"):
-        hybrid.combine(X)
-    *_, handle = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, pad_multiple=4)
-    permuted = torch.ones(handle.permute.num_permuted, H, dtype=BF16)
-    with pytest.raises(ConfigError, match="rows of hidden is 6; allowed: 32"):
-        hybrid.combine_with_unpermute(hidden=X, handle=handle)
-    with pytest.raises(ConfigError, match="pad_multiple is 8; allowed: 4"):
-        hybrid.combine_with_unpermute(hidden=permuted, handle=handle, pad_multiple=8)
-    with pytest.raises(ConfigError, match=r"probs.shape"):
-        hybrid.combine_with_unpermute(hidden=permuted, handle=handle, probs=WEIGHTS)
-
-
 def test_what_is_not_supported_is_named(buffer: Buffer) -> None:
     x = torch.ones(E, 8, H, dtype=BF16)
     for argument in ("use_logfmt", "overlap"):
         with pytest.raises(NotImplementedError, match=argument):
             buffer.low_latency_combine(x, TOPK, WEIGHTS, low_latency_handle(buffer), **{argument: True})
-
-
-FP8 = cast_to_fp8(X)
-DIFFERENTIABLE: dict[str, tuple[Bad, str]] = {
-    "dispatch: no weights": (
-        lambda b: MoEDispatch(b, E)(X, TOPK, None),
-        "topk_weights is NoneType; allowed: a torch.Tensor",
-    ),
-    "dispatch: FP8": (lambda b: MoEDispatch(b, E)(FP8, TOPK, WEIGHTS), "x is tuple; allowed: a torch.Tensor"),
-    "dispatch: indices": (lambda b: MoEDispatch(b, E)(X, None, WEIGHTS), "topk_idx is NoneType"),
-    "dispatch: a list for a buffer": (lambda b: MoEDispatch([b], E), "buffer is list; allowed: a hybrid_ep.Buffer"),
-    "dispatch: no buffer": (lambda b: MoEDispatch(None, 4), "buffer is NoneType; allowed: a hybrid_ep.Buffer"),
-    "dispatch: no experts": (lambda b: MoEDispatch(b, 0), "num_experts is 0"),
-    "combine: no buffer": (lambda b: MoECombine(None), "buffer is NoneType; allowed: a hybrid_ep.Buffer"),
-    "combine: not a handle": (lambda b: MoECombine(b)(X, None), "handle is NoneType"),
-    "layer: no buffer": (
-        lambda b: MoELayer(None, hidden=H, ffn_hidden=4, num_experts=E, topk=2),
-        "buffer is NoneType; allowed: a hybrid_ep.Buffer",
-    ),
-    "layer: half an expert": (
-        lambda b: MoELayer(b, hidden=H, ffn_hidden=4, num_experts=E, topk=2.5),
-        "topk is 2.5; allowed: an integer ≥ 1",
-    ),
-    "layer: top-k": (
-        lambda b: MoELayer(b, hidden=H, ffn_hidden=4, num_experts=E, topk=9),
-        "topk is 9; allowed: 1 … 8",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_modules_refuse_before_anything_is_sent(buffer: Buffer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    call, message = DIFFERENTIABLE[name]
-
-    def sent(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("the engine was asked to send")
-
-    for collective in ("dispatch", "combine"):
-        monkeypatch.setattr(buffer.engine, collective, sent)
-    with pytest.raises(ConfigError, match=message):
-        call(buffer)
 
 
 def test_modes_must_be_asked_for() -> None:
