@@ -46,43 +46,45 @@ class Waiter {
 
   // Waits until *flag, written by another GPU, has reached `epoch` (epochs wrap). Acquires at system scope.
   __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    uint32_t seen;
-    while (static_cast<int32_t>((seen = ptx::load_acquire_system(flag)) - epoch) < 0) {
-      if (expired()) return give_up(peer, tag, epoch, seen);
-    }
-    return true;
+    return poll([&] { return ptx::load_acquire_system(flag); }, [&](uint32_t seen) { return has_come(seen, epoch); },
+                epoch, peer, tag);
   }
 
   // The same for a flag that brings a value along: the epoch is the lower half of the word. *value is the epoch's, and
   // stays as it is where a later one has been raised already.
   __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {
-    uint64_t seen;
-    while (static_cast<int32_t>(static_cast<uint32_t>(seen = ptx::load_acquire_system(flag)) - epoch) < 0) {
-      if (expired()) return give_up(peer, tag, epoch, static_cast<uint32_t>(seen));
-    }
-    if (static_cast<uint32_t>(seen) == epoch) *value = static_cast<uint32_t>(seen >> 32);
-    return true;
+    const auto take = [&](uint64_t seen) {
+      if (static_cast<uint32_t>(seen) == epoch) *value = static_cast<uint32_t>(seen >> 32);
+      return has_come(static_cast<uint32_t>(seen), epoch);
+    };
+    return poll([&] { return ptx::load_acquire_system(flag); }, take, epoch, peer, tag);
   }
 
   // Waits until *flag is `epoch`: for a flag that may be as old as any, because not every call raises it.
   __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    uint32_t seen;
-    while ((seen = ptx::load_acquire_system(flag)) != epoch) {
-      if (expired()) return give_up(peer, tag, epoch, seen);
-    }
-    return true;
+    return poll([&] { return ptx::load_acquire_system(flag); }, [&](uint32_t seen) { return seen == epoch; }, epoch,
+                peer, tag);
   }
 
   // Waits until *counter, written by CTAs of this GPU, is `count`. Acquires at GPU scope.
   __device__ bool until_count(const uint32_t* counter, uint32_t count, WaitTag tag) const {
-    uint32_t seen;
-    while ((seen = ptx::load_acquire_gpu(counter)) < count) {
-      if (expired()) return give_up(rank_, tag, count, seen);
-    }
-    return true;
+    return poll([&] { return ptx::load_acquire_gpu(counter); }, [&](uint32_t seen) { return seen >= count; }, count,
+                rank_, tag);
   }
 
  private:
+  static __device__ bool has_come(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
+
+  // Loads until what it has seen is enough. `expected` is for the record.
+  template <typename Load, typename IsEnough>
+  __device__ bool poll(Load&& load, IsEnough&& is_enough, uint32_t expected, int peer, WaitTag tag) const {
+    while (true) {
+      const auto seen = load();
+      if (is_enough(seen)) return true;
+      if (expired()) return give_up(peer, tag, expected, static_cast<uint32_t>(seen));
+    }
+  }
+
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {

@@ -26,8 +26,7 @@ namespace {
 
 constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
-// The sending warps, each with a ring of pieces of rows.
-constexpr int kSendWarps = kCombineSendWarps;
+// Each sending warp has a ring of pieces of rows.
 constexpr int kSendStages = 6;
 constexpr int kSendStoresInFlight = 3;
 constexpr int kPieceBytes = 8192;
@@ -36,9 +35,9 @@ static_assert(kPiecesBeforeReport <= kRowsPerChunk);
 constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
 constexpr int kSumWarps = 9;
-constexpr int kCombineWarps = kSendWarps + 1 + kSumWarps;  // and one reports; 12 may have 168 registers a thread
+constexpr int kCombineWarps = kCombineSendWarps + 1 + kSumWarps;  // and one reports; 12 may have 168 registers a thread
 constexpr int kCombineThreads = kCombineWarps * 32;
-constexpr int kRingBytes = kSendWarps * kSendRingBytes + kSumWarps * kSumRingBytes;
+constexpr int kRingBytes = kCombineSendWarps * kSendRingBytes + kSumWarps * kSumRingBytes;
 static_assert(kCombineWarps * kSumRingBytes <= kRingBytes);  // a CTA of sums of experts
 static_assert(kRingBytes <= kDynamicSharedBytes);
 static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the matrix of counts
@@ -226,7 +225,7 @@ template <int kRanksPerLane, bool kFromExperts>
 __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Routes routes;
-  __shared__ uint64_t send_barriers[kSendWarps][kSendStages], sum_barriers[kCombineWarps][kSumStages];
+  __shared__ uint64_t send_barriers[kCombineSendWarps][kSendStages], sum_barriers[kCombineWarps][kSumStages];
   __shared__ Segment segments[kCombineWarps][kSumStages];
   __shared__ int started_before;
   const Domain& domain = params.domain;
@@ -265,16 +264,17 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
     }
   }
   bool ok = true;
-  if (cta >= 0 && warp < kSendWarps) {
+  if (cta >= 0 && warp < kCombineSendWarps) {
     ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta == 0 && warp == 0, shared + warp * kSendRingBytes,
                                  send_barriers[warp], own.report_queues[cta][warp]);
     if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
-  } else if (cta >= 0 && warp == kSendWarps) {
+  } else if (cta >= 0 && warp == kCombineSendWarps) {
     report_chunks(domain, epoch, own.report_queues[cta]);
   } else if (cta >= 0) {
     PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, waiter, epoch, kSumWarps * params.num_sms);
-    const int ring = warp - kSendWarps - 1;
-    sum_rows(rows, shared + kSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[ring], segments[ring]);
+    const int ring = warp - kCombineSendWarps - 1;
+    sum_rows(rows, shared + kCombineSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[ring],
+             segments[ring]);
     ok = rows.ok();
   }
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
