@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LowLatencyCalls"]
 
 _ALIGNMENT_BYTES = 128
-_CONTROL_BYTES = 5 << 10
+_CONTROL_BYTES = 8 << 10
 _NUM_BUFFERS = 2  # two micro-batches overlap
 
 

@@ -42,14 +42,19 @@ __device__ inline volatile int32_t& mask_of(const LowLatencyDomain& domain, int 
 }
 __device__ inline bool is_masked(const LowLatencyDomain& domain, int r) { return mask_of(domain, r) != 0; }
 
+// Masks a rank that has not come, so that kernels which are already queued do not wait for it again; the host decides
+// whether that lasts.
+__device__ inline void mask(const LowLatencyDomain& domain, int r) {
+  if (r != domain.rank) mask_of(domain, r) = 1;
+}
+
 // Waits, by thread r, until rank r has raised its flag; `wait` does so and returns whether it came. Returns whether the
-// rank takes part. A rank that does not come is masked here, so that kernels which are already queued do not wait for
-// it again; the host decides whether that lasts.
+// rank takes part.
 template <typename Wait>
 __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
   if (is_masked(domain, r)) return false;
   if (wait()) return true;
-  if (r != domain.rank) mask_of(domain, r) = 1;
+  mask(domain, r);
   return false;
 }
 
@@ -57,6 +62,13 @@ __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
 __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch - 1, r, WaitTag::kRoom); });
+}
+
+// Waits until rank r has begun to send, and writes the value that its flag brings along.
+__device__ inline bool wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
+                                        uint32_t* value) {
+  const uint64_t* flag = &channel_of(domain, domain.rank).begun[r];
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kRoutes, value); });
 }
 
 // Waits until the weights of rank r's tokens stand here.

@@ -46,42 +46,50 @@ class Waiter {
 
   // Waits until *flag, written by another GPU, has reached `epoch` (epochs wrap). Acquires at system scope.
   __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    return poll([&] { return ptx::load_acquire_system(flag); }, [&](uint32_t seen) { return has_come(seen, epoch); },
-                epoch, peer, tag);
+    const auto has_come = [&](uint32_t seen) { return is_reached(seen, epoch); };
+    return poll([&] { return ptx::load_acquire_system(flag); }, has_come, epoch, peer, tag);
   }
 
   // The same for a flag that brings a value along: the epoch is the lower half of the word. *value is the epoch's, and
   // stays as it is where a later one has been raised already.
   __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {
-    const auto take = [&](uint64_t seen) {
-      if (static_cast<uint32_t>(seen) == epoch) *value = static_cast<uint32_t>(seen >> 32);
-      return has_come(static_cast<uint32_t>(seen), epoch);
+    const auto load = [&] {
+      const uint64_t word = ptx::load_acquire_system(flag);
+      const auto seen = static_cast<uint32_t>(word);
+      if (seen == epoch) *value = static_cast<uint32_t>(word >> 32);
+      return seen;
     };
-    return poll([&] { return ptx::load_acquire_system(flag); }, take, epoch, peer, tag);
+    return poll(load, [&](uint32_t seen) { return is_reached(seen, epoch); }, epoch, peer, tag);
   }
 
   // Waits until *flag is `epoch`: for a flag that may be as old as any, because not every call raises it.
   __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    return poll([&] { return ptx::load_acquire_system(flag); }, [&](uint32_t seen) { return seen == epoch; }, epoch,
-                peer, tag);
+    const auto is_equal = [&](uint32_t seen) { return seen == epoch; };
+    return poll([&] { return ptx::load_acquire_system(flag); }, is_equal, epoch, peer, tag);
+  }
+
+  // The same for 16 bytes that are stored as one and end with their epoch: orders nothing, *value is all that there is.
+  __device__ bool until_equal(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
+    const auto load = [&] { return (*value = ptx::load_relaxed_system(words)).w; };
+    return poll(load, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
   }
 
   // Waits until *counter, written by CTAs of this GPU, is `count`. Acquires at GPU scope.
   __device__ bool until_count(const uint32_t* counter, uint32_t count, WaitTag tag) const {
-    return poll([&] { return ptx::load_acquire_gpu(counter); }, [&](uint32_t seen) { return seen >= count; }, count,
-                rank_, tag);
+    const auto is_complete = [&](uint32_t seen) { return seen >= count; };
+    return poll([&] { return ptx::load_acquire_gpu(counter); }, is_complete, count, rank_, tag);
   }
 
  private:
-  static __device__ bool has_come(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
+  static __device__ bool is_reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
 
   // Loads until what it has seen is enough. `expected` is for the record.
   template <typename Load, typename IsEnough>
   __device__ bool poll(Load&& load, IsEnough&& is_enough, uint32_t expected, int peer, WaitTag tag) const {
     while (true) {
-      const auto seen = load();
+      const uint32_t seen = load();
       if (is_enough(seen)) return true;
-      if (expired()) return give_up(peer, tag, expected, static_cast<uint32_t>(seen));
+      if (expired()) return give_up(peer, tag, expected, seen);
     }
   }
 

@@ -32,6 +32,15 @@ void allow_shared_memory(void (*kernel)(Params)) {
              "cudaFuncSetAttribute");
 }
 
+// Asks for as much shared memory as an SM can have: it is divided anew only while nothing runs there, so that kernels
+// which shall run beside each other ask for the same.
+template <typename Params>
+void prefer_shared_memory(void (*kernel)(Params)) {
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+      "cudaFuncSetAttribute");
+}
+
 // A cooperative launch: all CTAs run at once or the kernel waits, so that CTAs may wait for each other.
 template <typename Params>
 void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ctas, int num_threads, int shared_bytes,
@@ -51,10 +60,12 @@ void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ct
 
 // A launch that may start while the kernel before it still runs; it calls wait_for_previous_kernel() before it writes.
 template <typename Params>
-void launch_early(void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads, cudaStream_t stream) {
+void launch_early(void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads, int shared_bytes,
+                  cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = num_ctas;
   config.blockDim = dim3(num_threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -62,8 +62,9 @@ struct SumRowsParams {
   int num_tokens;
 };
 
-// Allows the kernels their shared memory on the current device; once for each device, before they are launched.
-void prepare_low_latency();
+// Sets up the kernels on the current device; once for each device, before they are launched.
+void prepare_low_latency_dispatch();
+void prepare_low_latency_combine();
 
 // Each launches on the stream and returns; throws CudaError if the launch is refused. The receiving kernels may start
 // while the kernel before them still runs, but write nothing before it has ended.

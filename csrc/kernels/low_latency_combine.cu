@@ -39,7 +39,7 @@ constexpr int kRowsInFlight = 8;     // that a thread loads before it adds
 
 using SegmentRing = RowRing<kReturnStoresInFlight>;
 
-__device__ int segments_of(const LowLatencyShape& shape) {
+__host__ __device__ int segments_of(const LowLatencyShape& shape) {
   return (2 * shape.hidden + kSegmentBytes - 1) / kSegmentBytes;
 }
 
@@ -311,16 +311,18 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
 
 }  // namespace
 
-void prepare_low_latency() { allow_shared_memory(return_rows_kernel); }
+void prepare_low_latency_combine() { allow_shared_memory(return_rows_kernel); }
 
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream) {
-  return_rows_kernel<<<num_device_sms, kReturnWarps * 32, kReturnRingBytes, stream>>>(params);
+  const int num_units = params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
+  const int num_ctas = std::min(num_device_sms, num_units);
+  return_rows_kernel<<<num_ctas, kReturnWarps * 32, kReturnRingBytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of return_rows_kernel");
 }
 
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {
   const int num_segments = (2 * params.shape.hidden + kSumThreads * 16 - 1) / (kSumThreads * 16);
-  launch_early(sum_rows_kernel, params, dim3(std::max(1, params.num_tokens), num_segments), kSumThreads, stream);
+  launch_early(sum_rows_kernel, params, dim3(std::max(1, params.num_tokens), num_segments), kSumThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep

@@ -1,13 +1,13 @@
 // Low-latency dispatch: two launches, a CTA per token on the way out and some CTAs per local expert on the way in.
 //
 //     x[t] ─► (quantised) ─► slot (me, t) of each rank that has an expert of t ─┐
-//     topk_idx[t] ─────────► route (me, t) of every rank ───────────────────────┴─ sent_epoch ─► receive
-//     receive: routes of all tokens ─► place of each copy ─► rows[e][place] ◄─ slot (source, token)
+//     topk_idx[t] ─────────► route (me, t) of every rank ─► place of each copy ─┴─ sent ─► rows[e][place] ◄─ slots
 //
 // A row crosses once for each destination rank, not once for each expert, and the slot is the token's own index, so the
 // send needs no counts. The receiver finds the places from the routes: every CTA walks through all of them in the
-// order of source rank and token, and copies its share of its expert's rows. Legend: T tokens of this rank, M most
-// tokens of a rank, K top-k, R ranks, W words of scales.
+// order of source rank and token, and copies its share of its expert's rows. A route is small and tells by itself that
+// it has come, so all of that walk happens while the rows are on the wire. Legend: T tokens of this rank, M most tokens
+// of a rank, K top-k, R ranks, W words of scales.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include "device/lanes.cuh"
 #include "device/low_latency.cuh"
 #include "device/ptx/launch.cuh"
+#include "device/row_ring.cuh"
 #include "kernels/launch.h"
 #include "kernels/low_latency.h"
 #include "layout/expert_map.h"
@@ -23,23 +24,44 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr int kCtasPerSm = 2;
-constexpr int kNoExpert = 0xffff;
+constexpr int kSendThreads = 512;
+constexpr int kSendCtasPerSm = 2;
+constexpr int kReceiveThreads = 512;
+constexpr int kReceiveWarps = kReceiveThreads / 32;
+// With half the registers of those that send: an SM has room for both beside one that sends, and they find their copies
+// while rows are on the wire.
+constexpr int kReceiveCtasPerSm = 2;
+constexpr int kCopyStages = 3;  // of a warp
+constexpr int kCopiesInFlight = 1;
+constexpr int kCopyRingBytes = kReceiveWarps * kCopyStages * kSegmentBytes;
+constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart::kColumns;
+constexpr int kMaxFound = 2 * kReceiveThreads;  // copies that a CTA has found and not made yet
 constexpr int kMaxScales = kMaxRowBytes / 2 / kChannelsPerScale;
+
+__device__ void set_column(RoutePart& part, int column, uint32_t expert) {
+  const int word = RoutePart::kBits * column / 32, shift = RoutePart::kBits * column % 32;
+  part.experts[word] |= expert << shift;
+  if (shift + RoutePart::kBits > 32) part.experts[word + 1] |= expert >> (32 - shift);
+}
+
+__device__ int column_of(const RoutePart& part, int column) {
+  const int word = RoutePart::kBits * column / 32, shift = RoutePart::kBits * column % 32;
+  uint32_t expert = part.experts[word] >> shift;
+  if (shift + RoutePart::kBits > 32) expert |= part.experts[word + 1] << (32 - shift);
+  return static_cast<int>(expert & RoutePart::kNoExpert);
+}
 
 // Where one token goes.
 struct Targets {
   int count;
   uint8_t* slot[kMaxTopk];
-  alignas(16) uint16_t route[kMaxTopk];  // experts in their columns; kNoExpert for none and for one named before
+  RoutePart route[kMaxRouteParts];
 };
 
 // Finds the ranks of a token and sends its route to every rank that takes part. One warp, a lane per column, which has
 // loaded the expert that is `named` there.
-__device__ void find_targets(const SendTokensParams& params, const bool* present, int token, int64_t named,
-                             Targets& targets) {
+__device__ void find_targets(const SendTokensParams& params, const bool* present, uint32_t epoch, int token,
+                             int64_t named, Targets& targets) {
   const LowLatencyDomain& domain = params.domain;
   const int lane = threadIdx.x % 32;
   if (named < -1 || named >= params.shape.num_experts) {
@@ -50,7 +72,14 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   const auto is_first = [&](int value) { return __ffs(__match_any_sync(kAllLanes, value)) - 1 == lane && value >= 0; };
   const int expert = static_cast<int>(named);
   const bool counts = is_first(expert);
-  targets.route[lane] = static_cast<uint16_t>(counts ? expert : kNoExpert);
+  // Lane 8 i gathers the columns of part i.
+  RoutePart part{{0, 0, 0}, epoch};
+#pragma unroll
+  for (int column = 0; column < RoutePart::kColumns; ++column) {
+    const int its_expert = counts ? expert : RoutePart::kNoExpert;
+    set_column(part, column, __shfl_sync(kAllLanes, its_expert, lane + column));
+  }
+  if (lane % RoutePart::kColumns == 0) targets.route[lane / RoutePart::kColumns] = part;
   int rank = counts ? ExpertMap{params.shape.num_experts, domain.num_ranks}.rank_of(expert) : -1;
   if (rank >= 0 && !present[rank]) rank = -1;
   const bool leads = is_first(rank);
@@ -62,18 +91,19 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   }
   if (lane == 0) targets.count = __popc(leaders);
   __syncwarp();
+  const int num_parts = params.message.num_route_parts;
   for (int r = lane; r < domain.num_ranks; r += 32) {
     if (!present[r]) continue;
-    auto* route = reinterpret_cast<uint4*>(buffer_of(domain, r) + place * params.message.route_bytes);
-    for (int i = 0; i < params.message.route_bytes / 16; ++i) {
-      route[i] = reinterpret_cast<const uint4*>(targets.route)[i];
+    uint4* route = reinterpret_cast<uint4*>(buffer_of(domain, r)) + place * num_parts;
+    for (int i = 0; i < num_parts; ++i) {
+      ptx::store_relaxed_system(route + i, reinterpret_cast<const uint4*>(targets.route)[i]);
     }
   }
 }
 
 // kQuantise: rows leave as e4m3 with scales, otherwise as they are.
 template <bool kQuantise>
-__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+__global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     send_tokens_kernel(const __grid_constant__ SendTokensParams params) {
   constexpr int kVectorsIn = kQuantise ? 2 : 1;  // 16-byte vectors that make one of the message
   __shared__ bool present[kMaxRanks];
@@ -107,17 +137,24 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   load_expert(blockIdx.x);
   // The receive writes the columns that name an expert of this rank.
   const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
-  for (int i = blockIdx.x * kThreads + tid; i < num_columns; i += gridDim.x * kThreads) params.row_of[i] = -1;
+  for (int i = blockIdx.x * kSendThreads + tid; i < num_columns; i += gridDim.x * kSendThreads) params.row_of[i] = -1;
   const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
   announce_free_buffers(domain);
-  if (tid < domain.num_ranks) present[tid] = wait_until_free(domain, waiter, epoch, tid);
+  if (tid < domain.num_ranks) {
+    present[tid] = wait_until_free(domain, waiter, epoch, tid);
+    if (blockIdx.x == 0 && present[tid]) {
+      const uint32_t value = params.digest << 16 | params.num_tokens;
+      ptx::store_relaxed_system(&channel_of(domain, tid).begun[domain.rank],
+                                static_cast<uint64_t>(value) << 32 | epoch);
+    }
+  }
   __syncthreads();
 
   for (int token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
-    if (warp == 0) find_targets(params, present, token, named, targets);
+    if (warp == 0) find_targets(params, present, epoch, token, named, targets);
     __syncthreads();
     const int count = targets.count;
-    for (int first = warp * 32; first < num_vectors && count > 0; first += kThreads) {
+    for (int first = warp * 32; first < num_vectors && count > 0; first += kSendThreads) {
       const int vector = first + lane;
       uint4 message;
       if constexpr (kQuantise) {
@@ -138,14 +175,14 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       } else {
         message = next[0];
       }
-      load(token, vector + kThreads);
+      load(token, vector + kSendThreads);
       if (vector < num_vectors) {
         for (int i = 0; i < count; ++i) reinterpret_cast<uint4*>(targets.slot[i])[vector] = message;
       }
     }
     if constexpr (kQuantise) {
       __syncthreads();
-      for (int i = tid; i < count * num_words; i += kThreads) {
+      for (int i = tid; i < count * num_words; i += kSendThreads) {
         auto* words = reinterpret_cast<uint32_t*>(targets.slot[i / num_words] + params.message.row_bytes);
         words[i % num_words] = scales[i % num_words];
       }
@@ -154,128 +191,167 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     load_expert(token + gridDim.x);
     __syncthreads();
   }
-  finish_send(domain, present, epoch, params.digest << 16 | params.num_tokens);
+  finish_send(domain, present, epoch, 0);
 }
 
-// A copy that a CTA has found: which row of its expert, and where the row lies now.
+constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<false>, send_tokens_kernel<true>};
+
+// A copy that a CTA has found: of which source and token, by which column of top-k, and which row of its expert it is.
 struct Found {
-  const uint8_t* slot;
-  int place;
+  int pair, column, place;
 };
 
-// The column in which a route names the expert, or −1. A route names an expert at most once.
-__device__ int find_column(const uint8_t* route, int route_bytes, int expert) {
+using SegmentRing = RowRing<kCopiesInFlight>;
+
+// The column in which a token's route names the expert, or −1; also where the route does not come. A route names an
+// expert at most once.
+__device__ int find_column(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
+                           int expert) {
+  const LowLatencyDomain& domain = params.domain;
+  const int num_parts = params.message.num_route_parts, source = pair / params.shape.max_tokens;
+  const uint4* route =
+      reinterpret_cast<const uint4*>(buffer_of(domain, domain.rank)) + static_cast<int64_t>(pair) * num_parts;
   int column = -1;
-  for (int i = 0; i < route_bytes / 16; ++i) {
-    const uint4 vector = ptx::load_streaming(route + 16 * i);
-    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+  for (int i = 0; i < num_parts; ++i) {
+    RoutePart part;
+    if (!waiter.until_equal(route + i, epoch, source, WaitTag::kRoutes, reinterpret_cast<uint4*>(&part))) {
+      mask(domain, source);
+      return -1;
+    }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (static_cast<int>(words[j] & 0xffffu) == expert) column = 8 * i + 2 * j;
-      if (static_cast<int>(words[j] >> 16) == expert) column = 8 * i + 2 * j + 1;
+    for (int k = 0; k < RoutePart::kColumns; ++k) {
+      if (column_of(part, k) == expert) column = RoutePart::kColumns * i + k;
     }
   }
   return column;
 }
 
-// Copies rows and scales to their places; a warp takes a segment of a row at a time.
-__device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, const Found* found, int num_found) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_bytes = params.message.row_bytes;
-  const int64_t capacity = static_cast<int64_t>(params.shape.max_tokens) * params.domain.num_ranks;
-  const int num_segments = (row_bytes + kSegmentBytes - 1) / kSegmentBytes;
-  for (int item = warp; item < num_found * num_segments; item += kWarps) {
-    const Found& row = found[item / num_segments];
-    const int begin = item % num_segments * kSegmentBytes + lane * 16;
-    uint8_t* target = params.rows + (local_expert * capacity + row.place) * row_bytes;
-    uint4 vectors[kVectorsPerLane];
-#pragma unroll
-    for (int v = 0; v < kVectorsPerLane; ++v) {
-      const int offset = begin + v * 32 * 16;
-      if (offset < row_bytes) vectors[v] = ptx::load_streaming(row.slot + offset);
-    }
-#pragma unroll
-    for (int v = 0; v < kVectorsPerLane; ++v) {
-      const int offset = begin + v * 32 * 16;
-      if (offset < row_bytes) *reinterpret_cast<uint4*>(target + offset) = vectors[v];
-    }
+// Copies rows and scales to their places, and writes down which they are; a warp takes a segment of a row at a time.
+__device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, const Found* found, int num_found,
+                          SegmentRing& ring) {
+  const LowLatencyShape& shape = params.shape;
+  const int warp = threadIdx.x / 32, row_bytes = params.message.row_bytes;
+  const int64_t capacity = static_cast<int64_t>(shape.max_tokens) * params.domain.num_ranks;
+  const int64_t first_row = local_expert * capacity;
+  const uint8_t* slots = buffer_of(params.domain, params.domain.rank) + params.message.slots_begin;
+  const auto slot_of = [&](const Found& row) {
+    return slots + static_cast<int64_t>(row.pair) * params.message.slot_bytes;
+  };
+  const int num_segments = (row_bytes + kSegmentBytes - 1) / kSegmentBytes, num_items = num_found * num_segments;
+  int asked = warp;
+  const auto ask = [&] {
+    if (asked >= num_items) return;
+    const int begin = asked % num_segments * kSegmentBytes;
+    ring.fetch(slot_of(found[asked / num_segments]) + begin, min(kSegmentBytes, row_bytes - begin));
+    asked += kReceiveWarps;
+  };
+  for (int i = 0; i < ring.num_ahead(); ++i) ask();
+  for (int item = warp; item < num_items; item += kReceiveWarps) {
+    const int begin = item % num_segments * kSegmentBytes;
+    uint8_t* target = params.rows + (first_row + found[item / num_segments].place) * row_bytes + begin;
+    const uint8_t* stage = ring.wait();
+    if (threadIdx.x % 32 == 0) ptx::bulk_store(target, stage, min(kSegmentBytes, row_bytes - begin));
+    ring.release();
+    ask();
   }
   const int num_words = params.message.num_scale_words;
-  for (int item = threadIdx.x; item < num_found * num_words; item += kThreads) {
+  for (int item = threadIdx.x; item < num_found * num_words; item += kReceiveThreads) {
     const Found& row = found[item % num_found];
     const int word = item / num_found;
     params.scales[(static_cast<int64_t>(local_expert) * num_words + word) * capacity + row.place] =
-        __ldcg(reinterpret_cast<const uint32_t*>(row.slot + row_bytes) + word);
+        __ldcg(reinterpret_cast<const uint32_t*>(slot_of(row) + row_bytes) + word);
+  }
+  for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
+    const Found& row = found[i];
+    params.src_info[first_row + row.place] = row.pair % shape.max_tokens;
+    params.row_of[row.pair * shape.num_topk + row.column] = static_cast<int>(first_row) + row.place;
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+__global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
-  __shared__ int warp_counts[kWarps];
-  __shared__ Found found[kThreads];
+  __shared__ int warp_counts[kReceiveWarps];
+  __shared__ Found found[kMaxFound];
+  __shared__ uint64_t started;
+  __shared__ uint64_t barriers[kReceiveWarps * kCopyStages];
+  extern __shared__ __align__(128) uint8_t stages[];
   const LowLatencyDomain& domain = params.domain;
   const int num_ranks = domain.num_ranks, max_tokens = params.shape.max_tokens;
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
   const uint32_t epoch = ptx::load_relaxed_gpu(&channel.receive.epoch) + 1;
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  int64_t waited_us = 0;
+  SegmentRing ring(stages + warp * kCopyStages * kSegmentBytes, barriers + warp * kCopyStages, kCopyStages,
+                   kSegmentBytes, lane);
+  if (tid == 0) started = ptx::clock_ns();
+  bool is_other_call = false;
   if (tid < num_ranks) {
-    const uint64_t started = ptx::clock_ns();
     uint32_t value = params.digest << 16;  // of a rank that is left out: no tokens
-    wait_until_sent(domain, waiter, epoch, tid, WaitTag::kRows, &value);
+    wait_until_begun(domain, waiter, epoch, tid, &value);
     num_tokens[tid] = min(value & 0xffffu, static_cast<uint32_t>(max_tokens));
-    if (const uint32_t digest = value >> 16; digest != params.digest) {
-      num_tokens[tid] = 0;
-      if (blockIdx.x == 0) {
-        report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kLowLatencyDispatch, WaitTag::kShape, domain.rank,
-                     tid, params.digest, digest);
-      }
+    const uint32_t digest = value >> 16;
+    is_other_call = digest != params.digest;
+    if (is_other_call && blockIdx.x == 0) {
+      report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kLowLatencyDispatch, WaitTag::kShape, domain.rank,
+                   tid, params.digest, digest);
     }
-    waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }
-  ptx::wait_for_previous_kernel();
+  // Where ranks' calls differ nothing is taken, for what one of them sends may lie over another's routes.
+  if (__syncthreads_or(is_other_call) && tid < num_ranks) num_tokens[tid] = 0;
   __syncthreads();
-  if (blockIdx.x == 0 && tid < num_ranks) {
-    params.num_received[tid] = num_tokens[tid];
-    if (params.wait_stats != nullptr) params.wait_stats[tid] += waited_us;
-  }
+
+  const auto wait_for_rows = [&] {
+    if (tid < num_ranks) {
+      uint32_t unused;
+      wait_until_sent(domain, waiter, epoch, tid, WaitTag::kRows, &unused);
+    }
+    int waited_us = 0;
+    if (params.wait_stats != nullptr) waited_us = static_cast<int>((ptx::clock_ns() - started) / 1000);
+    ptx::wait_for_previous_kernel();
+    __syncthreads();
+    ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+    if (blockIdx.x == 0 && tid < num_ranks) {
+      params.num_received[tid] = num_tokens[tid];
+      if (params.wait_stats != nullptr) params.wait_stats[tid] += waited_us;
+    }
+  };
 
   const int local_expert = blockIdx.x / params.ctas_per_expert, share = blockIdx.x % params.ctas_per_expert;
   const int expert = domain.rank * (params.shape.num_experts / num_ranks) + local_expert;
   const int num_pairs = num_ranks * max_tokens;
-  const int64_t first_row = static_cast<int64_t>(local_expert) * num_pairs;
-  const uint8_t* routes = buffer_of(domain, domain.rank);
-  const uint8_t* slots = routes + params.message.slots_begin;
-  int total = 0;
-  for (int first_pair = 0; first_pair < num_pairs; first_pair += kThreads) {
+  bool has_waited = false;
+  int total = 0, num_found = 0;  // of the expert's rows; of those of this CTA that are not copied yet
+  for (int first_pair = 0; first_pair < num_pairs; first_pair += kReceiveThreads) {
     const int pair = first_pair + tid, source = pair / max_tokens, token = pair % max_tokens;
     int column = -1;
     if (pair < num_pairs && token < static_cast<int>(num_tokens[source])) {
-      column = find_column(routes + static_cast<int64_t>(pair) * params.message.route_bytes, params.message.route_bytes,
-                           expert);
+      column = find_column(params, waiter, epoch, pair, expert);
     }
     const unsigned here = __ballot_sync(kAllLanes, column >= 0);
     if (lane == 0) warp_counts[warp] = __popc(here);
     __syncthreads();
-    int before = __popc(here & ((1u << lane) - 1)), num_found = 0;
-    for (int w = 0; w < kWarps; ++w) {
+    int before = __popc(here & ((1u << lane) - 1)), num_here = 0;
+#pragma unroll 4  // all at once would spill
+    for (int w = 0; w < kReceiveWarps; ++w) {
       if (w < warp) before += warp_counts[w];
-      num_found += warp_counts[w];
+      num_here += warp_counts[w];
     }
     if (pair < num_pairs && token == 0) begin[source] = total + before;
     // The CTAs of an expert take its rows in turn; this one those whose place leaves `share` when divided.
     const int skipped = (share + params.ctas_per_expert - total % params.ctas_per_expert) % params.ctas_per_expert;
     if (column >= 0 && before % params.ctas_per_expert == skipped) {
-      const int place = total + before;
-      found[before / params.ctas_per_expert] = {slots + static_cast<int64_t>(pair) * params.message.slot_bytes, place};
-      params.src_info[first_row + place] = token;
-      params.row_of[pair * params.shape.num_topk + column] = static_cast<int>(first_row) + place;
+      found[num_found + before / params.ctas_per_expert] = {pair, column, total + before};
     }
+    num_found += (num_here - skipped + params.ctas_per_expert - 1) / params.ctas_per_expert;
+    total += num_here;
     __syncthreads();
-    copy_rows(params, local_expert, found, (num_found - skipped + params.ctas_per_expert - 1) / params.ctas_per_expert);
-    total += num_found;
+    if (first_pair + kReceiveThreads < num_pairs && num_found + kReceiveThreads <= kMaxFound) continue;
+    if (!has_waited) wait_for_rows();
+    has_waited = true;
+    copy_rows(params, local_expert, found, num_found, ring);
+    num_found = 0;
     __syncthreads();
   }
   if (share == 0) {
@@ -289,22 +365,30 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           static_cast<int64_t>(begin[tid]) << 32 | (begin[tid + 1] - begin[tid]);
     }
   }
+  ptx::bulk_wait_read<0>();
   finish_receive(domain, epoch);
 }
 
 }  // namespace
 
+void prepare_low_latency_dispatch() {
+  for (const auto kernel : kSendKernels) prefer_shared_memory(kernel);
+  prefer_shared_memory(receive_tokens_kernel);
+  allow_shared_memory(receive_tokens_kernel);
+}
+
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream) {
-  const int num_ctas = std::clamp(params.num_tokens, 1, kCtasPerSm * num_device_sms);
-  const auto kernel = params.format == ScaleFormat::kNone ? send_tokens_kernel<false> : send_tokens_kernel<true>;
-  kernel<<<num_ctas, kThreads, 0, stream>>>(params);
+  const int num_ctas = std::clamp(params.num_tokens, 1, kSendCtasPerSm * num_device_sms);
+  const auto kernel = kSendKernels[params.format != ScaleFormat::kNone];
+  kernel<<<num_ctas, kSendThreads, 0, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of send_tokens_kernel");
 }
 
 void launch_receive_tokens(ReceiveTokensParams& params, int num_device_sms, cudaStream_t stream) {
   const int num_local_experts = params.shape.num_experts / params.domain.num_ranks;
-  params.ctas_per_expert = std::max(1, kCtasPerSm * num_device_sms / num_local_experts);
-  launch_early(receive_tokens_kernel, params, num_local_experts * params.ctas_per_expert, kThreads, stream);
+  params.ctas_per_expert = std::max(1, kReceiveCtasPerSm * num_device_sms / num_local_experts);
+  launch_early(receive_tokens_kernel, params, num_local_experts * params.ctas_per_expert, kReceiveThreads,
+               kCopyRingBytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -22,7 +22,8 @@ enum class WaitTag : int32_t {
   kRecordBytes = 8,
   kPadMultiple = 9,
   kShape = 10,
-  kBound = 11
+  kBound = 11,
+  kRoutes = 12
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.

@@ -4,8 +4,9 @@
 //
 // Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
 // and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
-// that nobody needs counts to send. A buffer of combine has a row for each token and column of top-k, and the weights
-// of every rank's tokens, with which rows are summed before they cross.
+// that nobody needs counts to send. Routes tell by themselves that they have come, ahead of the rows. A buffer of
+// combine has a row for each token and column of top-k, and the weights of every rank's tokens, with which rows are
+// summed before they cross.
 //
 // Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
 // replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there; the
@@ -28,6 +29,15 @@ constexpr int kMinTokensToSum = 32;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
 
+// Some columns of a token's route, stored and loaded as one: column k has bits 12 k to 12 k + 11.
+struct alignas(16) RoutePart {
+  static constexpr int kColumns = 8, kBits = 12;
+  static constexpr int kNoExpert = (1 << kBits) - 1;  // also for an expert that was named before
+  uint32_t experts[3];
+  uint32_t epoch;  // of the call
+};
+static_assert(sizeof(RoutePart) == 16 && kMaxExperts <= RoutePart::kNoExpert);
+
 // What the kernels of one kind have done with one buffer.
 struct LowLatencyProgress {
   uint32_t epoch;          // of the last call that has ended
@@ -37,9 +47,11 @@ struct LowLatencyProgress {
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers.
-  // By i when all that it sends stands here: value << 32 | epoch. The value of a dispatch is i's number of tokens and
-  // its call's digest << 16, that of a combine how many tokens a source must have for i to sum each token's rows before
-  // it sends them.
+  // By i when it begins to send (dispatch): value << 32 | epoch. The value is its number of tokens and its call's
+  // digest << 16.
+  uint64_t begun[kMaxRanks];
+  // By i when all that it sends stands here: value << 32 | epoch. The value of a combine is how many tokens a source
+  // must have for i to sum each token's rows before it sends them; a dispatch has none.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights stand here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
@@ -74,7 +86,7 @@ inline int64_t low_latency_align(int64_t num_bytes) {
 // Bytes of each message of a dispatch. A buffer has R × M routes, then as many slots.
 struct LowLatencyMessage {
   int row_bytes, num_scale_words;
-  int route_bytes;      // K 16-bit experts
+  int num_route_parts;  // of a route, for K columns
   int slot_bytes;       // a row and its scales
   int64_t slots_begin;  // in the buffer
 
@@ -85,9 +97,10 @@ struct LowLatencyMessage {
     message.num_scale_words = format == ScaleFormat::kNone    ? 0
                               : format == ScaleFormat::kUe8m0 ? (num_scales + kScalesPerWord - 1) / kScalesPerWord
                                                               : num_scales;
-    message.route_bytes = (2 * shape.num_topk + 15) / 16 * 16;
+    message.num_route_parts = (shape.num_topk + RoutePart::kColumns - 1) / RoutePart::kColumns;
     message.slot_bytes = static_cast<int>(low_latency_align(message.row_bytes + 4 * message.num_scale_words));
-    message.slots_begin = low_latency_align(static_cast<int64_t>(num_ranks) * shape.max_tokens * message.route_bytes);
+    const auto route_bytes = static_cast<int64_t>(message.num_route_parts * sizeof(RoutePart));
+    message.slots_begin = low_latency_align(num_ranks * shape.max_tokens * route_bytes);
     return message;
   }
 };

@@ -37,6 +37,8 @@ const char* name_of(WaitTag tag) {
       return "counts";
     case WaitTag::kRows:
       return "rows";
+    case WaitTag::kRoutes:
+      return "routes";
     case WaitTag::kReady:
       return "ready for partial rows";
     case WaitTag::kPartialRows:

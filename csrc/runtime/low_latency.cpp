@@ -46,7 +46,8 @@ py::tuple LowLatencyPlan::tensors(const py::object& memory, uintptr_t address, i
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                                    const LowLatencyCapacity& capacity)
     : capacity_(capacity), num_device_sms_(communicator.num_device_sms()) {
-  prepare_low_latency();
+  prepare_low_latency_dispatch();
+  prepare_low_latency_combine();
   const Domain& domain = communicator.domain();
   require(static_cast<int>(memory.size()) == domain.num_ranks, "addresses of the region", memory.size(),
           "one for each rank");

@@ -226,7 +226,7 @@ def lose_a_rank(lost: int, timeout_s: float) -> int | None:
         if rank == lost:
             os.kill(os.getpid(), signal.SIGKILL)
         send = (sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
-        with pytest.raises(hybrid_ep.TimeoutError, match="low_latency_dispatch: rows") as told:  # noqa: PT012
+        with pytest.raises(hybrid_ep.TimeoutError, match="low_latency_dispatch: routes") as told:  # noqa: PT012
             buffer.low_latency_dispatch(*send, use_fp8=False)  # gives the rank up on the device
             torch.cuda.synchronize()
             buffer.low_latency_dispatch(*send, use_fp8=False)  # and here the host is told
@@ -280,8 +280,8 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     memory: Tensor = buffer.engine._low_latency._memory.local  # type: ignore[attr-defined]
     words = memory[: _cuda.low_latency_control_bytes].view(torch.int32)
     num_ranks = _cuda.max_ranks
-    sent, weights_epoch, free_epoch, progress = 2 * num_ranks, num_ranks, num_ranks, 4
-    channel = sent + weights_epoch + free_epoch + progress
-    flag = words[2 * channel + sent + peer]
+    begun, sent, weights_epoch, free_epoch, progress = 2 * num_ranks, 2 * num_ranks, num_ranks, num_ranks, 4
+    channel = begun + sent + weights_epoch + free_epoch + progress
+    flag = words[2 * channel + begun + sent + peer]
     assert int(flag) == 1
     flag += 1

@@ -39,6 +39,25 @@ __device__ __forceinline__ void store_relaxed_system(uint64_t* address, uint64_t
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// 16 bytes as one value: whoever loads them sees all of a store or nothing of it. Orders nothing.
+__device__ __forceinline__ uint4 load_relaxed_system(const uint4* address) {
+  uint4 value;
+  asm volatile(
+      "{\n .reg .b128 value;\n .reg .b64 low, high;\n ld.relaxed.sys.global.b128 value, [%4];\n"
+      " mov.b128 {low, high}, value;\n mov.b64 {%0, %1}, low;\n mov.b64 {%2, %3}, high;\n}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(address)
+      : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_relaxed_system(uint4* address, const uint4& value) {
+  asm volatile(
+      "{\n .reg .b128 value;\n .reg .b64 low, high;\n mov.b64 low, {%1, %2};\n mov.b64 high, {%3, %4};\n"
+      " mov.b128 value, {low, high};\n st.relaxed.sys.global.b128 [%0], value;\n}" ::"l"(address),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
+
 // Publishes the calling thread's earlier writes, and writes it has itself observed, to whoever acquires the value.
 __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

@@ -27,6 +27,17 @@ template <typename T>
 void store_relaxed_system(T* address, std::common_type_t<T> value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
+// The last word is stored last and loaded first: who sees it sees the others.
+inline uint4 load_relaxed_system(const uint4* address) {
+  const uint32_t last = load(&address->w);
+  return {address->x, address->y, address->z, last};
+}
+inline void store_relaxed_system(uint4* address, const uint4& value) {
+  address->x = value.x;
+  address->y = value.y;
+  address->z = value.z;
+  __atomic_store_n(&address->w, value.w, __ATOMIC_RELEASE);
+}
 inline uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 inline void fence_acq_rel_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
