@@ -3,9 +3,9 @@
 #
 # Builds the extension beside the sources (no CUDA kernels), runs the doctor and the topology command, and leaves in $OUT:
 # doctor.{json,txt,xml}, topology.{json,txt,svg}, recording.json (everything that was read; replayable, below 1 MB) and
-# build.log. Needs python3 with setuptools, pybind11, click, rich, pyyaml and nvidia-ml-py, plus cmake and ninja; packages
-# that are missing are taken from wheels in $WHEELS (default .whl), without a network. The exit status says whether the
-# record is complete, not whether the node is healthy.
+# build.log. Needs python3 with setuptools, pybind11, click, rich, pyyaml, jsonschema and nvidia-ml-py, plus cmake and
+# ninja; where a package is missing, all wheels of $WHEELS (default .whl) are installed, without a network. The exit
+# status says whether the record is complete, not whether the node is healthy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${OUT:?folder for the results}"
@@ -15,10 +15,8 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
 export PYTHONPATH=$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}
 # A file of wheels cannot be imported where a wheel holds a compiled module, so they are installed into a folder.
-for package in jsonschema:jsonschema pynvml:nvidia-ml-py yaml:pyyaml click:click rich:rich pybind11:pybind11; do
-  "$python" -c "import ${package%%:*}" 2>/dev/null ||
-    "$python" -m pip install --quiet --target "$work/site" --no-index --find-links "$wheels" "${package##*:}"
-done
+"$python" -c "import click, jsonschema, pybind11, pynvml, rich, yaml" 2>/dev/null ||
+  "$python" -m pip install --quiet --target "$work/site" --no-index --no-deps "$wheels"/*.whl
 
 HYBRID_EP_BUILD_CUDA=off ci/build_inplace.sh "$python" >"$OUT/build.log" 2>&1 || { tail -n 20 "$OUT/build.log"; exit 1; }
 grep '^-- hybrid_ep' "$OUT/build.log"

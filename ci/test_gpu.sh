@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 python=${1:-python3}
 shift || true
 HYBRID_EP_BUILD_CUDA=on ci/build_inplace.sh "$python"
-"$python" -m pytest tests/multi_gpu -p no:cacheprovider -k "not largest_domain" "$@"
+"$python" -m pytest tests/multi_gpu -p no:cacheprovider -k "not largest_domain" --durations 20 "$@"
 if ! command -v compute-sanitizer >/dev/null; then
   echo "compute-sanitizer is not installed: memcheck and racecheck were not run" >&2
   exit 0
