@@ -180,7 +180,6 @@ def layout(
 
 low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
-low_latency_control_bytes: int
 low_latency_masks_offset: int
 
 class ScaleFormat(Enum):
@@ -191,6 +190,8 @@ class ScaleFormat(Enum):
 
 class LowLatencyCapacity:
     def united_with(self, other: LowLatencyCapacity) -> LowLatencyCapacity: ...
+    @property
+    def epochs_bytes(self) -> int: ...
     @property
     def region_bytes(self) -> int: ...
 

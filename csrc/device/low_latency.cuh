@@ -15,6 +15,10 @@ __device__ inline LowLatencyControl& control_of(const LowLatencyDomain& domain, 
 __device__ inline LowLatencyChannel& channel_of(const LowLatencyDomain& domain, int rank) {
   return control_of(domain, rank).channels[static_cast<int>(domain.kind)][domain.buffer_idx];
 }
+// Parts of routes, of a dispatch.
+__device__ inline uint4* routes_of(const LowLatencyDomain& domain, int rank) {
+  return reinterpret_cast<uint4*>(domain.region[rank] + domain.routes_begin);
+}
 __device__ inline uint8_t* buffer_of(const LowLatencyDomain& domain, int rank) {
   return domain.region[rank] + domain.buffer_begin;
 }

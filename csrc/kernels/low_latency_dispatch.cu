@@ -86,15 +86,14 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   const unsigned leaders = __ballot_sync(kAllLanes, leads);
   const int64_t place = static_cast<int64_t>(domain.rank) * params.shape.max_tokens + token;
   if (leads) {
-    targets.slot[__popc(leaders & ((1u << lane) - 1))] =
-        buffer_of(domain, rank) + params.message.slots_begin + place * params.message.slot_bytes;
+    targets.slot[__popc(leaders & ((1u << lane) - 1))] = buffer_of(domain, rank) + place * params.message.slot_bytes;
   }
   if (lane == 0) targets.count = __popc(leaders);
   __syncwarp();
   const int num_parts = params.message.num_route_parts;
   for (int r = lane; r < domain.num_ranks; r += 32) {
     if (!present[r]) continue;
-    uint4* route = reinterpret_cast<uint4*>(buffer_of(domain, r)) + place * num_parts;
+    uint4* route = routes_of(domain, r) + place * num_parts;
     for (int i = 0; i < num_parts; ++i) {
       ptx::store_relaxed_system(route + i, reinterpret_cast<const uint4*>(targets.route)[i]);
     }
@@ -209,8 +208,7 @@ __device__ int find_column(const ReceiveTokensParams& params, const Waiter& wait
                            int expert) {
   const LowLatencyDomain& domain = params.domain;
   const int num_parts = params.message.num_route_parts, source = pair / params.shape.max_tokens;
-  const uint4* route =
-      reinterpret_cast<const uint4*>(buffer_of(domain, domain.rank)) + static_cast<int64_t>(pair) * num_parts;
+  const uint4* route = routes_of(domain, domain.rank) + static_cast<int64_t>(pair) * num_parts;
   int column = -1;
   for (int i = 0; i < num_parts; ++i) {
     RoutePart part;
@@ -233,7 +231,7 @@ __device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, c
   const int warp = threadIdx.x / 32, row_bytes = params.message.row_bytes;
   const int64_t capacity = static_cast<int64_t>(shape.max_tokens) * params.domain.num_ranks;
   const int64_t first_row = local_expert * capacity;
-  const uint8_t* slots = buffer_of(params.domain, params.domain.rank) + params.message.slots_begin;
+  const uint8_t* slots = buffer_of(params.domain, params.domain.rank);
   const auto slot_of = [&](const Found& row) {
     return slots + static_cast<int64_t>(row.pair) * params.message.slot_bytes;
   };
@@ -270,6 +268,7 @@ __device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, c
 
 __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
+  __shared__ bool present[kMaxRanks];
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
   __shared__ int warp_counts[kReceiveWarps];
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   bool is_other_call = false;
   if (tid < num_ranks) {
     uint32_t value = params.digest << 16;  // of a rank that is left out: no tokens
-    wait_until_begun(domain, waiter, epoch, tid, &value);
+    present[tid] = wait_until_begun(domain, waiter, epoch, tid, &value);
     num_tokens[tid] = min(value & 0xffffu, static_cast<uint32_t>(max_tokens));
     const uint32_t digest = value >> 16;
     is_other_call = digest != params.digest;
@@ -303,9 +302,9 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   __syncthreads();
 
   const auto wait_for_rows = [&] {
-    if (tid < num_ranks) {
+    if (tid < num_ranks && present[tid]) {
       uint32_t unused;
-      wait_until_sent(domain, waiter, epoch, tid, WaitTag::kRows, &unused);
+      if (!waiter.until_epoch(&channel.sent[tid], epoch, tid, WaitTag::kRows, &unused)) mask(domain, tid);
     }
     int waited_us = 0;
     if (params.wait_stats != nullptr) waited_us = static_cast<int>((ptx::clock_ns() - started) / 1000);

@@ -1,10 +1,11 @@
 // The symmetric memory of low-latency calls: one region at each rank, the same at all of them.
 //
-//     control │ dispatch, two buffers │ combine, two buffers
+//     control │ routes of dispatch, two buffers │ slots of dispatch, two buffers │ combine, two buffers
 //
 // Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
 // and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
-// that nobody needs counts to send. Routes tell by themselves that they have come, ahead of the rows. A buffer of
+// that nobody needs counts to send. Routes tell by their epoch that they have come, ahead of the rows; hence nothing
+// else is ever written where they stand, whatever the sizes of a call. A buffer of
 // combine has a row for each token and column of top-k, and the weights of every rank's tokens, with which rows are
 // summed before they cross.
 //
@@ -83,14 +84,13 @@ inline int64_t low_latency_align(int64_t num_bytes) {
   return (num_bytes + kLowLatencyAlignBytes - 1) / kLowLatencyAlignBytes * kLowLatencyAlignBytes;
 }
 
-// Bytes of each message of a dispatch. A buffer has R × M routes, then as many slots.
+// Each message of a dispatch. A buffer has R × M routes and as many slots.
 struct LowLatencyMessage {
   int row_bytes, num_scale_words;
   int num_route_parts;  // of a route, for K columns
   int slot_bytes;       // a row and its scales
-  int64_t slots_begin;  // in the buffer
 
-  static LowLatencyMessage of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks) {
+  static LowLatencyMessage of(const LowLatencyShape& shape, ScaleFormat format) {
     const int num_scales = shape.hidden / kChannelsPerScale;
     LowLatencyMessage message{};
     message.row_bytes = format == ScaleFormat::kNone ? 2 * shape.hidden : shape.hidden;
@@ -99,8 +99,6 @@ struct LowLatencyMessage {
                                                               : num_scales;
     message.num_route_parts = (shape.num_topk + RoutePart::kColumns - 1) / RoutePart::kColumns;
     message.slot_bytes = static_cast<int>(low_latency_align(message.row_bytes + 4 * message.num_scale_words));
-    const auto route_bytes = static_cast<int64_t>(message.num_route_parts * sizeof(RoutePart));
-    message.slots_begin = low_latency_align(num_ranks * shape.max_tokens * route_bytes);
     return message;
   }
 };
@@ -117,22 +115,30 @@ struct LowLatencyWeights {
 
 // Bytes of one buffer of each kind, whatever the format: scales never make an FP8 row larger than one of bf16.
 struct LowLatencyCapacity {
-  int64_t dispatch_bytes, combine_bytes;
+  int64_t routes_bytes, slots_bytes, combine_bytes;
 
   static LowLatencyCapacity of(const LowLatencyShape& shape, int num_ranks) {
-    const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone, num_ranks);
+    const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone);
     const LowLatencyWeights weights = LowLatencyWeights::of(shape);
-    return {message.slots_begin + static_cast<int64_t>(num_ranks) * shape.max_tokens * message.slot_bytes,
+    const int64_t num_tokens = static_cast<int64_t>(num_ranks) * shape.max_tokens;
+    const auto route_bytes = static_cast<int64_t>(message.num_route_parts * sizeof(RoutePart));
+    return {low_latency_align(num_tokens * route_bytes), num_tokens * message.slot_bytes,
             weights.begin + num_ranks * weights.rank_bytes};
   }
   bool covers(const LowLatencyCapacity& other) const {
-    return dispatch_bytes >= other.dispatch_bytes && combine_bytes >= other.combine_bytes;
+    return routes_bytes >= other.routes_bytes && slots_bytes >= other.slots_bytes &&
+           combine_bytes >= other.combine_bytes;
   }
+  int64_t routes_begin(int buffer_idx) const {
+    return low_latency_align(sizeof(LowLatencyControl)) + buffer_idx * routes_bytes;
+  }
+  // All that holds epochs, from the region's begin on.
+  int64_t epochs_bytes() const { return routes_begin(kLowLatencyBuffers); }
+  // Of the slots of a dispatch, or of a combine.
   int64_t buffer_begin(LowLatencyKind kind, int buffer_idx) const {
-    const int64_t control_bytes = low_latency_align(sizeof(LowLatencyControl));
     return kind == LowLatencyKind::kDispatch
-               ? control_bytes + buffer_idx * dispatch_bytes
-               : control_bytes + kLowLatencyBuffers * dispatch_bytes + buffer_idx * combine_bytes;
+               ? epochs_bytes() + buffer_idx * slots_bytes
+               : epochs_bytes() + kLowLatencyBuffers * slots_bytes + buffer_idx * combine_bytes;
   }
   int64_t region_bytes() const { return buffer_begin(LowLatencyKind::kCombine, kLowLatencyBuffers); }
 };
@@ -144,7 +150,7 @@ struct LowLatencyDomain {
   FaultRecord* fault;
   LowLatencyKind kind;
   int buffer_idx;
-  int64_t buffer_begin;  // in each region, bytes
+  int64_t routes_begin, buffer_begin;  // in each region, bytes
   uint8_t* region[kMaxRanks];
 };
 

@@ -25,7 +25,7 @@ LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat form
   return {num_ranks,
           shape,
           format,
-          LowLatencyMessage::of(shape, format, num_ranks),
+          LowLatencyMessage::of(shape, format),
           LowLatencyWeights::of(shape),
           LowLatencyCapacity::of(shape, num_ranks),
           LowLatencyResults::of(shape, num_ranks)};
@@ -68,6 +68,7 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
   LowLatencyDomain domain = domain_;
   domain.kind = kind;
   domain.buffer_idx = buffer_idx;
+  domain.routes_begin = capacity_.routes_begin(buffer_idx);
   domain.buffer_begin = capacity_.buffer_begin(kind, buffer_idx);
   return domain;
 }

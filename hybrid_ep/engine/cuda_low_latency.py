@@ -253,8 +253,8 @@ class CudaLowLatency:
     def reset(self) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running."""
         self._dispatches, self._combines = _Buffers(), _Buffers()
-        if self._memory is not None:
-            self._memory.local[: _cuda.low_latency_control_bytes].zero_()
+        if self._memory is not None and self._capacity is not None:
+            self._memory.local[: self._capacity.epochs_bytes].zero_()
             self.upload_masks()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from hybrid_ep.reference import Copy
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = ["FORMATS", "check_low_latency", "check_mixed_hooks", "check_overlapping_batches"]
+__all__ = ["FORMATS", "check_cleaned", "check_low_latency", "check_mixed_hooks", "check_overlapping_batches"]
 
 FORMATS: dict[str, Fp8Format | None] = {
     "bf16": None,
@@ -160,6 +161,23 @@ def check_overlapping_batches(case: Case, device: str = "cpu") -> None:
         hook_2()
         equal(out_1, expected_combine(case, rank, lambda _: True), "first batch")
         equal(out_2, expected_combine(case, rank, lambda _: True), "second batch")
+
+
+def check_cleaned(case: Case, device: str = "cpu") -> None:
+    """After the buffers were cleaned, calls count from one again, and nothing of before is taken for theirs."""
+    rank = dist.get_rank()
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        for seed in range(12):
+            drawn = replace(case, seed=seed)
+            inputs = on(device, drawn.inputs(rank))
+            sent = [drawn.inputs(r).x for r in range(case.num_ranks)]
+            copies = expert_copies(drawn, rank)
+            received, count, handle, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), f"counts of call {seed}")
+            _check_packed(drawn, copies, sent, received, handle)
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
 
 
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:

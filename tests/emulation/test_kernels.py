@@ -78,6 +78,10 @@ def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_overlapping_batches", Case("overlap", 4, 12))
 
 
+def test_cleaned_low_latency_buffers_forget(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "battery.low_latency.check_cleaned", Case("cleaned", 4, 12))
+
+
 @pytest.mark.parametrize(
     "check", ["check_other_calls", "check_other_low_latency_calls", "check_refused_calls_leave_nothing_to_do"]
 )

@@ -277,8 +277,8 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     """Writes what the peer's third combine would, where csrc/layout/low_latency_layout.h has it."""
     from hybrid_ep import _cuda
 
-    memory: Tensor = buffer.engine._low_latency._memory.local  # type: ignore[attr-defined]
-    words = memory[: _cuda.low_latency_control_bytes].view(torch.int32)
+    calls = buffer.engine._low_latency  # type: ignore[attr-defined]
+    words = calls._memory.local[: calls._capacity.epochs_bytes].view(torch.int32)
     num_ranks = _cuda.max_ranks
     begun, sent, weights_epoch, free_epoch, progress = 2 * num_ranks, 2 * num_ranks, num_ranks, num_ranks, 4
     channel = begun + sent + weights_epoch + free_epoch + progress

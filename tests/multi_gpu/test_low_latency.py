@@ -43,6 +43,10 @@ def test_overlapping_batches(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_overlapping_batches, case, "cuda")
 
 
+def test_cleaned_buffers_forget(run_gpus: RunGpus) -> None:
+    run_gpus(2, battery.check_cleaned, Case("cleaned", 2, 12), "cuda")
+
+
 @every_case
 def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")

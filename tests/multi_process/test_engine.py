@@ -61,6 +61,10 @@ def test_low_latency_batches_overlap(run_ranks: RunRanks) -> None:
     run_ranks(4, low_latency.check_overlapping_batches, Case("overlap", 4, 12))
 
 
+def test_cleaned_low_latency_buffers_forget(run_ranks: RunRanks) -> None:
+    run_ranks(4, low_latency.check_cleaned, Case("cleaned", 4, 12))
+
+
 @pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
 def test_low_latency_hooks_are_mixed(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(case.num_ranks, low_latency.check_mixed_hooks, case)

@@ -11,7 +11,6 @@ void add_low_latency(pybind11::module_& module) {
   namespace py = pybind11;
   module.attr("low_latency_buffers") = kLowLatencyBuffers;
   module.attr("low_latency_min_tokens_to_sum") = kMinTokensToSum;
-  module.attr("low_latency_control_bytes") = sizeof(LowLatencyControl);
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
   py::enum_<ScaleFormat>(module, "ScaleFormat")
       .value("NONE", ScaleFormat::kNone)
@@ -22,10 +21,12 @@ void add_low_latency(pybind11::module_& module) {
       .def(
           "united_with",
           [](const LowLatencyCapacity& self, const LowLatencyCapacity& other) {
-            return LowLatencyCapacity{std::max(self.dispatch_bytes, other.dispatch_bytes),
+            return LowLatencyCapacity{std::max(self.routes_bytes, other.routes_bytes),
+                                      std::max(self.slots_bytes, other.slots_bytes),
                                       std::max(self.combine_bytes, other.combine_bytes)};
           },
           py::arg("other"))
+      .def_property_readonly("epochs_bytes", &LowLatencyCapacity::epochs_bytes)
       .def_property_readonly("region_bytes", &LowLatencyCapacity::region_bytes);
   py::class_<LowLatencyPlan>(module, "LowLatencyPlan")
       .def(py::init([](int num_ranks, int num_experts, int num_topk, int hidden, int max_tokens, ScaleFormat format) {
