@@ -78,6 +78,9 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
   check_cuda(cudaDeviceGetAttribute(&num_device_sms_, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  is_hopper_ = major == 9;
   prepare_dispatch();
   prepare_combine();
   prepare_duplicate();
@@ -146,7 +149,8 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.ticket = plan.waits_for_counts ? ++ticket_ : 0;
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
-  const LaunchShape shape = dispatch_shape(params.row_bytes, plan.num_sms, num_device_sms_);
+  const LaunchShape shape =
+      dispatch_shape(params.row_bytes, plan.num_sms, domain_.num_ranks, is_hopper_, num_device_sms_);
   params.num_send_warps = shape.num_send_warps;
   params.num_stages = shape.num_stages;
   launch_dispatch(params, shape.num_sms, std::max(counter_bytes, shape.ring_bytes), stream);

@@ -66,6 +66,7 @@ class Communicator {
   Domain domain_{};
   int device_;
   int num_device_sms_ = 0;
+  bool is_hopper_ = false;
   double timeout_s_;
   Mailbox* mailbox_ = nullptr;
   FaultRecord* fault_ = nullptr;

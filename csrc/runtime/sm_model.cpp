@@ -10,18 +10,28 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kDefaultSms = 16;
+constexpr int kFewSms = 8;
+// GB/s on Hopper: what an SM pushes, to its own GPU too, and what leaves a GPU.
+constexpr double kSmRate = 50, kWireRate = 340;
 constexpr int kDispatchSendWarps = 2;
 constexpr double kExpertSmsPerCopy = 0.75;  // for an SM of a combine: what it takes in by what an SM of sums does
 
-int num_sms(int asked, int num_device_sms) {
-  return std::min({asked > 0 ? asked : kDefaultSms, num_device_sms, kMaxCtas});
+int num_sms(int asked, int its_default, int num_device_sms) {
+  return std::min({asked > 0 ? asked : its_default, num_device_sms, kMaxCtas});
+}
+
+// The fewer ranks, the more of the rows stay on their GPU, and the more SMs it takes to fill the wire with the others.
+// More than fill it only crowd it.
+int default_dispatch_sms(int num_ranks, bool is_hopper) {
+  const double rate_that_fills_wire = kWireRate * num_ranks / (num_ranks - 1.0);
+  return is_hopper && kFewSms * kSmRate >= rate_that_fills_wire ? kFewSms : kDefaultSms;
 }
 
 }  // namespace
 
-LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms) {
+LaunchShape dispatch_shape(int row_bytes, int asked, int num_ranks, bool is_hopper, int num_device_sms) {
   LaunchShape result{};
-  result.num_sms = num_sms(asked, num_device_sms);
+  result.num_sms = num_sms(asked, default_dispatch_sms(num_ranks, is_hopper), num_device_sms);
   // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps.
   const int rows_that_fit = kDynamicSharedBytes / row_bytes;
   result.num_send_warps = std::clamp(rows_that_fit / (kDispatchStoresInFlight + 1), 1, kDispatchSendWarps);
@@ -30,7 +40,7 @@ LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms) {
   return result;
 }
 
-int combine_sms(int asked, int num_device_sms) { return num_sms(asked, num_device_sms); }
+int combine_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
 
 int expert_sms(int num_combine_sms, int num_topk, int num_ranks, int num_device_sms) {
   // As fast as the rows leave: faster sums take bandwidth of local memory from the combine while it runs.

@@ -11,7 +11,7 @@ struct LaunchShape {
 };
 
 // `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has.
-LaunchShape dispatch_shape(int row_bytes, int asked, int num_device_sms);
+LaunchShape dispatch_shape(int row_bytes, int asked, int num_ranks, bool is_hopper, int num_device_sms);
 int combine_sms(int asked, int num_device_sms);
 // What a combine from experts takes beside these for the sums of its rows, with num_topk experts a token.
 int expert_sms(int num_combine_sms, int num_topk, int num_ranks, int num_device_sms);
