@@ -156,7 +156,9 @@ def test_cross_node_checks_ran_once_on_the_controller(fleet: Fleet, validated: P
 
 def test_check_mode_finds_the_same(fleet: Fleet, validated: Play) -> None:
     checked = fleet.play("validate.yml", "--check", "-e", f"preflight_results={HOME}/checked")
-    assert findings(fleet, "checked") == findings(fleet)
+    expected, found = findings(fleet), findings(fleet, "checked")
+    assert all("no connection" in each.pop("node-e") for each in (expected, found))  # ssh knows more than one reason
+    assert found == expected
     assert checked.code == validated.code
     assert [checked.recap(node)["changed"] for node in GROUPS["gb200_nvl72"]] == [0] * 5
 
