@@ -5,9 +5,8 @@
 // Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
 // and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
 // that nobody needs counts to send. Routes tell by their epoch that they have come, ahead of the rows; hence nothing
-// else is ever written where they stand, whatever the sizes of a call. A buffer of
-// combine has a row for each token and column of top-k, and the weights of every rank's tokens, with which rows are
-// summed before they cross.
+// else is ever written where they stand, whatever the sizes of a call. A buffer of combine has a row for each token and
+// column of top-k, and the weights of every rank's tokens, with which rows are summed before they cross.
 //
 // Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
 // replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there; the
