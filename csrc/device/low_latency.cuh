@@ -81,11 +81,11 @@ __device__ inline bool wait_for_weights(const LowLatencyDomain& domain, const Wa
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kWeights); });
 }
 
-// Waits until what rank r has sent stands here, and writes the value that its flag brings along.
+// Waits until the rows of rank r stand here (combine), and writes the value that its flag brings along.
 __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
-                                       WaitTag tag, uint32_t* value) {
+                                       uint32_t* value) {
   const uint64_t* flag = &channel_of(domain, domain.rank).sent[r];
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, tag, value); });
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kPartialRows, value); });
 }
 
 // Collective over the CTA, at the end of a kernel that sends: the last CTA of the grid tells every rank that takes part

@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
   if (tid < domain.num_ranks) {
     const uint64_t started = ptx::clock_ns();
     uint32_t min_tokens_to_sum = 0;
-    present[tid] = wait_until_sent(domain, waiter, epoch, tid, WaitTag::kPartialRows, &min_tokens_to_sum);
+    present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
     has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }

@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
   __shared__ int warp_counts[kReceiveWarps];
   __shared__ Found found[kMaxFound];
-  __shared__ uint64_t started;
+  __shared__ int64_t waited_ns[kMaxRanks];  // for each rank; what the walk takes is no wait
   __shared__ uint64_t barriers[kReceiveWarps * kCopyStages];
   extern __shared__ __align__(128) uint8_t stages[];
   const LowLatencyDomain& domain = params.domain;
@@ -284,11 +284,12 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   SegmentRing ring(stages + warp * kCopyStages * kSegmentBytes, barriers + warp * kCopyStages, kCopyStages,
                    kSegmentBytes, lane);
-  if (tid == 0) started = ptx::clock_ns();
   bool is_other_call = false;
   if (tid < num_ranks) {
+    waited_ns[tid] = -static_cast<int64_t>(ptx::clock_ns());
     uint32_t value = params.digest << 16;  // of a rank that is left out: no tokens
     present[tid] = wait_until_begun(domain, waiter, epoch, tid, &value);
+    waited_ns[tid] += ptx::clock_ns();
     num_tokens[tid] = min(value & 0xffffu, static_cast<uint32_t>(max_tokens));
     const uint32_t digest = value >> 16;
     is_other_call = digest != params.digest;
@@ -304,16 +305,16 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   const auto wait_for_rows = [&] {
     if (tid < num_ranks && present[tid]) {
       uint32_t unused;
+      if (params.wait_stats != nullptr) waited_ns[tid] -= ptx::clock_ns();
       if (!waiter.until_epoch(&channel.sent[tid], epoch, tid, WaitTag::kRows, &unused)) mask(domain, tid);
+      if (params.wait_stats != nullptr) waited_ns[tid] += ptx::clock_ns();
     }
-    int waited_us = 0;
-    if (params.wait_stats != nullptr) waited_us = static_cast<int>((ptx::clock_ns() - started) / 1000);
     ptx::wait_for_previous_kernel();
     __syncthreads();
     ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
     if (blockIdx.x == 0 && tid < num_ranks) {
       params.num_received[tid] = num_tokens[tid];
-      if (params.wait_stats != nullptr) params.wait_stats[tid] += waited_us;
+      if (params.wait_stats != nullptr) params.wait_stats[tid] += waited_ns[tid] / 1000;
     }
   };
 
