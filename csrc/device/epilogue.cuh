@@ -24,10 +24,10 @@ __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
 __device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  own.arrived_ctas = 0;
+  own.arrived_ctas = own.placed_ctas = 0;
   own.started_ctas = 0;
   own.finished_ctas = 0;
-  own.sent_chunks = own.summed_tokens = 0;
+  own.sent_items = own.summed_tokens = 0;
   own.failed = 0;
   epoch_counter = epoch;
 }

@@ -10,11 +10,11 @@ namespace hybrid_ep {
 
 class Tickets {
  public:
-  // Collective over a warp, as take() is. `counter` is 0 before the kernel begins.
-  __device__ explicit Tickets(uint32_t* counter) : counter_(counter) { ask(); }
+  // Collective over a warp, as take() is. `counter` is 0 before the kernel begins, `first` the first ticket.
+  __device__ explicit Tickets(uint32_t* counter, int first = 0) : counter_(counter), first_(first) { ask(); }
 
   __device__ int take() {
-    const int ticket = __shfl_sync(kAllLanes, asked_, 0);
+    const int ticket = first_ + __shfl_sync(kAllLanes, asked_, 0);
     ask();
     return ticket;
   }
@@ -26,6 +26,7 @@ class Tickets {
   }
 
   uint32_t* counter_;
+  int first_;
   int asked_ = 0;
 };
 

@@ -76,7 +76,7 @@ class PieceWalk {
 class Chunks {
  public:
   __device__ Chunks(const CombineParams& params, const Routes& routes)
-      : params_(params), routes_(routes), tickets_(&params.domain.control[params.domain.rank]->sent_chunks) {}
+      : params_(params), routes_(routes), tickets_(&params.domain.control[params.domain.rank]->sent_items) {}
 
   // Collective over a warp. Returns false if there are no more. Where ranks' calls differ, nothing is to be sent.
   __device__ bool next(Chunk& chunk, bool is_same) {

@@ -4,12 +4,14 @@
 //     x[t] ─ bulk load ─► shared memory ─ one bulk store per rank ─► row of every receiver ─► rows_epoch
 //     experts, weights and scales of the same tokens ─ coalesced stores ─► the parts beside the rows
 //
-// A CTA owns a contiguous block of tokens from beginning to end, so that what it counted it also sends. Its first warps
-// send rows, the others send what goes with them. Legend: T tokens, K top-k, E experts, R ranks, N received rows.
+// A CTA counts a contiguous block of tokens, and sends what goes with their rows. Its first warps send rows, of any
+// tokens, by tickets: SMs do not get equal parts of the wire. Legend: T tokens, K top-k, E experts, R ranks, N received
+// rows.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
 #include "device/row_ring.cuh"
+#include "device/tickets.cuh"
 #include "kernels/dispatch_routes.cuh"
 
 namespace hybrid_ep {
@@ -17,48 +19,85 @@ namespace {
 
 constexpr int kCellsAhead = 4;  // of metadata that a thread loads at once
 
-// Sends this CTA's rows: each lane stores a row to the ranks that the lane stands for.
-__device__ void send_rows(const DispatchParams& params, const Range tokens, const Routes& routes, uint8_t* shared,
-                          uint64_t* barriers) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int num_ranks = params.domain.num_ranks, stride = params.num_send_warps;
-  const int first = tokens.begin + warp;
-  const int count = first < tokens.end ? (tokens.end - first + stride - 1) / stride : 0;
-  RowRing<kDispatchStoresInFlight> ring(shared + static_cast<int64_t>(warp) * params.num_stages * params.row_bytes,
-                                        barriers + warp * params.num_stages, params.num_stages, params.row_bytes, lane);
-  const auto row_of = [&](int i) { return params.rows + static_cast<int64_t>(first + i * stride) * params.row_bytes; };
-  const int32_t* dst = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
-  const auto load_dst = [&](int i, int r) {
-    return i < count && r < num_ranks ? dst[static_cast<int64_t>(first + i * stride) * num_ranks + r] : -1;
-  };
-  constexpr int kRanksPerLane = (kMaxRanks + 31) / 32;
-  int next[kRanksPerLane];
+// What a warp does that sends rows, of tokens of any CTA. It has a ring of its own, and in `tokens` the token of each
+// stage. Every function is collective over the warp; one that sends nothing has a ring without stages.
+class RowSender {
+ public:
+  __device__ RowSender(const DispatchParams& params, int num_stages, uint8_t* stages, uint64_t* barriers,
+                       int32_t* tokens)
+      : params_(params), ring_(stages, barriers, num_stages, params.row_bytes, threadIdx.x % 32), tokens_(tokens) {}
 
-  for (int i = 0; i < min(count, ring.num_ahead()); ++i) ring.fetch(row_of(i));
-#pragma unroll
-  for (int q = 0; q < kRanksPerLane; ++q) next[q] = load_dst(0, lane + 32 * q);
-  for (int i = 0; i < count; ++i) {
-    int row[kRanksPerLane];
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) {
-      row[q] = next[q];
-      next[q] = load_dst(i + 1, lane + 32 * q);
-    }
-    const uint8_t* stage = ring.wait();
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) {
-      const int r = lane + 32 * q;
-      if (row[q] < 0) continue;
-      if (params.pad_multiple == 0) row[q] += routes.recv_base[r];
-      if (row[q] >= routes.row_limit[r]) continue;
-      ptx::bulk_store(routes.slot[r] + params.slot.rows + static_cast<int64_t>(row[q]) * params.row_bytes, stage,
-                      params.row_bytes);
-    }
-    ring.release();
-    if (i + ring.num_ahead() < count) ring.fetch(row_of(i + ring.num_ahead()));
+  // Asks for the first rows, which every warp knows by its number; this needs nothing of what the call has yet to find.
+  __device__ void begin() {
+    const int number = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    for (int i = 0; i < ring_.num_ahead(); ++i) fetch(number + i * num_warps());
   }
-  ptx::bulk_wait_written<0>();
-}
+
+  // Sends them and the rows after them: each lane stores a row to the ranks that the lane stands for.
+  __device__ void send(const Routes& routes) {
+    Tickets tickets(&params_.domain.control[params_.domain.rank]->sent_items, num_warps() * ring_.num_ahead());
+    load_places();
+    while (num_ahead_ > 0) {
+      const uint8_t* stage = ring_.wait();
+#pragma unroll
+      for (int q = 0; q < kRanksPerLane; ++q) {
+        const int r = threadIdx.x % 32 + 32 * q;
+        if (place_[q] < 0) continue;
+        if (params_.pad_multiple == 0) place_[q] += routes.recv_base[r];
+        if (place_[q] >= routes.row_limit[r]) continue;
+        uint8_t* rows = routes.slot[r] + params_.slot.rows;
+        ptx::bulk_store(rows + static_cast<int64_t>(place_[q]) * params_.row_bytes, stage, params_.row_bytes);
+      }
+      ring_.release();
+      --num_ahead_;
+      if (has_more_) fetch(tickets.take());
+      load_places();
+    }
+    ptx::bulk_wait_written<0>();
+  }
+
+  // Instead of send(): waits until nothing is on its way to shared memory.
+  __device__ void drop() {
+    for (; num_ahead_ > 0; --num_ahead_) {
+      ring_.wait();
+      ring_.release();
+    }
+  }
+
+ private:
+  static constexpr int kRanksPerLane = (kMaxRanks + 31) / 32;
+
+  __device__ int num_warps() const { return gridDim.x * params_.num_send_warps; }
+
+  __device__ void fetch(int token) {
+    has_more_ = token < params_.num_tokens;
+    if (!has_more_) return;
+    if (threadIdx.x % 32 == 0) tokens_[ring_.load_stage()] = token;
+    ring_.fetch(params_.rows + static_cast<int64_t>(token) * params_.row_bytes);
+    ++num_ahead_;
+  }
+
+  // Where the next row goes. NOTE: another CTA may have written it, and this one's L1 may have the line from before.
+  __device__ void load_places() {
+    __syncwarp();
+    if (num_ahead_ == 0) return;
+    const int num_ranks = params_.domain.num_ranks;
+    const int32_t* places = params_.pad_multiple > 0 ? params_.dst_row : params_.send_slot;
+    const int64_t first_cell = static_cast<int64_t>(tokens_[ring_.stage()]) * num_ranks;
+#pragma unroll
+    for (int q = 0; q < kRanksPerLane; ++q) {
+      const int r = threadIdx.x % 32 + 32 * q;
+      place_[q] = r < num_ranks ? __ldcg(places + first_cell + r) : -1;
+    }
+  }
+
+  const DispatchParams& params_;
+  RowRing<kDispatchStoresInFlight> ring_;
+  int32_t* tokens_;
+  int place_[kRanksPerLane];
+  int num_ahead_ = 0;  // rows asked for and not sent
+  bool has_more_ = true;
+};
 
 // Sends the scales of `count` rows that stand in one run at the receiver.
 template <typename Vector>
@@ -162,12 +201,13 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Routes routes;
-  __shared__ uint64_t barriers[kMaxSendWarps * kMaxStages];
+  __shared__ uint64_t barriers[kMaxSendWarps][kMaxStages];
+  __shared__ int32_t tokens[kMaxSendWarps][kMaxStages];
   const Domain& domain = params.domain;
   ControlBlock& own = *domain.control[domain.rank];
   const Waiter waiter(domain.fault, KernelName::kDispatch, domain.rank, domain.timeout_ns, domain.control,
                       domain.num_ranks);
-  const uint32_t epoch = ptx::load_acquire_gpu(&own.dispatch_epoch) + 1;
+  const uint32_t epoch = ptx::load_relaxed_gpu(&own.dispatch_epoch) + 1;
   const int warp = threadIdx.x / 32;
   const bool makes_route = params.topk_idx != nullptr;
 
@@ -191,13 +231,23 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     ok = __syncthreads_and(ok);
   }
   send_counts(params, epoch);
+
+  // While the counts are on their way.
+  const bool sends_rows = warp < params.num_send_warps;
+  const int sender_idx = sends_rows ? warp : 0, num_stages = sends_rows ? params.num_stages : 0;
+  RowSender sender(params, num_stages, shared + params.rings_begin + sender_idx * params.num_stages * params.row_bytes,
+                   barriers[sender_idx], tokens[sender_idx]);
+  if (!params.rings_overlap) sender.begin();
   if (makes_route) {
-    // While the counts are on their way.
     for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
       routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
     }
     __syncthreads();
     finish_slots(params, warp_tokens, routes);
+    if (params.pad_multiple == 0) {
+      __syncthreads();
+      if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&own.placed_ctas, 1);
+    }
   }
 
   // Learn from every rank, and decide alike: if a slot is too small, or calls differ, nobody sends.
@@ -205,6 +255,9 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
     ok &= waiter.until_epoch(&own.counts_epoch[r], epoch, r, WaitTag::kCounts);
     is_same &= !ok || makes_same_call(params, r);
+  }
+  if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
+    ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
   }
   ok = __syncthreads_and(ok);
   is_same = __syncthreads_and(is_same);
@@ -217,22 +270,31 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     }
   }
   lacks_room = __syncthreads_or(lacks_room);
-  const MailStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
+  MailStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
 
   // Send. The last warp first tells the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {
     finish_places(params, warp_tokens, shared, expert_base);
   }
   if (status == kFailed && makes_route) clear_route(params, cta_tokens);
-  ptx::fence_shared_for_bulk();  // the rings take over the expert counters' memory
+  ptx::fence_shared_for_bulk();  // the rings may take over the expert counters' memory
   __syncthreads();
-  if (blockIdx.x == 0 && warp == kWarps - 1) report_counts(params, routes, status);
-  if (status == kSent) {
-    if (warp < params.num_send_warps) {
-      send_rows(params, cta_tokens, routes, shared, barriers);
-    } else {
-      send_metadata(params, routes);
+  if (params.rings_overlap && status == kSent) sender.begin();
+  if (status == kSent && makes_route && params.pad_multiple > 0) {
+    if (threadIdx.x == 0) {
+      ptx::add_acq_rel_gpu(&own.placed_ctas, 1);
+      ok = waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
     }
+    ok = __syncthreads_and(ok);
+    if (!ok) status = kFailed;
+  }
+  if (blockIdx.x == 0 && warp == kWarps - 1) report_counts(params, routes, status);
+  if (status != kSent) {
+    sender.drop();
+  } else if (sends_rows) {
+    sender.send(routes);
+  } else {
+    send_metadata(params, routes);
   }
 
   // The last CTA tells every rank that all is sent, and waits until all has arrived. What failed is not called sent.

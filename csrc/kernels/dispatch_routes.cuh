@@ -71,13 +71,6 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
   const TokenLanes lanes(num_topk);
   int* rank_counts = routes.warp_counts[warp];
   int* expert_counts = warp_expert_counts(shared, warp, params.num_experts);
-  for (int r = lane; r < num_ranks; r += 32) rank_counts[r] = 0;
-  for (int e = lane; e < params.num_experts; e += 32) expert_counts[e] = 0;
-  const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
-  const int num_cells = (tokens.end - tokens.begin) * num_ranks;
-  for (int i = lane; i < num_cells; i += 32) params.send_slot[first_cell + i] = -1;
-  for (int i = lane; i < num_cells && params.pad_multiple > 0; i += 32) params.dst_row[first_cell + i] = -1;
-  __syncwarp();
 
   const auto is_there = [&](int token) { return lanes.mates != 0 && token < tokens.end; };
   // A batch of loads is on its way while the batch before is counted.
@@ -119,6 +112,13 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
   int64_t batch[kStepsPerBatch], next[kStepsPerBatch];
   const int tokens_per_batch = kStepsPerBatch * lanes.num_tokens;
   load_experts(tokens.begin, batch);
+  for (int r = lane; r < num_ranks; r += 32) rank_counts[r] = 0;
+  for (int e = lane; e < params.num_experts; e += 32) expert_counts[e] = 0;
+  const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
+  const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+  for (int i = lane; i < num_cells; i += 32) params.send_slot[first_cell + i] = -1;
+  for (int i = lane; i < num_cells && params.pad_multiple > 0; i += 32) params.dst_row[first_cell + i] = -1;
+  __syncwarp();
   for (int first = tokens.begin; first < tokens.end; first += tokens_per_batch) {
     load_experts(first + tokens_per_batch, next);
 #pragma unroll
@@ -150,7 +150,7 @@ __device__ void sum_over_warps(const DispatchParams& params, Routes& routes, uin
 
 __device__ int sum_over_ctas(const ControlBlock& own, int column, int num_ctas) {
   int sum = 0;
-#pragma unroll 8
+#pragma unroll 16
   for (int c = 0; c < num_ctas; ++c) sum += __ldcg(&own.cta_counts[c][column]);
   return sum;
 }
@@ -161,17 +161,13 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
   const ControlBlock& own = *domain.control[domain.rank];
   for (int peer = blockIdx.x; peer < domain.num_ranks; peer += gridDim.x) {
     CountRow& row = domain.control[peer]->counts[domain.rank];
-    for (int i = threadIdx.x; i < domain.num_ranks; i += kDispatchThreads) {
-      row.num_tokens_per_rank[i] =
-          params.topk_idx == nullptr
-              ? params.rank_prefix[domain.rank * domain.num_ranks + i] -
-                    (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * domain.num_ranks + i] : 0)
-              : sum_over_ctas(own, i, gridDim.x);
-    }
-    if (params.topk_idx != nullptr) {
-      for (int e = threadIdx.x; e < params.num_experts; e += kDispatchThreads) {
-        row.num_tokens_per_expert[e] = sum_over_ctas(own, domain.num_ranks + e, gridDim.x);
-      }
+    const int num_columns = domain.num_ranks + (params.topk_idx == nullptr ? 0 : params.num_experts);
+    for (int i = threadIdx.x; i < num_columns; i += kDispatchThreads) {
+      int& column = i < domain.num_ranks ? row.num_tokens_per_rank[i] : row.num_tokens_per_expert[i - domain.num_ranks];
+      column = params.topk_idx == nullptr
+                   ? params.rank_prefix[domain.rank * domain.num_ranks + i] -
+                         (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * domain.num_ranks + i] : 0)
+                   : sum_over_ctas(own, i, gridDim.x);
     }
     if (threadIdx.x == 0) {
       row.slot_idx = params.slot_idx;
@@ -193,17 +189,19 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
 __device__ bool makes_same_call(const DispatchParams& params, int r) {
   const Domain& domain = params.domain;
   const CountRow& row = domain.control[domain.rank]->counts[r];
-  const auto is_same = [&](WaitTag what, int32_t mine, const int32_t* theirs) {
-    const int32_t seen = __ldcg(theirs);
+  // All at once, before the first is looked at.
+  const int32_t num_experts = __ldcg(&row.num_experts), record_bytes = __ldcg(&row.record_bytes);
+  const int32_t pad_multiple = __ldcg(&row.pad_multiple), is_bound = __ldcg(&row.is_bound);
+  const auto is_same = [&](WaitTag what, int32_t mine, int32_t seen) {
     if (seen != mine && blockIdx.x == 0) {
       report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kDispatch, what, domain.rank, r, mine, seen);
     }
     return seen == mine;
   };
-  return is_same(WaitTag::kNumExperts, params.num_experts, &row.num_experts) &&
-         is_same(WaitTag::kRecordBytes, params.record_bytes, &row.record_bytes) &&
-         is_same(WaitTag::kPadMultiple, params.pad_multiple, &row.pad_multiple) &&
-         is_same(WaitTag::kBound, params.is_bound, &row.is_bound);
+  return is_same(WaitTag::kNumExperts, params.num_experts, num_experts) &&
+         is_same(WaitTag::kRecordBytes, params.record_bytes, record_bytes) &&
+         is_same(WaitTag::kPadMultiple, params.pad_multiple, pad_multiple) &&
+         is_same(WaitTag::kBound, params.is_bound, is_bound);
 }
 
 // Of a call that has failed, which the host may not know yet: an empty route, so that kernels that are queued behind it

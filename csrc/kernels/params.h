@@ -67,6 +67,8 @@ struct DispatchParams {
   uint32_t ticket;
   // Shape of the launch.
   int num_send_warps, num_stages;
+  int rings_begin;     // in dynamic shared memory
+  bool rings_overlap;  // the expert counters: nothing is loaded before these are done with
 };
 
 // Of a combine from experts: what its rows are sums of, experts ascending, rounded once.

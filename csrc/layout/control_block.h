@@ -42,11 +42,12 @@ struct ControlBlock {
   uint32_t dispatch_epoch;
   uint32_t combine_epoch;
   uint32_t arrived_ctas;   // at the grid barrier; 0 between kernels
+  uint32_t placed_ctas;    // of a dispatch, whose tokens' places are final; 0 between kernels
   uint32_t started_ctas;   // of a combine from experts; 0 between kernels
   uint32_t finished_ctas;  // 0 between kernels
   uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
-  uint32_t sent_chunks;    // tickets of a combine's sending warps; 0 between kernels
-  uint32_t summed_tokens;  // tickets of its summing warps; likewise
+  uint32_t sent_items;     // tickets of sending warps: tokens of a dispatch, chunks of a combine; 0 between kernels
+  uint32_t summed_tokens;  // tickets of a combine's summing warps; likewise
   ReportQueue report_queues[kMaxCtas][kCombineSendWarps];
   int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];
 };

@@ -150,10 +150,12 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
   const LaunchShape shape =
-      dispatch_shape(params.row_bytes, plan.num_sms, domain_.num_ranks, is_hopper_, num_device_sms_);
+      dispatch_shape(params.row_bytes, counter_bytes, plan.num_sms, domain_.num_ranks, is_hopper_, num_device_sms_);
   params.num_send_warps = shape.num_send_warps;
   params.num_stages = shape.num_stages;
-  launch_dispatch(params, shape.num_sms, std::max(counter_bytes, shape.ring_bytes), stream);
+  params.rings_begin = shape.rings_begin;
+  params.rings_overlap = shape.rings_overlap;
+  launch_dispatch(params, shape.num_sms, shape.shared_bytes, stream);
   return params.ticket;
 }
 

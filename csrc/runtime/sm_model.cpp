@@ -5,6 +5,7 @@
 
 #include "device/row_ring_limits.h"
 #include "kernels/launch.h"
+#include "layout/limits.h"
 
 namespace hybrid_ep {
 namespace {
@@ -14,6 +15,8 @@ constexpr int kFewSms = 8;
 // GB/s on Hopper: what an SM pushes, to its own GPU too, and what leaves a GPU.
 constexpr double kSmRate = 50, kWireRate = 340;
 constexpr int kDispatchSendWarps = 2;
+// More rows ahead are taken from other SMs, and at the end one that is slow has them still to send.
+constexpr int kMaxDispatchStages = kDispatchStoresInFlight + 2;
 constexpr double kExpertSmsPerCopy = 0.75;  // for an SM of a combine: what it takes in by what an SM of sums does
 
 int num_sms(int asked, int its_default, int num_device_sms) {
@@ -29,14 +32,20 @@ int default_dispatch_sms(int num_ranks, bool is_hopper) {
 
 }  // namespace
 
-LaunchShape dispatch_shape(int row_bytes, int asked, int num_ranks, bool is_hopper, int num_device_sms) {
+LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
+                           int num_device_sms) {
   LaunchShape result{};
   result.num_sms = num_sms(asked, default_dispatch_sms(num_ranks, is_hopper), num_device_sms);
   // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps.
   const int rows_that_fit = kDynamicSharedBytes / row_bytes;
   result.num_send_warps = std::clamp(rows_that_fit / (kDispatchStoresInFlight + 1), 1, kDispatchSendWarps);
-  result.num_stages = std::clamp(rows_that_fit / result.num_send_warps, kDispatchStoresInFlight + 1, kMaxStages);
-  result.ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
+  result.num_stages =
+      std::clamp(rows_that_fit / result.num_send_warps, kDispatchStoresInFlight + 1, kMaxDispatchStages);
+  const int ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
+  const int counters_end = (counter_bytes + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
+  result.rings_overlap = counters_end + ring_bytes > kDynamicSharedBytes;
+  result.rings_begin = result.rings_overlap ? 0 : counters_end;
+  result.shared_bytes = std::max(counter_bytes, result.rings_begin + ring_bytes);
   return result;
 }
 

@@ -7,11 +7,15 @@ struct LaunchShape {
   int num_sms;
   int num_send_warps;  // of a CTA
   int num_stages;      // of a sending warp's ring
-  int ring_bytes;      // of a CTA
+  int rings_begin;     // in a CTA's shared memory
+  bool rings_overlap;  // the counters
+  int shared_bytes;
 };
 
-// `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has.
-LaunchShape dispatch_shape(int row_bytes, int asked, int num_ranks, bool is_hopper, int num_device_sms);
+// `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has. The
+// rings lie behind a CTA's counters if there is room for both.
+LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
+                           int num_device_sms);
 int combine_sms(int asked, int num_device_sms);
 // What a combine from experts takes beside these for the sums of its rows, with num_topk experts a token.
 int expert_sms(int num_combine_sms, int num_topk, int num_ranks, int num_device_sms);
