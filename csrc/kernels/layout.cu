@@ -1,9 +1,11 @@
-// Counts for `get_dispatch_layout`: one launch over all tokens, a warp per token, sums in shared memory first.
+// Counts for `get_dispatch_layout`: a launch over all tokens, a warp per token, sums in shared memory first. A small
+// one before it clears the totals while the other counts.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "device/lanes.cuh"
+#include "device/ptx/launch.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
 #include "layout/expert_map.h"
@@ -18,6 +20,11 @@ constexpr int kMaxLayoutCtas = 512;
 
 __host__ __device__ int num_totals(const LayoutParams& params) {
   return params.num_ranks + params.num_ranks / params.num_ranks_per_domain + params.num_experts;
+}
+
+__global__ void __launch_bounds__(kThreads) clear_totals_kernel(const __grid_constant__ LayoutParams params) {
+  ptx::allow_next_kernel();
+  for (int i = threadIdx.x; i < num_totals(params); i += kThreads) params.totals[i] = 0;
 }
 
 __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
@@ -52,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
     }
   }
   __syncthreads();
+  ptx::wait_for_previous_kernel();
   for (int i = threadIdx.x; i < num_counts; i += kThreads) {
     if (counts[i] != 0) atomicAdd(params.totals + i, counts[i]);
   }
@@ -61,11 +69,11 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
 
 void launch_layout(const LayoutParams& params, cudaStream_t stream) {
   const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
-  check_cuda(cudaMemsetAsync(params.totals, 0, shared_bytes, stream), "cudaMemsetAsync");
+  clear_totals_kernel<<<1, kThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launch of clear_totals_kernel");
   if (params.num_tokens == 0) return;
   const int num_ctas = std::min((params.num_tokens + kTokensPerCta - 1) / kTokensPerCta, kMaxLayoutCtas);
-  layout_kernel<<<num_ctas, kThreads, shared_bytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of layout_kernel");
+  launch_early(layout_kernel, params, num_ctas, kThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>  // uses __noinline__
 #include <type_traits>
 
@@ -103,6 +104,10 @@ T reduce(T value, Choose choose) {
   return result;
 }
 template <typename T>
+T __reduce_add_sync(unsigned, T value) {
+  return reduce(value, std::plus<T>());
+}
+template <typename T>
 T __reduce_max_sync(unsigned, T value) {
   return reduce(value, max<T, T>);
 }
@@ -185,10 +190,6 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cud
 inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t num_bytes, cudaStream_t) {
-  std::memset(memory, value, num_bytes);
-  return cudaSuccess;
-}
 
 struct dim3 : emulated::Index {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : Index{x, y, z} {}
