@@ -230,6 +230,7 @@ class LowLatencyRegion:
         scales: int,
         results: int,
         wait_stats: int,
+        follows_send: bool,
         stream: int,
     ) -> None: ...
     def return_rows(

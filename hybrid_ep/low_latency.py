@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LowLatencyCalls"]
 
 _ALIGNMENT_BYTES = 128
-_CONTROL_BYTES = 8 << 10
+_CONTROL_BYTES = 9 << 10
 _NUM_BUFFERS = 2  # two micro-batches overlap
 
 
@@ -60,7 +60,8 @@ class LowLatencyCalls(BaseBuffer):
         require_int("num_experts", num_experts, minimum=1, multiple_of=num_ranks)
         num_topk = min(MAX_TOPK, num_experts)
         row_bytes, route_bytes = 2 * hidden, 16 * -(-num_topk // 8)
-        dispatch_bytes = _aligned(num_ranks * tokens * route_bytes) + num_ranks * tokens * _aligned(row_bytes)
+        routes_bytes, flags_bytes = _aligned(num_ranks * tokens * route_bytes), _aligned(num_ranks * tokens * 4)
+        dispatch_bytes = routes_bytes + flags_bytes + num_ranks * tokens * _aligned(row_bytes)
         combine_bytes = _aligned(tokens * num_topk * row_bytes) + num_ranks * _aligned(tokens * num_topk * 4)
         return _CONTROL_BYTES + _NUM_BUFFERS * (dispatch_bytes + combine_bytes)
 
@@ -127,6 +128,7 @@ class LowLatencyCalls(BaseBuffer):
                 num_experts=num_experts,
                 fp8=fp8,
                 wait_stats=waits,
+                return_recv_hook=return_recv_hook,
             )
             hook = self._receive(finish if stats is None else _then_add(finish, counts, stats), return_recv_hook)
         event = self._comm_stream.finish(None, async_finish, (x, topk_idx, *rows, handle.memory))

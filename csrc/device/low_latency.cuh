@@ -19,6 +19,10 @@ __device__ inline LowLatencyChannel& channel_of(const LowLatencyDomain& domain, 
 __device__ inline uint4* routes_of(const LowLatencyDomain& domain, int rank) {
   return reinterpret_cast<uint4*>(domain.region[rank] + domain.routes_begin);
 }
+// Flags of slots: the epoch of the last call whose row has arrived.
+__device__ inline uint32_t* flags_of(const LowLatencyDomain& domain, int rank) {
+  return reinterpret_cast<uint32_t*>(domain.region[rank] + domain.flags_begin);
+}
 __device__ inline uint8_t* buffer_of(const LowLatencyDomain& domain, int rank) {
   return domain.region[rank] + domain.buffer_begin;
 }
@@ -65,14 +69,17 @@ __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
 // Waits until rank r has read what the call before left in the buffer.
 __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
+  // Every call begins with this, so both are loaded at once.
+  const bool is_left_out = is_masked(domain, r), is_free = Waiter::has_reached(flag, epoch - 1);
+  if (is_left_out || is_free) return !is_left_out;
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch - 1, r, WaitTag::kRoom); });
 }
 
-// Waits until rank r has begun to send, and writes the value that its flag brings along.
-__device__ inline bool wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
+// Waits until rank r has begun to send, and writes the value that its flag brings along, if it takes part.
+__device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                         uint32_t* value) {
   const uint64_t* flag = &channel_of(domain, domain.rank).begun[r];
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kRoutes, value); });
+  takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kRoutes, value); });
 }
 
 // Waits until the weights of rank r's tokens stand here.
@@ -88,11 +95,11 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kPartialRows, value); });
 }
 
-// Collective over the CTA, at the end of a kernel that sends: the last CTA of the grid tells every rank that takes part
-// that all rows stand there, and a value. `has_lost`, of any thread: the CTA gave a rank up in the middle, and did not
-// send what belongs to it.
+// Collective over the CTA, at the end of a combine that sends: the last CTA of the grid tells every rank that takes
+// part that all rows stand there, and a value. `has_lost`, of any thread: the CTA gave a rank up in the middle, and did
+// not send what belongs to it.
 __device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, uint32_t value,
-                                   bool has_lost = false) {
+                                   bool has_lost) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
   has_lost = __syncthreads_or(has_lost);
@@ -111,10 +118,9 @@ __device__ inline void finish_send(const LowLatencyDomain& domain, const bool* p
   progress.epoch = epoch;
 }
 
-// Collective over the CTA, at the end of a kernel that receives. Whether or not a wait was given up, the call counts as
-// received, so that ranks stay in step.
-__device__ inline void finish_receive(const LowLatencyDomain& domain, uint32_t epoch) {
-  LowLatencyProgress& progress = channel_of(domain, domain.rank).receive;
+// Collective over the CTA, at the end of a kernel that tells no rank so. Whether or not a wait was given up, the call
+// counts, so that ranks stay in step.
+__device__ inline void finish_quietly(LowLatencyProgress& progress, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // NOTE: no fence: the only thing to see is the epoch, and every CTA has read it long before it comes here.

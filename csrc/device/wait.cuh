@@ -50,6 +50,11 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_system(flag); }, has_come, epoch, peer, tag);
   }
 
+  // Whether that is so already.
+  static __device__ bool has_reached(const uint32_t* flag, uint32_t epoch) {
+    return is_reached(ptx::load_acquire_system(flag), epoch);
+  }
+
   // The same for a flag that brings a value along: the epoch is the lower half of the word. *value is the epoch's, and
   // stays as it is where a later one has been raised already.
   __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {

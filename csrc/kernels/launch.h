@@ -58,10 +58,11 @@ void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ct
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");
 }
 
-// A launch that may start while the kernel before it still runs; it calls wait_for_previous_kernel() before it writes.
+// A launch that, if it `may_start_early`, starts while the kernel before it still runs; it calls
+// wait_for_previous_kernel() before it writes what that kernel may know.
 template <typename Params>
 void launch_early(void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads, int shared_bytes,
-                  cudaStream_t stream) {
+                  cudaStream_t stream, bool may_start_early = true) {
   cudaLaunchConfig_t config{};
   config.gridDim = num_ctas;
   config.blockDim = dim3(num_threads);
@@ -69,7 +70,7 @@ void launch_early(void (*kernel)(Params), const Params& params, dim3 num_ctas, i
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  attribute.val.programmaticStreamSerializationAllowed = may_start_early;
   config.attrs = &attribute;
   config.numAttrs = 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");

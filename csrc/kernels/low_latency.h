@@ -35,7 +35,6 @@ struct ReceiveTokensParams {
   int32_t* num_received;  // [R] tokens of each source
   int64_t* wait_stats;    // [R] or nullptr
   uint32_t digest;        // of the call
-  int ctas_per_expert;
 };
 
 struct ReturnRowsParams {
@@ -66,10 +65,12 @@ struct SumRowsParams {
 void prepare_low_latency_dispatch();
 void prepare_low_latency_combine();
 
-// Each launches on the stream and returns; throws CudaError if the launch is refused. The receiving kernels may start
-// while the kernel before them still runs, but write nothing before it has ended.
+// Each launches on the stream and returns; throws CudaError if the launch is refused. The sum may start while the
+// kernel before it still runs, but writes nothing before it has ended. So may a receive that directly follows its own
+// send, and that writes at once: nothing else that runs then knows the results' memory.
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
-void launch_receive_tokens(ReceiveTokensParams& params, int num_device_sms, cudaStream_t stream);
+void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
+                           cudaStream_t stream);
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
 

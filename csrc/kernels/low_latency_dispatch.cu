@@ -1,7 +1,7 @@
 // Low-latency dispatch: two launches, a CTA per token on the way out and some CTAs per local expert on the way in.
 //
 //     x[t] ─► (quantised) ─► slot (me, t) of each rank that has an expert of t ─┐
-//     topk_idx[t] ─────────► route (me, t) of every rank ─► place of each copy ─┴─ sent ─► rows[e][place] ◄─ slots
+//     topk_idx[t] ─────────► route (me, t) of every rank ─► place of each copy ─┴─ flag ─► rows[e][place] ◄─ slots
 //
 // A row crosses once for each destination rank, not once for each expert, and the slot is the token's own index, so the
 // send needs no counts. The receiver finds the places from the routes: every CTA walks through all of them in the
@@ -26,15 +26,17 @@ namespace {
 
 constexpr int kSendThreads = 512;
 constexpr int kSendCtasPerSm = 2;
+constexpr int kRouteWarp = kSendThreads / 32 - 1;  // the one with the fewest vectors
+constexpr int kMaxOwed = 256;                      // flags of slots that a CTA has not raised yet
 constexpr int kReceiveThreads = 512;
 constexpr int kReceiveWarps = kReceiveThreads / 32;
 // With half the registers of those that send: an SM has room for both beside one that sends, and they find their copies
 // while rows are on the wire.
 constexpr int kReceiveCtasPerSm = 2;
+constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart::kColumns;
 constexpr int kCopyStages = 3;  // of a warp
 constexpr int kCopiesInFlight = 1;
 constexpr int kCopyRingBytes = kReceiveWarps * kCopyStages * kSegmentBytes;
-constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart::kColumns;
 constexpr int kMaxFound = 2 * kReceiveThreads;  // copies that a CTA has found and not made yet
 constexpr int kMaxScales = kMaxRowBytes / 2 / kChannelsPerScale;
 
@@ -58,10 +60,10 @@ struct Targets {
   RoutePart route[kMaxRouteParts];
 };
 
-// Finds the ranks of a token and sends its route to every rank that takes part. One warp, a lane per column, which has
-// loaded the expert that is `named` there.
+// Finds the ranks of a token, and the flags that its row will owe them, and sends its route to every rank that takes
+// part. One warp, a lane per column, which has loaded the expert that is `named` there.
 __device__ void find_targets(const SendTokensParams& params, const bool* present, uint32_t epoch, int token,
-                             int64_t named, Targets& targets) {
+                             int64_t named, Targets& targets, uint32_t** owed) {
   const LowLatencyDomain& domain = params.domain;
   const int lane = threadIdx.x % 32;
   if (named < -1 || named >= params.shape.num_experts) {
@@ -86,7 +88,9 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   const unsigned leaders = __ballot_sync(kAllLanes, leads);
   const int64_t place = static_cast<int64_t>(domain.rank) * params.shape.max_tokens + token;
   if (leads) {
-    targets.slot[__popc(leaders & ((1u << lane) - 1))] = buffer_of(domain, rank) + place * params.message.slot_bytes;
+    const int i = __popc(leaders & ((1u << lane) - 1));
+    targets.slot[i] = buffer_of(domain, rank) + place * params.message.slot_bytes;
+    owed[i] = flags_of(domain, rank) + place;
   }
   if (lane == 0) targets.count = __popc(leaders);
   __syncwarp();
@@ -100,6 +104,12 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   }
 }
 
+// Tells the ranks that rows which the CTA has stored stand there; one warp, after a barrier of the CTA.
+__device__ void raise_flags(uint32_t* const* owed, int num_owed, uint32_t epoch) {
+  ptx::fence_acq_rel_system();
+  for (int i = threadIdx.x % 32; i < num_owed; i += 32) ptx::store_relaxed_system(owed[i], epoch);
+}
+
 // kQuantise: rows leave as e4m3 with scales, otherwise as they are.
 template <bool kQuantise>
 __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
@@ -107,6 +117,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
   constexpr int kVectorsIn = kQuantise ? 2 : 1;  // 16-byte vectors that make one of the message
   __shared__ bool present[kMaxRanks];
   __shared__ Targets targets;
+  __shared__ uint32_t* owed[kMaxOwed];
   __shared__ uint32_t scales[kMaxScales];
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
@@ -116,7 +127,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
   const int num_vectors = params.message.row_bytes / 16;
   const int num_words = params.message.num_scale_words;
 
-  uint4 next[kVectorsIn];
+  uint4 next[kVectorsIn], message;
   const auto load = [&](int token, int vector) {
     const auto* row =
         reinterpret_cast<const uint4*>(params.rows + static_cast<int64_t>(token) * params.shape.hidden * 2);
@@ -126,61 +137,68 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
       next[i] = is_there ? ptx::load_streaming(row + vector * kVectorsIn + i) : make_uint4(0, 0, 0, 0);
     }
   };
+  // Makes what leaves of what was loaded, and loads what comes kSendThreads vectors later. Collective over a warp.
+  const auto prepare = [&](int token, int vector) {
+    if constexpr (kQuantise) {
+      const Fp8Scale scale = make_scale(find_amax_bits(next), params.format != ScaleFormat::kFloat);
+      message = quantise(next, scale.inverse);
+      const int block = vector / (kChannelsPerScale / kChannelsPerLane);
+      if (vector % (kChannelsPerScale / kChannelsPerLane) == 0 && vector < num_vectors) {
+        if (params.format == ScaleFormat::kUe8m0) {
+          auto* exponents = reinterpret_cast<uint8_t*>(scales);
+          exponents[block] = static_cast<uint8_t>(__float_as_uint(scale.scale) >> 23);
+          if ((block + 1) * kChannelsPerScale == params.shape.hidden) {
+            for (int i = block + 1; i < num_words * kScalesPerWord; ++i) exponents[i] = 0;
+          }
+        } else {
+          scales[block] = __float_as_uint(scale.scale);
+        }
+      }
+    } else {
+      message = next[0];
+    }
+    load(token, vector + kSendThreads);
+  };
   int64_t named = -1;
   const auto load_expert = [&](int token) {
-    const bool is_there = warp == 0 && token < params.num_tokens && lane < params.shape.num_topk;
+    const bool is_there = warp == kRouteWarp && token < params.num_tokens && lane < params.shape.num_topk;
     named = is_there ? params.topk_idx[static_cast<int64_t>(token) * params.shape.num_topk + lane] : -1;
   };
-  // What a CTA needs first is on its way while it waits for the ranks.
-  load(blockIdx.x, tid);
+  // What a CTA needs first is on its way, and becomes what it sends, while the last threads wait for the ranks.
   load_expert(blockIdx.x);
+  load(blockIdx.x, tid);
+  const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
+  announce_free_buffers(domain);
   // The receive writes the columns that name an expert of this rank.
   const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
   for (int i = blockIdx.x * kSendThreads + tid; i < num_columns; i += gridDim.x * kSendThreads) params.row_of[i] = -1;
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
-  announce_free_buffers(domain);
-  if (tid < domain.num_ranks) {
-    present[tid] = wait_until_free(domain, waiter, epoch, tid);
-    if (blockIdx.x == 0 && present[tid]) {
+  const int peer = kSendThreads - 1 - tid;
+  if (peer < domain.num_ranks) {
+    if (blockIdx.x == 0) channel.waited_us[peer] = 0;
+    present[peer] = wait_until_free(domain, waiter, epoch, peer);
+    if (blockIdx.x == 0 && present[peer]) {
       const uint32_t value = params.digest << 16 | params.num_tokens;
-      ptx::store_relaxed_system(&channel_of(domain, tid).begun[domain.rank],
+      ptx::store_relaxed_system(&channel_of(domain, peer).begun[domain.rank],
                                 static_cast<uint64_t>(value) << 32 | epoch);
     }
   }
+  prepare(blockIdx.x, tid);
   __syncthreads();
 
+  int num_owed = 0;
   for (int token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
-    if (warp == 0) find_targets(params, present, epoch, token, named, targets);
+    if (warp == kRouteWarp) find_targets(params, present, epoch, token, named, targets, owed + num_owed);
     __syncthreads();
     const int count = targets.count;
     for (int first = warp * 32; first < num_vectors && count > 0; first += kSendThreads) {
       const int vector = first + lane;
-      uint4 message;
-      if constexpr (kQuantise) {
-        const Fp8Scale scale = make_scale(find_amax_bits(next), params.format != ScaleFormat::kFloat);
-        message = quantise(next, scale.inverse);
-        const int block = vector / (kChannelsPerScale / kChannelsPerLane);
-        if (vector % (kChannelsPerScale / kChannelsPerLane) == 0 && vector < num_vectors) {
-          if (params.format == ScaleFormat::kUe8m0) {
-            auto* exponents = reinterpret_cast<uint8_t*>(scales);
-            exponents[block] = static_cast<uint8_t>(__float_as_uint(scale.scale) >> 23);
-            if ((block + 1) * kChannelsPerScale == params.shape.hidden) {
-              for (int i = block + 1; i < num_words * kScalesPerWord; ++i) exponents[i] = 0;
-            }
-          } else {
-            scales[block] = __float_as_uint(scale.scale);
-          }
-        }
-      } else {
-        message = next[0];
-      }
-      load(token, vector + kSendThreads);
+      if (first >= kSendThreads) prepare(token, vector);
       if (vector < num_vectors) {
         for (int i = 0; i < count; ++i) reinterpret_cast<uint4*>(targets.slot[i])[vector] = message;
       }
     }
     if constexpr (kQuantise) {
-      __syncthreads();
+      if (num_vectors > kSendThreads) __syncthreads();  // for scales that were not there before
       for (int i = tid; i < count * num_words; i += kSendThreads) {
         auto* words = reinterpret_cast<uint32_t*>(targets.slot[i / num_words] + params.message.row_bytes);
         words[i % num_words] = scales[i % num_words];
@@ -188,9 +206,16 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     }
     load(token + gridDim.x, tid);
     load_expert(token + gridDim.x);
+    num_owed += count;
     __syncthreads();
+    const bool is_last = token + gridDim.x >= params.num_tokens;
+    if (is_last || num_owed + kMaxTopk > kMaxOwed) {
+      if (warp == kRouteWarp) raise_flags(owed, num_owed, epoch);
+      num_owed = 0;
+    }
+    if (!is_last) prepare(token + gridDim.x, tid);
   }
-  finish_send(domain, present, epoch, 0);
+  finish_quietly(channel.send, epoch);
 }
 
 constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<false>, send_tokens_kernel<true>};
@@ -199,8 +224,6 @@ constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<false>,
 struct Found {
   int pair, column, place;
 };
-
-using SegmentRing = RowRing<kCopiesInFlight>;
 
 // The column in which a token's route names the expert, or −1; also where the route does not come. A route names an
 // expert at most once.
@@ -224,17 +247,39 @@ __device__ int find_column(const ReceiveTokensParams& params, const Waiter& wait
   return column;
 }
 
-// Copies rows and scales to their places, and writes down which they are; a warp takes a segment of a row at a time.
-__device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, const Found* found, int num_found,
-                          SegmentRing& ring) {
-  const LowLatencyShape& shape = params.shape;
-  const int warp = threadIdx.x / 32, row_bytes = params.message.row_bytes;
-  const int64_t capacity = static_cast<int64_t>(shape.max_tokens) * params.domain.num_ranks;
-  const int64_t first_row = local_expert * capacity;
-  const uint8_t* slots = buffer_of(params.domain, params.domain.rank);
+using SegmentRing = RowRing<kCopiesInFlight>;
+
+__device__ unsigned long long* wait_stats_of(const ReceiveTokensParams& params, int source) {
+  return reinterpret_cast<unsigned long long*>(params.wait_stats + source);
+}
+
+// Adds to wait_stats how long a rank's row has been waited for since `started`, as far as that is longer than for any
+// other row of the call, so that in the end the longest wait is added.
+__device__ void note_wait(const ReceiveTokensParams& params, int source, uint64_t started) {
+  const auto waited_us = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
+  const uint32_t before = atomicMax(&channel_of(params.domain, params.domain.rank).waited_us[source], waited_us);
+  if (waited_us > before) atomicAdd(wait_stats_of(params, source), waited_us - before);
+}
+
+// Copies rows and scales to their places once they have come, and writes down which they are; a warp takes a segment of
+// a row at a time.
+__device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, const Found* found,
+                          int num_found, SegmentRing& ring) {
+  const LowLatencyDomain& domain = params.domain;
+  const int warp = threadIdx.x / 32, row_bytes = params.message.row_bytes, num_words = params.message.num_scale_words;
+  const int capacity = params.shape.max_tokens * domain.num_ranks, first_row = static_cast<int>(blockIdx.y) * capacity;
   const auto slot_of = [&](const Found& row) {
-    return slots + static_cast<int64_t>(row.pair) * params.message.slot_bytes;
+    return buffer_of(domain, domain.rank) + static_cast<int64_t>(row.pair) * params.message.slot_bytes;
   };
+  const uint64_t started = params.wait_stats != nullptr ? ptx::clock_ns() : 0;
+  for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
+    const int pair = found[i].pair, source = pair / params.shape.max_tokens;
+    if (!waiter.until_equal(flags_of(domain, domain.rank) + pair, epoch, source, WaitTag::kRows)) mask(domain, source);
+    if (params.wait_stats != nullptr) note_wait(params, source, started);
+  }
+  __syncthreads();
+  ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+
   const int num_segments = (row_bytes + kSegmentBytes - 1) / kSegmentBytes, num_items = num_found * num_segments;
   int asked = warp;
   const auto ask = [&] {
@@ -245,55 +290,58 @@ __device__ void copy_rows(const ReceiveTokensParams& params, int local_expert, c
   };
   for (int i = 0; i < ring.num_ahead(); ++i) ask();
   for (int item = warp; item < num_items; item += kReceiveWarps) {
-    const int begin = item % num_segments * kSegmentBytes;
-    uint8_t* target = params.rows + (first_row + found[item / num_segments].place) * row_bytes + begin;
+    const int begin = item % num_segments * kSegmentBytes, row = first_row + found[item / num_segments].place;
     const uint8_t* stage = ring.wait();
-    if (threadIdx.x % 32 == 0) ptx::bulk_store(target, stage, min(kSegmentBytes, row_bytes - begin));
+    if (threadIdx.x % 32 == 0) {
+      ptx::bulk_store(params.rows + static_cast<int64_t>(row) * row_bytes + begin, stage,
+                      min(kSegmentBytes, row_bytes - begin));
+    }
     ring.release();
     ask();
   }
-  const int num_words = params.message.num_scale_words;
+#pragma unroll 1  // or registers spill
   for (int item = threadIdx.x; item < num_found * num_words; item += kReceiveThreads) {
     const Found& row = found[item % num_found];
     const int word = item / num_found;
-    params.scales[(static_cast<int64_t>(local_expert) * num_words + word) * capacity + row.place] =
+    params.scales[(static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity + row.place] =
         __ldcg(reinterpret_cast<const uint32_t*>(slot_of(row) + row_bytes) + word);
   }
+  ptx::wait_for_previous_kernel();  // the send has cleared row_of
   for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
     const Found& row = found[i];
-    params.src_info[first_row + row.place] = row.pair % shape.max_tokens;
-    params.row_of[row.pair * shape.num_topk + row.column] = static_cast<int>(first_row) + row.place;
+    params.src_info[first_row + row.place] = row.pair % params.shape.max_tokens;
+    params.row_of[row.pair * params.shape.num_topk + row.column] = first_row + row.place;
   }
 }
 
 __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
-  __shared__ bool present[kMaxRanks];
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
   __shared__ int warp_counts[kReceiveWarps];
   __shared__ Found found[kMaxFound];
-  __shared__ int64_t waited_ns[kMaxRanks];  // for each rank; what the walk takes is no wait
   __shared__ uint64_t barriers[kReceiveWarps * kCopyStages];
   extern __shared__ __align__(128) uint8_t stages[];
   const LowLatencyDomain& domain = params.domain;
   const int num_ranks = domain.num_ranks, max_tokens = params.shape.max_tokens;
-  LowLatencyChannel& channel = channel_of(domain, domain.rank);
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel.receive.epoch) + 1;
+  const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).receive.epoch) + 1;
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  const bool is_first_cta = blockIdx.x + blockIdx.y == 0;
   SegmentRing ring(stages + warp * kCopyStages * kSegmentBytes, barriers + warp * kCopyStages, kCopyStages,
                    kSegmentBytes, lane);
   bool is_other_call = false;
   if (tid < num_ranks) {
-    waited_ns[tid] = -static_cast<int64_t>(ptx::clock_ns());
+    const uint64_t started = ptx::clock_ns();
     uint32_t value = params.digest << 16;  // of a rank that is left out: no tokens
-    present[tid] = wait_until_begun(domain, waiter, epoch, tid, &value);
-    waited_ns[tid] += ptx::clock_ns();
+    wait_until_begun(domain, waiter, epoch, tid, &value);
+    if (params.wait_stats != nullptr && is_first_cta) {
+      atomicAdd(wait_stats_of(params, tid), (ptx::clock_ns() - started) / 1000);
+    }
     num_tokens[tid] = min(value & 0xffffu, static_cast<uint32_t>(max_tokens));
     const uint32_t digest = value >> 16;
     is_other_call = digest != params.digest;
-    if (is_other_call && blockIdx.x == 0) {
+    if (is_other_call && is_first_cta) {
       report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kLowLatencyDispatch, WaitTag::kShape, domain.rank,
                    tid, params.digest, digest);
     }
@@ -302,26 +350,9 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   if (__syncthreads_or(is_other_call) && tid < num_ranks) num_tokens[tid] = 0;
   __syncthreads();
 
-  const auto wait_for_rows = [&] {
-    if (tid < num_ranks && present[tid]) {
-      uint32_t unused;
-      if (params.wait_stats != nullptr) waited_ns[tid] -= ptx::clock_ns();
-      if (!waiter.until_epoch(&channel.sent[tid], epoch, tid, WaitTag::kRows, &unused)) mask(domain, tid);
-      if (params.wait_stats != nullptr) waited_ns[tid] += ptx::clock_ns();
-    }
-    ptx::wait_for_previous_kernel();
-    __syncthreads();
-    ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
-    if (blockIdx.x == 0 && tid < num_ranks) {
-      params.num_received[tid] = num_tokens[tid];
-      if (params.wait_stats != nullptr) params.wait_stats[tid] += waited_ns[tid] / 1000;
-    }
-  };
-
-  const int local_expert = blockIdx.x / params.ctas_per_expert, share = blockIdx.x % params.ctas_per_expert;
-  const int expert = domain.rank * (params.shape.num_experts / num_ranks) + local_expert;
+  const int local_expert = blockIdx.y, share = blockIdx.x, num_shares = gridDim.x;
+  const int expert = domain.rank * static_cast<int>(gridDim.y) + local_expert;
   const int num_pairs = num_ranks * max_tokens;
-  bool has_waited = false;
   int total = 0, num_found = 0;  // of the expert's rows; of those of this CTA that are not copied yet
   for (int first_pair = 0; first_pair < num_pairs; first_pair += kReceiveThreads) {
     const int pair = first_pair + tid, source = pair / max_tokens, token = pair % max_tokens;
@@ -332,25 +363,20 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     const unsigned here = __ballot_sync(kAllLanes, column >= 0);
     if (lane == 0) warp_counts[warp] = __popc(here);
     __syncthreads();
-    int before = __popc(here & ((1u << lane) - 1)), num_here = 0;
-#pragma unroll 4  // all at once would spill
-    for (int w = 0; w < kReceiveWarps; ++w) {
-      if (w < warp) before += warp_counts[w];
-      num_here += warp_counts[w];
-    }
+    const int its_count = lane < kReceiveWarps ? warp_counts[lane] : 0;
+    const int num_here = __reduce_add_sync(kAllLanes, its_count);
+    const int before = __popc(here & ((1u << lane) - 1)) + __reduce_add_sync(kAllLanes, lane < warp ? its_count : 0);
     if (pair < num_pairs && token == 0) begin[source] = total + before;
     // The CTAs of an expert take its rows in turn; this one those whose place leaves `share` when divided.
-    const int skipped = (share + params.ctas_per_expert - total % params.ctas_per_expert) % params.ctas_per_expert;
-    if (column >= 0 && before % params.ctas_per_expert == skipped) {
-      found[num_found + before / params.ctas_per_expert] = {pair, column, total + before};
+    const int skipped = (share + num_shares - total % num_shares) % num_shares;
+    if (column >= 0 && before % num_shares == skipped) {
+      found[num_found + before / num_shares] = {pair, column, total + before};
     }
-    num_found += (num_here - skipped + params.ctas_per_expert - 1) / params.ctas_per_expert;
+    num_found += (num_here - skipped + num_shares - 1) / num_shares;
     total += num_here;
     __syncthreads();
     if (first_pair + kReceiveThreads < num_pairs && num_found + kReceiveThreads <= kMaxFound) continue;
-    if (!has_waited) wait_for_rows();
-    has_waited = true;
-    copy_rows(params, local_expert, found, num_found, ring);
+    copy_rows(params, waiter, epoch, found, num_found, ring);
     num_found = 0;
     __syncthreads();
   }
@@ -365,8 +391,9 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
           static_cast<int64_t>(begin[tid]) << 32 | (begin[tid + 1] - begin[tid]);
     }
   }
+  if (is_first_cta && tid < num_ranks) params.num_received[tid] = num_tokens[tid];
   ptx::bulk_wait_read<0>();
-  finish_receive(domain, epoch);
+  finish_quietly(channel_of(domain, domain.rank).receive, epoch);
 }
 
 }  // namespace
@@ -384,11 +411,12 @@ void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cuda
   check_cuda(cudaGetLastError(), "launch of send_tokens_kernel");
 }
 
-void launch_receive_tokens(ReceiveTokensParams& params, int num_device_sms, cudaStream_t stream) {
+void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
+                           cudaStream_t stream) {
   const int num_local_experts = params.shape.num_experts / params.domain.num_ranks;
-  params.ctas_per_expert = std::max(1, kReceiveCtasPerSm * num_device_sms / num_local_experts);
-  launch_early(receive_tokens_kernel, params, num_local_experts * params.ctas_per_expert, kReceiveThreads,
-               kCopyRingBytes, stream);
+  const int num_shares = std::max(1, kReceiveCtasPerSm * num_device_sms / num_local_experts);
+  launch_early(receive_tokens_kernel, params, dim3(num_shares, num_local_experts), kReceiveThreads, kCopyRingBytes,
+               stream, follows_send);
 }
 
 }  // namespace hybrid_ep

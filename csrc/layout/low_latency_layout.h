@@ -1,12 +1,13 @@
 // The symmetric memory of low-latency calls: one region at each rank, the same at all of them.
 //
-//     control │ routes of dispatch, two buffers │ slots of dispatch, two buffers │ combine, two buffers
+//     control │ routes of dispatch │ flags of its slots │ its slots │ combine, two buffers of each
 //
 // Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
 // and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
-// that nobody needs counts to send. Routes tell by their epoch that they have come, ahead of the rows; hence nothing
-// else is ever written where they stand, whatever the sizes of a call. A buffer of combine has a row for each token and
-// column of top-k, and the weights of every rank's tokens, with which rows are summed before they cross.
+// that nobody needs counts to send. Routes tell by their epoch that they have come, ahead of the rows, and each slot
+// has a flag; hence nothing else is ever written where routes stand, or flags, whatever the sizes of a call. A buffer
+// of combine has a row for each token and column of top-k, and the weights of every rank's tokens, with which rows are
+// summed before they cross.
 //
 // Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
 // replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there; the
@@ -50,13 +51,14 @@ struct LowLatencyChannel {
   // By i when it begins to send (dispatch): value << 32 | epoch. The value is its number of tokens and its call's
   // digest << 16.
   uint64_t begun[kMaxRanks];
-  // By i when all that it sends stands here: value << 32 | epoch. The value of a combine is how many tokens a source
-  // must have for i to sum each token's rows before it sends them; a dispatch has none.
+  // By i when all that it sends stands here (combine): value << 32 | epoch. The value is how many tokens a source must
+  // have for i to sum each token's rows before it sends them.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights stand here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
   // Written by this rank.
   LowLatencyProgress send, receive;
+  uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics)
 };
 
 struct LowLatencyControl {
@@ -114,25 +116,26 @@ struct LowLatencyWeights {
 
 // Bytes of one buffer of each kind, whatever the format: scales never make an FP8 row larger than one of bf16.
 struct LowLatencyCapacity {
-  int64_t routes_bytes, slots_bytes, combine_bytes;
+  int64_t routes_bytes, flags_bytes, slots_bytes, combine_bytes;
 
   static LowLatencyCapacity of(const LowLatencyShape& shape, int num_ranks) {
     const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone);
     const LowLatencyWeights weights = LowLatencyWeights::of(shape);
     const int64_t num_tokens = static_cast<int64_t>(num_ranks) * shape.max_tokens;
     const auto route_bytes = static_cast<int64_t>(message.num_route_parts * sizeof(RoutePart));
-    return {low_latency_align(num_tokens * route_bytes), num_tokens * message.slot_bytes,
-            weights.begin + num_ranks * weights.rank_bytes};
+    return {low_latency_align(num_tokens * route_bytes), low_latency_align(num_tokens * sizeof(uint32_t)),
+            num_tokens * message.slot_bytes, weights.begin + num_ranks * weights.rank_bytes};
   }
   bool covers(const LowLatencyCapacity& other) const {
-    return routes_bytes >= other.routes_bytes && slots_bytes >= other.slots_bytes &&
+    return routes_bytes >= other.routes_bytes && flags_bytes >= other.flags_bytes && slots_bytes >= other.slots_bytes &&
            combine_bytes >= other.combine_bytes;
   }
   int64_t routes_begin(int buffer_idx) const {
     return low_latency_align(sizeof(LowLatencyControl)) + buffer_idx * routes_bytes;
   }
+  int64_t flags_begin(int buffer_idx) const { return routes_begin(kLowLatencyBuffers) + buffer_idx * flags_bytes; }
   // All that holds epochs, from the region's begin on.
-  int64_t epochs_bytes() const { return routes_begin(kLowLatencyBuffers); }
+  int64_t epochs_bytes() const { return flags_begin(kLowLatencyBuffers); }
   // Of the slots of a dispatch, or of a combine.
   int64_t buffer_begin(LowLatencyKind kind, int buffer_idx) const {
     return kind == LowLatencyKind::kDispatch
@@ -149,7 +152,7 @@ struct LowLatencyDomain {
   FaultRecord* fault;
   LowLatencyKind kind;
   int buffer_idx;
-  int64_t routes_begin, buffer_begin;  // in each region, bytes
+  int64_t routes_begin, flags_begin, buffer_begin;  // in each region, bytes
   uint8_t* region[kMaxRanks];
 };
 

@@ -69,6 +69,7 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
   domain.kind = kind;
   domain.buffer_idx = buffer_idx;
   domain.routes_begin = capacity_.routes_begin(buffer_idx);
+  domain.flags_begin = capacity_.flags_begin(buffer_idx);
   domain.buffer_begin = capacity_.buffer_begin(kind, buffer_idx);
   return domain;
 }
@@ -89,7 +90,7 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
 }
 
 void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
-                                      int32_t* results, int64_t* wait_stats, cudaStream_t stream) {
+                                      int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream) {
   ReceiveTokensParams params{};
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.shape = plan.shape;
@@ -103,7 +104,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   params.row_of = results + plan.results.row_of;
   params.num_received = results + plan.results.num_received;
   params.wait_stats = wait_stats;
-  launch_receive_tokens(params, num_device_sms_, stream);
+  launch_receive_tokens(params, num_device_sms_, follows_send, stream);
 }
 
 void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,

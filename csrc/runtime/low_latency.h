@@ -62,7 +62,7 @@ class LowLatencyRegion {
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
                    int num_tokens, int32_t* results, cudaStream_t stream);
   void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
-                      int64_t* wait_stats, cudaStream_t stream);
+                      int64_t* wait_stats, bool follows_send, cudaStream_t stream);
   void return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,
                    const float* topk_weights, int num_tokens, int min_tokens_to_sum, int64_t* wait_stats,
                    cudaStream_t stream);

@@ -321,11 +321,13 @@ class Engine(abc.ABC):
         num_experts: int,
         fp8: Fp8Format | None,
         wait_stats: Tensor | None,
+        return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         """Sends ``[T, H]`` bf16 rows, quantised on the way where `fp8` says so, to packed rows by expert.
 
         Ranks masked by `set_masked` are neither sent to nor waited for. `wait_stats` ``[R]`` int64 is added the
-        microseconds that each source rank was waited for.
+        microseconds that each source rank was waited for. The caller receives, by `finish`, at once or, if it is to
+        `return_recv_hook`, behind other work of the stream.
         """
 
     @abc.abstractmethod

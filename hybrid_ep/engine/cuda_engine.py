@@ -193,8 +193,11 @@ class CudaEngine(Engine):
         num_experts: int,
         fp8: Fp8Format | None,
         wait_stats: Tensor | None,
+        return_recv_hook: bool,
     ) -> LowLatencyDispatched:
-        return self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
+        return self._low_latency.dispatch(
+            data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats, return_recv_hook
+        )
 
     def low_latency_combine(
         self,

@@ -159,6 +159,7 @@ class CudaLowLatency:
         num_experts: int,
         fp8: Fp8Format | None,
         wait_stats: Tensor | None,
+        return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         num_tokens, hidden = data.shape
         plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fp8)
@@ -183,6 +184,7 @@ class CudaLowLatency:
                 address(rows.scales),
                 results.data_ptr(),
                 address(wait_stats),
+                not return_recv_hook,
                 self._order(),
             )
             self._raise_new_fault()

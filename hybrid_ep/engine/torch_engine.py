@@ -248,6 +248,7 @@ class TorchEngine(Engine):
         num_experts: int,
         fp8: Fp8Format | None,
         wait_stats: Tensor | None,
+        return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         return self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
 

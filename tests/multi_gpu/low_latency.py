@@ -281,7 +281,8 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     words = calls._memory.local[: calls._capacity.epochs_bytes].view(torch.int32)
     num_ranks = _cuda.max_ranks
     begun, sent, weights_epoch, free_epoch, progress = 2 * num_ranks, 2 * num_ranks, num_ranks, num_ranks, 4
-    channel = begun + sent + weights_epoch + free_epoch + progress
+    waited_us = num_ranks
+    channel = begun + sent + weights_epoch + free_epoch + progress + waited_us
     flag = words[2 * channel + begun + sent + peer]
     assert int(flag) == 1
     flag += 1

@@ -21,9 +21,9 @@ void add_low_latency(pybind11::module_& module) {
       .def(
           "united_with",
           [](const LowLatencyCapacity& self, const LowLatencyCapacity& other) {
-            return LowLatencyCapacity{std::max(self.routes_bytes, other.routes_bytes),
-                                      std::max(self.slots_bytes, other.slots_bytes),
-                                      std::max(self.combine_bytes, other.combine_bytes)};
+            return LowLatencyCapacity{
+                std::max(self.routes_bytes, other.routes_bytes), std::max(self.flags_bytes, other.flags_bytes),
+                std::max(self.slots_bytes, other.slots_bytes), std::max(self.combine_bytes, other.combine_bytes)};
           },
           py::arg("other"))
       .def_property_readonly("epochs_bytes", &LowLatencyCapacity::epochs_bytes)
@@ -55,12 +55,13 @@ void add_low_latency(pybind11::module_& module) {
       .def(
           "receive_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t scales,
-             uintptr_t results, uintptr_t wait_stats, uintptr_t stream) {
+             uintptr_t results, uintptr_t wait_stats, bool follows_send, uintptr_t stream) {
             self.receive_tokens(plan, buffer_idx, pointer<uint8_t>(rows), pointer<uint32_t>(scales),
-                                pointer<int32_t>(results), pointer<int64_t>(wait_stats), stream_of(stream));
+                                pointer<int32_t>(results), pointer<int64_t>(wait_stats), follows_send,
+                                stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("scales"), py::arg("results"),
-          py::arg("wait_stats"), py::arg("stream"))
+          py::arg("wait_stats"), py::arg("follows_send"), py::arg("stream"))
       .def(
           "return_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
