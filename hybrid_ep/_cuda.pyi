@@ -159,6 +159,7 @@ def push_rows(
     rows: int,
     places: int,
     memory: list[int],
+    progress: int,
     num_rows: int,
     num_places: int,
     row_bytes: int,

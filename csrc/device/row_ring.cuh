@@ -45,9 +45,10 @@ class RowRing {
     if (++load_stage_ == num_stages_) load_stage_ = 0;
   }
 
-  // Which stages the next row to be asked for, and the next to be waited for, has.
+  // Which stages the next row to be asked for has, the next to be waited for, and the one after it.
   __device__ int load_stage() const { return load_stage_; }
   __device__ int stage() const { return stage_; }
+  __device__ int next_stage() const { return stage_ + 1 == num_stages_ ? 0 : stage_ + 1; }
 
   // Waits for the next row and returns where it stands.
   __device__ uint8_t* wait() const {

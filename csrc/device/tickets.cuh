@@ -8,26 +8,30 @@
 
 namespace hybrid_ep {
 
+// An atomic takes as long as a load, so that kAhead tickets are always on their way.
+template <int kAhead = 1>
 class Tickets {
  public:
   // Collective over a warp, as take() is. `counter` is 0 before the kernel begins, `first` the first ticket.
-  __device__ explicit Tickets(uint32_t* counter, int first = 0) : counter_(counter), first_(first) { ask(); }
+  __device__ explicit Tickets(uint32_t* counter, int first = 0) : counter_(counter), first_(first) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) asked_[i] = ask();
+  }
 
   __device__ int take() {
-    const int ticket = first_ + __shfl_sync(kAllLanes, asked_, 0);
-    ask();
+    const int ticket = first_ + __shfl_sync(kAllLanes, asked_[0], 0);
+#pragma unroll
+    for (int i = 1; i < kAhead; ++i) asked_[i - 1] = asked_[i];
+    asked_[kAhead - 1] = ask();
     return ticket;
   }
 
  private:
-  // One is always on its way, because an atomic takes as long as a load.
-  __device__ void ask() {
-    if (threadIdx.x % 32 == 0) asked_ = static_cast<int>(ptx::add_relaxed_gpu(counter_, 1));
-  }
+  __device__ int ask() const { return threadIdx.x % 32 == 0 ? static_cast<int>(ptx::add_relaxed_gpu(counter_, 1)) : 0; }
 
   uint32_t* counter_;
   int first_;
-  int asked_ = 0;
+  int asked_[kAhead];
 };
 
 }  // namespace hybrid_ep

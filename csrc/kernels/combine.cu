@@ -101,7 +101,7 @@ class Chunks {
  private:
   const CombineParams& params_;
   const Routes& routes_;
-  Tickets tickets_;
+  Tickets<> tickets_;
 };
 
 // Waits until all ranks may be written. Collective over a warp, one of which reports ranks whose calls differ; then

@@ -10,8 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
-#include "device/row_ring.cuh"
-#include "device/tickets.cuh"
+#include "device/row_sender.cuh"
 #include "kernels/dispatch_routes.cuh"
 
 namespace hybrid_ep {
@@ -19,85 +18,26 @@ namespace {
 
 constexpr int kCellsAhead = 4;  // of metadata that a thread loads at once
 
-// What a warp does that sends rows, of tokens of any CTA. It has a ring of its own, and in `tokens` the token of each
-// stage. Every function is collective over the warp; one that sends nothing has a ring without stages.
-class RowSender {
- public:
-  __device__ RowSender(const DispatchParams& params, int num_stages, uint8_t* stages, uint64_t* barriers,
-                       int32_t* tokens)
-      : params_(params), ring_(stages, barriers, num_stages, params.row_bytes, threadIdx.x % 32), tokens_(tokens) {}
+using DispatchSender = RowSender<kDispatchStoresInFlight>;
 
-  // Asks for the first rows, which every warp knows by its number; this needs nothing of what the call has yet to find.
-  __device__ void begin() {
-    const int number = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-    for (int i = 0; i < ring_.num_ahead(); ++i) fetch(number + i * num_warps());
-  }
-
-  // Sends them and the rows after them: each lane stores a row to the ranks that the lane stands for.
-  __device__ void send(const Routes& routes) {
-    Tickets tickets(&params_.domain.control[params_.domain.rank]->sent_items, num_warps() * ring_.num_ahead());
-    load_places();
-    while (num_ahead_ > 0) {
-      const uint8_t* stage = ring_.wait();
-#pragma unroll
-      for (int q = 0; q < kRanksPerLane; ++q) {
-        const int r = threadIdx.x % 32 + 32 * q;
-        if (place_[q] < 0) continue;
-        if (params_.pad_multiple == 0) place_[q] += routes.recv_base[r];
-        if (place_[q] >= routes.row_limit[r]) continue;
-        uint8_t* rows = routes.slot[r] + params_.slot.rows;
-        ptx::bulk_store(rows + static_cast<int64_t>(place_[q]) * params_.row_bytes, stage, params_.row_bytes);
-      }
-      ring_.release();
-      --num_ahead_;
-      if (has_more_) fetch(tickets.take());
-      load_places();
-    }
-    ptx::bulk_wait_written<0>();
-  }
-
-  // Instead of send(): waits until nothing is on its way to shared memory.
-  __device__ void drop() {
-    for (; num_ahead_ > 0; --num_ahead_) {
-      ring_.wait();
-      ring_.release();
-    }
-  }
-
- private:
-  static constexpr int kRanksPerLane = (kMaxRanks + 31) / 32;
-
-  __device__ int num_warps() const { return gridDim.x * params_.num_send_warps; }
-
-  __device__ void fetch(int token) {
-    has_more_ = token < params_.num_tokens;
-    if (!has_more_) return;
-    if (threadIdx.x % 32 == 0) tokens_[ring_.load_stage()] = token;
-    ring_.fetch(params_.rows + static_cast<int64_t>(token) * params_.row_bytes);
-    ++num_ahead_;
-  }
-
-  // Where the next row goes. NOTE: another CTA may have written it, and this one's L1 may have the line from before.
-  __device__ void load_places() {
-    __syncwarp();
-    if (num_ahead_ == 0) return;
-    const int num_ranks = params_.domain.num_ranks;
-    const int32_t* places = params_.pad_multiple > 0 ? params_.dst_row : params_.send_slot;
-    const int64_t first_cell = static_cast<int64_t>(tokens_[ring_.stage()]) * num_ranks;
-#pragma unroll
-    for (int q = 0; q < kRanksPerLane; ++q) {
-      const int r = threadIdx.x % 32 + 32 * q;
-      place_[q] = r < num_ranks ? __ldcg(places + first_cell + r) : -1;
-    }
-  }
-
-  const DispatchParams& params_;
-  RowRing<kDispatchStoresInFlight> ring_;
-  int32_t* tokens_;
-  int place_[kRanksPerLane];
-  int num_ahead_ = 0;  // rows asked for and not sent
-  bool has_more_ = true;
-};
+// Sends rows, of tokens of any CTA: each lane to the ranks that the lane stands for.
+__device__ void send_rows(const DispatchParams& params, const Routes& routes, DispatchSender& sender) {
+  constexpr int kRanksPerLane = (kMaxRanks + 31) / 32;
+  const int lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
+  const int32_t* places = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
+  // NOTE: another CTA may have written them, and this one's L1 may have the line from before.
+  const auto load_place = [&](int token, int q) {
+    const int r = lane + 32 * q;
+    return r < num_ranks ? __ldcg(places + static_cast<int64_t>(token) * num_ranks + r) : -1;
+  };
+  const auto target_of = [&](int place, int q) -> uint8_t* {
+    if (place < 0) return nullptr;
+    const int r = lane + 32 * q, row = params.pad_multiple == 0 ? place + routes.recv_base[r] : place;
+    if (row >= routes.row_limit[r]) return nullptr;
+    return routes.slot[r] + params.slot.rows + static_cast<int64_t>(row) * params.row_bytes;
+  };
+  sender.send<kRanksPerLane>(&params.domain.control[params.domain.rank]->sent_items, load_place, target_of);
+}
 
 // Sends the scales of `count` rows that stand in one run at the receiver.
 template <typename Vector>
@@ -234,10 +174,12 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
   // While the counts are on their way.
   const bool sends_rows = warp < params.num_send_warps;
-  const int sender_idx = sends_rows ? warp : 0, num_stages = sends_rows ? params.num_stages : 0;
-  RowSender sender(params, num_stages, shared + params.rings_begin + sender_idx * params.num_stages * params.row_bytes,
-                   barriers[sender_idx], tokens[sender_idx]);
-  if (!params.rings_overlap) sender.begin();
+  const int sender_idx = sends_rows ? warp : 0;
+  const int num_stages = sends_rows ? params.num_stages : 0, sender_number = warp * gridDim.x + blockIdx.x;
+  uint8_t* ring = shared + params.rings_begin + sender_idx * params.num_stages * params.row_bytes;
+  DispatchSender sender({params.rows, params.num_tokens, params.row_bytes}, gridDim.x * params.num_send_warps,
+                        num_stages, ring, barriers[sender_idx], tokens[sender_idx]);
+  if (!params.rings_overlap) sender.begin(sender_number);
   if (makes_route) {
     for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
       routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
@@ -279,7 +221,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   if (status == kFailed && makes_route) clear_route(params, cta_tokens);
   ptx::fence_shared_for_bulk();  // the rings may take over the expert counters' memory
   __syncthreads();
-  if (params.rings_overlap && status == kSent) sender.begin();
+  if (params.rings_overlap && status == kSent) sender.begin(sender_number);
   if (status == kSent && makes_route && params.pad_multiple > 0) {
     if (threadIdx.x == 0) {
       ptx::add_acq_rel_gpu(&own.placed_ctas, 1);
@@ -292,7 +234,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   if (status != kSent) {
     sender.drop();
   } else if (sends_rows) {
-    sender.send(routes);
+    send_rows(params, routes, sender);
   } else {
     send_metadata(params, routes);
   }

@@ -132,7 +132,7 @@ class PartialRows {
   const Waiter& waiter_;
   const uint32_t epoch_;
   const int num_parts_;  // of a token
-  Tickets tickets_;
+  Tickets<> tickets_;
   int token_ = -1, part_ = 0, next_token_, next_part_;
   bool ok_ = true;
   int places_[kRanksPerLane];

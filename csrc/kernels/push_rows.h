@@ -9,10 +9,16 @@
 
 namespace hybrid_ep {
 
+// 0 between kernels.
+struct PushProgress {
+  uint32_t sent_rows, finished_ctas;
+};
+
 struct PushRowsParams {
   const uint8_t* rows;         // [T, row_bytes]
   const int64_t* places;       // [T, C] (rank << 32) | row in that rank's memory, or −1; C ≤ 32, a lane for each
   uint8_t* memory[kMaxRanks];  // of each rank, as this one sees it
+  PushProgress* progress;
   int num_rows, num_places, row_bytes, num_stages;
 };
 

@@ -23,13 +23,15 @@ struct CountRow {
 };
 
 // Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them.
-struct ReportQueue {
+struct alignas(32) ReportQueue {
   static constexpr uint32_t kCapacity = 4;
   uint32_t num_pushed, num_taken;  // wrap; equal between kernels
   int32_t reports[kCapacity];
 };
 
 struct ControlBlock {
+  static constexpr int kLineBytes = 128;
+
   // Written by peers.
   CountRow counts[kMaxRanks];
   uint32_t counts_epoch[kMaxRanks];  // raised after counts[i]
@@ -46,9 +48,10 @@ struct ControlBlock {
   uint32_t started_ctas;   // of a combine from experts; 0 between kernels
   uint32_t finished_ctas;  // 0 between kernels
   uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
-  uint32_t sent_items;     // tickets of sending warps: tokens of a dispatch, chunks of a combine; 0 between kernels
-  uint32_t summed_tokens;  // tickets of a combine's summing warps; likewise
-  ReportQueue report_queues[kMaxCtas][kCombineSendWarps];
+  // Tickets, 0 between kernels, each in a line that nobody polls.
+  alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, chunks of a combine
+  alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps
+  alignas(kLineBytes) ReportQueue report_queues[kMaxCtas][kCombineSendWarps];
   int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];
 };
 

@@ -15,8 +15,9 @@ constexpr int kFewSms = 8;
 // GB/s on Hopper: what an SM pushes, to its own GPU too, and what leaves a GPU.
 constexpr double kSmRate = 50, kWireRate = 340;
 constexpr int kDispatchSendWarps = 2;
-// More rows ahead are taken from other SMs, and at the end one that is slow has them still to send.
-constexpr int kMaxDispatchStages = kDispatchStoresInFlight + 2;
+// What a sending warp loads ahead: enough for the time that a load takes. More would be taken from other SMs, and one
+// that is slow would have it still to send when these have ended.
+constexpr int kBytesAhead = 32 * 1024, kMinRowsAhead = 2;
 constexpr double kExpertSmsPerCopy = 0.75;  // for an SM of a combine: what it takes in by what an SM of sums does
 
 int num_sms(int asked, int its_default, int num_device_sms) {
@@ -39,8 +40,9 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
   // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps.
   const int rows_that_fit = kDynamicSharedBytes / row_bytes;
   result.num_send_warps = std::clamp(rows_that_fit / (kDispatchStoresInFlight + 1), 1, kDispatchSendWarps);
-  result.num_stages =
-      std::clamp(rows_that_fit / result.num_send_warps, kDispatchStoresInFlight + 1, kMaxDispatchStages);
+  const int num_ahead = std::clamp(kBytesAhead / row_bytes, kMinRowsAhead, kMaxStages - kDispatchStoresInFlight);
+  result.num_stages = std::clamp(rows_that_fit / result.num_send_warps, kDispatchStoresInFlight + 1,
+                                 kDispatchStoresInFlight + num_ahead);
   const int ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
   const int counters_end = (counter_bytes + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
   result.rings_overlap = counters_end + ring_bytes > kDynamicSharedBytes;

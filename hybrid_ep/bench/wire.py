@@ -115,6 +115,7 @@ class _Push:
         self.rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=where.device)
         names = rank * num_tokens + torch.arange(1, num_tokens + 1, device=where.device)
         self.rows.view(torch.int64)[:, [0, -1]] = names.unsqueeze(1)
+        self.progress = torch.zeros(2, dtype=torch.int32, device=where.device)
         num_bytes = num_ranks * num_tokens * row_bytes
         self.memory = SymmetricMemory.allocate(num_bytes, dist.group.WORLD, where.device)
 
@@ -140,6 +141,7 @@ class _Push:
                 rows=self.rows.data_ptr(),
                 places=self.where.data_ptr(),
                 memory=self.memory.addresses,
+                progress=self.progress.data_ptr(),
                 num_rows=self.where.shape[0],
                 num_places=self.where.shape[1],
                 row_bytes=self.row_bytes,

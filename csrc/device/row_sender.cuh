@@ -1,0 +1,92 @@
+// A warp that sends rows of a table to where they belong. The warps of a kernel share the rows: the first go by the
+// number of the warp, the others by tickets.
+//
+//     rows[i] ─ bulk load ─► stage of the warp's ring ─ one bulk store per place ─► memory of a rank
+//
+// Each lane stores a row to the places that the lane stands for. Every function is collective over the warp; a warp
+// that sends nothing has a ring without stages.
+#pragma once
+
+#include "device/row_ring.cuh"
+#include "device/tickets.cuh"
+
+namespace hybrid_ep {
+
+struct RowTable {
+  const uint8_t* rows;  // [num_rows, row_bytes]
+  int num_rows, row_bytes;
+};
+
+template <int kInFlight>
+class RowSender {
+ public:
+  // `stages`, `barriers` and `indices` have num_stages entries each: a row, its barrier, and which row it is.
+  __device__ RowSender(const RowTable& table, int num_warps, int num_stages, uint8_t* stages, uint64_t* barriers,
+                       int32_t* indices)
+      : table_(table),
+        num_warps_(num_warps),
+        ring_(stages, barriers, num_stages, table.row_bytes, threadIdx.x % 32),
+        indices_(indices) {}
+
+  // Asks for the first rows; `number` is the warp's, 0 … num_warps − 1.
+  __device__ void begin(int number) {
+    for (int i = 0; i < ring_.num_ahead(); ++i) fetch(number + i * num_warps_);
+  }
+
+  // Sends them and all rows after them. `counter` is 0 before the kernel begins. A lane has kPlaces places for a row:
+  // load_place(row, q) begins to load one, and target_of(place, q) tells where that is, or nullptr.
+  template <int kPlaces, typename LoadPlace, typename TargetOf>
+  __device__ void send(uint32_t* counter, LoadPlace&& load_place, TargetOf&& target_of) {
+    using Place = decltype(load_place(0, 0));
+    Tickets<2> tickets(counter, num_warps_ * ring_.num_ahead());
+    Place place[kPlaces], next[kPlaces];
+    const auto load_places = [&](int stage, Place(&places)[kPlaces]) {
+      __syncwarp();
+#pragma unroll
+      for (int q = 0; q < kPlaces; ++q) places[q] = load_place(indices_[stage], q);
+    };
+    if (num_ahead_ > 0) load_places(ring_.stage(), place);
+    for (; num_ahead_ > 0; --num_ahead_) {
+      const bool knows_next = num_ahead_ > 1;
+      if (knows_next) load_places(ring_.next_stage(), next);
+      const uint8_t* stage = ring_.wait();
+#pragma unroll
+      for (int q = 0; q < kPlaces; ++q) {
+        uint8_t* target = target_of(place[q], q);
+        if (target != nullptr) ptx::bulk_store(target, stage, table_.row_bytes);
+      }
+      ring_.release();
+      if (has_more_) fetch(tickets.take());
+      if (!knows_next && num_ahead_ > 1) load_places(ring_.stage(), next);
+#pragma unroll
+      for (int q = 0; q < kPlaces; ++q) place[q] = next[q];
+    }
+    ptx::bulk_wait_written<0>();
+  }
+
+  // Instead of send(): waits until nothing is on its way to shared memory.
+  __device__ void drop() {
+    for (; num_ahead_ > 0; --num_ahead_) {
+      ring_.wait();
+      ring_.release();
+    }
+  }
+
+ private:
+  __device__ void fetch(int index) {
+    has_more_ = index < table_.num_rows;
+    if (!has_more_) return;
+    if (threadIdx.x % 32 == 0) indices_[ring_.load_stage()] = index;
+    ring_.fetch(table_.rows + static_cast<int64_t>(index) * table_.row_bytes);
+    ++num_ahead_;
+  }
+
+  const RowTable table_;
+  const int num_warps_;
+  RowRing<kInFlight> ring_;
+  int32_t* indices_;
+  int num_ahead_ = 0;  // rows asked for and not sent
+  bool has_more_ = true;
+};
+
+}  // namespace hybrid_ep
