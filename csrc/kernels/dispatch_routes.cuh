@@ -44,25 +44,6 @@ __device__ int* warp_expert_counts(uint8_t* shared, int warp, int num_experts) {
   return reinterpret_cast<int*>(shared) + warp * num_experts;
 }
 
-// A warp looks at as many tokens at once as it has lanes for: each lane at one column of one token.
-struct TokenLanes {
-  int num_tokens;     // at once
-  int token, column;  // of this lane
-  int first;          // lane of the token's first column
-  unsigned before;    // lanes below this one
-  unsigned mates;     // lanes of the same token; none for a lane that is left over
-
-  __device__ explicit TokenLanes(int num_topk) {
-    const int lane = threadIdx.x % 32;
-    num_tokens = 32 / num_topk;
-    token = lane / num_topk;
-    column = lane % num_topk;
-    first = lane - column;
-    before = (1u << lane) - 1;
-    mates = token < num_tokens ? kAllLanes >> (32 - num_topk) << first : 0;
-  }
-};
-
 // Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
 __device__ void count_tokens(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// Counts for `get_dispatch_layout`: a launch over all tokens, a warp per token, sums in shared memory first. A small
-// one before it clears the totals while the other counts.
+// Counts for `get_dispatch_layout`: a launch over all tokens, some of them to a warp, sums in shared memory first. A
+// small one before it clears the totals while the other counts.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kThreads = 256;
-// A warp takes its tokens one after the other, and all CTAs add to the same totals: past 8,192 tokens that costs more.
-constexpr int kTokensPerCta = 16;
+// All CTAs add to the same totals: past 16,384 tokens that would cost more than a step of a warp.
+constexpr int kTokensPerCta = 32;
 constexpr int kMaxLayoutCtas = 512;
 
 __host__ __device__ int num_totals(const LayoutParams& params) {
@@ -36,16 +36,22 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
   const int num_counts = num_totals(params);
   for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
   __syncthreads();
-  const auto is_leader = [&](int value) { return __ffs(__match_any_sync(kAllLanes, value)) - 1 == lane && value >= 0; };
-  const int num_ctas = gridDim.x, cta = blockIdx.x;
-  const int tokens_per_cta = (params.num_tokens + num_ctas - 1) / num_ctas;
-  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta);
-  for (int token = cta * tokens_per_cta + threadIdx.x / 32; token < end; token += kThreads / 32) {
-    bool* in_rank = params.is_token_in_rank + static_cast<int64_t>(token) * params.num_ranks;
-    for (int r = lane; r < params.num_ranks; r += 32) in_rank[r] = false;
-    int64_t expert =
-        lane < params.num_topk ? params.topk_idx[static_cast<int64_t>(token) * params.num_topk + lane] : -1;
+  const TokenLanes lanes(params.num_topk);
+  const int num_ctas = gridDim.x, cta = blockIdx.x, tokens_per_cta = (params.num_tokens + num_ctas - 1) / num_ctas;
+  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta), step = kThreads / 32 * lanes.num_tokens;
+  for (int first = cta * tokens_per_cta + threadIdx.x / 32 * lanes.num_tokens; first < end; first += step) {
+    const int token = first + lanes.token;
+    const bool is_there = lanes.mates != 0 && token < end;
+    int64_t expert = is_there ? params.topk_idx[static_cast<int64_t>(token) * params.num_topk + lanes.column] : -1;
+    bool* in_rank = params.is_token_in_rank + static_cast<int64_t>(first) * params.num_ranks;
+    const int num_cells = min(lanes.num_tokens, end - first) * params.num_ranks;
+    for (int i = lane; i < num_cells; i += 32) in_rank[i] = false;
     if (expert >= params.num_experts) expert = -1;  // dispatch reports it
+    // The first lane of a token that has the value.
+    const auto is_leader = [&](int value) {
+      const unsigned same = __match_any_sync(kAllLanes, value);
+      return value >= 0 && (same & lanes.mates & lanes.before) == 0;
+    };
     const bool counts_expert = is_leader(static_cast<int>(expert));
     const int rank = counts_expert ? experts.rank_of(expert) : -1;
     const bool counts_rank = is_leader(rank);
@@ -55,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
     if (counts_domain) atomicAdd(domain_counts + rank / params.num_ranks_per_domain, 1);
     if (counts_rank) {
       atomicAdd(counts + rank, 1);
-      in_rank[rank] = true;
+      in_rank[lanes.token * params.num_ranks + rank] = true;
     }
   }
   __syncthreads();

@@ -15,9 +15,9 @@ constexpr int kFewSms = 8;
 // GB/s on Hopper: what an SM pushes, to its own GPU too, and what leaves a GPU.
 constexpr double kSmRate = 50, kWireRate = 340;
 constexpr int kDispatchSendWarps = 2;
-// What a sending warp loads ahead: enough for the time that a load takes. More would be taken from other SMs, and one
-// that is slow would have it still to send when these have ended.
-constexpr int kBytesAhead = 32 * 1024, kMinRowsAhead = 2;
+// What a sending warp loads ahead: enough for the time that a load takes beside the others of its SM. More would be
+// taken from other SMs, and one that is slow would have it still to send when these have ended.
+constexpr int kBytesAhead = 48 * 1024, kMinRowsAhead = 2;
 constexpr double kExpertSmsPerCopy = 0.75;  // for an SM of a combine: what it takes in by what an SM of sums does
 
 int num_sms(int asked, int its_default, int num_device_sms) {
@@ -37,16 +37,23 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
                            int num_device_sms) {
   LaunchShape result{};
   result.num_sms = num_sms(asked, default_dispatch_sms(num_ranks, is_hopper), num_device_sms);
-  // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps.
-  const int rows_that_fit = kDynamicSharedBytes / row_bytes;
-  result.num_send_warps = std::clamp(rows_that_fit / (kDispatchStoresInFlight + 1), 1, kDispatchSendWarps);
-  const int num_ahead = std::clamp(kBytesAhead / row_bytes, kMinRowsAhead, kMaxStages - kDispatchStoresInFlight);
-  result.num_stages = std::clamp(rows_that_fit / result.num_send_warps, kDispatchStoresInFlight + 1,
-                                 kDispatchStoresInFlight + num_ahead);
-  const int ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
+  // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps. The rings
+  // lie behind the counters, where rows can be loaded while these are in use, unless that costs a warp or there is no
+  // room.
+  constexpr int kMinStages = kDispatchStoresInFlight + 1;
   const int counters_end = (counter_bytes + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
-  result.rings_overlap = counters_end + ring_bytes > kDynamicSharedBytes;
-  result.rings_begin = result.rings_overlap ? 0 : counters_end;
+  const int rows_behind = (kDynamicSharedBytes - counters_end) / row_bytes;
+  int rows_that_fit = kDynamicSharedBytes / row_bytes;
+  result.num_send_warps = std::clamp(rows_that_fit / kMinStages, 1, kDispatchSendWarps);
+  result.rings_overlap = rows_behind < result.num_send_warps * kMinStages;
+  if (!result.rings_overlap) {
+    rows_that_fit = rows_behind;
+    result.rings_begin = counters_end;
+  }
+  const int num_ahead = std::clamp(kBytesAhead / row_bytes, kMinRowsAhead, kMaxStages - kDispatchStoresInFlight);
+  result.num_stages =
+      std::clamp(rows_that_fit / result.num_send_warps, kMinStages, kDispatchStoresInFlight + num_ahead);
+  const int ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
   result.shared_bytes = std::max(counter_bytes, result.rings_begin + ring_bytes);
   return result;
 }

@@ -129,6 +129,7 @@ CASES = [
     Case("hidden_3584", 2, 60, hidden=3584),
     Case("hidden_7168", 2, 12, hidden=7168, num_experts=32, topk=8),
     Case("hidden_16384", 2, 6, hidden=16384),
+    Case("hidden_16384_experts_2048", 2, 6, hidden=16384, num_experts=2048),
     Case("hidden_8", 2, 20, hidden=8),
     Case("two_domains", 4, 40, num_ranks_per_domain=2),
     Case("four_domains_of_two", 8, 24, num_experts=32, num_ranks_per_domain=2),

@@ -56,7 +56,14 @@ def test_paces(run_emulated: RunEmulated, case: Case, seed: int) -> None:
     run_emulated(case.num_ranks, "battery.normal.check_round_trip", case, seed=seed)
 
 
-@_cases("one_rank", "holes", "zero_tokens_on_one_rank", "experts_not_a_power_of_two", "hidden_7168")
+@_cases(
+    "one_rank",
+    "holes",
+    "zero_tokens_on_one_rank",
+    "experts_not_a_power_of_two",
+    "hidden_7168",
+    "hidden_16384_experts_2048",  # no room for rings beside the counters
+)
 @pytest.mark.parametrize("check", ["check_plain", "check_permuted", "check_permuted_cached", "check_overflow"])
 def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
