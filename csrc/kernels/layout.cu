@@ -14,7 +14,7 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kThreads = 256;
-// All CTAs add to the same totals: past 16,384 tokens that would cost more than a step of a warp.
+// All CTAs add to the same totals: more of them would cost more than warps that take several steps.
 constexpr int kTokensPerCta = 32;
 constexpr int kMaxLayoutCtas = 512;
 
