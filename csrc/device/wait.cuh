@@ -73,7 +73,13 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_system(flag); }, is_equal, epoch, peer, tag);
   }
 
-  // The same for 16 bytes that are stored as one and end with their epoch: orders nothing, *value is all that there is.
+  // The same for a word whose lower half is its epoch: orders nothing, *value is all that there is.
+  __device__ bool until_equal(const uint64_t* word, uint32_t epoch, int peer, WaitTag tag, uint64_t* value) const {
+    const auto load = [&] { return static_cast<uint32_t>(*value = ptx::load_relaxed_system(word)); };
+    return poll(load, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
+  }
+
+  // The same for 16 bytes that are stored as one and end with their epoch.
   __device__ bool until_equal(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
     const auto load = [&] { return (*value = ptx::load_relaxed_system(words)).w; };
     return poll(load, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
@@ -101,8 +107,10 @@ class Waiter {
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
+    // One wait of a kernel reports: the host may take the record at once, and would find that of the next one there.
+    if (control_ != nullptr && atomicCAS(&control_[rank_]->failed, 0u, 1u) != 0u) return false;
     const bool asks = control_ != nullptr && peer != rank_;
-    const int culprit = asks ? find_culprit(record_, control_, num_ranks_, rank_, peer) : peer;
+    const int culprit = asks ? find_culprit(control_, num_ranks_, rank_, peer) : peer;
     report_timeout(record_, kernel_, tag, rank_, culprit, expected, seen, culprit == peer ? -1 : peer);
     return false;
   }
@@ -114,8 +122,7 @@ class Waiter {
   }
 
   // Tells every rank that this one waits for `peer`, and follows what they tell until the time for that is over.
-  static __device__ __noinline__ int find_culprit(FaultRecord* record, ControlBlock* const* control, int num_ranks,
-                                                  int rank, int peer) {
+  static __device__ __noinline__ int find_culprit(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     uint32_t* missed = control[rank]->missed;
     const uint32_t word = static_cast<uint32_t>(peer) + 1;
     if (atomicCAS(&missed[rank], 0u, word) == 0u) {
@@ -125,8 +132,7 @@ class Waiter {
     }
     const uint64_t end = ptx::clock_ns() + kListenNs;
     int culprit = peer;
-    // Once another wait of this kernel has reported, nobody reads what this one finds.
-    while (ptx::clock_ns() < end && *const_cast<volatile uint32_t*>(&record->claimed) == 0u) {
+    while (ptx::clock_ns() < end) {
       culprit = peer;
       for (int step = 0; step < num_ranks; ++step) {
         const int next = static_cast<int>(ptx::load_acquire_system(&missed[culprit])) - 1;

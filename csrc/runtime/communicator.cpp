@@ -226,7 +226,10 @@ const Mailbox* Communicator::wait_mailbox(uint32_t ticket) const {
       return nullptr;
   }
   std::atomic_thread_fence(std::memory_order_acquire);
-  return mailbox_;
+  if (mailbox_->status != kFailed) return mailbox_;
+  // The kernel may still be asking other ranks for whom they wait before it says why.
+  while (!has_fault() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  return nullptr;
 }
 
 bool Communicator::has_fault() const {
@@ -241,7 +244,11 @@ std::optional<Fault> Communicator::take_fault() {
                     name_of(fault_->tag), fault_->peer,
                     fault_->witness,      fault_->expected,
                     fault_->seen,         timeout_s_ / (is_of_send(fault_->tag) ? kSendTimeoutDivisor : 1)};
-  *fault_ = FaultRecord{};
+  // In this order: a kernel may claim the record as soon as it can.
+  volatile FaultRecord& record = *fault_;
+  record.written = 0;
+  std::atomic_thread_fence(std::memory_order_release);
+  record.claimed = 0;
   return fault;
 }
 

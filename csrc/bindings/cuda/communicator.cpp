@@ -57,7 +57,7 @@ py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t 
     const py::gil_scoped_release release;
     mail = self.wait_mailbox(ticket);
   }
-  if (mail == nullptr || mail->status == kFailed) return py::none();
+  if (mail == nullptr) return py::none();
   std::copy_n(mail->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
   return py::make_tuple(mail->status == kNeedsRoom, mail->num_recv, mail->num_permuted, mail->num_sent_away,
                         mail->num_kept, mail->max_recv, mail->max_sent, mail->max_rows);

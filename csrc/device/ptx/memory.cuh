@@ -31,6 +31,12 @@ __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // Orders nothing by itself; after a fence of the same thread it publishes what store_release_system would.
 __device__ __forceinline__ void store_relaxed_system(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

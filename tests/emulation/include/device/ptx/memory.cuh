@@ -17,6 +17,7 @@ inline uint64_t load_acquire_system(const uint64_t* address) { return load(addre
 inline uint32_t load_acquire_gpu(const uint32_t* address) { return load(address); }
 inline uint32_t load_acquire_cta(const uint32_t* address) { return load(address); }
 inline uint32_t load_relaxed_gpu(const uint32_t* address) { return load(address); }
+inline uint64_t load_relaxed_system(const uint64_t* address) { return load(address); }
 template <typename T>
 void store_release_system(T* address, std::common_type_t<T> value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
