@@ -1,9 +1,12 @@
 // The lanes of a warp.
 #pragma once
 
+#include "layout/limits.h"
+
 namespace hybrid_ep {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
 // A warp looks at as many tokens at once as it has lanes for: each lane at one column of one token.
 struct TokenLanes {

@@ -30,6 +30,7 @@ class RowSender {
 
   // Asks for the first rows; `number` is the warp's, 0 … num_warps − 1.
   __device__ void begin(int number) {
+#pragma unroll 1  // runs once, with cold instruction caches
     for (int i = 0; i < ring_.num_ahead(); ++i) fetch(number + i * num_warps_);
   }
 

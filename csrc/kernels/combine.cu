@@ -24,8 +24,6 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
-
 // Each sending warp has a ring of pieces of rows.
 constexpr int kSendStages = 6;
 constexpr int kSendStoresInFlight = 3;

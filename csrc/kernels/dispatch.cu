@@ -21,8 +21,8 @@ constexpr int kCellsAhead = 4;  // of metadata that a thread loads at once
 using DispatchSender = RowSender<kDispatchStoresInFlight>;
 
 // Sends rows, of tokens of any CTA: each lane to the ranks that the lane stands for.
+template <int kRanksPerLane>
 __device__ void send_rows(const DispatchParams& params, const Routes& routes, DispatchSender& sender) {
-  constexpr int kRanksPerLane = (kMaxRanks + 31) / 32;
   const int lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int32_t* places = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
   // NOTE: another CTA may have written them, and this one's L1 may have the line from before.
@@ -33,7 +33,7 @@ __device__ void send_rows(const DispatchParams& params, const Routes& routes, Di
   const auto target_of = [&](int place, int q) -> uint8_t* {
     if (place < 0) return nullptr;
     const int r = lane + 32 * q, row = params.pad_multiple == 0 ? place + routes.recv_base[r] : place;
-    if (row >= routes.row_limit[r]) return nullptr;
+    if (row >= routes.call[r][CountRow::kRowLimit]) return nullptr;
     return routes.slot[r] + params.slot.rows + static_cast<int64_t>(row) * params.row_bytes;
   };
   sender.send<kRanksPerLane>(&params.domain.control[params.domain.rank]->sent_items, load_place, target_of);
@@ -111,7 +111,7 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
     const int32_t* list = params.send_list + static_cast<int64_t>(peer) * params.num_tokens + routes.cta_base[peer];
     const int64_t first_row = routes.recv_base[peer] + routes.cta_base[peer];
     // The bound of expert-major output counts copies; what goes with the rows stands once per row.
-    const int64_t limit = params.pad_multiple > 0 ? params.slot.capacity : routes.row_limit[peer];
+    const int64_t limit = params.pad_multiple > 0 ? params.slot.capacity : routes.call[peer][CountRow::kRowLimit];
     const int count = static_cast<int>(min(static_cast<int64_t>(routes.cta_count[peer]), limit - first_row));
     if (params.scales != nullptr) {
       auto* scales = reinterpret_cast<uint32_t*>(slot + params.slot.scales) + first_row * params.num_scales;
@@ -128,7 +128,7 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
   if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
   // Rows between what arrives and the bound: nobody sends them, so they are marked here.
   const int64_t limit = params.row_limit;
-  const int64_t first_free = min(static_cast<int64_t>(routes.num_recv), limit);
+  const int64_t first_free = min(static_cast<int64_t>(routes.num_recv[domain.rank]), limit);
   uint8_t* slot = routes.slot[domain.rank];
   const int64_t offset = static_cast<int64_t>(blockIdx.x) * num_threads + thread;
   const int64_t step = static_cast<int64_t>(gridDim.x) * num_threads;
@@ -138,6 +138,7 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
   }
 }
 
+template <int kRanksPerLane>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Routes routes;
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
   // Count, and tell every rank.
   bool ok = true;
-  if (threadIdx.x == 0) routes.max_recv = routes.max_sent = 0;
+  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) routes.recv_base[r] = routes.num_recv[r] = 0;
   if (makes_route) {
     count_tokens(params, warp_tokens, routes, shared);
     __syncthreads();
@@ -169,8 +170,13 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
       ok = waiter.until_count(&own.arrived_ctas, gridDim.x, WaitTag::kGrid);
     }
     ok = __syncthreads_and(ok);
+    // By the last threads, while the others sum up what is told.
+    for (int r = kDispatchThreads - 1 - threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
+      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
+    }
   }
   send_counts(params, epoch);
+  __syncthreads();
 
   // While the counts are on their way.
   const bool sends_rows = warp < params.num_send_warps;
@@ -181,10 +187,6 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
                         num_stages, ring, barriers[sender_idx], tokens[sender_idx]);
   if (!params.rings_overlap) sender.begin(sender_number);
   if (makes_route) {
-    for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
-      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
-    }
-    __syncthreads();
     finish_slots(params, warp_tokens, routes);
     if (params.pad_multiple == 0) {
       __syncthreads();
@@ -193,23 +195,20 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   }
 
   // Learn from every rank, and decide alike: if a slot is too small, or calls differ, nobody sends.
-  bool is_same = true;
-  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
-    ok &= waiter.until_epoch(&own.counts_epoch[r], epoch, r, WaitTag::kCounts);
-    is_same &= !ok || makes_same_call(params, r);
-  }
+  ok &= learn_call(params, waiter, epoch, routes);
   if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
     ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
   }
   ok = __syncthreads_and(ok);
+  bool is_same = true, lacks_room = false;
+  for (int r = threadIdx.x; r < domain.num_ranks && ok; r += kDispatchThreads) {
+    is_same &= makes_same_call(params, routes, r);
+  }
   is_same = __syncthreads_and(is_same);
-  bool lacks_room = false;
-  if (ok && is_same) {
-    find_bases(params, routes, expert_base);
-    __syncthreads();
-    for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
-      lacks_room |= routes.is_bound[r] == 0 && routes.needed[r] > routes.row_limit[r];
-    }
+  if (ok && is_same) ok = find_bases(params, waiter, epoch, routes, expert_base);
+  ok = __syncthreads_and(ok);
+  for (int r = threadIdx.x; r < domain.num_ranks && ok && is_same; r += kDispatchThreads) {
+    lacks_room |= !routes.call[r][CountRow::kIsBound] && routes.needed[r] > routes.call[r][CountRow::kRowLimit];
   }
   lacks_room = __syncthreads_or(lacks_room);
   MailStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
@@ -230,11 +229,11 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     ok = __syncthreads_and(ok);
     if (!ok) status = kFailed;
   }
-  if (blockIdx.x == 0 && warp == kWarps - 1) report_counts(params, routes, status);
+  if (blockIdx.x == 0 && warp == kWarps - 1) ok &= report_counts(params, waiter, epoch, routes, status);
   if (status != kSent) {
     sender.drop();
   } else if (sends_rows) {
-    send_rows(params, routes, sender);
+    send_rows<kRanksPerLane>(params, routes, sender);
   } else {
     send_metadata(params, routes);
   }
@@ -252,10 +251,14 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
 }  // namespace
 
-void prepare_dispatch() { allow_shared_memory(dispatch_kernel); }
+void prepare_dispatch() {
+  allow_shared_memory(dispatch_kernel<1>);
+  allow_shared_memory(dispatch_kernel<kMaxRanksPerLane>);
+}
 
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream) {
-  launch_cooperative(dispatch_kernel, params, num_sms, kDispatchThreads, shared_bytes, stream);
+  const auto kernel = params.domain.num_ranks <= 32 ? dispatch_kernel<1> : dispatch_kernel<kMaxRanksPerLane>;
+  launch_cooperative(kernel, params, num_sms, kDispatchThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -1,6 +1,7 @@
 // Where the tokens of a dispatch go: counts, their exchange, and the places that follow from them. Part of dispatch.cu.
 //
-// Every function is collective over the CTA unless it says otherwise. Legend: T tokens, K top-k, E experts, R ranks.
+// Every function is collective over the CTA unless it says otherwise. A kernel begins with cold instruction caches, and
+// of what runs once a CTA waits for each line, so that loops of few steps are not unrolled. Legend: T tokens, K top-k, E experts, R ranks.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -15,28 +16,28 @@ namespace {
 
 constexpr int kWarps = kDispatchThreads / 32;
 constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
+constexpr int kWordsAhead = 4;     // of counts that a thread loads at once
 
 // What a CTA knows about the call once the counts are exchanged.
 struct Routes {
   int warp_counts[kWarps][kMaxRanks];  // tokens per rank; turned into exclusive sums over warps
   int cta_base[kMaxRanks];             // tokens to r in the CTAs before
   int cta_count[kMaxRanks];            // tokens to r in this CTA
-  int recv_base[kMaxRanks];            // this rank's first row at r
-  int row_limit[kMaxRanks];            // rows that r takes
-  int sent[kMaxRanks];                 // tokens from this rank to r
-  int needed[kMaxRanks];               // rows that r's slot must hold
-  int is_bound[kMaxRanks];             // whether r drops rows beyond its limit
-  uint8_t* slot[kMaxRanks];            // r's slot, as this rank maps it
-  int num_recv, max_sent, max_recv;
+  int call[kMaxRanks][CountRow::kNumCallColumns];  // what r has told of its call
+  int recv_base[kMaxRanks];                        // this rank's first row at r
+  int num_recv[kMaxRanks];                         // rows that r receives
+  int sent[kMaxRanks];                             // tokens from this rank to r
+  int needed[kMaxRanks];                           // rows that r's slot must hold
+  uint8_t* slot[kMaxRanks];                        // r's slot, as this rank maps it
 };
 
 struct Range {
   int begin, end;
 };
 
+// `total` × num_parts is below 2³¹.
 __device__ Range share_of(int total, int part, int num_parts) {
-  return {static_cast<int>(static_cast<int64_t>(total) * part / num_parts),
-          static_cast<int>(static_cast<int64_t>(total) * (part + 1) / num_parts)};
+  return {total * part / num_parts, total * (part + 1) / num_parts};
 }
 
 // Dynamic shared memory: expert counters while routes are made, then the rings.
@@ -93,21 +94,28 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
   int64_t batch[kStepsPerBatch], next[kStepsPerBatch];
   const int tokens_per_batch = kStepsPerBatch * lanes.num_tokens;
   load_experts(tokens.begin, batch);
+#pragma unroll 1
   for (int r = lane; r < num_ranks; r += 32) rank_counts[r] = 0;
+#pragma unroll 1
   for (int e = lane; e < params.num_experts; e += 32) expert_counts[e] = 0;
   const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+#pragma unroll 1
   for (int i = lane; i < num_cells; i += 32) params.send_slot[first_cell + i] = -1;
+#pragma unroll 1
   for (int i = lane; i < num_cells && params.pad_multiple > 0; i += 32) params.dst_row[first_cell + i] = -1;
   __syncwarp();
   for (int first = tokens.begin; first < tokens.end; first += tokens_per_batch) {
     load_experts(first + tokens_per_batch, next);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kStepsPerBatch; ++i) {
       const int step = first + i * lanes.num_tokens;
-      if (step < tokens.end) count_step(step + lanes.token, batch[i]);
-      batch[i] = next[i];
+      if (step < tokens.end) count_step(step + lanes.token, batch[0]);
+#pragma unroll
+      for (int j = 1; j < kStepsPerBatch; ++j) batch[j - 1] = batch[j];
     }
+#pragma unroll
+    for (int i = 0; i < kStepsPerBatch; ++i) batch[i] = next[i];
   }
 }
 
@@ -117,6 +125,7 @@ __device__ void sum_over_warps(const DispatchParams& params, Routes& routes, uin
   const int num_ranks = params.domain.num_ranks;
   for (int i = threadIdx.x; i < num_ranks + params.num_experts; i += kDispatchThreads) {
     int sum = 0;
+#pragma unroll 4
     for (int w = 0; w < kWarps; ++w) {
       int& count =
           i < num_ranks ? routes.warp_counts[w][i] : warp_expert_counts(shared, w, params.num_experts)[i - num_ranks];
@@ -139,50 +148,103 @@ __device__ int sum_over_ctas(const ControlBlock& own, int column, int num_ctas) 
 // Tells every rank what this rank sends, and where its own rows shall land. The CTAs share the ranks among them.
 __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
   const Domain& domain = params.domain;
-  const ControlBlock& own = *domain.control[domain.rank];
-  for (int peer = blockIdx.x; peer < domain.num_ranks; peer += gridDim.x) {
-    CountRow& row = domain.control[peer]->counts[domain.rank];
-    const int num_columns = domain.num_ranks + (params.topk_idx == nullptr ? 0 : params.num_experts);
+  const int num_ranks = domain.num_ranks;
+  for (int peer = blockIdx.x; peer < num_ranks; peer += gridDim.x) {
+    uint64_t* words = domain.control[peer]->counts[domain.rank].words;
+    const auto tell = [&](int column, int value) {
+      ptx::store_relaxed_system(words + column, static_cast<uint64_t>(value) << 32 | epoch);
+    };
+    const int num_columns = num_ranks + (params.topk_idx == nullptr ? 0 : params.num_experts);
     for (int i = threadIdx.x; i < num_columns; i += kDispatchThreads) {
-      int& column = i < domain.num_ranks ? row.num_tokens_per_rank[i] : row.num_tokens_per_expert[i - domain.num_ranks];
-      column = params.topk_idx == nullptr
-                   ? params.rank_prefix[domain.rank * domain.num_ranks + i] -
-                         (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * domain.num_ranks + i] : 0)
-                   : sum_over_ctas(own, i, gridDim.x);
+      const int count = params.topk_idx == nullptr
+                            ? params.rank_prefix[domain.rank * num_ranks + i] -
+                                  (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * num_ranks + i] : 0)
+                            : sum_over_ctas(*domain.control[domain.rank], i, gridDim.x);
+      tell(i < num_ranks ? CountRow::kTokensPerRank + i : CountRow::kTokensPerExpert + i - num_ranks, count);
     }
-    if (threadIdx.x == 0) {
-      row.slot_idx = params.slot_idx;
-      row.row_limit = params.row_limit;
-      row.is_bound = params.is_bound;
-      row.num_experts = params.num_experts;
-      row.record_bytes = params.record_bytes;
-      row.pad_multiple = params.pad_multiple;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      ptx::store_release_system(&domain.control[peer]->counts_epoch[domain.rank], epoch);
-    }
+    if (threadIdx.x != kDispatchThreads - 1) continue;
+    tell(CountRow::kSlotIdx, params.slot_idx);
+    tell(CountRow::kRowLimit, params.row_limit);
+    tell(CountRow::kNumExperts, params.num_experts);
+    tell(CountRow::kRecordBytes, params.record_bytes);
+    tell(CountRow::kPadMultiple, params.pad_multiple);
+    tell(CountRow::kIsBound, params.is_bound);
   }
 }
 
-// Whether rank r, which has told its counts, makes the same call: where rows land follows from all ranks' alike. One
-// thread for each rank.
-__device__ bool makes_same_call(const DispatchParams& params, int r) {
+struct Cell {
+  int source, column;
+};
+
+// Gives visit(cell, value) the cells first, first + step, … of what ranks have told, each once it is there. Returns
+// whether all came. By one thread.
+template <typename CellOf, typename Visit>
+__device__ bool learn(const ControlBlock& own, const Waiter& waiter, uint32_t epoch, int first, int end, int step,
+                      CellOf&& cell_of, Visit&& visit) {
+  bool ok = true;
+  for (int begin = first; begin < end; begin += kWordsAhead * step) {
+    uint64_t words[kWordsAhead];
+#pragma unroll
+    for (int j = 0; j < kWordsAhead; ++j) {
+      const int i = begin + j * step;
+      if (i >= end) continue;
+      const Cell cell = cell_of(i);
+      words[j] = ptx::load_relaxed_system(&own.counts[cell.source].words[cell.column]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWordsAhead; ++j) {
+      const int i = begin + j * step;
+      if (i >= end) continue;
+      const Cell cell = cell_of(i);
+      if (static_cast<uint32_t>(words[j]) != epoch) {
+        const uint64_t* word = &own.counts[cell.source].words[cell.column];
+        ok &= waiter.until_equal(word, epoch, cell.source, WaitTag::kCounts, &words[j]);
+      }
+      visit(cell, static_cast<int>(words[j] >> 32));
+    }
+  }
+  return ok;
+}
+
+// The same for `num_columns` columns of every rank, by all threads of the CTA.
+template <typename Visit>
+__device__ bool learn_columns(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, int first_column,
+                              int num_columns, Visit&& visit) {
   const Domain& domain = params.domain;
-  const CountRow& row = domain.control[domain.rank]->counts[r];
-  // All at once, before the first is looked at.
-  const int32_t num_experts = __ldcg(&row.num_experts), record_bytes = __ldcg(&row.record_bytes);
-  const int32_t pad_multiple = __ldcg(&row.pad_multiple), is_bound = __ldcg(&row.is_bound);
-  const auto is_same = [&](WaitTag what, int32_t mine, int32_t seen) {
+  const auto cell_of = [&](int i) { return Cell{i / num_columns, first_column + i % num_columns}; };
+  return learn(*domain.control[domain.rank], waiter, epoch, threadIdx.x, domain.num_ranks * num_columns,
+               kDispatchThreads, cell_of, visit);
+}
+
+// What every rank tells of its call, and the sums over ranks of what they send to each: to routes that are 0.
+__device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, Routes& routes) {
+  const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
+  return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
+    if (cell.column < CountRow::kNumCallColumns) {
+      routes.call[cell.source][cell.column] = value;
+      return;
+    }
+    const int r = cell.column - CountRow::kTokensPerRank;
+    atomicAdd(&routes.num_recv[r], value);
+    if (cell.source < rank) atomicAdd(&routes.recv_base[r], value);
+    if (cell.source == rank) routes.sent[r] = value;
+  });
+}
+
+// Whether rank r makes the same call: where rows land follows from all ranks' alike. One thread for each rank.
+__device__ bool makes_same_call(const DispatchParams& params, const Routes& routes, int r) {
+  const Domain& domain = params.domain;
+  const auto is_same = [&](WaitTag what, CountRow::Column column, int mine) {
+    const int seen = routes.call[r][column];
     if (seen != mine && blockIdx.x == 0) {
       report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kDispatch, what, domain.rank, r, mine, seen);
     }
     return seen == mine;
   };
-  return is_same(WaitTag::kNumExperts, params.num_experts, num_experts) &&
-         is_same(WaitTag::kRecordBytes, params.record_bytes, record_bytes) &&
-         is_same(WaitTag::kPadMultiple, params.pad_multiple, pad_multiple) &&
-         is_same(WaitTag::kBound, params.is_bound, is_bound);
+  return is_same(WaitTag::kNumExperts, CountRow::kNumExperts, params.num_experts) &&
+         is_same(WaitTag::kRecordBytes, CountRow::kRecordBytes, params.record_bytes) &&
+         is_same(WaitTag::kPadMultiple, CountRow::kPadMultiple, params.pad_multiple) &&
+         is_same(WaitTag::kBound, CountRow::kIsBound, params.is_bound);
 }
 
 // Of a call that has failed, which the host may not know yet: an empty route, so that kernels that are queued behind it
@@ -198,76 +260,64 @@ __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   for (int i = threadIdx.x; i < num_counts; i += kDispatchThreads) params.num_tokens_per_expert[i] = 0;
 }
 
-// Reads what all ranks have told and finds where this rank's rows begin at each of them. Every CTA does it for itself.
+// Finds where this rank's rows begin at each rank. Every CTA does it for itself. Returns whether all counts came.
 // Expert-major: expert_base[e] becomes the row, at its rank, of this CTA's first copy for expert e.
-__device__ void find_bases(const DispatchParams& params, Routes& routes, int* expert_base) {
+__device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, Routes& routes,
+                           int* expert_base) {
   const Domain& domain = params.domain;
-  const ControlBlock& own = *domain.control[domain.rank];
-  const int num_ranks = domain.num_ranks;
+  const int num_ranks = domain.num_ranks, num_experts = params.num_experts;
   for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
-    int before_me = 0, total = 0, sent_by_r = 0;
-#pragma unroll 8
-    for (int i = 0; i < num_ranks; ++i) {
-      const int count = __ldcg(&own.counts[i].num_tokens_per_rank[r]);
-      if (i < domain.rank) before_me += count;
-      if (i == domain.rank) routes.sent[r] = count;
-      total += count;
-      sent_by_r += __ldcg(&own.counts[r].num_tokens_per_rank[i]);
-      if (blockIdx.x == 0 && params.topk_idx != nullptr) params.rank_prefix[i * num_ranks + r] = total;
-    }
-    routes.recv_base[r] = before_me;
-    routes.row_limit[r] = __ldcg(&own.counts[r].row_limit);
-    routes.slot[r] = domain.arena[r] + __ldcg(&own.counts[r].slot_idx) * domain.slot_bytes;
-    routes.needed[r] = total;
-    routes.is_bound[r] = __ldcg(&own.counts[r].is_bound);
+    routes.slot[r] = domain.arena[r] + routes.call[r][CountRow::kSlotIdx] * domain.slot_bytes;
+    routes.needed[r] = routes.num_recv[r];
     if (params.topk_idx == nullptr) {
       const Range slots = share_of(routes.sent[r], blockIdx.x, gridDim.x);
       routes.cta_base[r] = slots.begin;
       routes.cta_count[r] = slots.end - slots.begin;
     }
-    if (r == domain.rank) routes.num_recv = total;
-    atomicMax(&routes.max_recv, total);
-    atomicMax(&routes.max_sent, sent_by_r);
   }
-  if (params.topk_idx == nullptr || params.pad_multiple == 0) return;
+  if (params.topk_idx == nullptr || params.pad_multiple == 0) return true;
 
-  const ExpertMap experts{params.num_experts, num_ranks};
-  for (int e = threadIdx.x; e < params.num_experts; e += kDispatchThreads) {
-    int before_me = 0, total = 0;
-#pragma unroll 4
-    for (int i = 0; i < num_ranks; ++i) {
-      const int count = __ldcg(&own.counts[i].num_tokens_per_expert[e]);
-      if (i < domain.rank) before_me += count;
-      total += count;
-    }
-    // NOTE: the upper array holds the block sizes until the sums over them are made.
-    expert_base[e] = before_me + sum_over_ctas(own, num_ranks + e, blockIdx.x);
-    expert_base[params.num_experts + e] = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
+  // NOTE: the upper array holds the block sizes until the sums over them are made.
+  int* block_rows = expert_base + num_experts;
+  for (int e = threadIdx.x; e < num_experts; e += kDispatchThreads) {
+    expert_base[e] = sum_over_ctas(*domain.control[domain.rank], num_ranks + e, blockIdx.x);
+    block_rows[e] = 0;
   }
   __syncthreads();
+  const auto add = [&](Cell cell, int count) {
+    const int e = cell.column - CountRow::kTokensPerExpert;
+    if (cell.source < domain.rank) atomicAdd(&expert_base[e], count);
+    atomicAdd(&block_rows[e], count);
+  };
+  const bool ok = learn_columns(params, waiter, epoch, CountRow::kTokensPerExpert, num_experts, add);
+  __syncthreads();
+  const ExpertMap experts{num_experts, num_ranks};
   for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
     int begin = 0;
     for (int l = 0; l < experts.num_local_experts(); ++l) {
       const int e = r * experts.num_local_experts() + l;
       expert_base[e] += begin;
-      begin += expert_base[params.num_experts + e];
+      begin += (block_rows[e] + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
     }
     routes.needed[r] = begin;
   }
+  return ok;
 }
 
-// Writes what the host and later calls need to know. One warp of the grid.
-__device__ void report_counts(const DispatchParams& params, const Routes& routes, MailStatus status) {
+// Writes what the host and later calls need to know. One warp of the grid. Returns whether all counts came.
+__device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, const Routes& routes,
+                              MailStatus status) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
-  const int lane = threadIdx.x % 32;
-  const int num_local = params.num_experts / domain.num_ranks;
-  for (int l = lane; l < num_local && params.topk_idx != nullptr && status != kFailed; l += 32) {
+  const int lane = threadIdx.x % 32, num_ranks = domain.num_ranks;
+  const bool makes_route = params.topk_idx != nullptr;
+  bool ok = true;
+  const int num_local = params.num_experts / num_ranks;
+  for (int l = lane; l < num_local && makes_route && status != kFailed; l += 32) {
+    const int column = CountRow::kTokensPerExpert + domain.rank * num_local + l;
     int total = 0;
-#pragma unroll 8
-    for (int i = 0; i < domain.num_ranks; ++i) {
-      total += __ldcg(&own.counts[i].num_tokens_per_expert[domain.rank * num_local + l]);
-    }
+    ok &= learn(own, waiter, epoch, 0, num_ranks, 1, [&](int i) { return Cell{i, column}; },
+                [&](Cell, int count) { total += count; });
     if (params.pad_multiple > 0) {
       params.num_tokens_per_expert[num_local + l] = total;
       total = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
@@ -275,39 +325,60 @@ __device__ void report_counts(const DispatchParams& params, const Routes& routes
     params.num_tokens_per_expert[l] = total;
     if (params.mailbox != nullptr) params.mailbox->num_tokens_per_expert[l] = total;
   }
-  __syncwarp();
-  if (lane != 0) return;
-  const int needed = routes.needed[domain.rank], limit = routes.row_limit[domain.rank];
+  ok = __all_sync(kAllLanes, ok);
+  if (!ok) status = kFailed;
+  int max_recv = 0, max_sent = 0;
+  const auto tokens_to = [&](int source, int r) {  // which has been waited for
+    const uint64_t word = ptx::load_relaxed_system(&own.counts[source].words[CountRow::kTokensPerRank + r]);
+    return status == kFailed ? 0 : static_cast<int>(word >> 32);
+  };
+  for (int r = lane; r < num_ranks; r += 32) {
+    int sent_by_r = 0, received = 0;
+#pragma unroll 8
+    for (int i = 0; i < num_ranks; ++i) {
+      sent_by_r += tokens_to(r, i);
+      received += tokens_to(i, r);
+      if (makes_route) params.rank_prefix[i * num_ranks + r] = received;
+    }
+    max_sent = max(max_sent, sent_by_r);
+    max_recv = max(max_recv, received);
+  }
+  max_sent = __reduce_max_sync(kAllLanes, max_sent);
+  max_recv = __reduce_max_sync(kAllLanes, max_recv);
+  if (lane != 0) return ok;
+  const int needed = routes.needed[domain.rank], limit = params.row_limit;
   if (params.overflow != nullptr) {
     *params.overflow = status == kSent && needed > limit;
   } else if (status == kSent && needed > limit) {
     report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, -1, limit,
                  needed);
   }
-  if (params.mailbox == nullptr) return;
+  if (params.mailbox == nullptr) return ok;
   Mailbox& mailbox = *params.mailbox;
   mailbox.status = status;
   if (status != kFailed) {
     int sent_away = 0, max_rows = 0;
-    for (int r = 0; r < domain.num_ranks; ++r) {
+    for (int r = 0; r < num_ranks; ++r) {
       if (r != domain.rank) sent_away += routes.sent[r];
       max_rows = max(max_rows, routes.needed[r]);
     }
-    mailbox.num_recv = routes.num_recv;
+    mailbox.num_recv = routes.num_recv[domain.rank];
     mailbox.num_permuted = params.pad_multiple > 0 ? needed : 0;
     mailbox.num_sent_away = sent_away;
     mailbox.num_kept = routes.sent[domain.rank];
-    mailbox.max_recv = routes.max_recv;
-    mailbox.max_sent = routes.max_sent;
+    mailbox.max_recv = max_recv;
+    mailbox.max_sent = max_sent;
     mailbox.max_rows = max_rows;
   }
   ptx::store_release_system(&mailbox.ticket, params.ticket);
+  return ok;
 }
 
 // Makes places final: among all that this rank sends to r. Needs nothing from other ranks.
 __device__ void finish_slots(const DispatchParams& params, const Range tokens, const Routes& routes) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+#pragma unroll 1
   for (int cell = lane; cell < num_cells; cell += 32) {
     const int token = tokens.begin + cell / num_ranks, r = cell % num_ranks;
     int32_t& slot = params.send_slot[static_cast<int64_t>(token) * num_ranks + r];

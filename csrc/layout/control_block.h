@@ -11,15 +11,22 @@
 
 namespace hybrid_ep {
 
-// What rank i tells every rank at the start of a dispatch.
+// What rank i tells every rank at the start of a dispatch. Each word brings its call's epoch along, so that nobody
+// waits for a flag that is raised behind them: value << 32 | epoch.
 struct CountRow {
-  int32_t num_tokens_per_rank[kMaxRanks];      // tokens that i sends to each rank
-  int32_t num_tokens_per_expert[kMaxExperts];  // copies that i sends to each expert
-  int32_t slot_idx;                            // where in i's arena this call's rows land
-  int32_t row_limit;                           // rows that fit there
-  // Equal at all ranks, or nobody sends.
-  int32_t num_experts, record_bytes, pad_multiple;
-  int32_t is_bound;  // 1: rows beyond the limit are dropped; 0: all make room where one has not enough
+  enum Column {
+    kSlotIdx,   // where in i's arena this call's rows land
+    kRowLimit,  // rows that fit there
+    // Equal at all ranks, or nobody sends.
+    kNumExperts,
+    kRecordBytes,
+    kPadMultiple,
+    kIsBound,  // 1: rows beyond the limit are dropped; 0: all make room where one has not enough
+    kNumCallColumns,
+    kTokensPerRank = kNumCallColumns,              // tokens that i sends to each rank
+    kTokensPerExpert = kTokensPerRank + kMaxRanks  // copies that i sends to each expert
+  };
+  uint64_t words[kTokensPerExpert + kMaxExperts];
 };
 
 // Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them.
@@ -34,8 +41,7 @@ struct ControlBlock {
 
   // Written by peers.
   CountRow counts[kMaxRanks];
-  uint32_t counts_epoch[kMaxRanks];  // raised after counts[i]
-  uint32_t rows_epoch[kMaxRanks];    // raised by i when all its rows of a dispatch stand in this rank's arena
+  uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch stand in this rank's arena
   uint64_t ready[kMaxRanks];  // by i when its arena may be written by this rank's combine: record bytes << 32 | epoch
   uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
   uint32_t missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain; 0 while there is none. Never reset
@@ -47,7 +53,7 @@ struct ControlBlock {
   uint32_t placed_ctas;    // of a dispatch, whose tokens' places are final; 0 between kernels
   uint32_t started_ctas;   // of a combine from experts; 0 between kernels
   uint32_t finished_ctas;  // 0 between kernels
-  uint32_t failed;         // 1: a wait of this kernel was given up; 0 between kernels
+  uint32_t failed;         // 1: a wait of this kernel was given up, and is reported; 0 between kernels
   // Tickets, 0 between kernels, each in a line that nobody polls.
   alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, chunks of a combine
   alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps

@@ -128,6 +128,7 @@ CASES = [
     Case("hidden_128", 4, 30, hidden=128),
     Case("hidden_3584", 2, 60, hidden=3584),
     Case("hidden_7168", 2, 12, hidden=7168, num_experts=32, topk=8),
+    Case("hidden_12288", 2, (7, 1), hidden=12288),  # rings of a row that is ahead and three on their way
     Case("hidden_16384", 2, 6, hidden=16384),
     Case("hidden_16384_experts_2048", 2, 6, hidden=16384, num_experts=2048),
     Case("hidden_8", 2, 20, hidden=8),

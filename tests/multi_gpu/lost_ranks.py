@@ -128,11 +128,11 @@ def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     from hybrid_ep import _cuda
 
     control: Tensor = buffer.engine._control.local  # type: ignore[attr-defined]
-    words = control.view(torch.int32)
-    counts_epoch = _cuda.max_ranks * (_cuda.max_ranks + _cuda.max_experts + 6)
-    rows_epoch = counts_epoch + _cuda.max_ranks
-    words[counts_epoch + peer] += 1
-    words[rows_epoch + peer] += 1
+    num_columns = 6 + _cuda.max_ranks + _cuda.max_experts
+    counts = control.view(torch.int64)[: _cuda.max_ranks * num_columns].view(_cuda.max_ranks, num_columns)
+    counts[peer] += 1  # the epoch is the lower half of each word
+    rows_epoch = counts.numel() * 2
+    control.view(torch.int32)[rows_epoch + peer] += 1
 
 
 def _call(team: _Team) -> NoReturn:
