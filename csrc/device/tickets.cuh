@@ -27,7 +27,9 @@ class Tickets {
   }
 
  private:
-  __device__ int ask() const { return threadIdx.x % 32 == 0 ? static_cast<int>(ptx::increment_relaxed_gpu(counter_)) : 0; }
+  __device__ int ask() const {
+    return threadIdx.x % 32 == 0 ? static_cast<int>(ptx::increment_relaxed_gpu(counter_)) : 0;
+  }
 
   uint32_t* counter_;
   int first_;

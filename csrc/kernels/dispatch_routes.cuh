@@ -1,7 +1,8 @@
 // Where the tokens of a dispatch go: counts, their exchange, and the places that follow from them. Part of dispatch.cu.
 //
 // Every function is collective over the CTA unless it says otherwise. A kernel begins with cold instruction caches, and
-// of what runs once a CTA waits for each line, so that loops of few steps are not unrolled. Legend: T tokens, K top-k, E experts, R ranks.
+// of what runs once a CTA waits for each line, so that loops of few steps are not unrolled. Legend: T tokens, K top-k,
+// E experts, R ranks.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -20,9 +21,9 @@ constexpr int kWordsAhead = 4;     // of counts that a thread loads at once
 
 // What a CTA knows about the call once the counts are exchanged.
 struct Routes {
-  int warp_counts[kWarps][kMaxRanks];  // tokens per rank; turned into exclusive sums over warps
-  int cta_base[kMaxRanks];             // tokens to r in the CTAs before
-  int cta_count[kMaxRanks];            // tokens to r in this CTA
+  int warp_counts[kWarps][kMaxRanks];              // tokens per rank; turned into exclusive sums over warps
+  int cta_base[kMaxRanks];                         // tokens to r in the CTAs before
+  int cta_count[kMaxRanks];                        // tokens to r in this CTA
   int call[kMaxRanks][CountRow::kNumCallColumns];  // what r has told of its call
   int recv_base[kMaxRanks];                        // this rank's first row at r
   int num_recv[kMaxRanks];                         // rows that r receives
@@ -316,8 +317,9 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   for (int l = lane; l < num_local && makes_route && status != kFailed; l += 32) {
     const int column = CountRow::kTokensPerExpert + domain.rank * num_local + l;
     int total = 0;
-    ok &= learn(own, waiter, epoch, 0, num_ranks, 1, [&](int i) { return Cell{i, column}; },
-                [&](Cell, int count) { total += count; });
+    ok &= learn(
+        own, waiter, epoch, 0, num_ranks, 1, [&](int i) { return Cell{i, column}; },
+        [&](Cell, int count) { total += count; });
     if (params.pad_multiple > 0) {
       params.num_tokens_per_expert[num_local + l] = total;
       total = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;

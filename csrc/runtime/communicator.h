@@ -50,8 +50,8 @@ class Communicator {
                cudaStream_t stream);
 
   // Waits, without a device synchronisation, until the call with this ticket has written the mailbox, which the next
-  // call overwrites. Returns nullptr when the call has failed and a fault says why, as soon as this or an earlier call has
-  // lost a rank, and when there is no mail by long after the kernel's own deadline.
+  // call overwrites. Returns nullptr when the call has failed and a fault says why, as soon as this or an earlier call
+  // has lost a rank, and when there is no mail by long after the kernel's own deadline.
   const Mailbox* wait_mailbox(uint32_t ticket) const;
 
   const Domain& domain() const { return domain_; }

@@ -100,8 +100,8 @@ __device__ __forceinline__ uint32_t add_relaxed_gpu(uint32_t* address, uint32_t 
   return before;
 }
 
-// Adds 1, up to 2³¹. NOTE: an add of several lanes is made one of the warp by ptxas, and the lanes then wait for what it
-// returns where it is issued; of this it makes none.
+// Adds 1, up to 2³¹. NOTE: an add of several lanes is made one of the warp by ptxas, and the lanes then wait for what
+// it returns where it is issued; of this it makes none.
 __device__ __forceinline__ uint32_t increment_relaxed_gpu(uint32_t* address) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(address) : "memory");
