@@ -25,7 +25,7 @@ class RowRing {
         row_bytes_(row_bytes),
         lane_(lane) {
     if (lane_ == 0) {
-#pragma unroll 4
+#pragma unroll 4  // runs once, with cold instruction caches
       for (int i = 0; i < num_stages_; ++i) ptx::barrier_init(barrier_of(i), 1);
       ptx::fence_barrier_init();
     }

@@ -249,16 +249,12 @@ __device__ bool makes_same_call(const DispatchParams& params, const Routes& rout
 }
 
 // Of a call that has failed, which the host may not know yet: an empty route, so that kernels that are queued behind it
-// find nothing to do. Every CTA clears its tokens.
+// find nothing to do. Every CTA clears its tokens; the counts are cleared by who reports them.
 __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   const int num_ranks = params.domain.num_ranks;
   const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
   for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
-  if (blockIdx.x > 0) return;
-  for (int i = threadIdx.x; i < num_ranks * num_ranks; i += kDispatchThreads) params.rank_prefix[i] = 0;
-  const int num_counts = params.num_experts / num_ranks * (params.pad_multiple > 0 ? 2 : 1);
-  for (int i = threadIdx.x; i < num_counts; i += kDispatchThreads) params.num_tokens_per_expert[i] = 0;
 }
 
 // Finds where this rank's rows begin at each rank. Every CTA does it for itself. Returns whether all counts came.
@@ -278,8 +274,7 @@ __device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, u
   }
   if (params.topk_idx == nullptr || params.pad_multiple == 0) return true;
 
-  // NOTE: the upper array holds the block sizes until the sums over them are made.
-  int* block_rows = expert_base + num_experts;
+  int* block_rows = expert_base + num_experts;  // of each expert at its rank, without pads
   for (int e = threadIdx.x; e < num_experts; e += kDispatchThreads) {
     expert_base[e] = sum_over_ctas(*domain.control[domain.rank], num_ranks + e, blockIdx.x);
     block_rows[e] = 0;
@@ -305,7 +300,8 @@ __device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, u
   return ok;
 }
 
-// Writes what the host and later calls need to know. One warp of the grid. Returns whether all counts came.
+// Writes what the host and later calls need to know: of a call that has failed, that there is nothing. One warp of the
+// grid. Returns whether all counts came.
 __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, const Routes& routes,
                               MailStatus status) {
   const Domain& domain = params.domain;
@@ -314,11 +310,12 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   const bool makes_route = params.topk_idx != nullptr;
   bool ok = true;
   const int num_local = params.num_experts / num_ranks;
-  for (int l = lane; l < num_local && makes_route && status != kFailed; l += 32) {
+  const int num_sources = status == kFailed ? 0 : num_ranks;
+  for (int l = lane; l < num_local && makes_route; l += 32) {
     const int column = CountRow::kTokensPerExpert + domain.rank * num_local + l;
     int total = 0;
     ok &= learn(
-        own, waiter, epoch, 0, num_ranks, 1, [&](int i) { return Cell{i, column}; },
+        own, waiter, epoch, 0, num_sources, 1, [&](int i) { return Cell{i, column}; },
         [&](Cell, int count) { total += count; });
     if (params.pad_multiple > 0) {
       params.num_tokens_per_expert[num_local + l] = total;
