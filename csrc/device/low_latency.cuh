@@ -33,6 +33,12 @@ __device__ inline Waiter waiter_of_send(const LowLatencyDomain& domain, KernelNa
   return {domain.fault, kernel, domain.rank, domain.timeout_ns / kSendTimeoutDivisor};
 }
 
+// Number of the call that begins. NOTE: for the threads that wait for a rank, where they do: what all threads load ptxas
+// keeps in a uniform register and waits for at once, while the flags could be on their way.
+__device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
+  return ptx::load_relaxed_gpu(&progress.epoch) + 1;
+}
+
 // Tells every rank how many calls of each buffer this rank has read, in CTA 0 of a kernel that sends: what the kernels
 // before have read is known without a fence of theirs.
 __device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {

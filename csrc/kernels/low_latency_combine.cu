@@ -172,36 +172,39 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   extern __shared__ __align__(128) uint8_t stages[];
   __shared__ uint64_t barriers[kReturnWarps * kReturnStages];
   __shared__ bool present[kMaxRanks];
-  __shared__ int num_received[kMaxRanks], max_tokens;
+  __shared__ int num_received[kMaxRanks];
+  __shared__ uint32_t epoch;
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   const LowLatencyShape& shape = params.shape;
   const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  const int received = tid < domain.num_ranks ? params.num_received[tid] : 0;
   SegmentRing ring(stages + warp * kReturnStages * kSegmentBytes, barriers + warp * kReturnStages, kReturnStages,
                    kSegmentBytes, lane);
 
-  // The first rows are on their way while the CTA waits for the ranks.
+  // The last warps wait for the ranks while the first rows of the others are on their way.
+  const int peer = kReturnWarps * 32 - 1 - tid;
+  if (peer < domain.num_ranks) {
+    const int received = params.num_received[peer];
+    const uint32_t this_epoch = next_epoch(channel_of(domain, domain.rank).send);
+    present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
+    num_received[peer] = received;
+    if (peer == 0) epoch = this_epoch;
+  }
+  __syncwarp();
   int index = warp * gridDim.x + blockIdx.x;
   Unit unit = Unit::find(params, index);
   unit.fetch_ahead(params, ring);
-  if (tid == 0) max_tokens = 0;
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).send.epoch) + 1;
   announce_free_buffers(domain);
-  __syncthreads();
-  if (tid < domain.num_ranks) {
-    num_received[tid] = received;
-    atomicMax(&max_tokens, received);
-    present[tid] = wait_until_free(domain, waiter, epoch, tid);
-  }
   __syncthreads();
   if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // the warp that is the last to get a unit
   if (params.wait_stats != nullptr && blockIdx.x == 0) note_waits(params, num_received, waiter, epoch);
   __syncwarp();
 
   bool has_lost = false;
-  const int num_units = max_tokens * domain.num_ranks * segments_of(shape);
+  int max_tokens = 0;
+  for (int r = lane; r < domain.num_ranks; r += 32) max_tokens = max(max_tokens, num_received[r]);
+  const int num_units = __reduce_max_sync(kAllLanes, max_tokens) * domain.num_ranks * segments_of(shape);
   while (index < num_units) {
     index += gridDim.x * kReturnWarps;
     Unit next{};
@@ -260,9 +263,10 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
   __shared__ bool present[kMaxRanks], has_summed[kMaxRanks];
   __shared__ Terms terms;
   const LowLatencyDomain& domain = params.domain;
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).receive.epoch) + 1;
+  LowLatencyProgress& progress = channel_of(domain, domain.rank).receive;
   const Waiter waiter(domain.fault, KernelName::kLowLatencyCombine, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, token = blockIdx.x;
+  uint32_t epoch = 0;  // of the threads that wait for a rank
   int64_t expert = -1, waited_us = 0;
   float weight = 0;
   if (tid < params.shape.num_topk && token < params.num_tokens) {
@@ -273,6 +277,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
   if (tid < domain.num_ranks) {
     const uint64_t started = ptx::clock_ns();
     uint32_t min_tokens_to_sum = 0;
+    epoch = next_epoch(progress);
     present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
     has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
@@ -306,7 +311,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
       *reinterpret_cast<uint4*>(params.out + static_cast<int64_t>(token) * row_bytes + offset) = round_to_bf16(sum);
     }
   }
-  finish_quietly(channel_of(domain, domain.rank).receive, epoch);
+  finish_quietly(progress, epoch);
 }
 
 }  // namespace

@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     send_tokens_kernel(const __grid_constant__ SendTokensParams params) {
   constexpr int kVectorsIn = kQuantise ? 2 : 1;  // 16-byte vectors that make one of the message
   __shared__ bool present[kMaxRanks];
+  __shared__ uint32_t epoch;
   __shared__ Targets targets;
   __shared__ uint32_t* owed[kMaxOwed];
   __shared__ uint32_t scales[kMaxScales];
@@ -167,20 +168,21 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
   // What a CTA needs first is on its way, and becomes what it sends, while the last threads wait for the ranks.
   load_expert(blockIdx.x);
   load(blockIdx.x, tid);
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel.send.epoch) + 1;
   announce_free_buffers(domain);
   // The receive writes the columns that name an expert of this rank.
   const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
   for (int i = blockIdx.x * kSendThreads + tid; i < num_columns; i += gridDim.x * kSendThreads) params.row_of[i] = -1;
   const int peer = kSendThreads - 1 - tid;
   if (peer < domain.num_ranks) {
+    const uint32_t this_epoch = next_epoch(channel.send);
     if (blockIdx.x == 0) channel.waited_us[peer] = 0;
-    present[peer] = wait_until_free(domain, waiter, epoch, peer);
+    present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     if (blockIdx.x == 0 && present[peer]) {
       const uint32_t value = params.digest << 16 | params.num_tokens;
       ptx::store_relaxed_system(&channel_of(domain, peer).begun[domain.rank],
-                                static_cast<uint64_t>(value) << 32 | epoch);
+                                static_cast<uint64_t>(value) << 32 | this_epoch);
     }
+    if (peer == 0) epoch = this_epoch;
   }
   prepare(blockIdx.x, tid);
   __syncthreads();
