@@ -33,8 +33,8 @@ __device__ inline Waiter waiter_of_send(const LowLatencyDomain& domain, KernelNa
   return {domain.fault, kernel, domain.rank, domain.timeout_ns / kSendTimeoutDivisor};
 }
 
-// Number of the call that begins. NOTE: for the threads that wait for a rank, where they do: what all threads load ptxas
-// keeps in a uniform register and waits for at once, while the flags could be on their way.
+// Number of the call that begins. NOTE: for the threads that wait for a rank, where they do: what all threads load
+// ptxas keeps in a uniform register and waits for at once, while the flags could be on their way.
 __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
   return ptx::load_relaxed_gpu(&progress.epoch) + 1;
 }
