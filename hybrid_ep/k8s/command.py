@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -12,6 +13,9 @@ from rich.markup import escape
 
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.k8s.check import check
+
+if TYPE_CHECKING:
+    from hybrid_ep.doctor.model import Report
 
 __all__ = ["k8s"]
 
@@ -57,6 +61,8 @@ def check_command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) ->
 def mark_node_command(every: float | None, doctor_options: tuple[str, ...]) -> None:
     """Run the doctor and write its findings to this Pod's node, as a condition and a label.
 
+    A doctor that gives no report makes the node unknown.
+
     Takes the doctor's options, too, e.g. --profile hgx-h100. Needs NODE_NAME and a service account that may get and
     patch nodes.
     """
@@ -64,21 +70,24 @@ def mark_node_command(every: float | None, doctor_options: tuple[str, ...]) -> N
     import datetime
 
     from hybrid_ep import env
-    from hybrid_ep.k8s.node import ApiServer, examine_node, mark_node
+    from hybrid_ep.k8s.node import ApiServer, NodeError, examine_node, mark_node
 
     node = env.NODE_NAME.get()
     if not node:
         raise click.UsageError(f"{env.NODE_NAME.name} is not set; allowed: the name of this Pod's node")
     while True:
         try:
+            found: Report | NodeError
+            try:
+                found = examine_node(doctor_options)
+            except NodeError as error:
+                found = error
+            now = datetime.datetime.now(datetime.timezone.utc)
             # The token is read anew each time: Kubernetes renews it.
-            condition = mark_node(
-                ApiServer.of_this_pod(),
-                node,
-                examine_node(doctor_options),
-                datetime.datetime.now(datetime.timezone.utc),
-            )
+            condition = mark_node(ApiServer.of_this_pod(), node, found, now)
             click.echo(json.dumps({"node": node, **condition}))
+            if isinstance(found, NodeError):
+                raise found
         except HybridEPError as error:
             if every is None:
                 raise

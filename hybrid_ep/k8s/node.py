@@ -1,6 +1,8 @@
 """The doctor's findings as a condition and a label of the Kubernetes node, for people and for schedulers.
 
 `kubectl describe node` then shows which check failed and its remedy, and a job keeps away from such nodes by the label.
+A doctor that gives no report is a finding, too: what it said before no longer holds, so the node becomes unknown.
+
 Speaks to the API server as any Pod may: its service account's token, one GET and two PATCHes; nothing else is needed.
 """
 
@@ -101,31 +103,41 @@ def examine_node(options: Sequence[str] = ()) -> Report:
     start = "from hybrid_ep.cli import main; main()"
     command = [sys.executable, "-c", start, "doctor", "--json", *options]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOCTOR_S)
-        return Report.from_json(json.loads(done.stdout))
+        doctor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise NodeError(f"the doctor cannot be started: {error}") from error
+    try:
+        said, complained = doctor.communicate(timeout=_DOCTOR_S)
+        return Report.from_json(json.loads(said))
     except subprocess.TimeoutExpired as error:
+        # NOTE: not waited for, as subprocess.run would: what hangs inside a driver does not die of being killed.
+        doctor.kill()
         raise NodeError(f"the doctor did not end within {_DOCTOR_S:g} s") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise NodeError(f"the doctor gave no report: {done.stderr.strip() or error!r}") from error
+        why = complained.strip() or f"it ended with {doctor.returncode} and said {said.strip()[:80]!r}"
+        raise NodeError(f"the doctor gave no report: {why}") from error
 
 
-def condition_of(report: Report, known: dict[str, Any] | None, now: datetime.datetime) -> dict[str, str]:
-    """What a report is as a node condition.
+def condition_of(found: Report | NodeError, known: dict[str, Any] | None, now: datetime.datetime) -> dict[str, str]:
+    """What was found as a node condition.
 
     Args:
-        report: the doctor's.
+        found: the doctor's report, or why there is none.
         known: the condition that the node has now; its time of change is kept while the status stays.
         now: with a time zone.
     """
-    status, reason = _WORDS[report.status]
+    if isinstance(found, NodeError):
+        status, reason, message = "Unknown", "NoReport", str(found)
+    else:
+        status, reason = _WORDS[found.status]
+        lines = [
+            f"{result.id}: {result.seen} (expected {result.expected}). {result.remedy}"
+            for result in found.results
+            if result.shown_as in ("fail", "unknown") and result.status is found.status
+        ]
+        message = " | ".join(lines) or f"{len(found.results)} checks"
     stamp = now.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     changed = known["lastTransitionTime"] if known and known.get("status") == status else stamp
-    lines = [
-        f"{result.id}: {result.seen} (expected {result.expected}). {result.remedy}"
-        for result in report.results
-        if result.shown_as in ("fail", "unknown") and result.status is report.status
-    ]
-    message = " | ".join(lines) or f"{len(report.results)} checks"
     return {
         "type": CONDITION,
         "status": status,
@@ -136,8 +148,10 @@ def condition_of(report: Report, known: dict[str, Any] | None, now: datetime.dat
     }
 
 
-def mark_node(server: ApiServer, node: str, report: Report, now: datetime.datetime) -> dict[str, str]:
+def mark_node(server: ApiServer, node: str, found: Report | NodeError, now: datetime.datetime) -> dict[str, str]:
     """Writes the condition and the label ``hybrid-ep/doctor=pass|fail|unknown``; returns the condition.
+
+    Without a report the node is unknown, whatever it was before.
 
     Raises:
         NodeError: the API server could not be reached, or refused.
@@ -145,9 +159,10 @@ def mark_node(server: ApiServer, node: str, report: Report, now: datetime.dateti
     path = f"/api/v1/nodes/{quote(node)}"
     conditions = server.request("GET", path).get("status", {}).get("conditions", [])
     known = next((condition for condition in conditions if condition["type"] == CONDITION), None)
-    condition = condition_of(report, known, now)
+    condition = condition_of(found, known, now)
+    label = Status.UNKNOWN if isinstance(found, NodeError) else found.status
     # A strategic merge joins conditions by their type, and leaves those of others alone.
     merge = "application/strategic-merge-patch+json"
     server.request("PATCH", f"{path}/status", {"status": {"conditions": [condition]}}, merge)
-    server.request("PATCH", path, {"metadata": {"labels": {LABEL: report.status.value}}}, merge)
+    server.request("PATCH", path, {"metadata": {"labels": {LABEL: label.value}}}, merge)
     return condition

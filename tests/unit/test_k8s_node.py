@@ -7,6 +7,7 @@ import json
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,12 +147,76 @@ def test_command_runs_the_doctor_with_its_options(server: Server, monkeypatch: p
     assert (server.condition["status"], server.condition["message"]) == ("True", "1 checks")
 
 
-def test_command_fails_where_the_doctor_does_not_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_doctor(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Lets a shell script stand for the doctor."""
+    (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(node, "_DOCTOR_S", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo no profile fits >&2; exit 2", "the doctor gave no report: no profile fits"),
+        ("echo '{'; kill -9 $$", "the doctor gave no report: it ended with -9 and said '{'"),
+        ("echo '{\"host\": 1}'", "the doctor gave no report: it ended with 0 and said"),
+        ("exec sleep 60", "the doctor did not end within 0.3 s"),
+        (None, "the doctor cannot be started: "),
+    ],
+    ids=["refuses", "killed", "speaks of something else", "hangs", "absent"],
+)
+def test_node_is_unknown_where_the_doctor_gives_no_report(
+    server: Server, script: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was fit stays no fit node: jobs keep away, the reason is there to read, and the command fails."""
+    mark_node(server.api, "n1", report(Status.PASS), NOON)
     monkeypatch.setenv(env.NODE_NAME.name, "n1")
     monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
-    done = CliRunner().invoke(main, ["k8s", "mark-node", "--profile", "hgx-z9"])
+    make_doctor(tmp_path, monkeypatch, script or "")
+    if script is None:
+        (tmp_path / "python").unlink()
+    done = CliRunner().invoke(main, ["k8s", "mark-node"])
     assert done.exit_code == 1
-    assert "hgx-z9" in done.stderr
+    assert says in done.stderr
+    assert (server.condition["status"], server.condition["reason"]) == ("Unknown", "NoReport")
+    assert server.condition["message"].startswith(says)
+    assert server.condition["lastTransitionTime"] > "2026-01-02T12:00:00Z"
+    assert server.node["metadata"]["labels"] == {"zone": "a", LABEL: "unknown"}
+
+
+def test_doctor_that_cannot_be_killed_does_not_hang_the_reporter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits inside a driver: nobody may wait for it."""
+    make_doctor(tmp_path, monkeypatch, "exec sleep 60")
+    immortal: list[subprocess.Popen[str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda doctor: immortal.append(doctor))
+        with pytest.raises(NodeError, match="did not end"):
+            node.examine_node()
+    (doctor,) = immortal
+    assert doctor.poll() is None
+    doctor.kill()
+    doctor.communicate()
+
+
+def test_command_goes_on_where_the_doctor_gives_no_report(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(seconds: float) -> None:
+        seen.append(server.node["metadata"]["labels"][LABEL])
+        if len(seen) == 2:
+            raise SystemExit(7)
+
+    seen: list[str] = []
+    monkeypatch.setenv(env.NODE_NAME.name, "n1")
+    monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
+    monkeypatch.setattr("hybrid_ep.k8s.command.time.sleep", look)
+    make_doctor(tmp_path, monkeypatch, "exit 2")
+    done = CliRunner().invoke(main, ["k8s", "mark-node", "--every", "600"])
+    assert done.exit_code == 7
+    assert seen == ["unknown", "unknown"]
 
 
 def test_pod_speaks_to_its_own_cluster_only(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
