@@ -95,6 +95,9 @@ def _add_pci(recording: Recording, node: Node) -> None:
         link = f"/sys/bus/pci/devices/{device.address}"
         place = "/sys/devices/" + "/".join(device.path)
         recording.links[link] = "../../../devices/" + "/".join(device.path)
+        physical = node.link(f"{link}/physfn")
+        if physical is not None:
+            recording.links[f"{place}/physfn"] = f"../{physical}"
         for name in _PCI:
             try:
                 recording.files[f"{place}/{name}"] = node.read(f"{link}/{name}") + "\n"
@@ -186,6 +189,7 @@ def _facts(node: Node) -> dict[str, Any]:
         "clock": lambda: asdict(node.clock()),
         "cuda": lambda: asdict(node.cuda()),
         "packages": node.packages,
+        "torch_cuda": node.torch_cuda,
     }
     for name, read in readers.items():
         try:

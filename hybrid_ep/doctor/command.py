@@ -29,7 +29,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--quick", is_flag=True, help="Leave out what needs a second reading or another program.")
 @click.option("--group", "groups", multiple=True, metavar="GROUP", help=f"Only this group: {', '.join(GROUPS)}.")
 @click.option("--check", "ids", multiple=True, metavar="ID", help="Only this check, e.g. gpu.count; adds to --group.")
-@click.option("--profile", metavar="NAME|FILE", help=f"{', '.join(shipped_profiles())}, or a YAML file.")
+@click.option("--profile", metavar="NAME|FILE", help=f"{', '.join(shipped_profiles())}, a YAML file, or - (stdin).")
 @click.option(
     "--sysroot",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -57,8 +57,15 @@ rise.
 
 _PROFILES = """## Profiles
 
-Expectations come from a profile; the GPU's model proposes one, `--profile` chooses. A site whose servers differ writes
-what is different, and nothing else:
+Expectations come from a profile; the GPU's model proposes one, `--profile` chooses, and the report names it. GPUs that
+fit no other profile, and GPUs on PCI that NVML does not name, are held to `gpu-server`: what any GPU must do. A
+container that was given no GPU sees the node's GPUs on PCI all the same; `--profile cpu` says that none is meant.
+
+The NICs that are judged are those of the GPUs: at `affinity.max_distance` or nearer. Others, of storage and management,
+are named in `nic.count` and not judged. Where no NIC is near, as in a virtual machine that hides the PCIe tree, all of
+them are judged.
+
+A site whose servers differ writes what is different, and nothing else:
 
 ```yaml
 extends: hgx-h100

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from hybrid_ep.doctor.checks.nic import compute_nics
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.unreadable import Unreadable
@@ -29,7 +30,7 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
         "cuda": _known(lambda: int(node.nvml.system("cuda_driver_version"))),
         "packages": _known(node.packages),
         "gpus": _known(lambda: [_gpu(node, gpu_idx) for gpu_idx in node.nvml.gpus]) or [],
-        "nic_firmware": sorted({nic.firmware for nic in node.topology.nics if nic.firmware}),
+        "nic_firmware": sorted({nic.firmware for nic in compute_nics(node, profile) if nic.firmware}),
         "clock": _known(lambda: asdict(node.clock())),
         "boot_id": _known(lambda: node.read("/proc/sys/kernel/random/boot_id")),
         "unix_time_s": round(time.time(), 3),

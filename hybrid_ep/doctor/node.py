@@ -82,17 +82,17 @@ class Node:
     @cached_property
     def nvml(self) -> Nvml:
         """NVML of whichever library the loader finds; Unreadable where it does not start."""
-        if isinstance(self._nvml_or_reason, str):
-            raise Unreadable(self._nvml_or_reason)
+        if isinstance(self._nvml_or_reason, Unreadable):
+            raise self._nvml_or_reason
         return self._nvml_or_reason
 
     @cached_property
-    def _nvml_or_reason(self) -> Nvml | str:
+    def _nvml_or_reason(self) -> Nvml | Unreadable:
         """NVML is started once; if it does not, every check gets the same reason."""
         try:
             return Nvml()
         except Unreadable as error:
-            return str(error)
+            return error
 
     def close(self) -> None:
         """Shuts NVML down if it was started."""
@@ -103,6 +103,15 @@ class Node:
 
     def _place(self, path: str) -> Path:
         return self.root / path.lstrip("/")
+
+    def link(self, path: str) -> str | None:
+        """Name that a symbolic link points at; None where there is none."""
+        try:
+            return os.path.basename(os.readlink(self._place(path)))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Unreadable(f"{path}: {error.strerror}") from None
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file; Unreadable where its folder cannot be seen: nothing can be concluded then."""
@@ -220,6 +229,22 @@ class Node:
         if not self.is_live:
             return CudaDevice(**self._recorded("cuda"))
         return _read_cuda()
+
+    def torch_cuda(self) -> str | None:
+        """CUDA version that torch was built for, e.g. 13.0; None without CUDA. Read without importing it."""
+        if not self.is_live:
+            recorded = self._recorded("torch_cuda")
+            return None if recorded is None else str(recorded)
+        try:
+            version = metadata.distribution("torch").locate_file("torch/version.py").read_text()
+        except metadata.PackageNotFoundError:
+            raise Unreadable("torch is not installed, see software.packages") from None
+        except OSError as error:
+            raise Unreadable(f"torch/version.py: {error.strerror}") from None
+        cuda = re.search(r"^cuda\b[^=\n]*=\s*(?:None|['\"]([\d.]+)['\"])", version, re.MULTILINE)
+        if cuda is None:
+            raise Unreadable("torch/version.py names no CUDA version")
+        return cuda[1]
 
     def packages(self) -> dict[str, str]:
         """Versions of the installed distributions that have to agree across a group, without importing any."""

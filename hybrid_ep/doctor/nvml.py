@@ -103,7 +103,7 @@ class Nvml:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise Unreadable(f"NVML: {error}") from None
+            raise Unreadable(f"NVML: {error}", nvml_code=error.value) from None
 
     @property
     def answers(self) -> dict[str, str]:

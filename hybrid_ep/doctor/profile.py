@@ -2,12 +2,15 @@
 
 No expectation stands in code. A profile is a tree of values checked against profiles/schema.yaml; null means "not
 checked". ``extends: NAME`` takes everything from another profile and replaces what is given. The GPU's model only
-proposes a profile, because two vendors sell the same GPU with different networks.
+proposes a profile, because two vendors sell the same GPU with different networks; GPUs that fit no other are held to
+what any GPU must do.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,10 +21,12 @@ import yaml
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Profile", "load_profile", "propose_profile", "shipped_profiles"]
+__all__ = ["Profile", "is_profile_file", "load_profile", "propose_profile", "shipped_profiles"]
 
 _FOLDER = Path(__file__).parent / "profiles"
 _CPU = "cpu"
+_ANY_GPUS = "gpu-server"
+_STANDARD_INPUT = "-"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same language, ten times faster where libyaml is there
 
 
@@ -52,6 +57,10 @@ class Profile:
         found = self.values["severity"].get(check_id)
         return None if found is None else str(found)
 
+    def to_text(self) -> str:
+        """The whole profile, with its name and all that it extends, as `load_profile` takes it from standard input."""
+        return json.dumps({"name": self.name, **self.values})
+
 
 def _show(value: Any) -> str:
     if isinstance(value, dict):
@@ -67,27 +76,34 @@ def shipped_profiles() -> list[str]:
 
 
 def load_profile(name_or_file: str) -> Profile:
-    """Loads a shipped profile by name, or a site's by path.
+    """Loads a shipped profile by name, a site's by path, or from standard input (``-``) what `Profile.to_text` wrote.
 
     Raises:
         ConfigError: there is no such profile, or it does not follow the schema.
     """
-    path = Path(name_or_file) if "/" in name_or_file or name_or_file.endswith((".yaml", ".yml")) else None
-    if path is None and name_or_file not in shipped_profiles():
+    if name_or_file == _STANDARD_INPUT:
+        values = _parse(sys.stdin.read(), "on standard input")
+        name = str(values.pop("name", "standard input"))
+    elif is_profile_file(name_or_file):
+        name, values = Path(name_or_file).stem, _resolve(Path(name_or_file), ())
+    elif name_or_file in shipped_profiles():
+        name, values = name_or_file, _resolve(_FOLDER / f"{name_or_file}.yaml", ())
+    else:
         raise ConfigError(f"profile {name_or_file!r} is not known; allowed: {', '.join(shipped_profiles())}, or a file")
-    values = _resolve(path or _FOLDER / f"{name_or_file}.yaml", ())
-    _validate(values, name_or_file)
-    return Profile(path.stem if path else name_or_file, values)
+    _validate(values, name)
+    return Profile(name, values)
+
+
+def is_profile_file(name_or_file: str) -> bool:
+    """Whether this is a site's file, by its form, and not the name of a shipped profile."""
+    return "/" in name_or_file or name_or_file.endswith((".yaml", ".yml"))
 
 
 def propose_profile(gpu_names: list[str], num_pci_gpus: int) -> tuple[str, str]:
-    """Proposes the profile that fits this node's GPUs.
+    """Proposes the profile that fits this node's GPUs: by their model, else what holds for any GPU.
 
     Returns:
         The name, and why.
-
-    Raises:
-        ConfigError: the GPUs fit none.
     """
     if not gpu_names and not num_pci_gpus:
         return _CPU, "no NVIDIA GPU on this node"
@@ -95,8 +111,9 @@ def propose_profile(gpu_names: list[str], num_pci_gpus: int) -> tuple[str, str]:
         pattern = load_profile(name)["match.gpu_name"]
         if gpu_names and pattern and all(re.search(pattern, gpu) for gpu in gpu_names):
             return name, f"proposed by GPU model {gpu_names[0]!r}"
-    seen = sorted(set(gpu_names)) or f"{num_pci_gpus} GPUs without NVML"
-    raise ConfigError(f"no profile fits {seen}; give --profile: {', '.join(shipped_profiles())}, or a file")
+    if not gpu_names:
+        return _ANY_GPUS, f"{num_pci_gpus} GPUs on PCI, and NVML names none"
+    return _ANY_GPUS, f"no other profile is for {', '.join(sorted(set(gpu_names)))}"
 
 
 def _resolve(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -104,17 +121,25 @@ def _resolve(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         raise ConfigError(f"profile {path} extends itself")
     try:
-        values = yaml.load(path.read_text(), _Loader)
-    except (OSError, yaml.YAMLError) as error:
+        values = _parse(path.read_text(), str(path))
+    except OSError as error:
         raise ConfigError(f"profile {path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"profile {path} holds a {type(values).__name__}; allowed: a mapping")
     parent = values.pop("extends", None)
     if parent is None:
         return values
     beside = path.parent / f"{parent}.yaml"
     base = beside if beside.exists() else _FOLDER / f"{parent}.yaml"
     return _merge(_resolve(base, (*seen, path)), values)
+
+
+def _parse(text: str, place: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"profile {place} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"profile {place} holds a {type(values).__name__}; allowed: a mapping")
+    return values
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def read_facts(root: Path) -> dict[str, Any]:
     """Reads the facts of the recorded node below `root`.
 
     Returns:
-        ``verbs``, ``commands``, ``clock``, ``software``, ``cuda``, each where it was recorded; {} for a bare tree.
+        ``verbs``, ``commands``, ``clock``, ``packages``, ``torch_cuda``, ``cuda``, each where it was recorded; {} for a
+        bare tree.
 
     Raises:
         ConfigError: the file is there and is no JSON object.

@@ -8,7 +8,7 @@ host bridge ─ root port ─ GPU, host bridge ─ root port ─ NIC          NV
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_ep.topology.recording import Recording
 
@@ -35,9 +35,12 @@ class Platform:
         nvlink5: error counters are fields per link, not nvmlDeviceGetNvLinkErrorCounter.
         driver, cuda: versions.
         rate: of each NIC's port, as /sys writes it.
-        link_layer: of the NICs.
+        link_layer: of the NICs; empty without NICs.
         fabric: NVML reports the fabric (Hopper and later).
         tray: a compute tray of an NVL72 rack.
+        profile: that fits; empty: the platform's own name.
+        storage: there is one more NIC with two ports, one of them without a cable.
+        virtual: NICs are virtual functions, and the physical ones are not RDMA devices here.
     """
 
     gpu_name: str
@@ -51,6 +54,9 @@ class Platform:
     link_layer: str
     fabric: bool = True
     tray: bool = False
+    profile: str = ""
+    storage: bool = False
+    virtual: bool = False
 
 
 PLATFORMS = {
@@ -68,7 +74,17 @@ PLATFORMS = {
     "gb300-nvl72": Platform(
         "NVIDIA GB300", 4, 18, 53125, True, "580.95.05", 13000, "800 Gb/sec (4X XDR)", "Ethernet", tray=True
     ),
+    "l40s": Platform("NVIDIA L40S", 4, 0, 0, False, "550.144.03", 12040, "", "", fabric=False, profile="gpu-server"),
 }
+PLATFORMS |= {
+    "hgx-h100 with storage": replace(PLATFORMS["hgx-h100"], profile="hgx-h100", storage=True),
+    "hgx-h200 with virtual functions": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", virtual=True),
+}
+
+
+def profile_of(name: str) -> str:
+    """The shipped profile that fits this healthy node."""
+    return PLATFORMS[name].profile or name if name in PLATFORMS else name
 
 
 def healthy(name: str) -> Recording:
@@ -80,6 +96,8 @@ def healthy(name: str) -> Recording:
     platform = PLATFORMS[name]
     for idx in range(platform.num_gpus):
         _add_devices(node, platform, idx)
+    if platform.storage:
+        _add_storage(node, platform)
     _add_driver(node, platform)
     return node
 
@@ -117,6 +135,7 @@ def _add_host(node: Recording) -> None:
         "clock": {"synchronized": True, "max_error_us": 2000},
         "cuda": {"dmabuf": True, "fabric_handles": False},
         "packages": {"torch": "2.11.0", "hybrid-ep": "0.1.0"},
+        "torch_cuda": None,
         "commands": {},
         "verbs": [],
     }
@@ -163,12 +182,38 @@ def _add_devices(node: Recording, platform: Platform, idx: int) -> None:
             _add_pci(node, path, "0x060400", "0x1000", numa_node)
         gpu_path, nic_path = [*ports[0], gpu], [*ports[1], f"0000:{bus + 4:02x}:00.0"]
     _add_pci(node, gpu_path, "0x030200", "0x10de", numa_node)
-    _add_pci(node, nic_path, "0x020700" if platform.link_layer == "InfiniBand" else "0x020000", "0x15b3", numa_node)
-    _add_nic(node, platform, idx, nic_path)
     _add_gpu(node, platform, idx)
+    if platform.link_layer:
+        _add_nic(node, platform, idx, nic_path, numa_node)
 
 
-def _add_nic(node: Recording, platform: Platform, idx: int, path: list[str]) -> None:
+def _add_storage(node: Recording, platform: Platform) -> None:
+    """A NIC far from every GPU, with its two ports as two functions."""
+    trunk = ["pci0000:04", "0000:04:01.0"]
+    _add_pci(node, trunk, "0x060400", "0x8086", 0)
+    ethernet = replace(platform, link_layer="Ethernet", rate="200 Gb/sec (4X HDR)")
+    for function in (0, 1):
+        _add_nic(node, ethernet, platform.num_gpus + function, [*trunk, f"0000:05:00.{function}"], numa_node=0)
+    port = f"/sys/class/infiniband/mlx5_{platform.num_gpus + 1}/ports/1"
+    node.files |= {f"{port}/state": "1: DOWN\n", f"{port}/phys_state": "3: Disabled\n"}
+
+
+def _add_function(node: Recording, platform: Platform, path: list[str], numa_node: int) -> list[str]:
+    """The NIC's function on PCI; returns the path of the one that is the RDMA device."""
+    class_code = "0x020700" if platform.link_layer == "InfiniBand" else "0x020000"
+    _add_pci(node, path, class_code, "0x15b3", numa_node)
+    if not platform.virtual:
+        return path
+    virtual = [*path[:-1], path[-1].replace(".0", ".1")]
+    _add_pci(node, virtual, class_code, "0x15b3", numa_node)
+    place = "/sys/devices/" + "/".join(virtual)
+    node.links[f"{place}/physfn"] = f"../{path[-1]}"
+    node.files |= {f"{place}/current_link_width": "0\n", f"{place}/current_link_speed": "Unknown\n"}
+    return virtual
+
+
+def _add_nic(node: Recording, platform: Platform, idx: int, path: list[str], numa_node: int) -> None:
+    path = _add_function(node, platform, path, numa_node)
     device = f"/sys/class/infiniband/mlx5_{idx}"
     port = f"{device}/ports/1"
     infiniband = platform.link_layer == "InfiniBand"
@@ -225,8 +270,9 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         f"{gpu}.pcie_width_max": "16",
         f"{gpu}.pcie_generation": "1",  # an idle link slows down
         f"{gpu}.pcie_generation_max": "5",
-        f"{gpu}.field.91.0": str(platform.links),
     }
+    if platform.links:
+        node.nvml[f"{gpu}.field.91.0"] = str(platform.links)
     if platform.fabric:
         node.nvml |= {f"{gpu}.field.230.0": "0", f"{gpu}.fabric.state": "3", f"{gpu}.fabric.status": "0"}
         node.nvml[f"{gpu}.fabric.cluster_uuid"] = _CLUSTER if platform.tray else "0" * 32
@@ -254,7 +300,7 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
             node.nvml[f"{gpu}.link.{link}.error.3"] = "40+2" if link % 3 == 0 else "11"
     for other in range(platform.num_gpus):
         if other != idx:
-            node.nvml[f"{gpu}.p2p.{other}.2"] = "0"
+            node.nvml[f"{gpu}.p2p.{other}.2"] = "0" if platform.links else "3"
 
 
 def _add_driver(node: Recording, platform: Platform) -> None:
@@ -270,6 +316,8 @@ def _add_driver(node: Recording, platform: Platform) -> None:
         "/proc/driver/nvidia/params": 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
         "/sys/module/nvidia_peermem/refcnt": "0\n",
     }
+    # A minor version later than the driver's, which CUDA allows.
+    node.facts["torch_cuda"] = {12: "12.8", 13: "13.0"}[platform.cuda // 1000]
     if platform.tray:
         node.files["/proc/devices"] += "501 nvidia-caps-imex-channels\n"
         node.devices["/dev/nvidia-caps-imex-channels/channel0"] = "char 501:0\n"
@@ -278,5 +326,5 @@ def _add_driver(node: Recording, platform: Platform) -> None:
             '{"nodes": {"0": {"status": "READY", "host": "10.0.0.1"}, "1": {"status": "READY", "host": "10.0.0.2"}}, '
             '"status": "UP"}'
         )
-    else:
+    elif platform.links:
         node.files["/sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"] = "2101\n"

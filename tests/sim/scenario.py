@@ -23,7 +23,7 @@ import yaml
 from hybrid_ep.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
 from hybrid_ep.doctor.capture import capture
 from hybrid_ep.topology.recording import Recording, decode
-from tests.sim.platforms import PLATFORMS, bridge_config, healthy
+from tests.sim.platforms import PLATFORMS, bridge_config, healthy, profile_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = Path(__file__).parent / "recordings"  # of real nodes, written by `hybrid-ep doctor --record`
@@ -50,6 +50,7 @@ class Scenario:
     facts: dict[str, Any] = field(default_factory=dict)
     remove: tuple[str, ...] = ()
     acs_on: str = ""
+    driver: bool = True
     site: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,6 +89,8 @@ def run(scenario: Scenario, root: Path) -> Report:
     """Lays the node out below `root` and examines it; only in a process that found the stub."""
     scenario.build().write(root)
     os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
+    if not scenario.driver:
+        del os.environ["HYBRID_EP_NVML_STUB"]
 
     def wait(since: float) -> float:
         for path, content in scenario.later.items():
@@ -170,9 +173,10 @@ def _replayed() -> dict[str, Any]:
             healthy(name).write(Path(folder, "node"))
             os.environ["HYBRID_EP_NVML_STUB"] = str(Path(folder, "node", "hybrid_ep", "nvml.conf"))
             with closing(Node(Path(folder, "node"))) as node:
-                examine(node, load_profile(name), "given", wait=lambda since: 1.0)
+                examine(node, load_profile(profile_of(name)), "given", wait=lambda since: 1.0)
                 recording = capture(node)
-            reports[f"recorded {name}"] = run_recording(recording, name, Path(folder, "again")).to_json()
+            again = run_recording(recording, profile_of(name), Path(folder, "again"))
+            reports[f"recorded {name}"] = again.to_json()
     for path in sorted(RECORDINGS.glob("*.json")):
         recording = Recording.load(path)
         for name in ("hgx-h200", str(SITE_PROFILES / f"{path.stem}.yaml")):

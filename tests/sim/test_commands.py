@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hybrid_ep.doctor import Profile, load_profile
 from tests.sim.platforms import healthy
 from tests.sim.scenario import ROOT, build_stub, stub_environment
 
@@ -29,10 +30,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _hybrid_ep(stub: Path, node: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _hybrid_ep(stub: Path, node: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", *words]
     environment = {**stub_environment(stub, node / "hybrid_ep" / "nvml.conf"), "COLUMNS": "160"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+    return subprocess.run(command, env=environment, input=given, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def test_doctor_on_a_healthy_node(stub: Path, node: Path, tmp_path: Path) -> None:
@@ -53,10 +54,29 @@ def test_doctor_names_fault_and_remedy(stub: Path, node: Path) -> None:
     assert "nvlink.speed: Reset the GPUs" in done.stdout
 
 
-def test_doctor_without_driver_is_unknown(stub: Path, node: Path, tmp_path: Path) -> None:
-    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(node), "--profile", "hgx-h200", "--group", "gpu")
-    assert done.returncode == 2
-    assert "Driver Not Loaded" in done.stdout
+@pytest.mark.parametrize("profile", [[], ["--profile", "hgx-h200"]], ids=["proposed", "given"])
+def test_gpus_without_a_driver_are_a_fault(stub: Path, node: Path, tmp_path: Path, profile: list[str]) -> None:
+    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(node), "--group", "gpu", "--json", *profile)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    (count,) = [result for result in report["results"] if result["status"] == "fail"]
+    assert (count["id"], "0 by NVML, 8 by PCI; NVML: Driver Not Loaded" in count["seen"]) == ("gpu.count", True)
+    assert report["profile"] == (profile[-1] if profile else "gpu-server")
+
+
+def test_container_that_was_given_no_gpu_is_no_fault_of_the_cpu_profile(stub: Path, node: Path, tmp_path: Path) -> None:
+    """It sees the node's GPUs on PCI all the same."""
+    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(node), "--profile", "cpu")
+    assert done.returncode == 0, done.stdout
+
+
+def test_doctor_takes_a_profile_from_standard_input(stub: Path, node: Path) -> None:
+    site = Profile("site", load_profile("hgx-h200").values | {"severity": {"gpu.count": "warning"}})
+    words = ["doctor", "--sysroot", str(node), "--check", "gpu.count", "--json", "--profile", "-"]
+    report = json.loads(_hybrid_ep(stub, node, *words, given=site.to_text()).stdout)
+    assert (report["profile"], report["results"][0]["severity"]) == ("site", "warning")
+    refused = _hybrid_ep(stub, node, *words, given="[]")
+    assert (refused.returncode, "on standard input holds a list" in refused.stderr) == (2, True)
 
 
 def test_doctor_refuses_what_it_does_not_know(stub: Path, node: Path) -> None:

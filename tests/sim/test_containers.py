@@ -156,8 +156,8 @@ def doctor_of(overlay: str) -> tuple[list[str], dict[str, Any]]:
         return spec["initContainers"][0]["args"], {**spec, "containers": spec["initContainers"]}
     replicas = built["MPIJob"]["spec"]["mpiReplicaSpecs"]
     launcher = replicas["Launcher"]["template"]["spec"]["containers"][0]
-    (options,) = [entry["value"] for entry in launcher["env"] if entry["name"] == "DOCTOR_OPTIONS"]
-    return shlex.split(options), replicas["Worker"]["template"]["spec"]
+    given = {entry["name"]: entry["value"] for entry in launcher["env"]}
+    return shlex.split(f"{given['DOCTOR_PROFILE']} {given['DOCTOR_OPTIONS']}"), replicas["Worker"]["template"]["spec"]
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +201,21 @@ def test_doctor_of_an_overlay_names_a_fault_that_its_job_meets(stub: Path, tmp_p
     assert [check for check in wanted if f"{check}:" not in done.stdout] == []
 
 
+@pytest.mark.parametrize("overlay", ["cpu", "cpu-torchrun"])
+def test_overlay_without_gpus_passes_on_a_node_with_gpus(stub: Path, tmp_path: Path, overlay: str) -> None:
+    """Its Pods see the node's GPUs in /sys, and no NVML."""
+    options, spec = doctor_of(overlay)
+    node = Container.of_pod(spec).show(healthy("hgx-h200"))
+    node.nvml = {}
+    done = examine(stub, tmp_path, node, options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("platform", ["hgx-h100", "hgx-h200", "gb200-nvl72", "cpu"])
 def test_daemonset_finds_a_sound_node_fit(stub: Path, tmp_path: Path, platform: str) -> None:
+    """Not only without a fault: a job that asks for the label `pass` must find nodes."""
     options, spec = doctor_of("node-doctor")
-    done = examine(stub, tmp_path, Container.of_pod(spec).show(healthy(platform)), [*options, "--accept-unknown"])
+    done = examine(stub, tmp_path, Container.of_pod(spec).show(healthy(platform)), options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

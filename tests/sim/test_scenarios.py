@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hybrid_ep.doctor import Report, Status
 from hybrid_ep.doctor.registry import all_checks
+from tests.sim.platforms import profile_of
 from tests.sim.scenario import HEALTHY, ROOT, Scenario, build_stub, load_scenarios, run_all
 
 SCENARIOS = load_scenarios()
@@ -31,7 +32,7 @@ def _not_passed(report: Report) -> dict[str, Status]:
 def test_healthy_node_raises_no_alarm(reports: Reports, name: str) -> None:
     report = reports[name]
     assert _not_passed(report) == {}
-    assert report.profile == name
+    assert report.profile == profile_of(name)
     assert report.exit_code == 0
 
 

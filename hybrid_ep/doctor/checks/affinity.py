@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid_ep.doctor.checks.gpu import gpus_are_missing
 from hybrid_ep.doctor.checks.nic import required_nics
 from hybrid_ep.doctor.model import Finding, Status
 from hybrid_ep.doctor.node import Node
@@ -32,7 +33,7 @@ def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
         for gpu, row in zip(topology.gpus, topology.nic_distances, strict=True):
             nearest = min(row[column] for column in columns)
             faults += [f"GPU {gpu.gpu_idx}: nearest NIC at {nearest.name}"] if nearest > most else []
-    if len(topology.gpus) >= profile["gpu.count"]:
+    if not gpus_are_missing(node, profile):
         for column in columns:
             nearest = min(row[column] for row in topology.nic_distances)
             name = topology.nics[column].name

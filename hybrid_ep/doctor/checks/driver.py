@@ -56,5 +56,26 @@ def driver_nvml(node: Node, profile: Profile) -> Finding:
     wants="driver.min_cuda",
 )
 def driver_cuda(node: Node, profile: Profile) -> Finding:
+    return _at_least(_cuda(node), profile["driver.min_cuda"])
+
+
+@check(
+    "driver.torch",
+    title="CUDA version that torch was built for",
+    source="torch/version.py, which is not imported; NVML SystemGetCudaDriverVersion_v2",
+    expectation="a major version that the driver has, too",
+    remedy="Update the driver (CUDA 12 needs 525, CUDA 13 needs 580), or install a torch that was built for the CUDA "
+    "that it has.",
+    wants="driver.min_cuda",
+)
+def driver_torch(node: Node, profile: Profile) -> Finding:
+    torch, driver = node.torch_cuda(), _cuda(node)
+    if torch is None:
+        return Finding(Status.FAIL, "torch was built without CUDA")
+    runs = _version(torch)[0] <= _version(driver)[0]
+    return Finding(Status.PASS if runs else Status.FAIL, f"torch for CUDA {torch}, driver for CUDA {driver}")
+
+
+def _cuda(node: Node) -> str:
     number = int(node.nvml.system("cuda_driver_version"))
-    return _at_least(f"{number // 1000}.{number % 1000 // 10}", profile["driver.min_cuda"])
+    return f"{number // 1000}.{number % 1000 // 10}"

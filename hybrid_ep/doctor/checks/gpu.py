@@ -32,31 +32,50 @@ def _name(gpu_idx: int) -> str:
     return f"GPU {gpu_idx}"
 
 
+def gpus_are_missing(node: Node, profile: Profile) -> bool:
+    """Whether there are fewer GPUs than the profile counts; what belongs to those is no fault of its own."""
+    want = profile["gpu.count"]
+    return isinstance(want, int) and len(node.topology.gpus) < want
+
+
 @check(
     "gpu.count",
     title="number of GPUs",
     source="NVML DeviceGetCount; PCI vendor 0x10de, class 0x0302 or 0x0300",
-    expectation="{gpu.count} by NVML and by PCI",
-    remedy="A GPU that PCI shows and NVML does not has lost its driver (look for Xid 79, reset or reboot); one that "
-    "PCI does not show either is unseated, unpowered or not passed through. Where fewer are meant (a virtual machine, "
-    "a part of a node), say so in a profile of the site.",
+    expectation="{gpu.count}, the same by NVML and by PCI",
+    remedy="A GPU that PCI shows and NVML does not has lost its driver (look for Xid 79, reset or reboot); where NVML "
+    "shows none, the driver is not installed, not loaded or another than its library (dmesg, modprobe nvidia), or "
+    "this container was given no GPU (--gpus all; --profile cpu where none is meant). One that PCI does not show "
+    "either is unseated, unpowered or not passed through. Where fewer are meant (a virtual machine, a part of a node), "
+    "say so in a profile of the site.",
     wants="gpu.count",
     zero_is_wish=True,
 )
 def gpu_count(node: Node, profile: Profile) -> Finding:
-    want = profile["gpu.count"]
     on_bus = len(node.topology.pci_gpus)
-    lost = []
-    for gpu_idx in node.nvml.gpus:
+    answering, silent = _answering(node)
+    want = profile["gpu.count"] if profile["gpu.count"] != "any" else max(on_bus, answering, 1)
+    if answering == want and not node.topology.pci:
+        return Finding(Status.PASS, f"{answering} by NVML; PCI cannot be seen here")
+    seen = f"{answering} by NVML, {on_bus} by PCI" + "".join(f"; {reason}" for reason in silent)
+    return Finding(Status.PASS if answering == want == on_bus else Status.FAIL, seen)
+
+
+def _answering(node: Node) -> tuple[int, list[str]]:
+    """How many GPUs NVML reads, and why it does not read others; none where it does not start though PCI can tell."""
+    try:
+        gpus = node.nvml.gpus
+    except Unreadable as error:
+        if error.nvml_code == pynvml.NVML_ERROR_NO_PERMISSION or not node.topology.pci:
+            raise
+        return 0, [str(error)]
+    silent = []
+    for gpu_idx in gpus:
         try:
             node.nvml.gpu(gpu_idx, "uuid")
         except Unreadable as error:
-            lost.append(f"; GPU {gpu_idx}: {error}")
-    answering = len(node.nvml.gpus) - len(lost)
-    seen = f"{answering} by NVML, {on_bus} by PCI" + "".join(lost)
-    if answering == want and not node.topology.pci:
-        return Finding(Status.PASS, f"{answering} by NVML; PCI cannot be seen here")
-    return Finding(Status.PASS if answering == want == on_bus else Status.FAIL, seen)
+            silent.append(f"GPU {gpu_idx}: {error}")
+    return len(gpus) - len(silent), silent
 
 
 @check(

@@ -1,16 +1,20 @@
-"""The RDMA NICs that the profile counts: present, up, fast, addressable, and not losing packets."""
+"""The RDMA NICs that the profile counts: present, up, fast, addressable, and not losing packets.
+
+They are the GPUs' NICs. A server has more, for storage and management; those are named and not judged.
+"""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
 
-from hybrid_ep.doctor.model import Counters, Finding
+from hybrid_ep.doctor.checks.gpu import gpus_are_missing
+from hybrid_ep.doctor.model import Counters, Finding, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check, counters
 from hybrid_ep.doctor.survey import survey
 from hybrid_ep.doctor.unreadable import Unreadable
-from hybrid_ep.topology import Nic, NicPort
+from hybrid_ep.topology import Distance, Nic, NicPort
 
 _CLASS = "/sys/class/infiniband"
 # The kernel takes these headers off the network interface's MTU and rounds down to a power of two (iboe_get_mtu).
@@ -31,14 +35,27 @@ _HW_LOSSES = (
 Port = tuple[Nic, NicPort]
 
 
-def wanted_nics(node: Node, profile: Profile) -> list[Nic]:
-    """The NICs that the profile counts, by its name patterns."""
+def _named_nics(node: Node, profile: Profile) -> list[Nic]:
+    """The NICs that the profile's patterns name."""
     return [nic for nic in node.topology.nics if any(fnmatch(nic.name, pattern) for pattern in profile["nic.devices"])]
+
+
+def compute_nics(node: Node, profile: Profile) -> list[Nic]:
+    """The NICs that the profile counts: of those that it names, the ones near a GPU, by its own measure of near.
+
+    All of them where that tells nothing apart: no NIC is near a GPU, as in a virtual machine that hides the PCIe tree.
+    """
+    named = _named_nics(node, profile)
+    most = profile["affinity.max_distance"]
+    columns = zip(node.topology.nics, *node.topology.nic_distances, strict=True)
+    nearest = {nic.name: min(distances, default=Distance.SYS) for nic, *distances in columns}
+    near = [nic for nic in named if most and nearest[nic.name] <= Distance[most]]
+    return near or named
 
 
 def required_nics(node: Node, profile: Profile) -> list[Nic]:
     """The same; Unreadable where there are none: a check that looked at nothing has confirmed nothing."""
-    found = wanted_nics(node, profile)
+    found = compute_nics(node, profile)
     if not found:
         raise Unreadable("no NIC to examine, see nic.count")
     return found
@@ -72,17 +89,20 @@ def _port_folder(port: Port) -> str:
     "nic.count",
     title="number of RDMA NICs",
     source=_CLASS,
-    expectation="{nic.count}, named {nic.devices}",
+    expectation="{nic.count} near a GPU ({affinity.max_distance}), named {nic.devices}",
     remedy="Compare with lspci: a NIC on the bus without a device needs its driver (mlx5_ib, bnxt_re, irdma, efa); one "
     "that is not on the bus needs service. Other counts or names belong into a profile of the site.",
     wants="nic.count",
     zero_is_wish=True,
 )
 def nic_count(node: Node, profile: Profile) -> Finding:
-    found = wanted_nics(node, profile)
-    names = ", ".join(nic.name for nic in found)
-    wrong = [f"{len(found)}: {names or 'none'}"] if len(found) != profile["nic.count"] else []
-    return Finding.judge(wrong, f"{len(found)}: {names}")
+    found, want = compute_nics(node, profile), profile["nic.count"]
+    others = [nic.name for nic in _named_nics(node, profile) if nic not in found]
+    seen = f"{len(found)}: {', '.join(nic.name for nic in found) or 'none'}"
+    seen += f"; near no GPU, so not judged: {', '.join(others)}" if others else ""
+    if len(found) < want <= len(found) + len(others) and gpus_are_missing(node, profile):
+        return Finding(Status.UNKNOWN, f"{seen}; some may belong to the missing GPUs, see gpu.count")
+    return Finding(Status.PASS if len(found) == want else Status.FAIL, seen)
 
 
 @check(
@@ -218,17 +238,22 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
 @check(
     "nic.pcie",
     title="PCIe link of the NICs",
-    source="/sys/bus/pci/devices/*/current_link_width, current_link_speed and max_link_*",
+    source="/sys/bus/pci/devices/*/current_link_width, current_link_speed and max_link_*; a virtual function has the "
+    "link of its physfn",
     expectation="width and speed = maximum",
-    remedy="Reseat the NIC or riser; check the slot's bifurcation in the BIOS.",
+    remedy="Reseat the NIC or riser; check the slot's bifurcation in the BIOS. Where the physical function cannot be "
+    'seen, only the host can tell: severity {nic.pcie: "off"} in a profile of the site.',
     wants="nic.count",
 )
 def nic_pcie(node: Node, profile: Profile) -> Finding:
     def fault(nic: Nic) -> str | None:
-        folder = f"/sys/bus/pci/devices/{nic.pci_address}"
+        physical = node.link(f"/sys/bus/pci/devices/{nic.pci_address}/physfn")
+        folder = f"/sys/bus/pci/devices/{physical or nic.pci_address}"
         faults = []
         for what in ("width", "speed"):
             now, most = (node.read(f"{folder}/{which}_link_{what}") for which in ("current", "max"))
+            if now == "0" or now.startswith("Unknown"):
+                raise Unreadable("a virtual function, whose physical function cannot be seen here")
             faults += [f"{what} {now} of {most}"] if now != most else []
         return ", ".join(faults) or None
 
