@@ -192,6 +192,46 @@ def test_ranks_know_only_what_is_handed_on(cluster: Cluster) -> None:
     assert (lines.count("A=1"), lines.count("B=2"), lines.count("C=3")) == (0, 0, 2)
 
 
+def test_ranks_read_the_settings_that_lie_on_their_node(cluster: Cluster) -> None:
+    """As on GKE, whose script says what NCCL needs on that machine type; a node without it does without."""
+
+    def settle(host: Host) -> None:
+        host.write("/usr/local/bin/hybrid-ep", '#!/bin/sh\n[ "$*" = "bench --json" ] && echo net=$NCCL_NET\n:\n', 0o755)
+        if host.name == "hybrid-ep-worker-1":
+            host.write("/usr/local/gib/scripts/set_nccl_env.sh", "export NCCL_NET=gIB\n")
+
+    manifests, spec = changed("cpu")
+    (gke,) = (manifest.content for manifest in built("gke") if manifest.kind == "MPIJob")
+    ours, theirs = (
+        job["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0] for job in (spec, gke["spec"])
+    )
+    ours["args"] = theirs["args"]
+    ours["env"] += [variable for variable in theirs["env"] if variable["name"] == "RANK_SETTINGS"]
+    result = MPIJobRun(manifests, cluster, prepare=settle).run()
+    assert result.succeeded, result.message
+    said = [line.strip() for line in result.log.splitlines()]
+    assert (said.count("net=gIB"), said.count("net=")) == (2, 2)
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "cpu-torchrun"])
+def test_profile_of_a_site_decides(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (tmp_path / "site.yaml").write_text("extends: cpu\nhost: {shm_mib: 4096}\n")
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [k8s/overlays/{overlay}]\ncomponents: [k8s/components/doctor-profile]\nconfigMapGenerator:\n"
+        "- {name: hybrid-ep-doctor-profile, files: [site.yaml], options: {disableNameSuffixHash: true}}\n"
+    )
+    with start_cluster() as cluster:
+        manifests = load(tmp_path)
+        if overlay == "cpu":
+            log = MPIJobRun(manifests, cluster).run().log
+        else:
+            log = run_indexed_job(manifests, cluster)[0].log
+    assert "profile site" in log
+    assert "4096" in log
+    assert "\n{\n" not in log
+
+
 def test_ssh_trusts_only_the_jobs_own_key(cluster: Cluster) -> None:
     """A host that shows another key is refused, although nobody wrote a known_hosts file."""
     manifests, spec = changed("cpu", backoffLimit=0)
