@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ OVERLAYS = (
     *("cpu", "single-node", "infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "gb200-mnnvl"),
     *("cpu-torchrun", "single-node-torchrun", "node-doctor"),
 )
+PAGE = (K8S.parent / "docs" / "kubernetes.md").read_text()
 Tree = Any
 
 
@@ -195,7 +197,7 @@ BREAKS = [
     ),
     Break(
         "mpijob-environment",
-        f"{L}.containers[0].env[3]",
+        f"{L}.containers[0].env[4]",
         lambda job: launcher(job)["containers"][0]["env"].append({"name": "NCCL_DEBUG", "value": "INFO"}),
     ),
     Break(
@@ -311,6 +313,84 @@ def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:
     assert check([overlay]).problems == []
 
 
+def site_build(folder: Path, overlay: str, component: str, **more: Any) -> dict[str, Tree]:
+    """What a site's own overlay makes of a shipped one and a component, by kind; nothing is wrong with it."""
+    require(shutil.which("kubectl"), "kubectl")
+    shutil.copytree(K8S, folder / "k8s")
+    kustomization = {"resources": [f"k8s/overlays/{overlay}"], "components": [f"k8s/components/{component}"], **more}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    assert check([folder]).problems == []
+    return {manifest.kind: manifest.content for manifest in load(folder)}
+
+
+def documented_kustomization() -> Tree:
+    """What the page says of a site's own overlay, in one; addresses of this repository become its folders."""
+    texts = [text.partition("```")[0] for text in PAGE.split("```yaml")[1:]]
+    texts = [re.sub(r"github\.com/\S+?/(k8s/\S+)\?ref=\S+", r"\1", text) for text in texts]
+    return {key: value for text in texts for key, value in yaml.safe_load(text).items()}
+
+
+def test_overlay_that_the_page_shows_can_be_built(tmp_path: Path) -> None:
+    require(shutil.which("kubectl"), "kubectl")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (tmp_path / "site.yaml").write_text("extends: hgx-h100\n")
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(documented_kustomization()))
+    assert check([tmp_path]).problems == []
+    (job,) = (manifest.content for manifest in load(tmp_path) if manifest.kind == "MPIJob")
+    given = {each["name"]: each["value"] for each in launcher(job)["containers"][0]["env"]}
+    assert given["BENCH_OPTIONS"].endswith(" --tokens 8192")
+    assert given["DOCTOR_PROFILE"].endswith("/site.yaml")
+
+
+def pod_of_ranks(built: dict[str, Tree]) -> Tree:
+    """The Pod that needs GPUs: the worker, torchrun's, or the node doctor's."""
+    return worker(built["MPIJob"]) if "MPIJob" in built else pod(built.get("Job") or built["DaemonSet"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_profile_of_a_site_reaches_every_doctor(overlay: str, tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("extends: hgx-h100\n")
+    generator = documented_kustomization()["configMapGenerator"]
+    built = site_build(tmp_path, overlay, "doctor-profile", configMapGenerator=generator)
+    maps = [manifest.content for manifest in load(tmp_path) if manifest.kind == "ConfigMap"]
+    (data,) = [each["data"] for each in maps if each["metadata"]["name"] == "hybrid-ep-doctor-profile"]
+    assert data == {"site.yaml": "extends: hgx-h100\n"}
+    spec = pod_of_ranks(built)
+    container = (spec.get("initContainers") or spec["containers"])[0]
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "doctor-profile")
+    assert {"name": "doctor-profile", "configMap": {"name": "hybrid-ep-doctor-profile"}} in spec["volumes"]
+    if "MPIJob" in built:
+        (asked,) = (
+            each["value"]
+            for each in launcher(built["MPIJob"])["containers"][0]["env"]
+            if each["name"] == "DOCTOR_PROFILE"
+        )
+    else:
+        asked = container["args"][-1]  # of several profiles the last one holds
+    assert asked == f"--profile={mount['mountPath']}/site.yaml"
+
+
+@pytest.mark.parametrize("overlay", ["single-node", "single-node-torchrun", "node-doctor"])
+def test_runtime_class_reaches_every_pod_that_sees_gpus(overlay: str, tmp_path: Path) -> None:
+    built = site_build(tmp_path, overlay, "nvidia-runtime")
+    assert pod_of_ranks(built)["runtimeClassName"] == "nvidia"
+    assert ("nodeSelector" in pod_of_ranks(built)) == (overlay == "node-doctor")
+
+
+def test_both_kinds_of_job_fit_into_one_namespace() -> None:
+    """The operator's own Service has the MPIJob's name and labels."""
+    (mpi,) = (each for each in built("cpu") if each["kind"] == "MPIJob")
+    job, service = (next(each for each in built("cpu-torchrun") if each["kind"] == kind) for kind in ("Job", "Service"))
+    assert mpi["metadata"]["name"] not in (job["metadata"]["name"], service["metadata"]["name"])
+    selector = service["spec"]["selector"].items()
+    assert selector <= job["spec"]["template"]["metadata"]["labels"].items()
+    for replica in mpi["spec"]["mpiReplicaSpecs"].values():
+        assert not selector & replica["template"]["metadata"]["labels"].items()
+    meet = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert f"--master-addr={meet}" in pod(job)["containers"][0]["command"]
+    assert pod(job)["subdomain"] == service["metadata"]["name"]
+
+
 def test_command_prints_where_and_exits_with_1(tmp_path: Path) -> None:
     job = copy.deepcopy(next(manifest for manifest in built("cpu") if manifest["kind"] == "MPIJob"))
     del job["spec"]["runPolicy"]["backoffLimit"]
@@ -376,9 +456,8 @@ def test_tree_without_overlays_is_searched(tmp_path: Path) -> None:
 
 
 def test_page_lists_every_rule() -> None:
-    page = (K8S.parent / "docs" / "kubernetes.md").read_text()
     for rule in RULES:
-        assert f"| `{rule.id}` | {rule.text} |" in page, f"docs/kubernetes.md is stale; it wants: {rule}"
+        assert f"| `{rule.id}` | {rule.text} |" in PAGE, f"docs/kubernetes.md is stale; it wants: {rule}"
 
 
 def test_command_starts_without_schemas_and_torch() -> None:
