@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid_ep.errors import HybridEPError
+
 version: str
 control_bytes: int
 max_ranks: int
@@ -14,7 +16,7 @@ max_tokens: int
 max_row_bytes: int
 row_align_bytes: int
 
-class CudaError(RuntimeError): ...
+class CudaError(HybridEPError): ...
 
 class DispatchPlan:
     def __init__(
@@ -176,8 +178,10 @@ def layout(
     num_experts: int,
     num_ranks: int,
     num_ranks_per_domain: int,
+    device: int,
     stream: int,
 ) -> None: ...
+def can_run(device: int) -> bool: ...
 
 low_latency_buffers: int
 low_latency_min_tokens_to_sum: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from hybrid_ep import env
 from hybrid_ep.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.engine.base import Engine, Rows, Traffic
 from hybrid_ep.engine.select import make_engine
-from hybrid_ep.errors import ClosedError, ConfigError
+from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 from hybrid_ep.geometry import RankGrid
 from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.streams import CommStream
@@ -79,11 +80,24 @@ class BaseBuffer:
         """Bytes that this rank has sent to other ranks; `clear()` starts over."""
         return self.engine.traffic
 
+    def raise_pending(self) -> None:
+        """Raises what a call that did not wait for the GPU has come upon, if the GPU has told it by now. Local.
+
+        Every call begins with this. Where a CUDA graph is replayed no call is made: ask after replays whose stream has
+        been waited for.
+
+        Raises:
+            OverflowError: more rows arrived than the bound of a dispatch.
+            ConfigError: an expert index that is out of range, or ranks whose calls differ.
+            TimeoutError: a rank was lost.
+        """
+        self.engine.raise_pending()
+
     def close(self) -> None:
-        """Gives back what the buffer holds. Local, and harmless when called again."""
+        """Gives back what the buffer holds, and then raises as `raise_pending`. Local, harmless when called again."""
         if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+            engine, self._engine = self._engine, None
+            engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +105,11 @@ class BaseBuffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(HybridEPError):  # one error is enough
+            self.close()
 
     def _num_local_experts(self, num_experts: int) -> int:
         return require_int("num_experts", num_experts, minimum=1, multiple_of=self.group_size) // self.group_size

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.base_buffer import as_rows, check_rows
-from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.checks import MAX_BYTES, MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.config import Config
 from hybrid_ep.engine.base import Dispatched, DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
@@ -93,8 +93,8 @@ class Buffer(LowLatencyCalls):
         num_ranks_per_domain: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, minimum=0)
-        self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, minimum=0)
+        self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, minimum=0, maximum=MAX_BYTES)
+        self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, minimum=0, maximum=MAX_BYTES)
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
@@ -107,9 +107,9 @@ class Buffer(LowLatencyCalls):
         self.close()
 
     def close(self) -> None:
-        super().close()
         self._local_memory.clear()
         self._combine_buffer = None
+        super().close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -151,7 +151,7 @@ class Buffer(LowLatencyCalls):
         _ = self.engine
         require(isinstance(dtype, torch.dtype), "dtype", repr(dtype), "a torch.dtype")
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
-        require_int("offset", offset, minimum=0, multiple_of=dtype.itemsize)
+        require_int("offset", offset, minimum=0, maximum=MAX_BYTES, multiple_of=dtype.itemsize)
         require(offset <= num_bytes, "offset", offset, f"≤ {num_bytes} bytes")
         if use_rdma_buffer not in self._local_memory:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -269,23 +269,26 @@ class Buffer(LowLatencyCalls):
             require(
                 topk_idx is None and topk_weights is None, "topk_idx or topk_weights", "given", "None with a handle"
             )
-            rows = check_rows("x", data, scales, device=engine.device)
-            self._check_handle(handle, num_source_rows=rows.data.shape[0])
+            self._check_handle(handle)
             if num_worst_tokens not in (0, handle.num_recv):
                 require(False, "num_worst_tokens", num_worst_tokens, f"0 or {handle.num_recv}, as with this handle")
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             with self._comm_stream.scope(previous_event, async_finish):
+                rows = check_rows("x", data, scales, device=engine.device)
+                if rows.data.shape[0] != handle.num_tokens:
+                    require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
                 received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return _as_given(received), None, None, None, None, event
 
-        rows, routing = self._rows_and_routing(
-            data, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-        )
-        num_local = routing.num_experts // self.group_size
-        first = self.rank * num_local
         with self._comm_stream.scope(previous_event, async_finish):
+            # Here, because it may copy scales, and make indices.
+            rows, routing = self._rows_and_routing(
+                data, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+            )
+            num_local = routing.num_experts // self.group_size
+            first = self.rank * num_local
             result = engine.dispatch(
                 rows,
                 routing,
@@ -334,7 +337,9 @@ class Buffer(LowLatencyCalls):
         """
         engine = self.engine
         check_rows("x", x, None, device=engine.device)
-        self._check_handle(handle, num_received_rows=x.shape[0])
+        self._check_handle(handle)
+        if x.shape[0] != handle.num_recv:
+            require(False, "rows of x", x.shape[0], f"{handle.num_recv}, as received with this handle")
         num_sms = _num_sms(config)
         num_tokens = handle.num_tokens
         if topk_weights is not None:
@@ -415,16 +420,9 @@ class Buffer(LowLatencyCalls):
             require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
         return Routing(topk_idx, topk_weights, num_experts)
 
-    def _check_handle(
-        self, handle: DispatchHandle, *, num_source_rows: int | None = None, num_received_rows: int | None = None
-    ) -> None:
+    def _check_handle(self, handle: DispatchHandle) -> None:
         require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
         self._check_geometry(handle.grid)
-        sent, received = handle.num_tokens, handle.num_recv
-        if num_source_rows not in (None, sent):
-            require(False, "rows of x", num_source_rows, f"{sent}, as dispatched with this handle")
-        if num_received_rows not in (None, received):
-            require(False, "rows of x", num_received_rows, f"{received}, as received with this handle")
 
     def _check_layout_along(
         self,

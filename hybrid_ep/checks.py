@@ -10,6 +10,9 @@ from torch import Tensor
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
+    "MAX_BYTES",
+    "MAX_INT",
+    "MAX_TOPK",
     "Passed",
     "require",
     "require_expert_indices",
@@ -20,6 +23,8 @@ __all__ = [
 ]
 
 MAX_TOPK = 32
+MAX_INT = 2**31 - 1  # what kernels count with
+MAX_BYTES = 2**63 - 1
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -28,11 +33,16 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{name} is {value}; allowed: {allowed}")
 
 
-def require_int(name: str, value: object, *, minimum: int, multiple_of: int = 1) -> int:
-    """Returns `value` if it is an int ≥ `minimum` and a multiple of `multiple_of`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= minimum and value % multiple_of == 0:
-        return value
-    allowed = f"an integer ≥ {minimum}" + (f" that is a multiple of {multiple_of}" if multiple_of > 1 else "")
+def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_INT, multiple_of: int = 1) -> int:
+    """Returns `value` if it is an int from `minimum` to `maximum` and a multiple of `multiple_of`."""
+    allowed = f"an integer ≥ {minimum}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        if minimum <= value <= maximum and value % multiple_of == 0:
+            return value
+        if value > maximum:
+            allowed = f"an integer from {minimum} to {maximum}"
+    if multiple_of > 1:
+        allowed += f" that is a multiple of {multiple_of}"
     raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
 
 

@@ -108,6 +108,13 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
@@ -141,9 +148,10 @@ NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
 POOL_SLOTS = Variable(
     "HYBRID_EP_POOL_SLOTS",
     2,
-    _positive_int,
-    "an integer ≥ 1",
-    "Cuda engine: results of dispatch that can be out at a time without a copy; each costs a receive slot of memory.",
+    _natural,
+    "an integer ≥ 0",
+    "Cuda engine: results of dispatch that can be out at a time without a copy; each costs a receive slot of memory. "
+    "With 0 every result is copied to memory of torch's own allocator.",
 )
 LOG_LEVEL = Variable(
     "HYBRID_EP_LOG_LEVEL",

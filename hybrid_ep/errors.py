@@ -6,7 +6,8 @@
     ├── TransportError                 bytes could not be moved: a peer closed its end
     │   └── TimeoutError               a peer did not arrive within the configured time
     ├── OverflowError                  more tokens arrived than the caller gave room for
-    └── ClosedError                    the buffer was used after `close()` or `destroy()`
+    ├── ClosedError                    the buffer was used after `close()` or `destroy()`
+    └── _cuda.CudaError                the CUDA runtime refused a call; with the extension only
 
 Messages carry the value that was given and the values that are allowed.
 """

@@ -22,6 +22,8 @@ from hybrid_ep.layout import indices_to_map, map_to_indices, weights_in_columns,
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
+_MAX_PAD = 1 << 16  # so that rows with pads can be counted in 32 bits
+
 
 @dataclass
 class BufferConfig:
@@ -203,6 +205,7 @@ class HybridEPBuffer(BaseBuffer):
             # A cached route carries rows only; made again from the same experts it is the same.
             routing = Routing(handle.topk_idx, weights, handle.dispatch.num_experts)
             bound: int | None = handle.recv_topk_idx.shape[0]
+            room = engine.room_of(handle.dispatch)
         else:
             rows, as_bytes, routing = self._rows_and_routing(
                 hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
@@ -214,6 +217,7 @@ class HybridEPBuffer(BaseBuffer):
                 bound = int(num_dispatched_tokens_tensor.item())
             if bound is not None:
                 require_int("num_dispatched_tokens", bound, minimum=0)
+            room = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
         num_local = routing.num_experts // self.group_size
         first, size = self.grid.domain.start * num_local, self.grid.num_ranks_per_domain * num_local
         result = engine.dispatch(
@@ -222,6 +226,7 @@ class HybridEPBuffer(BaseBuffer):
             expert_range=(first, first + size),
             num_recv_bound=bound,
             num_sms=self._num_sms_dispatch,
+            room=room,
         )
         received_probs = None
         if result.topk_weights is not None:
@@ -326,7 +331,7 @@ class HybridEPBuffer(BaseBuffer):
             is_one = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1
             given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
             bound = require_int("num_permuted_tokens", given, minimum=0)
-        pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1)
+        pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1, maximum=_MAX_PAD)
         if use_fp8 is not None:
             is_fp8 = scaling_factor is not None
             require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
@@ -355,6 +360,7 @@ class HybridEPBuffer(BaseBuffer):
                 pad_multiple=permute.pad_multiple,
                 num_permuted_bound=permute.num_permuted,
                 num_sms=self._num_sms_dispatch,
+                room=engine.room_of(permute.dispatch),
             )
             return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:

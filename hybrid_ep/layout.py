@@ -5,6 +5,7 @@ Nothing here talks to another rank. Tensors may be on any device; only the funct
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             is_token_in_rank=in_rank.data_ptr(),
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
-    elif device.type == "cuda" and _cuda is not None:
+    elif device.type == "cuda" and _has_kernels(device.index):
         num_domains = num_ranks // num_ranks_per_domain
         totals = torch.empty(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
         in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
@@ -94,6 +95,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
+            device=device.index,
             stream=current_raw_stream(device.index),
         )
         per_rank, per_domain, per_expert = totals.split((num_ranks, num_domains, num_experts))
@@ -102,6 +104,11 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
         per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
     in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
     return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
+
+
+@functools.cache
+def _has_kernels(device_index: int) -> bool:
+    return _cuda is not None and _cuda.can_run(device_index)
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

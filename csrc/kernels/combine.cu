@@ -73,7 +73,7 @@ class PieceWalk {
 // Hands out chunks, all sources in turn, so that no source waits for another's rows.
 class Chunks {
  public:
-  __device__ Chunks(const CombineParams& params, const Routes& routes)
+  __device__ Chunks(const CombineParams& params, const CombineRoutes& routes)
       : params_(params), routes_(routes), tickets_(&params.domain.control[params.domain.rank]->sent_items) {}
 
   // Collective over a warp. Returns false if there are no more. Where ranks' calls differ, nothing is to be sent.
@@ -98,7 +98,7 @@ class Chunks {
 
  private:
   const CombineParams& params_;
-  const Routes& routes_;
+  const CombineRoutes& routes_;
   Tickets<> tickets_;
 };
 
@@ -128,8 +128,8 @@ __device__ bool wait_until_ready(const CombineParams& params, const Waiter& wait
 // Sends chunks of rows home. Collective over a warp, which has a ring and a queue of its own. Returns false if a rank
 // has not come.
 template <bool kFromExperts>
-__device__ bool send_rows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
-                          bool is_first, uint8_t* stages, uint64_t* barriers, ReportQueue& queue) {
+__device__ bool send_rows(const CombineParams& params, const CombineRoutes& routes, const Waiter& waiter,
+                          uint32_t epoch, bool is_first, uint8_t* stages, uint64_t* barriers, ReportQueue& queue) {
   const Domain& domain = params.domain;
   const int lane = threadIdx.x % 32;
   Chunks chunks(params, routes);
@@ -222,7 +222,7 @@ __device__ bool send_rows(const CombineParams& params, const Routes& routes, con
 template <int kRanksPerLane, bool kFromExperts>
 __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ Routes routes;
+  __shared__ CombineRoutes routes;
   __shared__ uint64_t send_barriers[kCombineSendWarps][kSendStages], sum_barriers[kCombineWarps][kSumStages];
   __shared__ Segment segments[kCombineWarps][kSumStages];
   __shared__ int started_before;

@@ -7,7 +7,7 @@
 namespace hybrid_ep {
 namespace {
 
-struct Routes {
+struct CombineRoutes {
   int send_begin[kMaxRanks];  // first row of x that belongs to source i
   int send_count[kMaxRanks];  // rows of x that belong to source i
   int send_base[kMaxRanks];   // first row of this rank in i's arena
@@ -17,7 +17,7 @@ struct Routes {
 
 // All of it follows from the matrix of counts, which every rank has: nothing needs to be exchanged. Collective over the
 // CTA; `prefix` is scratch for the matrix.
-__device__ void find_bases(const CombineParams& params, Routes& routes, int32_t* prefix) {
+__device__ void find_bases(const CombineParams& params, CombineRoutes& routes, int32_t* prefix) {
   const int me = params.domain.rank, num_ranks = params.domain.num_ranks;
   for (int i = threadIdx.x; i < num_ranks * num_ranks; i += blockDim.x) prefix[i] = params.rank_prefix[i];
   if (threadIdx.x == 0) routes.max_count = 0;

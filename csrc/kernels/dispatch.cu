@@ -22,7 +22,7 @@ using DispatchSender = RowSender<kDispatchStoresInFlight>;
 
 // Sends rows, of tokens of any CTA: each lane to the ranks that the lane stands for.
 template <int kRanksPerLane>
-__device__ void send_rows(const DispatchParams& params, const Routes& routes, DispatchSender& sender) {
+__device__ void send_rows(const DispatchParams& params, const DispatchRoutes& routes, DispatchSender& sender) {
   const int lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int32_t* places = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
   // NOTE: another CTA may have written them, and this one's L1 may have the line from before.
@@ -100,7 +100,7 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
 }
 
 // Sends what goes with the rows. What this CTA sends to one rank is one run of rows there, so stores are coalesced.
-__device__ void send_metadata(const DispatchParams& params, const Routes& routes) {
+__device__ void send_metadata(const DispatchParams& params, const DispatchRoutes& routes) {
   const Domain& domain = params.domain;
   const int thread = threadIdx.x - params.num_send_warps * 32;
   const int num_threads = kDispatchThreads - params.num_send_warps * 32;
@@ -141,7 +141,7 @@ __device__ void send_metadata(const DispatchParams& params, const Routes& routes
 template <int kRanksPerLane>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ Routes routes;
+  __shared__ DispatchRoutes routes;
   __shared__ uint64_t barriers[kMaxSendWarps][kMaxStages];
   __shared__ int32_t tokens[kMaxSendWarps][kMaxStages];
   const Domain& domain = params.domain;

@@ -20,7 +20,7 @@ constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
 constexpr int kWordsAhead = 4;     // of counts that a thread loads at once
 
 // What a CTA knows about the call once the counts are exchanged.
-struct Routes {
+struct DispatchRoutes {
   int warp_counts[kWarps][kMaxRanks];              // tokens per rank; turned into exclusive sums over warps
   int cta_base[kMaxRanks];                         // tokens to r in the CTAs before
   int cta_count[kMaxRanks];                        // tokens to r in this CTA
@@ -47,7 +47,8 @@ __device__ int* warp_expert_counts(uint8_t* shared, int warp, int num_experts) {
 }
 
 // Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
-__device__ void count_tokens(const DispatchParams& params, const Range tokens, Routes& routes, uint8_t* shared) {
+__device__ void count_tokens(const DispatchParams& params, const Range tokens, DispatchRoutes& routes,
+                             uint8_t* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
   const ExpertMap experts{params.num_experts, num_ranks};
@@ -121,7 +122,7 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, R
 }
 
 // Turns the warps' counts into exclusive sums and publishes the CTA's totals to the grid.
-__device__ void sum_over_warps(const DispatchParams& params, Routes& routes, uint8_t* shared) {
+__device__ void sum_over_warps(const DispatchParams& params, DispatchRoutes& routes, uint8_t* shared) {
   ControlBlock& own = *params.domain.control[params.domain.rank];
   const int num_ranks = params.domain.num_ranks;
   for (int i = threadIdx.x; i < num_ranks + params.num_experts; i += kDispatchThreads) {
@@ -218,7 +219,7 @@ __device__ bool learn_columns(const DispatchParams& params, const Waiter& waiter
 }
 
 // What every rank tells of its call, and the sums over ranks of what they send to each: to routes that are 0.
-__device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, Routes& routes) {
+__device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes) {
   const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
   return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
     if (cell.column < CountRow::kNumCallColumns) {
@@ -233,7 +234,7 @@ __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, u
 }
 
 // Whether rank r makes the same call: where rows land follows from all ranks' alike. One thread for each rank.
-__device__ bool makes_same_call(const DispatchParams& params, const Routes& routes, int r) {
+__device__ bool makes_same_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
   const Domain& domain = params.domain;
   const auto is_same = [&](WaitTag what, CountRow::Column column, int mine) {
     const int seen = routes.call[r][column];
@@ -259,7 +260,7 @@ __device__ void clear_route(const DispatchParams& params, const Range tokens) {
 
 // Finds where this rank's rows begin at each rank. Every CTA does it for itself. Returns whether all counts came.
 // Expert-major: expert_base[e] becomes the row, at its rank, of this CTA's first copy for expert e.
-__device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, Routes& routes,
+__device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes,
                            int* expert_base) {
   const Domain& domain = params.domain;
   const int num_ranks = domain.num_ranks, num_experts = params.num_experts;
@@ -302,8 +303,8 @@ __device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, u
 
 // Writes what the host and later calls need to know: of a call that has failed, that there is nothing. One warp of the
 // grid. Returns whether all counts came.
-__device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, const Routes& routes,
-                              MailStatus status) {
+__device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
+                              const DispatchRoutes& routes, MailStatus status) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
   const int lane = threadIdx.x % 32, num_ranks = domain.num_ranks;
@@ -344,14 +345,17 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   }
   max_sent = __reduce_max_sync(kAllLanes, max_sent);
   max_recv = __reduce_max_sync(kAllLanes, max_recv);
-  if (lane != 0) return ok;
-  const int needed = routes.needed[domain.rank], limit = params.row_limit;
-  if (params.overflow != nullptr) {
-    *params.overflow = status == kSent && needed > limit;
-  } else if (status == kSent && needed > limit) {
-    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, -1, limit,
+  // Every rank reports where rows are dropped: its own combine will lack them.
+  for (int r = lane; r < num_ranks && params.overflow == nullptr && status == kSent; r += 32) {
+    const int needed = routes.needed[r], limit = routes.call[r][CountRow::kRowLimit];
+    if (needed <= limit) continue;
+    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, r, limit,
                  needed);
   }
+  __syncwarp();  // what the lanes have written to the mailbox comes before its ticket
+  if (lane != 0) return ok;
+  const int needed = routes.needed[domain.rank];
+  if (params.overflow != nullptr) *params.overflow = status == kSent && needed > params.row_limit;
   if (params.mailbox == nullptr) return ok;
   Mailbox& mailbox = *params.mailbox;
   mailbox.status = status;
@@ -374,7 +378,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
 }
 
 // Makes places final: among all that this rank sends to r. Needs nothing from other ranks.
-__device__ void finish_slots(const DispatchParams& params, const Range tokens, const Routes& routes) {
+__device__ void finish_slots(const DispatchParams& params, const Range tokens, const DispatchRoutes& routes) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
 #pragma unroll 1

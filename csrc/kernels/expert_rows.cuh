@@ -1,7 +1,7 @@
 // What a combine from experts sums first: the rows that one token has at several experts of this rank.
 //
-//     received row ─► its copies, experts ascending ─► fp32 sum ─► rows[received row] ─► row_epoch ─► send it, or sum
-//     it
+//     received row ─► its copies, experts ascending ─► fp32 sum ─► rows[received row] ─► row_epoch
+//     row_epoch ─► whoever sends the row, or sums it where it stays
 //
 // CTAs of their own do this, on the SMs that the combine leaves free: local memory brings several bytes for each that
 // crosses the wire. They take the rows in the order in which they are sent, and wait for nothing.
@@ -19,7 +19,7 @@ class ExpertRows {
   static constexpr int kSourcesPerLane = 1;
 
   // The warp takes each `stride`-th row from the `first` on, as they are sent.
-  __device__ ExpertRows(const CombineParams& params, const Routes& routes, uint32_t epoch, int first, int stride)
+  __device__ ExpertRows(const CombineParams& params, const CombineRoutes& routes, uint32_t epoch, int first, int stride)
       : params_(params), routes_(routes), epoch_(epoch), position_(first - stride), stride_(stride) {
     look_ahead();
   }
@@ -96,7 +96,7 @@ class ExpertRows {
   }
 
   const CombineParams& params_;
-  const Routes& routes_;
+  const CombineRoutes& routes_;
   const uint32_t epoch_;
   int position_;  // in the order in which rows are sent
   const int stride_;

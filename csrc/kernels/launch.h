@@ -14,6 +14,9 @@ constexpr int kMaxSendWarps = 4;
 // Shared memory that a CTA may ask for beside what the kernels declare.
 constexpr int kDynamicSharedBytes = 212 * 1024;
 
+// Whether the kernels were built for the current device.
+bool can_run_kernels();
+
 // Allows the kernels that much on the current device; once for each device, before they are launched.
 void prepare_dispatch();
 void prepare_combine();

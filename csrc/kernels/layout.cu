@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
     bool* in_rank = params.is_token_in_rank + static_cast<int64_t>(first) * params.num_ranks;
     const int num_cells = min(lanes.num_tokens, end - first) * params.num_ranks;
     for (int i = lane; i < num_cells; i += 32) in_rank[i] = false;
-    if (expert >= params.num_experts) expert = -1;  // dispatch reports it
+    if (expert < 0 || expert >= params.num_experts) expert = -1;  // dispatch reports what is not −1
     // The first lane of a token that has the value.
     const auto is_leader = [&](int value) {
       const unsigned same = __match_any_sync(kAllLanes, value);
@@ -72,6 +72,13 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
 }
 
 }  // namespace
+
+bool can_run_kernels() {
+  cudaFuncAttributes attributes{};
+  const bool can_run = cudaFuncGetAttributes(&attributes, layout_kernel) == cudaSuccess;
+  cudaGetLastError();  // or the next call would report it
+  return can_run;
+}
 
 void launch_layout(const LayoutParams& params, cudaStream_t stream) {
   const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));

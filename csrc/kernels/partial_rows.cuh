@@ -20,7 +20,7 @@ class PartialRows {
  public:
   static constexpr int kSourcesPerLane = kRanksPerLane;
 
-  __device__ PartialRows(const CombineParams& params, const Routes& routes, const Waiter& waiter, uint32_t epoch,
+  __device__ PartialRows(const CombineParams& params, const CombineRoutes& routes, const Waiter& waiter, uint32_t epoch,
                          int num_warps)
       : params_(params),
         routes_(routes),
@@ -128,7 +128,7 @@ class PartialRows {
   }
 
   const CombineParams& params_;
-  const Routes& routes_;
+  const CombineRoutes& routes_;
   const Waiter& waiter_;
   const uint32_t epoch_;
   const int num_parts_;  // of a token

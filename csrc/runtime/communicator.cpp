@@ -7,6 +7,7 @@
 
 #include "common/check.h"
 #include "common/cuda_check.h"
+#include "common/device_guard.h"
 #include "kernels/launch.h"
 #include "runtime/sm_model.h"
 
@@ -75,7 +76,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   const int num_ranks = static_cast<int>(control.size());
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
   require(rank >= 0 && rank < num_ranks, "rank", rank, "a rank of the domain");
-  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  const DeviceGuard guard(device_);
   check_cuda(cudaDeviceGetAttribute(&num_device_sms_, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
   int major = 0;
@@ -111,6 +112,7 @@ int Communicator::capacity(const RowWidths& widths) const {
 
 uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int slot_idx,
                                 cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   const bool is_permuted = plan.pad_multiple > 0, is_new = plan.makes_route;
   const auto part = [&](bool is_there, int64_t offset) { return is_there ? tensors.route + offset : nullptr; };
   DispatchParams params{};
@@ -161,6 +163,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
 
 void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows,
                              int num_recv, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   const SlotLayout layout = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   uint8_t* slot = domain_.arena[domain_.rank] + slot_idx * domain_.slot_bytes;
   DuplicateParams params{};
@@ -189,6 +192,7 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
 
 void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
                            cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   const RouteLayout route = make_route_layout(domain_.num_ranks, plan.num_tokens, 0, 0, false);
   CombineParams params{};
   params.domain = domain_;

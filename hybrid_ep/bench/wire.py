@@ -27,7 +27,8 @@ from hybrid_ep.workload import make_routing
 
 __all__ = ["RankWire", "compared_sms", "measure_wire", "places"]
 
-_DEFAULT_SMS = 16  # what the cuda engine takes where it is not told (csrc/runtime/sm_model.cpp)
+# What the cuda engine takes where it is not told, but for a dispatch of 7 and more ranks (csrc/runtime/sm_model.cpp).
+_DEFAULT_SMS = 16
 _LOW_LATENCY_SMS = 32  # low-latency calls take as many as they like; more do not make a push faster
 _RANK_SHIFT = 32  # of a place: (rank << 32) | row
 

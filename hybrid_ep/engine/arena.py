@@ -11,6 +11,7 @@ ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class Arena:
         group: the ranks of the domain.
         device: this rank's GPU.
         communicator: is told where the slots are.
+        meet: returns when every rank has called it, or raises TimeoutError.
         num_slots: results that can be out at a time without a copy.
     """
 
@@ -72,11 +74,13 @@ class Arena:
         group: dist.ProcessGroup | None,
         device: torch.device,
         communicator: _cuda.Communicator,
+        meet: Callable[[], None],
         num_slots: int,
     ) -> None:
         self._group = group
         self._device = device
         self._communicator = communicator
+        self._meet = meet
         self._num_slots = num_slots + 1
         self._captured: list[SymmetricMemory] = []
         self._allocate(_INITIAL_SLOT_BYTES)
@@ -94,6 +98,7 @@ class Arena:
         """Makes every slot at least this large. Collective where it grows: the same value at every rank.
 
         Raises:
+            TimeoutError: a rank did not come to make room.
             ConfigError: it would have to grow while a CUDA graph is captured.
         """
         if num_bytes <= self._slot_bytes:
@@ -105,8 +110,7 @@ class Arena:
             )
         # A peer may still be writing here, and a freed mapping does not wait for it.
         torch.cuda.synchronize(self._device)
-        if self._group is not None:
-            dist.barrier(self._group)
+        self._meet()
         if self._pool.was_captured:
             self._captured.append(self._memory)  # graphs have its addresses
         self._allocate(int(num_bytes * _GROWTH))

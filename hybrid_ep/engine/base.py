@@ -238,6 +238,7 @@ class Engine(abc.ABC):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
+        room: int | None = None,
     ) -> Dispatched:
         """Sends each row to every rank that owns one of its experts.
 
@@ -247,6 +248,7 @@ class Engine(abc.ABC):
             expert_range: (first, end) global experts whose indices are reported relative to first; others become −1.
             num_recv_bound: rows of the result; no host sync then. None: exactly what arrives.
             num_sms: SMs to use; None = the engine's choice.
+            room: with a bound that differs between ranks, a bound of them all, equal at all ranks.
 
         Raises:
             OverflowError: more rows arrived than `num_recv_bound` (an engine that does not sync raises it later).
@@ -278,6 +280,7 @@ class Engine(abc.ABC):
         pad_multiple: int,
         num_permuted_bound: int | None,
         num_sms: int | None,
+        room: int | None = None,
     ) -> Permuted:
         """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
 
@@ -298,6 +301,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         """Sends ``[E]`` int32 counts to the experts' ranks; returns the sum over sources, ``[LE]`` int32."""
+
+    def room_of(self, handle: DispatchHandle) -> int:
+        """Local: the `room` of a dispatch that goes where that of `handle` went."""
+        return handle.num_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
         """Local: waits for the dispatch of `handle` and raises what its flag says.
@@ -364,5 +371,9 @@ class Engine(abc.ABC):
         """Returns when every rank that is not masked has called it; a rank that was masked joins again here."""
 
     @abc.abstractmethod
+    def raise_pending(self) -> None:
+        """Local: raises what a kernel has reported since the last call; the host does not wait for any."""
+
+    @abc.abstractmethod
     def close(self) -> None:
-        """Local: gives back everything the engine holds. Later calls are the buffer's mistake."""
+        """Local: gives back everything the engine holds, and then does as `raise_pending`."""

@@ -77,7 +77,7 @@ class CudaEngine(Engine):
         self._communicator = _cuda.Communicator(
             rank=grid.rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
-        self._arena = Arena(group, self.device, self._communicator, env.POOL_SLOTS.get())
+        self._arena = Arena(group, self.device, self._communicator, self._torch.barrier, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
         self._last_stream: torch.cuda.Stream | None = None
         self._low_latency = CudaLowLatency(group, grid, self.device, self._communicator, self._order, self._raise_fault)
@@ -90,8 +90,9 @@ class CudaEngine(Engine):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
+        room: int | None = None,
     ) -> Dispatched:
-        sent = self._send(rows, routing, expert_range, 0, num_recv_bound, num_sms)
+        sent = self._send(rows, routing, expert_range, 0, num_recv_bound, room, num_sms)
         landed = self._results(sent)
         assert landed.experts is not None
         handle = self._handle(sent, routing, landed)
@@ -127,10 +128,11 @@ class CudaEngine(Engine):
         pad_multiple: int,
         num_permuted_bound: int | None,
         num_sms: int | None,
+        room: int | None = None,
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
-        sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, num_sms)
+        sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, room, num_sms)
         # A handle holds no slot, so the places move to memory of its own.
         num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
         chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.slot_idx == 0)
@@ -141,7 +143,7 @@ class CudaEngine(Engine):
         assert landed.counts is not None
         assert landed.overflow is not None
         counts = landed.counts if sent.reported is None else sent.reported
-        state = PermuteState(chunk, kept, num_permuted_bound is None)
+        state = PermuteState(chunk, kept, self._communicator, num_permuted_bound is None)
         handle = PermuteHandle(
             self._handle(sent, routing, landed), counts, sent.num_rows, pad_multiple, state, landed.overflow
         )
@@ -151,8 +153,7 @@ class CudaEngine(Engine):
         route: Route = handle.dispatch.state
         state: PermuteState = handle.state
         num_rows = handle.num_permuted
-        num_max = max(route.max_recv, num_rows)
-        sent = self._send_again(rows, handle.dispatch, num_rows, num_max, handle.pad_multiple, num_sms)
+        sent = self._send_again(rows, handle.dispatch, num_rows, route.max_recv, handle.pad_multiple, num_sms)
         state.chunk.note_use(sent.stream)
         permuted, _ = self._spread(rows, sent, state.address, None)
         return permuted
@@ -162,9 +163,9 @@ class CudaEngine(Engine):
     ) -> Combined:
         stream = self._begin()
         state: PermuteState = handle.state
-        state.chunk.note_use(stream)
         (num_copies, hidden), dispatch = data.shape, handle.dispatch
         num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
+        state.begin_combine(self._communicator, num_recv, num_topk, stream)
         data = aligned(data)
         sums = torch.empty(num_recv, hidden, dtype=data.dtype, device=data.device)
         weights = None
@@ -176,6 +177,10 @@ class CudaEngine(Engine):
         )
         experts = (data.data_ptr(), address(probs), state.address)
         return self._combine(plan, sums, weights, (), dispatch, stream, experts)
+
+    def room_of(self, handle: DispatchHandle) -> int:
+        route: Route = handle.state
+        return route.max_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
         if not handle.state.waited:
@@ -232,6 +237,10 @@ class CudaEngine(Engine):
         torch.cuda.synchronize(self.device)
         self._low_latency.close()
         self._torch.close()
+        self._raise_fault()
+
+    def raise_pending(self) -> None:
+        self._raise_fault()
 
     # How a call begins and what it leaves behind.
 
@@ -245,11 +254,20 @@ class CudaEngine(Engine):
         stream = current_raw_stream(self._index)
         if self._last_stream is None or self._last_stream.cuda_stream != stream:
             current = torch.cuda.current_stream(self._index)
-            # Inside a capture there is nothing to wait for: it began when the device was idle.
-            if self._last_stream is not None and not torch.cuda.is_current_stream_capturing():
+            if self._last_stream is not None and self._is_ordered_by_hand(self._last_stream):
                 current.wait_stream(self._last_stream)
             self._last_stream = current
         return stream
+
+    @staticmethod
+    def _is_ordered_by_hand(last: torch.cuda.Stream) -> bool:
+        """Whether the current stream must be made to wait for what `last` holds: not in the first call of a capture,
+        which begins when the device is idle, and could not wait for work outside.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            return True
+        with torch.cuda.stream(last):
+            return torch.cuda.is_current_stream_capturing()
 
     def _raise_fault(self) -> None:
         fault = self._communicator.take_fault()
@@ -263,7 +281,8 @@ class CudaEngine(Engine):
         if fault.kind == _cuda.FaultKind.BAD_EXPERT:
             raise ConfigError(f"topk_idx of rank {rank} has {fault.seen}; allowed: −1 … {fault.expected - 1}")
         if fault.kind == _cuda.FaultKind.OVERFLOW:
-            raise OverflowError(f"{where}: {fault.seen} at rank {rank}; allowed by the bound: {fault.expected}")
+            peer = self.grid.domain[fault.peer]
+            raise OverflowError(f"{where}: {fault.seen} at rank {peer}; allowed by the bound: {fault.expected}")
         peer = self.grid.domain[fault.peer]
         if fault.kind == _cuda.FaultKind.OTHER_CALL:
             raise ConfigError(
@@ -282,6 +301,7 @@ class CudaEngine(Engine):
         expert_range: tuple[int, int],
         pad_multiple: int,
         bound: int | None,
+        room: int | None,
         num_sms: int | None,
     ) -> Sent:
         """Launches a dispatch; without a bound, waits until its counts are known and there is room for its rows.
@@ -290,8 +310,14 @@ class CudaEngine(Engine):
             rows, routing, expert_range, num_sms: as in `dispatch`.
             pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
             bound: rows of the result, or None.
+            room: as in `dispatch`.
+
+        Raises:
+            ConfigError: the call would wait for its counts while a CUDA graph is captured.
         """
         stream = self._begin()
+        if bound is None and torch.cuda.is_current_stream_capturing():
+            raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens or num_permuted_tokens")
         rank, num_ranks = self.grid.rank, self.grid.num_ranks
         topk_idx, topk_weights, num_experts = routing
         plan = plan_dispatch(
@@ -309,8 +335,10 @@ class CudaEngine(Engine):
             num_sms,
         )
         data = aligned(rows.data)
+        max_rows = 0
         if bound is not None:
-            self._arena.ensure(plan.slot_bytes_for(bound))
+            max_rows = bound if room is None else room
+            self._arena.ensure(plan.slot_bytes_for(max_rows))
         slot_idx = self._arena.take(stream)
         # With slot 0, the call may be part of a graph.
         chunk, base = self._routes.take(plan.route_ints, stream, alone=slot_idx == 0)
@@ -328,7 +356,7 @@ class CudaEngine(Engine):
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
-                return Sent(plan, slot_idx, stream, Route(chunk, base, num_recv, bound, bound, 0, 0), bound, None)
+                return Sent(plan, slot_idx, stream, Route(chunk, base, num_recv, max_rows, max_rows, 0, 0), bound, None)
             # What needs no counts is done before the wait: behind it, the host races the rows.
             reported = torch.empty(num_experts // num_ranks, dtype=torch.int32, device="cpu")
             mail = self._wait_for_counts(ticket, slot_idx, reported)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,19 +39,31 @@ class Route(NamedTuple):
     num_from_away: int
 
 
-class PermuteState(NamedTuple):
+@dataclass
+class PermuteState:
     """What the cuda engine keeps in a PermuteHandle.
 
     Attributes:
         chunk: the memory that this is a piece of.
         address: of ``[N, K]`` int32, the row of each copy of a received row, or −1; then of ``[N]`` uint32, the combine
             that has last summed the copies.
+        communicator: whose combine that was.
         waited: whether the host waited for the counts, so that there is no overflow.
     """
 
     chunk: Chunk
     address: int
+    communicator: _cuda.Communicator
     waited: bool
+
+    def begin_combine(self, communicator: _cuda.Communicator, num_recv: int, num_topk: int, stream: int) -> None:
+        """Must be called before a combine on `stream`, the current one: each communicator numbers its own."""
+        self.chunk.note_use(stream)
+        if communicator is self.communicator:
+            return
+        begin = self.address - self.chunk.memory.data_ptr() + _INT_BYTES * num_recv * num_topk
+        self.chunk.memory[begin : begin + _INT_BYTES * num_recv].zero_()
+        self.communicator = communicator
 
 
 class Chunk:

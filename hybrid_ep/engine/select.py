@@ -57,8 +57,12 @@ def _cuda_obstacle() -> str | None:
         return "the _cuda extension is not built"
     if not torch.cuda.is_available():
         return "no GPU is visible"
-    if torch.cuda.get_device_capability() < (9, 0):
-        return f"GPU compute capability is {torch.cuda.get_device_capability()}, below (9, 0)"
+    # Only here, because the extension need not be there.
+    from hybrid_ep import _cuda
+
+    if not _cuda.can_run(torch.cuda.current_device()):
+        major, minor = torch.cuda.get_device_capability()
+        return f"the _cuda extension is not built for compute capability {major}.{minor}"
     return None
 
 
@@ -82,16 +86,17 @@ def make_engine(
         ConfigError: the engine cannot run at some rank, or ranks ask for different ones or for different domains.
         TopologyError: the domains do not divide the ranks.
     """
+    asked = env.ENGINE.get() if asked is None else asked
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0")
-    choice, grid = _agree(group, num_ranks_per_domain, env.ENGINE.get() if asked is None else asked)
+    choice, grid = _agree(group, num_ranks_per_domain, asked)
     if choice.name not in _said:
         _said.add(choice.name)
-        _LOG.info("engine %s: %s", choice.name, choice.reason)
+        is_slow = choice.name != "cuda" and asked != "torch" and torch.cuda.is_available()
+        _LOG.log(logging.WARNING if is_slow else logging.INFO, "engine %s: %s", choice.name, choice.reason)
     if choice.name == "torch":
         return TorchEngine(group, grid, timeout_s)
-    # Only here, because the extension need not be there.
     from hybrid_ep.engine.cuda_engine import CudaEngine
 
     return CudaEngine(group, grid, timeout_s)

@@ -47,7 +47,7 @@ class SymmetricMemory:
             device: this rank's GPU.
 
         Raises:
-            ConfigError: a rank asks for another number of bytes.
+            ConfigError: a rank asks for another number of bytes, or has not as many free.
             TopologyError: the ranks cannot map each other's memory.
         """
         if group is None or dist.get_world_size(group) == 1:
@@ -68,9 +68,22 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symm_mem
 
         os.environ.setdefault(_NO_MULTICAST, "1")
+        obstacle = None
         try:
             local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
             local.zero_()
+        except RuntimeError as error:
+            obstacle = str(error)
+        # What one rank lacks the others learn before they wait for it.
+        obstacles = [obstacle] * dist.get_world_size(group)
+        dist.all_gather_object(obstacles, obstacle, group)
+        for rank, theirs in enumerate(obstacles):
+            if theirs is not None:
+                raise ConfigError(
+                    f"bytes of symmetric memory are {num_bytes}, for which rank {rank} has no room: {theirs}; allowed: "
+                    "what is free on every GPU"
+                )
+        try:
             handle = symm_mem.rendezvous(local, group)
         except RuntimeError as error:
             raise TopologyError(

@@ -87,6 +87,7 @@ class TorchEngine(Engine):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
+        room: int | None = None,
     ) -> Dispatched:
         exchange, grid = self._exchange, self.grid
         topk_idx = drop_duplicates(routing.topk_idx)
@@ -180,6 +181,7 @@ class TorchEngine(Engine):
         pad_multiple: int,
         num_permuted_bound: int | None,
         num_sms: int | None,
+        room: int | None = None,
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
@@ -273,6 +275,9 @@ class TorchEngine(Engine):
 
     def barrier(self) -> None:
         self._exchange.barrier()
+
+    def raise_pending(self) -> None:
+        """Nothing: each call raises what it comes upon."""
 
     def close(self) -> None:
         """Nothing to give back: tensors belong to their users, the group to whoever made it."""

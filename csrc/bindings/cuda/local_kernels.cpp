@@ -1,5 +1,6 @@
 // Kernels that need no other rank.
 #include "bindings/cuda/bindings.h"
+#include "common/device_guard.h"
 #include "kernels/launch.h"
 
 namespace hybrid_ep::bindings {
@@ -9,14 +10,22 @@ void add_local_kernels(pybind11::module_& module) {
   module.def(
       "layout",
       [](uintptr_t topk_idx, uintptr_t totals, uintptr_t is_token_in_rank, int num_tokens, int num_topk,
-         int num_experts, int num_ranks, int num_ranks_per_domain, uintptr_t stream) {
+         int num_experts, int num_ranks, int num_ranks_per_domain, int device, uintptr_t stream) {
+        const DeviceGuard guard(device);
         launch_layout({pointer<int64_t>(topk_idx), pointer<int32_t>(totals), pointer<bool>(is_token_in_rank),
                        num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
                       stream_of(stream));
       },
       py::kw_only(), py::arg("topk_idx"), py::arg("totals"), py::arg("is_token_in_rank"), py::arg("num_tokens"),
       py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"),
-      py::arg("stream"));
+      py::arg("device"), py::arg("stream"));
+  module.def(
+      "can_run",
+      [](int device) {
+        const DeviceGuard guard(device);
+        return can_run_kernels();
+      },
+      py::arg("device"));
 }
 
 }  // namespace hybrid_ep::bindings

@@ -5,7 +5,8 @@
 
 PYBIND11_MODULE(_cuda, module) {
   namespace py = pybind11;
-  py::register_exception<hybrid_ep::CudaError>(module, "CudaError", PyExc_RuntimeError);
+  const py::object base = py::module_::import("hybrid_ep.errors").attr("HybridEPError");
+  py::register_exception<hybrid_ep::CudaError>(module, "CudaError", base);
   module.attr("version") = HYBRID_EP_VERSION;
   module.attr("control_bytes") = sizeof(hybrid_ep::ControlBlock);
   module.attr("max_ranks") = hybrid_ep::kMaxRanks;
