@@ -16,7 +16,7 @@ from hybrid_ep.reference import Copy
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, gather_rows, on, returned
 
-__all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain"]
+__all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain", "check_two_buffers"]
 
 
 def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
@@ -155,6 +155,10 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False) -> Non
 
                     y = torch.full((hidden.shape[0], case.hidden), float("nan"), dtype=torch.bfloat16)
                     y[:n] = _expert_rows(case, copies)
+                    again, _, again_scales, _, _ = buffer.dispatch_with_permute(**given, handle=handle)
+                    equal(again.view(torch.uint8)[:n], hidden.view(torch.uint8)[:n].cpu(), "hidden along the handle")
+                    if fp8:
+                        equal(again_scales[:n], scales[:n].cpu(), "scales along the handle")
                     combined, probs_home = buffer.combine_with_unpermute(
                         hidden=y.to(device), probs=probs, handle=handle, pad_multiple=pad
                     )
@@ -199,3 +203,15 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
         if len(copies) > bound:
             with pytest.raises(hybrid_ep.OverflowError, match=str(len(copies))):
                 buffer.dispatch_with_permute(**given)
+
+
+def check_two_buffers(case: Case, device: str = "cpu") -> None:
+    """A handle serves another buffer of the same ranks, in turns."""
+    rank = dist.get_rank()
+    y = _expert_rows(case, case.reference().permuted(rank)).to(device)
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as first, make_buffer(case) as second:
+        *_, handle = first.dispatch_with_permute(hidden=inputs.x, **routings(case, device)[0])
+        for buffer in (first, second, second, first):
+            combined, _ = buffer.combine_with_unpermute(hidden=y, handle=handle)
+            equal(combined, expected_unpermuted(case, rank), "combined hidden")

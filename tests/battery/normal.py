@@ -173,21 +173,25 @@ def check_bound(case: Case, device: str = "cpu") -> None:
 
 
 def check_fp8(case: Case, device: str = "cpu") -> None:
-    """FP8 rows with float32 scales (row- and column-major) and with packed UE8M0 scales."""
+    """FP8 rows with float32 scales (row- and column-major) and with packed UE8M0 scales; along a handle; bounded."""
     rank = dist.get_rank()
     reference, inputs = case.reference(), on(device, case.inputs(rank))
     rows = reference.received(rank)
+    n, bound = len(rows), max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
     with make_buffer(case) as buffer:
         for fmt in (Fp8Format(), Fp8Format(round_scale=True, ue8m0=True)):
             sources = [cast_to_fp8(case.inputs(r).x, fmt) for r in range(case.num_ranks)]
             data, scales = (part.to(device) for part in sources[rank])
             column_major = scales.t().contiguous().t()
             for given in (scales, column_major):
-                (recv_x, recv_scales), recv_idx, *_ = dispatch(buffer, case, inputs, x=(data, given))
-                as_bytes = [source[0].view(torch.uint8) for source in sources]
-                equal(recv_x.view(torch.uint8), gather_rows(case, rows, as_bytes), "recv_x")
-                equal(recv_scales, gather_rows(case, rows, [source[1] for source in sources]), "recv scales")
+                received, recv_idx, _, _, handle, _ = dispatch(buffer, case, inputs, x=(data, given))
                 equal(recv_idx, reference.received_topk(rank), "recv_topk_idx")
+                cached, *_ = buffer.dispatch((data, given), handle=handle)
+                bounded, *_ = dispatch(buffer, case, inputs, x=(data, given), num_worst_tokens=bound)
+                as_bytes = [source[0].view(torch.uint8) for source in sources]
+                for recv_x, recv_scales in (received, cached, bounded):
+                    equal(recv_x.view(torch.uint8)[:n], gather_rows(case, rows, as_bytes), "recv_x")
+                    equal(recv_scales[:n], gather_rows(case, rows, [source[1] for source in sources]), "recv scales")
 
 
 def check_two_buffers(case: Case, device: str = "cpu") -> None:

@@ -39,6 +39,7 @@ def check_layout(count: int) -> None:
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=per_domain,
+            device=0,
             stream=0,
         )
         per_rank, per_domain_counts, per_expert = totals.split((num_ranks, num_domains, num_experts))

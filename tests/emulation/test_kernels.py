@@ -101,6 +101,16 @@ def test_a_rank_that_is_ahead_does_not_disagree(run_emulated: RunEmulated, seed:
     run_emulated(4, "battery.other_calls.check_calls_in_turn", seed=seed)
 
 
+@pytest.mark.parametrize("check", ["check_overflow", "check_error_of_the_last_call"])
+def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(3, f"multi_gpu.late_errors.{check}")
+
+
+@pytest.mark.parametrize("check", ["normal.check_two_buffers", "hybrid.check_two_buffers"])
+def test_two_buffers(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(3, f"battery.{check}", Case("two_buffers", 3, 20, num_experts=24))
+
+
 def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 

@@ -1,10 +1,11 @@
-"""What the cuda engine promises beyond values: graphs, growth, its pool of slots, streams, lost ranks."""
+"""What the cuda engine promises beyond values: graphs, streams and threads, kept handles, lost ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
+from hybrid_ep.quantize import cast_to_fp8
 from tests.multi_gpu.random_routings import (
     Tokens,
     check_received,
@@ -20,50 +22,44 @@ from tests.multi_gpu.random_routings import (
     draw_tokens,
 )
 
-if TYPE_CHECKING:  # it needs the extension, and this file is read where it is not built too
-    from hybrid_ep.engine.arena import Arena
-
 __all__ = [
     "check_async",
     "check_bad_arguments",
-    "check_bad_expert",
+    "check_captured_streams",
     "check_graph",
     "check_graph_by_expert",
-    "check_growth",
     "check_kept_handles",
     "check_other_streams",
-    "check_overflow",
-    "check_pool",
+    "check_other_threads",
+    "check_scales_on_a_stream",
+    "draw",
+    "make_buffer",
+    "make_hybrid_buffer",
     "make_shared_buffer",
+    "round_trip",
     "use_without_peer",
 ]
 
 _shared: dict[str, hybrid_ep.Buffer] = {}
 
 
-def _buffer() -> hybrid_ep.Buffer:
+def make_buffer() -> hybrid_ep.Buffer:
     return hybrid_ep.Buffer(dist.group.WORLD, engine="cuda")
 
 
-def _hybrid_buffer(sent: Tokens) -> hybrid_ep.HybridEPBuffer:
+def make_hybrid_buffer(sent: Tokens) -> hybrid_ep.HybridEPBuffer:
     num_tokens, hidden = sent.x[dist.get_rank()].shape
     return hybrid_ep.HybridEPBuffer(
         dist.group.WORLD, hidden, num_tokens, sent.num_experts // dist.get_world_size(), engine="cuda"
     )
 
 
-def _arena(buffer: hybrid_ep.Buffer) -> Arena:
-    """The slots underneath; a promise about memory can be seen nowhere else."""
-    arena: Arena = buffer.engine._arena  # type: ignore[attr-defined]
-    return arena
-
-
-def _draw(seed: int, tokens: int = 96, hidden: int = 1024) -> Tokens:
+def draw(seed: int, tokens: int = 96, hidden: int = 1024) -> Tokens:
     num_ranks = dist.get_world_size()
     return draw_tokens(seed, [tokens] * num_ranks, hidden, 4, 8 * num_ranks, holes=0.1)
 
 
-def _round_trip(buffer: hybrid_ep.Buffer, sent: Tokens, label: str) -> None:
+def round_trip(buffer: hybrid_ep.Buffer, sent: Tokens, label: str) -> None:
     rank = dist.get_rank()
     result = dispatch(buffer, sent, rank)
     combined, home, _ = buffer.combine(result[0], result[4], result[2])
@@ -74,9 +70,9 @@ def _round_trip(buffer: hybrid_ep.Buffer, sent: Tokens, label: str) -> None:
 def check_graph(num_replays: int) -> None:
     """Dispatch and combine are captured once and replayed with other tokens and routings, eager calls in between."""
     rank = dist.get_rank()
-    static = _draw(0)
+    static = draw(0)
     bound = sum(x.shape[0] for x in static.x)
-    with _buffer() as buffer:
+    with make_buffer() as buffer:
 
         def step() -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
             result = dispatch(buffer, static, rank, num_worst_tokens=bound)
@@ -88,22 +84,22 @@ def check_graph(num_replays: int) -> None:
         with torch.cuda.graph(graph):
             result, combined, home = step()
         for seed in range(1, num_replays + 1):
-            drawn = _draw(seed)
+            drawn = draw(seed)
             for target, source in zip((static.x, static.topk_idx, static.weights), drawn[:3], strict=True):
                 target[rank].copy_(source[rank])
             graph.replay()
             check_received(result, drawn, rank, f"replay {seed}", bound)
             check_returned(combined, home, drawn, rank, f"replay {seed}")
             if seed % 5 == 0:
-                _round_trip(buffer, drawn, f"eager call after replay {seed}")
+                round_trip(buffer, drawn, f"eager call after replay {seed}")
 
 
 def check_graph_by_expert(num_replays: int) -> None:
     """The same of expert-major calls; one of the captured calls takes a handle that was made before the capture."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    static = _draw(0)
+    static = draw(0)
     x, topk_idx, weights = static.x[rank], static.topk_idx[rank], static.weights[rank]
-    with _hybrid_buffer(static) as hybrid:
+    with make_hybrid_buffer(static) as hybrid:
 
         def send() -> tuple[Any, ...]:
             return hybrid.dispatch_with_permute(
@@ -127,7 +123,7 @@ def check_graph_by_expert(num_replays: int) -> None:
         with torch.cuda.graph(graph):
             captured = step()
         for seed in range(1, num_replays + 1):
-            drawn = _draw(seed)
+            drawn = draw(seed)
             for target, source in zip((x, topk_idx, weights), drawn[:3], strict=True):
                 target.copy_(source[rank])
             graph.replay()
@@ -136,59 +132,11 @@ def check_graph_by_expert(num_replays: int) -> None:
             assert torch.equal(captured[-1], kept_home)
 
 
-def check_growth() -> None:
-    """Slots that are too small grow, with and without a bound, and rank by rank the sizes differ."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    with _buffer() as buffer:
-        arena = _arena(buffer)
-        small = arena.slot_bytes
-        hidden = 8192
-        tokens = [2 * small // (2 * hidden) // (r + 1) for r in range(num_ranks)]
-        sent = draw_tokens(1, tokens, hidden, 2, 2 * num_ranks)
-        result = dispatch(buffer, sent, rank)
-        check_received(result, sent, rank, "grown by counts")
-        grown = arena.slot_bytes
-        assert grown > small
-        bound = sum(tokens) * 2
-        result = dispatch(buffer, sent, rank, num_worst_tokens=bound)
-        check_received(result, sent, rank, "grown by a bound", bound)
-        assert arena.slot_bytes > grown
-        combined, home, _ = buffer.combine(result[0], result[4], result[2])
-        check_returned(combined, home, sent, rank, "after growth")
-
-
-def check_pool() -> None:
-    """Results are slots while there are any, then copies; views keep them; dropped ones come back."""
-    rank = dist.get_rank()
-    with _buffer() as buffer:
-        arena = _arena(buffer)
-        num_slots = arena.num_free
-        assert num_slots >= 1
-        kept = []
-        for seed in range(num_slots + 2):
-            sent = _draw(seed)
-            kept.append((dispatch(buffer, sent, rank), sent))
-            assert arena.num_free == max(0, num_slots - seed - 1)
-        for result, sent in kept:
-            check_received(result, sent, rank, "kept result")
-        view = kept[0][0][0][3:5]
-        want = view.clone()
-        handle, first = kept[0][0][4], kept[0][1]
-        del kept, result
-        assert arena.num_free == num_slots - 1, "a view must keep its slot, and a handle must not"
-        _round_trip(buffer, _draw(99), "beside a view")
-        assert torch.equal(view, want)
-        del view
-        assert arena.num_free == num_slots
-        again, *_ = buffer.dispatch(first.x[rank], handle=handle)
-        assert again.shape[0] == handle.num_recv
-
-
 def check_kept_handles() -> None:
     """Handles share memory, chunk by chunk and stream by stream; each keeps its own route until it is used."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     bound = 20_000 * num_ranks
-    with _buffer() as buffer:
+    with make_buffer() as buffer:
         kept = []
         for seed in range(14):
             sent = draw_tokens(seed, [20_000 - seed] * num_ranks, 64, 4, 8 * num_ranks, holes=0.1)
@@ -207,10 +155,10 @@ def check_kept_handles() -> None:
 def check_other_streams() -> None:
     """What a handle keeps is not given to others while a stream on which it was not made still uses it."""
     rank = dist.get_rank()
-    sent = _draw(0)
+    sent = draw(0)
     x, topk_idx = sent.x[rank], sent.topk_idx[rank]
     other = torch.cuda.Stream()
-    with _buffer() as buffer, _hybrid_buffer(sent) as hybrid:
+    with make_buffer() as buffer, make_hybrid_buffer(sent) as hybrid:
 
         def by_source() -> tuple[Tensor, Any]:
             result = dispatch(buffer, sent, rank)
@@ -247,9 +195,9 @@ def check_other_streams() -> None:
 def check_bad_arguments() -> None:
     """What has passed its checks once does not let through what looks different."""
     rank = dist.get_rank()
-    sent = _draw(0)
+    sent = draw(0)
     x, topk_idx, weights = sent.x[rank], sent.topk_idx[rank], sent.weights[rank]
-    with _buffer() as buffer:
+    with make_buffer() as buffer:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, sent.num_experts)
         good = {
             "x": x,
@@ -278,8 +226,8 @@ def check_bad_arguments() -> None:
         ]:
             with pytest.raises(hybrid_ep.ConfigError, match="allowed"):
                 buffer.dispatch(**good | {name: bad}, num_worst_tokens=1000)
-        _round_trip(buffer, sent, "after bad arguments")
-    with _hybrid_buffer(sent) as hybrid:
+        round_trip(buffer, sent, "after bad arguments")
+    with make_hybrid_buffer(sent) as hybrid:
         by_expert = {"hidden": x, "topk_idx": topk_idx, "topk_weights": weights, "num_of_experts": sent.num_experts}
         for _ in range(2):
             hybrid.dispatch_with_permute(**by_expert)
@@ -302,9 +250,9 @@ def check_bad_arguments() -> None:
 def check_async() -> None:
     """Asynchronous calls on the communication stream, with events and work on the current stream in between."""
     rank = dist.get_rank()
-    with _buffer() as buffer:
+    with make_buffer() as buffer:
         for seed in range(20):
-            sent = _draw(seed, tokens=700)
+            sent = draw(seed, tokens=700)
             before = buffer.capture()
             result = dispatch(buffer, sent, rank, async_finish=True, previous_event=before)
             result[5].current_stream_wait()
@@ -314,43 +262,84 @@ def check_async() -> None:
             check_received(result, sent, rank, f"seed {seed}")
             check_returned(combined, home, sent._replace(x=[x * 2 for x in sent.x]), rank, f"seed {seed}")
             if seed % 3 == 0:
-                _round_trip(buffer, _draw(seed + 1000), "on the current stream")
+                round_trip(buffer, draw(seed + 1000), "on the current stream")
 
 
-def check_overflow() -> None:
-    """A bound that is too small is raised by the next call, and the buffer goes on."""
+def check_captured_streams() -> None:
+    """Calls on two streams of one capture keep their order in the graph; a capture refuses what would wait."""
     rank = dist.get_rank()
-    sent = _draw(0)
-    with _buffer() as buffer:
-        dispatch(buffer, sent, rank, num_worst_tokens=3)
-        torch.cuda.synchronize()
-        with pytest.raises(hybrid_ep.OverflowError, match="allowed by the bound: 3"):
-            dispatch(buffer, sent, rank)
-        _round_trip(buffer, sent, "after an overflow")
+    static = draw(0)
+    x, bound = static.x[rank], sum(x.shape[0] for x in static.x)
+    with make_buffer() as buffer:
+        handle = dispatch(buffer, static, rank, num_worst_tokens=bound)[4]
+
+        def step() -> tuple[tuple[Any, ...], Any, Tensor, Tensor]:
+            result = dispatch(buffer, static, rank, num_worst_tokens=bound, async_finish=True)
+            again, *_ = buffer.dispatch(x, handle=handle)  # beside it, as far as the caller says
+            result[5].current_stream_wait()
+            combined, home, _ = buffer.combine(result[0], result[4], result[2])
+            return result, again, combined, home
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            with pytest.raises(hybrid_ep.ConfigError, match="num_worst_tokens"):
+                dispatch(buffer, static, rank)
+            result, again, combined, home = step()
+        for seed in range(1, 20):
+            drawn = draw(seed)
+            x.copy_(drawn.x[rank])
+            graph.replay()
+            sent = static._replace(x=drawn.x)
+            check_received(result, sent, rank, f"replay {seed}", bound)
+            num_recv = int(handle[0][-1, rank])
+            assert torch.equal(again[:num_recv], result[0][:num_recv]), f"replay {seed}"
+            check_returned(combined, home, sent, rank, f"replay {seed}")
 
 
-def check_bad_expert() -> None:
-    """The host cannot see an index outside −1 … E−1 without a wait: the kernel finds it and the next call raises."""
+def check_scales_on_a_stream() -> None:
+    """With an event to wait for, nothing of a call waits for what the current stream holds: not its copies either."""
     rank = dist.get_rank()
-    sent = _draw(0)
-    with _buffer() as buffer:
-        sent.topk_idx[rank][5, 1] = sent.num_experts + 7
-        dispatch(buffer, sent, rank, num_worst_tokens=1000)
+    sent = draw(0, tokens=700)
+    sources = [cast_to_fp8(x) for x in sent.x]
+    data, scales = sources[rank]
+    column_major = scales.t().contiguous().t()
+    with make_buffer() as buffer:
+        for _ in range(3):
+            torch.full_like(scales, float("nan"))  # what a copy that comes too late would leave there
+            before = buffer.capture()
+            torch.cuda._sleep(100_000_000)
+            result = dispatch(
+                buffer, sent._replace(x=[(data, column_major)] * len(sent.x)), rank,
+                async_finish=True, previous_event=before, num_worst_tokens=700 * len(sent.x),
+            )  # fmt: skip
+            result[5].current_stream_wait()
+            owner = [(sent.owner(r) == rank).any(1) for r in range(len(sent.x))]
+            want = torch.cat([source[1][mine] for source, mine in zip(sources, owner, strict=True)])
+            assert torch.equal(result[0][1][: want.shape[0]], want)
+
+
+def check_other_threads() -> None:
+    """A thread begins with GPU 0 as the current one, whatever the others have set."""
+    rank, sent = dist.get_rank(), draw(0)
+    with make_buffer() as buffer:
+        result = dispatch(buffer, sent, rank)
         torch.cuda.synchronize()
-        with pytest.raises(hybrid_ep.ConfigError, match=str(sent.num_experts + 7)):
-            dispatch(buffer, sent, rank, num_worst_tokens=1000)
-        _round_trip(buffer, _draw(1), "after a bad index")
+        with ThreadPoolExecutor(1) as pool:
+            combined, home, _ = pool.submit(buffer.combine, result[0], result[4], result[2]).result()
+            torch.cuda.synchronize()
+        check_returned(combined, home, sent, rank, "from a new thread")
 
 
 def make_shared_buffer(timeout_s: float) -> None:
     """Makes a buffer that later calls of this process use."""
     _shared["buffer"] = hybrid_ep.Buffer(dist.group.WORLD, engine="cuda", timeout_s=timeout_s)
-    _round_trip(_shared["buffer"], _draw(0), "all ranks alive")
+    round_trip(_shared["buffer"], draw(0), "all ranks alive")
 
 
 def use_without_peer(lost: int, timeout_s: float) -> None:
     """With a lost rank, a call that waits and one that does not both name it in time, and the GPU stays usable."""
-    buffer, rank, sent = _shared["buffer"], dist.get_rank(), _draw(1)
+    buffer, rank, sent = _shared["buffer"], dist.get_rank(), draw(1)
     begin = time.monotonic()
     with pytest.raises(hybrid_ep.TimeoutError) as caught:
         dispatch(buffer, sent, rank)

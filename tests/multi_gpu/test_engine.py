@@ -13,7 +13,7 @@ from hybrid_ep.cluster import VirtualCluster
 from tests.battery import hybrid, normal, other_calls
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
-from tests.multi_gpu import behaviour, random_routings, subgroups
+from tests.multi_gpu import behaviour, late_errors, random_routings, room, subgroups
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -63,8 +63,9 @@ def _permuted_fp8(case: Case) -> None:
     hybrid.check_permuted(case, "cuda", fp8=True)
 
 
-def test_two_buffers(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, normal.check_two_buffers, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")
+@pytest.mark.parametrize("check", [normal.check_two_buffers, hybrid.check_two_buffers])
+def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+    run_gpus(NUM_GPUS, check, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="a rank does not disagree with itself")
@@ -99,14 +100,22 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        behaviour.check_growth,
-        behaviour.check_pool,
         behaviour.check_kept_handles,
         behaviour.check_async,
+        behaviour.check_captured_streams,
         behaviour.check_other_streams,
-        behaviour.check_overflow,
-        behaviour.check_bad_expert,
+        behaviour.check_other_threads,
+        behaviour.check_scales_on_a_stream,
         behaviour.check_bad_arguments,
+        late_errors.check_overflow,
+        late_errors.check_bad_expert,
+        late_errors.check_error_of_the_last_call,
+        late_errors.check_error_of_a_replay,
+        room.check_growth,
+        room.check_exact_counts,
+        room.check_most_tokens,
+        room.check_pool,
+        room.check_no_slots,
     ],
 )
 def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:

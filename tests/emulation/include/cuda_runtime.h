@@ -172,6 +172,11 @@ template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
+struct cudaFuncAttributes {};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+  return cudaSuccess;
+}
 constexpr unsigned cudaHostAllocMapped = 0, cudaHostAllocPortable = 0, cudaEventDisableTiming = 0;
 inline cudaError_t cudaHostAlloc(void** memory, size_t num_bytes, unsigned) {
   *memory = std::calloc(1, num_bytes);

@@ -1,0 +1,129 @@
+"""The memory that results of the cuda engine land in: how it grows, is shared out and comes back."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from hybrid_ep.quantize import cast_to_fp8
+from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, round_trip
+from tests.multi_gpu.random_routings import check_received, check_returned, dispatch, draw_tokens
+
+if TYPE_CHECKING:  # it needs the extension, and this file is read where it is not built too
+    from hybrid_ep.engine.arena import Arena
+
+__all__ = ["check_exact_counts", "check_growth", "check_most_tokens", "check_no_slots", "check_pool"]
+
+
+def _arena(buffer: hybrid_ep.Buffer) -> Arena:
+    """The slots underneath; a promise about memory can be seen nowhere else."""
+    arena: Arena = buffer.engine._arena  # type: ignore[attr-defined]
+    return arena
+
+
+def check_growth() -> None:
+    """Slots that are too small grow, with and without a bound, and rank by rank the sizes differ."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with make_buffer() as buffer:
+        arena = _arena(buffer)
+        small = arena.slot_bytes
+        hidden = 8192
+        tokens = [2 * small // (2 * hidden) // (r + 1) for r in range(num_ranks)]
+        sent = draw_tokens(1, tokens, hidden, 2, 2 * num_ranks)
+        result = dispatch(buffer, sent, rank)
+        check_received(result, sent, rank, "grown by counts")
+        grown = arena.slot_bytes
+        assert grown > small
+        bound = sum(tokens) * 2
+        result = dispatch(buffer, sent, rank, num_worst_tokens=bound)
+        check_received(result, sent, rank, "grown by a bound", bound)
+        assert arena.slot_bytes > grown
+        combined, home, _ = buffer.combine(result[0], result[4], result[2])
+        check_returned(combined, home, sent, rank, "after growth")
+
+
+def check_exact_counts() -> None:
+    """Ranks that know how many rows each of them gets, one of them far more than the others, make the same room."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_tokens, hidden = 6000 // num_ranks, 8192
+    sent = draw_tokens(3, [num_tokens] * num_ranks, hidden, 1, num_ranks)
+    for topk_idx in sent.topk_idx:
+        topk_idx.zero_()
+        topk_idx[0] = num_ranks - 1
+    x, topk_idx, weights = sent.x[rank], sent.topk_idx[rank], sent.weights[rank]
+    mine = [(sent.owner(r) == rank).any(1) for r in range(num_ranks)]
+    want = torch.cat([x[m] for x, m in zip(sent.x, mine, strict=True)])
+    given = {"topk_idx": topk_idx, "topk_weights": weights, "num_of_experts": num_ranks}
+    with make_hybrid_buffer(sent) as buffer:
+        data, scales = cast_to_fp8(x)
+        *_, handle = buffer.dispatch(data, scales, **given, num_dispatched_tokens=want.shape[0])
+        # Twice as wide along the same routes, with weights: only one rank's rows need more room.
+        rows, probs, _, _ = buffer.dispatch(x, handle=handle, topk_weights=weights)
+        assert torch.equal(rows, want)
+        home, _ = buffer.combine(rows, probs, handle)
+        assert torch.equal(home, x)
+    with make_hybrid_buffer(sent) as buffer:
+        rows, _, _, handle = buffer.dispatch(x, **given, num_dispatched_tokens=want.shape[0])
+        assert torch.equal(rows, want)
+        permuted, _, _, _, by_expert = buffer.dispatch_with_permute(hidden=x, **given)
+        again, *_ = buffer.dispatch_with_permute(hidden=x, handle=by_expert, topk_weights=weights)
+        assert torch.equal(again, permuted)
+
+
+def check_most_tokens() -> None:
+    """65,536 tokens on one rank, few on the others."""
+    num_ranks = dist.get_world_size()
+    sent = draw_tokens(4, [65_536] + [17] * (num_ranks - 1), 8, 2, 2 * num_ranks, holes=0.1)
+    with make_buffer() as buffer:
+        round_trip(buffer, sent, "65,536 tokens")
+        for topk_idx in sent.topk_idx:
+            topk_idx[:, 0] = 2 * num_ranks - 1
+            topk_idx[:, 1] = -1
+        round_trip(buffer, sent, "all of them to one expert")
+
+
+def check_pool() -> None:
+    """Results are slots while there are any, then copies; views keep them; dropped ones come back."""
+    rank = dist.get_rank()
+    with make_buffer() as buffer:
+        arena = _arena(buffer)
+        num_slots = arena.num_free
+        assert num_slots >= 1
+        kept = []
+        for seed in range(num_slots + 2):
+            sent = draw(seed)
+            kept.append((dispatch(buffer, sent, rank), sent))
+            assert arena.num_free == max(0, num_slots - seed - 1)
+        for result, sent in kept:
+            check_received(result, sent, rank, "kept result")
+        view = kept[0][0][0][3:5]
+        want = view.clone()
+        handle, first = kept[0][0][4], kept[0][1]
+        del kept, result
+        assert arena.num_free == num_slots - 1, "a view must keep its slot, and a handle must not"
+        round_trip(buffer, draw(99), "beside a view")
+        assert torch.equal(view, want)
+        del view
+        assert arena.num_free == num_slots
+        again, *_ = buffer.dispatch(first.x[rank], handle=handle)
+        assert again.shape[0] == handle.num_recv
+
+
+def check_no_slots() -> None:
+    """Without a pool every result is a copy, which torch's allocator owns."""
+    rank = dist.get_rank()
+    os.environ["HYBRID_EP_POOL_SLOTS"] = "0"
+    try:
+        buffer = make_buffer()
+    finally:
+        del os.environ["HYBRID_EP_POOL_SLOTS"]
+    with buffer:
+        assert _arena(buffer).num_free == 0
+        kept = [(dispatch(buffer, sent, rank), sent) for sent in map(draw, range(3))]
+        for result, sent in kept:
+            check_received(result, sent, rank, "a copy")
+        round_trip(buffer, draw(9), "beside copies")
