@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Validates nodes by the playbooks: the doctor on each, test jobs on those that are fit, one report: ci/validate.sh BIN
-#   HOSTS="a b c"     these nodes, by ssh, without root, of platform PROFILE (default: cpu); otherwise this machine
+#   HOSTS="a b c"     these nodes, by ssh, without root; otherwise this machine
+#   PROFILE=NAME      what HOSTS are, as the doctor calls it, or a YAML file; of this machine the doctor proposes one
 #   INVENTORY=FILE    the nodes of an Ansible inventory (ansible/inventories holds examples)
 #   SIMULATE=1        four simulated nodes on this machine, one of them broken; needs root
 #   OPTIONS="-e …"    further options of ansible-playbook, e.g. how hybrid-ep is called on the nodes
@@ -25,16 +26,26 @@ else
   # shellcheck disable=SC2086
   "$bin/python" - "$inventory" "${PROFILE:-}" ${HOSTS:-} <<'PY'
 import json, pathlib, subprocess, sys
-from hybrid_ep.doctor import load_profile
+from hybrid_ep.doctor.profile import is_profile_file, load_profile, shipped_profiles
+from hybrid_ep.errors import ConfigError
 file, profile, *names = sys.argv[1:]
-hosts = {name: {} for name in names}
-if not names:
-    hosts["localhost"] = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
-if not names and not profile:
+allowed = f"set PROFILE; allowed: {', '.join(shipped_profiles())}, or a YAML file"
+if names:
+    hosts, report = {name: {} for name in names}, None
+    profile or sys.exit(f"HOSTS without PROFILE do not say what they are: {allowed}")
+else:
+    hosts = {"localhost": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}}
     done = subprocess.run(["hybrid-ep", "doctor", "--quick", "--json"], stdout=subprocess.PIPE, text=True)
-    profile = json.loads(done.stdout)["profile"] if done.stdout else sys.exit("set PROFILE")
-profile = profile or "cpu"
-gpus = load_profile(profile)["gpu.count"]
+    report = json.loads(done.stdout) if done.stdout else sys.exit(f"the doctor gave no report: {allowed}")
+    profile = profile or report["profile"]
+try:
+    gpus = load_profile(profile)["gpu.count"]
+except ConfigError as error:
+    sys.exit(str(error))
+if gpus == "any":
+    gpus = len(report["facts"]["gpus"]) if report else sys.exit(
+        f"profile {profile} leaves open how many GPUs a node has: set PROFILE to a YAML file that extends it by gpu.count")
+profile = str(pathlib.Path(profile).resolve()) if is_profile_file(profile) else profile
 small = {"jobs_ranks_per_node": 2, "jobs_experts": 16, "jobs_bench_options": ["--device", "cpu"]}
 settings = {"doctor_profile": profile, **({"jobs_ranks_per_node": gpus} if gpus else small)}
 pathlib.Path(file).write_text(json.dumps({"all": {"children": {"nodes": {"hosts": hosts, "vars": settings}}}}))
