@@ -1,7 +1,8 @@
 """The controller's half of the module hybrid_ep_doctor: keeps the report as a file, from within the node's own fork.
 
 So a thousand reports are neither sent back to a node nor held in the controller's memory, and a node that cannot be
-reached leaves a result like any other.
+reached leaves a result like any other. A profile of the site lies on the controller, too: the node's doctor is handed
+its content, so that nothing is copied there and nothing mounted into a container.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ansible.errors import AnsibleConnectionFailure
+from ansible.errors import AnsibleActionFail, AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
+
+from hybrid_ep.doctor.profile import is_profile_file, load_profile
+from hybrid_ep.errors import ConfigError
 
 
 class ActionModule(ActionBase):
@@ -22,6 +26,11 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         arguments = dict(self._task.args)
         results = arguments.pop("results", None)
+        if is_profile_file(arguments.get("profile", "")):
+            try:
+                arguments["profile"] = load_profile(arguments["profile"]).to_text()
+            except ConfigError as error:
+                raise AnsibleActionFail(str(error)) from error
         if results is None:
             return self._execute_module(module_args=arguments, task_vars=task_vars)
         place = Path(results, "nodes", f"{(task_vars or {})['inventory_hostname']}.json")

@@ -23,7 +23,9 @@ options:
     elements: str
     required: true
   profile:
-    description: The platform, by name or as the path of a YAML file on the node; empty lets the doctor propose one.
+    description:
+      - The platform, by name or as the path of a YAML file on the controller; empty lets the doctor propose one.
+      - The node gets the content of a file, and passes it to the doctor's standard input.
     type: str
     default: ""
   checks:
@@ -96,11 +98,14 @@ def main() -> None:
     )
     asked = module.params
     words = [*asked["command"], "doctor", "--json", *asked["options"]]
-    words += ["--profile", asked["profile"]] if asked["profile"] else []
+    content = asked["profile"] if asked["profile"].startswith("{") else ""
+    words += ["--profile", "-" if content else asked["profile"]] if asked["profile"] else []
     for check in asked["checks"]:
         words += ["--check", check]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=asked["limit_s"], check=False)
+        done = subprocess.run(
+            words, input=content, capture_output=True, text=True, timeout=asked["limit_s"], check=False
+        )
     except OSError as error:
         module.fail_json(msg=f"{words[0]} cannot be run on the node: {error.strerror}", command=words)
     except subprocess.TimeoutExpired:

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.doctor.profile import load_profile, shipped_profiles
+from hybrid_ep.doctor.profile import load_profile
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["DOMAIN_PREFIX", "Inventory", "begin_validation"]
@@ -94,7 +94,7 @@ def _domains(inventory: Inventory) -> dict[str, str]:
             continue
         try:
             if platform not in spans:
-                spans[platform] = _spans_nodes(platform)
+                spans[platform] = bool(load_profile(platform)["mnnvl.domain_gpus"])
         except ConfigError as error:
             faults.append(f"host {host!r}: {error}")
             continue
@@ -106,10 +106,3 @@ def _domains(inventory: Inventory) -> dict[str, str]:
     if faults:
         raise ConfigError("the inventory is not usable: " + "; ".join(faults))
     return {host: found[0].removeprefix(DOMAIN_PREFIX) for host, found in groups_of.items()}
-
-
-def _spans_nodes(platform: str) -> bool:
-    """By the profile; a site's own file lies on the nodes, so nothing is asked of it here."""
-    if platform in shipped_profiles() or not platform.endswith((".yaml", ".yml")):
-        return bool(load_profile(platform)["mnnvl.domain_gpus"])
-    return False

@@ -2,7 +2,8 @@
 
 A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
 passes when it reaches the profile's fraction of it. Where no profile of its hosts has a figure, a job that ended well
-passes on correctness alone, and says so; one that measured nothing has nothing to say.
+passes on correctness alone, and says so; one that measured nothing has nothing to say. What a job measured on hosts
+whose profile cannot be read is not known to be enough.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def judge(job: JobFile, platform_of: Mapping[str, str], profiles: Profiles) -> J
     try:
         chosen = [profiles.get(platform) for platform in sorted({platform_of[host] for host in job.hosts})]
     except ConfigError as error:
-        return _ended(job, None, f"no bandwidth is expected: {error}", _unjudged(job))
+        status = Status.UNKNOWN if job.status == "pass" and job.metrics else None
+        return _ended(job, status, f"whether that is enough is not known: {error}", _unjudged(job))
     metrics = tuple(_judge_metric(job, metric, chosen) for metric in job.metrics)
     if job.status != "pass":
         return _ended(job, None, "", metrics)

@@ -1,7 +1,8 @@
 """NIC to NIC bandwidth between two nodes by perftest's ib_write_bw: one rank on each node, as mpirun starts them.
 
-Each NIC of one node writes to the NIC at the same position on the other, one after the other, so that a slow path is
-not hidden behind the sum. Rank 0 listens; rank 1 connects, again and again until the listener is there, and reports.
+Each NIC of one node that is a nearest one of a GPU writes to the NIC at the same position on the other, one after the
+other, so that a slow path is not hidden behind the sum. Others, for storage and management, may be in networks in which
+nodes do not meet. Rank 0 listens; rank 1 connects, again and again until the listener is there, and reports.
 """
 
 from __future__ import annotations
@@ -65,7 +66,12 @@ def write_to(address: str, topology: Topology, gid_index: int | None, limit_s: f
 
 
 def _nics(topology: Topology) -> list[str]:
-    return [nic.name for nic in topology.nics if nic.is_active]
+    active = [column for column, nic in enumerate(topology.nics) if nic.is_active]
+    if topology.gpus and active:
+        least = [min(row[column] for column in active) for row in topology.nic_distances]
+        rows = list(zip(topology.nic_distances, least, strict=True))
+        active = [column for column in active if any(row[column] == nearest for row, nearest in rows)]
+    return [topology.nics[column].name for column in active]
 
 
 def _command(

@@ -32,7 +32,7 @@ from tests.sim.scenario import Scenario, build_stub
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 FIT = ("node-a", "node-b", "node-c")
 FAULTS = {"nvlink.links", "host.memlock"}
-PROFILE = "/opt/site/tray.yaml"
+PROFILE = f"{HOME}/site/tray.yaml"  # on the controller only
 # The domain is four trays of four GPUs, not 18: a profile of the site says so.
 SITE = {"extends": "gb200-nvl72", "mnnvl": {"domain_gpus": 16, "imex": True}}
 BENCH = "--device cpu --tokens 16 --hidden 128 --topk 2 --runs 1 --warmups 1"
@@ -63,7 +63,6 @@ FILES = {
     "/usr/sbin/modprobe": _NOTE,
     "/usr/sbin/update-initramfs": _NOTE,
     "/usr/bin/systemctl": _SYSTEMCTL,
-    PROFILE: yaml.safe_dump(SITE),
 }
 USED = ("HOSTS", "INVENTORY", "OPTIONS", "PROFILE", "SIMULATE")
 
@@ -82,6 +81,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     )
     nodes = {name: healthy("gb200-nvl72") for name in FIT} | {"node-d": broken.build(), "node-e": None}
     with Fleet(nodes, build_stub(tmp_path_factory.mktemp("stub")), FILES) as fleet:
+        fleet.controller.write(PROFILE, yaml.safe_dump(SITE))
         write_inventory(fleet)
         yield fleet
 
@@ -247,7 +247,8 @@ def test_wheel_and_image_are_installed_when_asked_and_then_used(fleet: Fleet, tm
     found = findings(fleet, "used")
     assert found == {"node-a": {}, "node-b": {}}, used.output
     log = fleet.nodes["node-b"].path("/tmp/docker.log").read_text()
-    assert "docker run --rm --pull=never --network=host" in log
+    assert "docker run --rm --interactive --pull=never --network=host" in log
+    assert "hybrid-ep:test hybrid-ep doctor --json --sysroot /opt/node --profile -\n" in log
     assert log.count("docker pull") == 2
 
 
@@ -348,16 +349,34 @@ def test_example_of_a_domain_lists_ip_addresses() -> None:
     assert " ".join(f"+198.51.100.{tray}" for tray in range(1, 19)) in said
 
 
-def test_make_validate_on_this_machine(tmp_path: Path) -> None:
+def make_validate(out: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in USED}
-    done = subprocess.run(
+    return subprocess.run(
         ["ci/validate.sh", f"{sys.prefix}/bin"],
-        env={**environment, "OUT": str(tmp_path / "out")},
+        env={**environment, "OUT": str(out), **settings},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        ("", "set PROFILE; allowed: cpu, dgx-a100, "),
+        ("h100", "profile 'h100' is not known; allowed: cpu, dgx-a100, "),
+        ("gpu-server", "set PROFILE to a YAML file that extends it by gpu.count"),
+        ("gone.yaml", "profile gone.yaml cannot be read"),
+    ],
+)
+def test_make_validate_refuses_hosts_of_which_it_knows_too_little(tmp_path: Path, profile: str, said: str) -> None:
+    done = make_validate(tmp_path / "out", HOSTS="node-a node-b", PROFILE=profile)
+    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
+
+
+def test_make_validate_on_this_machine(tmp_path: Path) -> None:
+    done = make_validate(tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("This ")  # what it is going to do
     report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())

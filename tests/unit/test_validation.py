@@ -337,13 +337,20 @@ def test_a_floor_comes_with_its_source() -> None:
     assert (metric.least, metric.source) == (360, "0.9 of 400 Gb/s, profile fast: measured")
 
 
-def test_platform_without_a_profile_is_said(results: Path) -> None:
+@pytest.mark.parametrize(
+    ("platform", "said"),
+    [("abacus", "profile 'abacus' is not known"), ("/site/gone.yaml", "profile /site/gone.yaml cannot be read")],
+)
+def test_bandwidth_is_not_passed_over_where_the_profile_is_missing(results: Path, platform: str, said: str) -> None:
     tree = json.loads((results / "inventory.json").read_text())
-    tree["hosts"][0]["platform"] = "abacus"
+    tree["hosts"][0]["platform"] = platform
     write(results / "inventory.json", tree)
-    write_job(results, "pair", "pair", ["a", "b"])
-    job = load_cluster(results).jobs[0]
-    assert (job.status, "no bandwidth is expected: profile 'abacus' is not known" in job.reason) == ("pass", True)
+    write_job(results, "bad", "pair", ["a", "b"], status="fail")
+    write_job(results, "mute", "group", ["a", "b"])
+    write_job(results, "pair", "pair", ["a", "b"], metrics=[{"name": "dispatch", "value": 40, "unit": "GB/s"}])
+    jobs = {job.name: job for job in load_cluster(results).jobs}
+    assert {name: job.status for name, job in jobs.items()} == {"bad": "fail", "mute": "pass", "pair": "unknown"}
+    assert f"whether that is enough is not known: {said}" in jobs["pair"].reason
 
 
 def test_shipped_profile_and_a_sites_own(results: Path, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_inventory_is_written_with_domains(tmp_path: Path) -> None:
         ({"groups": {"domain_2": ["c"]}}, "host 'd' is in no group domain_NAME"),
         ({"platforms": {"a": "gb200-nvl72"}}, "host 'b' has no platform"),
         ({"platforms": dict.fromkeys(TRAYS, "gb300")}, "profile 'gb300' is not known; allowed: cpu"),
+        ({"platforms": dict.fromkeys(TRAYS, "/site/gone.yaml")}, "host 'd': profile /site/gone.yaml cannot be read"),
         ({"hosts": [], "groups": {}}, "it has no host"),
     ],
 )
@@ -232,6 +233,15 @@ def test_nic_that_does_not_connect_is_named_beside_the_others(tmp_path: Path, pe
     assert (result["ok"], result["status"]) == (False, "fail")
     assert result["reason"] == "mlx5_1: no connection within 1 s: Couldn't connect to peer"
     assert [metric["name"] for metric in result["metrics"]] == ["write", "write mlx5_0"]
+
+
+def test_only_the_nics_of_gpus_are_measured(tmp_path: Path, perftest: Path) -> None:
+    recording = healthy("hgx-h100 with storage")
+    recording.files["/sys/class/infiniband/mlx5_9/ports/1/state"] = "4: ACTIVE\n"
+    recording.write(tmp_path / "node")
+    write_to("peer", probe(tmp_path / "node"), gid_index=None, limit_s=0.2)
+    asked = {line.split()[0] for line in perftest.with_suffix(".log").read_text().splitlines()}
+    assert asked == {f"--ib-dev=mlx5_{idx}" for idx in range(8)}
 
 
 def test_listener_goes_through_its_nics_and_gives_up_in_time(tmp_path: Path, perftest: Path) -> None:
