@@ -267,6 +267,39 @@ def test_clock_of_this_machine_can_be_read() -> None:
     assert clock.max_error_us >= 0
 
 
+def test_cuda_of_torch_is_what_torch_says() -> None:
+    torch = pytest.importorskip("torch")
+    assert Node().torch_cuda() == torch.version.cuda
+
+
+class _Torch:
+    """An installed distribution whose files lie in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def locate_file(self, path: str) -> Path:
+        return self._folder / path
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"),
+    [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda: Optional[str] = None", None)],
+)
+def test_cuda_of_torch_is_read_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str | None
+) -> None:
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Torch(tmp_path))
+    with pytest.raises(Unreadable, match=r"torch/version\.py: No such file"):
+        Node().torch_cuda()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(f"__all__ = ['cuda']\n{line}\nhip = None\n")
+    assert Node().torch_cuda() == cuda
+    (tmp_path / "torch" / "version.py").write_text("hip = None\n")
+    with pytest.raises(Unreadable, match="names no CUDA version"):
+        Node().torch_cuda()
+
+
 def test_doctor_starts_without_torch() -> None:
     """The doctor must run where torch is broken, and start fast."""
     code = "import sys, hybrid_ep.doctor.command, hybrid_ep.topology.command; sys.exit('torch' in sys.modules)"
