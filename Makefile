@@ -48,7 +48,7 @@ test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda eng
 bench: ## On a GPU host whose PYTHON has torch: measure, beside the wire's limit, into benchmarks/results
 	ci/bench.sh $(PYTHON)
 
-validate: setup ## Validate this machine: doctor, test job, report in out/validate; HOSTS="a b" or INVENTORY=FILE: those nodes
+validate: setup ## Validate this machine, HOSTS="a b" PROFILE=NAME, or INVENTORY=FILE: doctor, test jobs, report in out/validate
 	ci/validate.sh $(BIN)
 
 clean: ## Remove everything that was built

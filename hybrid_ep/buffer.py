@@ -244,8 +244,8 @@ class Buffer(LowLatencyCalls):
             topk_idx: ``[T, K]`` int64, global expert index or −1.
             topk_weights: ``[T, K]`` float32.
             expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it; nothing with `handle`.
-            num_worst_tokens: the same on every rank; > 0: the result has that many rows. On the cuda engine no host sync
-                takes place then, and combine brings at most as many rows back to a rank.
+            num_worst_tokens: the same on every rank; > 0: the result has that many rows. On the cuda engine no host
+                sync takes place then, and combine brings at most as many rows back to a rank.
             config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
             async_finish: return before the current stream has waited for the result.
