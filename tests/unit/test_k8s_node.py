@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,7 +213,7 @@ def test_command_goes_on_where_the_doctor_gives_no_report(
     seen: list[str] = []
     monkeypatch.setenv(env.NODE_NAME.name, "n1")
     monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
-    monkeypatch.setattr("hybrid_ep.k8s.command.time.sleep", look)
+    monkeypatch.setattr("hybrid_ep.k8s.command.time", SimpleNamespace(sleep=look))  # subprocess sleeps, too
     make_doctor(tmp_path, monkeypatch, "exit 2")
     done = CliRunner().invoke(main, ["k8s", "mark-node", "--every", "600"])
     assert done.exit_code == 7
