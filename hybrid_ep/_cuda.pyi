@@ -57,6 +57,7 @@ class CombinePlan:
         num_sms: int,
         num_topk: int,
         num_expert_rows: int,
+        num_expert_sms: int,
     ) -> None: ...
     @property
     def row_bytes(self) -> int: ...
@@ -111,6 +112,7 @@ class Communicator:
         slot_idx: int,
         num_rows: int,
         num_recv: int,
+        num_sms: int,
         stream: int,
     ) -> None: ...
     def combine(

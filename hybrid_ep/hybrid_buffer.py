@@ -61,11 +61,13 @@ class HybridEPBuffer(BaseBuffer):
             so.
         num_local_experts: LE, experts of each rank.
         use_fp8: accepted for compatibility; the `hidden` of each call says whether its tokens are e4m3.
-        num_sms_dispatch_api: SMs of dispatch; None = the engine's choice. Copies for further experts are made on all.
-        num_sms_combine_api: SMs of combine; None = the engine's choice. Sums of experts take further ones, about three
-            times as many on 2 ranks and as many on 8.
-        num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels, use_shared_buffer,
-            enable_custom_allgather: accepted for compatibility; nothing here depends on them.
+        num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
+        num_sms_combine_api: SMs of combine; None = the engine's choice.
+        num_blocks_permute: SMs that make a row's copies for further experts; None = all.
+        num_blocks_unpermute: SMs, beside those of combine, that sum the rows of one token; None = the engine's choice,
+            about three times as many as combine takes on 2 ranks, and as many on 8.
+        num_sms_preprocessing_api, load_cached_kernels, use_shared_buffer, enable_custom_allgather: accepted for
+            compatibility; nothing here depends on them.
         num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or
             else the ranks of a host (with ``engine="cuda"`` all ranks).
         use_mnnvl: accepted for compatibility; multi-node NVLink domains are used where they are there.
@@ -110,6 +112,8 @@ class HybridEPBuffer(BaseBuffer):
         self._passed = Passed()
         self._num_sms_dispatch = _num_sms("num_sms_dispatch_api", num_sms_dispatch_api)
         self._num_sms_combine = _num_sms("num_sms_combine_api", num_sms_combine_api)
+        self._num_sms_permute = _num_sms("num_blocks_permute", num_blocks_permute)
+        self._num_sms_unpermute = _num_sms("num_blocks_unpermute", num_blocks_unpermute)
         super().__init__(
             group, engine=engine, num_ranks_per_domain=num_of_hybrid_ep_ranks_per_nvlink_domain, timeout_s=timeout_s
         )
@@ -352,7 +356,9 @@ class HybridEPBuffer(BaseBuffer):
                 tokens_per_expert = tokens_per_expert.to(hidden.device, torch.int32, non_blocking=True)
             weights = self._weights_along(handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map)
             if weights is None:
-                cached = engine.dispatch_permuted_cached(rows, permute, num_sms=self._num_sms_dispatch)
+                cached = engine.dispatch_permuted_cached(
+                    rows, permute, num_sms=self._num_sms_dispatch, num_expert_sms=self._num_sms_permute
+                )
                 return _given(cached.data, as_bytes), None, cached.scales, tokens_per_expert, handle
             again = engine.dispatch_permuted(
                 rows,
@@ -360,6 +366,7 @@ class HybridEPBuffer(BaseBuffer):
                 pad_multiple=permute.pad_multiple,
                 num_permuted_bound=permute.num_permuted,
                 num_sms=self._num_sms_dispatch,
+                num_expert_sms=self._num_sms_permute,
                 room=engine.room_of(permute.dispatch),
             )
             return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
@@ -379,6 +386,7 @@ class HybridEPBuffer(BaseBuffer):
             pad_multiple=pad,
             num_permuted_bound=bound,
             num_sms=self._num_sms_dispatch,
+            num_expert_sms=self._num_sms_permute,
         )
         tokens_per_expert = result.num_tokens_per_expert
         if non_blocking and routing_map is not None and routing.num_experts > MAX_TOPK:
@@ -430,7 +438,13 @@ class HybridEPBuffer(BaseBuffer):
             require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
         if probs is not None:
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=(num_permuted,), device=hidden.device)
-        combined = engine.combine_permuted(hidden, permute, probs=probs, num_sms=self._num_sms_combine)
+        combined = engine.combine_permuted(
+            hidden,
+            permute,
+            probs=probs,
+            num_sms=self._num_sms_combine,
+            num_expert_sms=self._num_sms_unpermute,
+        )
         return combined.data, self._to_experts(combined.weights, handle.topk_idx, permute.dispatch.num_experts)
 
     def _rows_and_routing(

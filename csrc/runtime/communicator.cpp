@@ -162,7 +162,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
 }
 
 void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows,
-                             int num_recv, cudaStream_t stream) {
+                             int num_recv, int num_sms, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const SlotLayout layout = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   uint8_t* slot = domain_.arena[domain_.rank] + slot_idx * domain_.slot_bytes;
@@ -187,7 +187,7 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
   params.num_scales = plan.format.scales.num;
   params.row_limit = num_rows;
   params.recv_limit = num_recv;
-  launch_duplicate(params, num_device_sms_, stream);
+  launch_duplicate(params, num_sms > 0 ? std::min(num_sms, num_device_sms_) : num_device_sms_, stream);
 }
 
 void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
@@ -213,7 +213,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
   int num_expert_sms = 0;
   if (plan.num_topk > 0) {
-    num_expert_sms = expert_sms(params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
+    num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
     const KeptRows kept = kept_rows(experts.kept, plan.num_rows, plan.num_topk);
     params.experts = {experts.rows,    experts.probs,  kept.places,   tensors.rows,
                       tensors.weights, kept.row_epoch, plan.num_topk, plan.num_expert_rows};

@@ -43,9 +43,9 @@ class Communicator {
   // Returns the ticket that the mailbox will show if the call waits for counts.
   uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int slot_idx, cudaStream_t stream);
   // Completes the expert-major rows of a dispatch where they landed: makes the further copies of num_recv rows, clears
-  // what none of them takes of num_rows, and writes the tensors.
+  // what none of them takes of num_rows, and writes the tensors. With num_sms 0 all SMs do that.
   void duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows, int num_recv,
-                 cudaStream_t stream);
+                 int num_sms, cudaStream_t stream);
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
                cudaStream_t stream);
 

@@ -67,7 +67,8 @@ struct DuplicateTensors {
 struct CombinePlan {
   RowWidths widths;
   int num_tokens, num_rows, num_weights, num_sms;
-  int num_topk, num_expert_rows;  // of a combine from experts; otherwise 0
+  // Of a combine from experts; otherwise 0, and num_expert_sms also for the default.
+  int num_topk, num_expert_rows, num_expert_sms;
 };
 
 // The addresses of one combine; nullptr for what it does not have.

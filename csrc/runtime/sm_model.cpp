@@ -60,13 +60,13 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
 
 int combine_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
 
-int expert_sms(int num_combine_sms, int num_topk, int num_ranks, int num_device_sms) {
+int expert_sms(int asked, int num_combine_sms, int num_topk, int num_ranks, int num_device_sms) {
   // As fast as the rows leave: faster sums take bandwidth of local memory from the combine while it runs.
   const double is_elsewhere = 1 - 1.0 / num_ranks;
   const double copies_per_row = num_topk / (num_ranks * (1 - std::pow(is_elsewhere, num_topk)));
   const int wanted = static_cast<int>(std::ceil(num_combine_sms * copies_per_row * kExpertSmsPerCopy));
   // A combine that was given all SMs shares them.
-  return std::clamp(wanted, 1, std::max(num_device_sms - num_combine_sms, num_device_sms / 2));
+  return std::clamp(asked > 0 ? asked : wanted, 1, std::max(num_device_sms - num_combine_sms, num_device_sms / 2));
 }
 
 }  // namespace hybrid_ep

@@ -18,6 +18,6 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
                            int num_device_sms);
 int combine_sms(int asked, int num_device_sms);
 // What a combine from experts takes beside these for the sums of its rows, with num_topk experts a token.
-int expert_sms(int num_combine_sms, int num_topk, int num_ranks, int num_device_sms);
+int expert_sms(int asked, int num_combine_sms, int num_topk, int num_ranks, int num_device_sms);
 
 }  // namespace hybrid_ep

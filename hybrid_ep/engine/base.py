@@ -280,23 +280,37 @@ class Engine(abc.ABC):
         pad_multiple: int,
         num_permuted_bound: int | None,
         num_sms: int | None,
+        num_expert_sms: int | None = None,
         room: int | None = None,
     ) -> Permuted:
         """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
+
+        `num_expert_sms` make the further copies of a row; None = the engine's choice.
 
         With `num_permuted_bound` there is no host sync, the result has that many rows, rows beyond it are dropped and
         `handle.overflow` says so.
         """
 
     @abc.abstractmethod
-    def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
+    def dispatch_permuted_cached(
+        self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
+    ) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier `dispatch_permuted`; returns ``[P, H]``."""
 
     @abc.abstractmethod
     def combine_permuted(
-        self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
+        self,
+        data: Tensor,
+        handle: PermuteHandle,
+        *,
+        probs: Tensor | None,
+        num_sms: int | None,
+        num_expert_sms: int | None = None,
     ) -> Combined:
-        """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
+        """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them.
+
+        `num_expert_sms` sum the rows of one token that are on this rank; None = the engine's choice.
+        """
 
     @abc.abstractmethod
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:

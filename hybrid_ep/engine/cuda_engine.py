@@ -128,6 +128,7 @@ class CudaEngine(Engine):
         pad_multiple: int,
         num_permuted_bound: int | None,
         num_sms: int | None,
+        num_expert_sms: int | None = None,
         room: int | None = None,
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
@@ -139,7 +140,7 @@ class CudaEngine(Engine):
         probs = None
         if routing.topk_weights is not None:
             probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
-        permuted, landed = self._spread(rows, sent, kept, probs)
+        permuted, landed = self._spread(rows, sent, kept, probs, num_expert_sms)
         assert landed.counts is not None
         assert landed.overflow is not None
         counts = landed.counts if sent.reported is None else sent.reported
@@ -149,17 +150,25 @@ class CudaEngine(Engine):
         )
         return Permuted(permuted, probs, counts, handle)
 
-    def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
+    def dispatch_permuted_cached(
+        self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
+    ) -> Rows:
         route: Route = handle.dispatch.state
         state: PermuteState = handle.state
         num_rows = handle.num_permuted
         sent = self._send_again(rows, handle.dispatch, num_rows, route.max_recv, handle.pad_multiple, num_sms)
         state.chunk.note_use(sent.stream)
-        permuted, _ = self._spread(rows, sent, state.address, None)
+        permuted, _ = self._spread(rows, sent, state.address, None, num_expert_sms)
         return permuted
 
     def combine_permuted(
-        self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
+        self,
+        data: Tensor,
+        handle: PermuteHandle,
+        *,
+        probs: Tensor | None,
+        num_sms: int | None,
+        num_expert_sms: int | None = None,
     ) -> Combined:
         stream = self._begin()
         state: PermuteState = handle.state
@@ -173,7 +182,15 @@ class CudaEngine(Engine):
             weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
         num_weights = 0 if probs is None else num_topk
         plan = plan_combine(
-            dispatch.num_tokens, num_recv, hidden, data.dtype, num_weights, num_sms, num_topk, num_copies
+            dispatch.num_tokens,
+            num_recv,
+            hidden,
+            data.dtype,
+            num_weights,
+            num_sms,
+            num_topk,
+            num_copies,
+            num_expert_sms,
         )
         experts = (data.data_ptr(), address(probs), state.address)
         return self._combine(plan, sums, weights, (), dispatch, stream, experts)
@@ -470,7 +487,9 @@ class CudaEngine(Engine):
         landed = self._arena.landed(sent)
         return landed if sent.slot_idx else landed.copied()
 
-    def _spread(self, like: Rows, sent: Sent, kept: int, probs: Tensor | None) -> tuple[Rows, Landed]:
+    def _spread(
+        self, like: Rows, sent: Sent, kept: int, probs: Tensor | None, num_sms: int | None
+    ) -> tuple[Rows, Landed]:
         """Completes expert-major rows where they landed: further copies, pads, scales and probabilities.
 
         Args:
@@ -478,13 +497,23 @@ class CudaEngine(Engine):
             sent: the dispatch.
             kept: address of what the handle keeps (PermuteState); written where the dispatch made its route, else read.
             probs: ``[P]``, written; None without weights.
+            num_sms: SMs to use; None = all.
         """
         plan, slot_idx, stream, route, num_rows, _ = sent
         scales = None
         if like.scales is not None:
             scales = torch.empty(num_rows, like.scales.shape[1], dtype=like.scales.dtype, device=self.device)
         self._communicator.duplicate(
-            plan, route.address, kept, address(probs), address(scales), slot_idx, num_rows, route.num_recv, stream
+            plan,
+            route.address,
+            kept,
+            address(probs),
+            address(scales),
+            slot_idx,
+            num_rows,
+            route.num_recv,
+            num_sms or 0,
+            stream,
         )
         landed = self._arena.landed(sent)
         return _as_sent(like, landed.rows if slot_idx else landed.rows.clone(), scales), landed

@@ -159,6 +159,7 @@ def plan_combine(
     num_sms: int | None,
     num_topk: int = 0,
     num_expert_rows: int = 0,
+    num_expert_sms: int | None = None,
 ) -> _cuda.CombinePlan:
     """Plans a combine of rows into `num_tokens` tokens.
 
@@ -167,6 +168,7 @@ def plan_combine(
         num_weights: of a row; 0 = none.
         num_sms: as in `Engine.combine`.
         num_topk, num_expert_rows: from experts, as many rows are first summed, at most `num_topk` to one; 0 = none are.
+        num_expert_sms: SMs that do that; None = the default.
     """
     return _cuda.CombinePlan(
         num_tokens=num_tokens,
@@ -176,4 +178,5 @@ def plan_combine(
         num_sms=num_sms or 0,
         num_topk=num_topk,
         num_expert_rows=num_expert_rows,
+        num_expert_sms=num_expert_sms or 0,
     )

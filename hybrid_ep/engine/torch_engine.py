@@ -181,6 +181,7 @@ class TorchEngine(Engine):
         pad_multiple: int,
         num_permuted_bound: int | None,
         num_sms: int | None,
+        num_expert_sms: int | None = None,
         room: int | None = None,
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
@@ -205,12 +206,20 @@ class TorchEngine(Engine):
         permuted = _permute_rows(received.rows, handle)
         return Permuted(permuted, probs, permutation.num_tokens_per_expert, handle)
 
-    def dispatch_permuted_cached(self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None) -> Rows:
+    def dispatch_permuted_cached(
+        self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
+    ) -> Rows:
         received = self.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
         return _permute_rows(received, handle)
 
     def combine_permuted(
-        self, data: Tensor, handle: PermuteHandle, *, probs: Tensor | None, num_sms: int | None
+        self,
+        data: Tensor,
+        handle: PermuteHandle,
+        *,
+        probs: Tensor | None,
+        num_sms: int | None,
+        num_expert_sms: int | None = None,
     ) -> Combined:
         num_recv = handle.dispatch.num_recv
         permutation: Permutation = handle.state

@@ -16,7 +16,7 @@ from hybrid_ep.reference import Copy
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, gather_rows, on, returned
 
-__all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain", "check_two_buffers"]
+__all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain", "check_sms", "check_two_buffers"]
 
 
 def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
@@ -119,7 +119,7 @@ def expected_unpermuted(case: Case, rank: int) -> Tensor:
     return reference.combined(rank, case.hidden, row)
 
 
-def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False) -> None:
+def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **options: Any) -> None:
     """Permute-fused dispatch and combine, with and without pads, blocking and not."""
     rank = dist.get_rank()
     reference = case.reference()
@@ -129,7 +129,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False) -> Non
     if fp8:
         assert scale is not None
         given["scaling_factor"] = scale.to(device)
-    with make_buffer(case, use_fp8=fp8) as buffer:
+    with make_buffer(case, use_fp8=fp8, **options) as buffer:
         for pad in (None, 16):
             copies = reference.permuted(rank, pad or 1)
             for routing in routings(case, device):
@@ -164,6 +164,19 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False) -> Non
                     )
                     equal(combined, expected_unpermuted(case, rank), "combined hidden")
                     equal(probs_home, probs_of(case, rank), "combined probs")
+
+
+def check_sms(case: Case, device: str = "cpu") -> None:
+    """Results are the same for every number of SMs."""
+    for dispatch, combine, permute, unpermute in ((1, 1, 1, 1), (2, 3, 1000, 7), (24, 2, 3, 1000)):
+        check_permuted(
+            case,
+            device,
+            num_sms_dispatch_api=dispatch,
+            num_sms_combine_api=combine,
+            num_blocks_permute=permute,
+            num_blocks_unpermute=unpermute,
+        )
 
 
 def check_permuted_cached(case: Case, device: str = "cpu") -> None:

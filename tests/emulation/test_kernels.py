@@ -111,6 +111,10 @@ def test_two_buffers(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(3, f"battery.{check}", Case("two_buffers", 3, 20, num_experts=24))
 
 
+def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "battery.hybrid.check_sms", Case("sms", 2, 20, num_experts=16))
+
+
 def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 

@@ -42,11 +42,11 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
 }
 
 CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_weights, int num_sms, int num_topk,
-                         int num_expert_rows) {
+                         int num_expert_rows, int num_expert_sms) {
   RowWidths widths{};
   widths.rows = row_bytes;
   widths.weights = static_cast<int64_t>(num_weights) * sizeof(float);
-  return {widths, num_tokens, num_rows, num_weights, num_sms, num_topk, num_expert_rows};
+  return {widths, num_tokens, num_rows, num_weights, num_sms, num_topk, num_expert_rows, num_expert_sms};
 }
 
 // Waits for the mailbox, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the fields of
@@ -78,7 +78,8 @@ void add_plans(py::module_& module) {
           py::arg("num_rows"));
   py::class_<CombinePlan>(module, "CombinePlan")
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
-           py::arg("num_weights"), py::arg("num_sms"), py::arg("num_topk"), py::arg("num_expert_rows"))
+           py::arg("num_weights"), py::arg("num_sms"), py::arg("num_topk"), py::arg("num_expert_rows"),
+           py::arg("num_expert_sms"))
       .def_property_readonly("row_bytes", [](const CombinePlan& plan) { return plan.widths.total(); })
       .def(
           "slot_bytes_for",
@@ -128,14 +129,14 @@ void add_communicator(py::module_& module) {
       .def(
           "duplicate",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t route, uintptr_t kept, uintptr_t probs,
-             uintptr_t scales, int slot_idx, int num_rows, int num_recv, uintptr_t stream) {
+             uintptr_t scales, int slot_idx, int num_rows, int num_recv, int num_sms, uintptr_t stream) {
             self.duplicate(
                 plan,
                 {pointer<int32_t>(route), pointer<int32_t>(kept), pointer<float>(probs), pointer<uint32_t>(scales)},
-                slot_idx, num_rows, num_recv, stream_of(stream));
+                slot_idx, num_rows, num_recv, num_sms, stream_of(stream));
           },
           py::arg("plan"), py::arg("route"), py::arg("kept"), py::arg("probs"), py::arg("scales"), py::arg("slot_idx"),
-          py::arg("num_rows"), py::arg("num_recv"), py::arg("stream"))
+          py::arg("num_rows"), py::arg("num_recv"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
           [](Communicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
