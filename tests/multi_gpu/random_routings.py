@@ -1,4 +1,4 @@
-"""Random routings through one buffer, checked where they are drawn; shapes, holes, bounds and SM counts vary."""
+"""Random routings through one buffer, checked where they are drawn; shapes, formats, holes, bounds and SMs vary."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.config import Config
+from hybrid_ep.quantize import CHANNELS_PER_SCALE, Fp8Format, cast_to_fp8
 from tests.battery.normal import equal
 
 __all__ = [
@@ -124,6 +125,15 @@ def check_random_routings(count: int) -> None:
             combined, home, _ = buffer.combine(result[0], result[4], result[2], config=config)
             check_received(result, sent, rank, f"seed {seed}", bound)
             check_returned(combined, home, sent, rank, f"seed {seed}")
+            if hidden % CHANNELS_PER_SCALE == 0 and draw.random() < 0.5:
+                fmt = draw.choice([Fp8Format(), Fp8Format(round_scale=True, ue8m0=True)])
+                quantised = [cast_to_fp8(x, fmt) for x in sent.x]
+                (rows, scales), *rest = dispatch(
+                    buffer, sent._replace(x=quantised), rank, num_worst_tokens=bound, config=config
+                )
+                for part, received in enumerate((rows.view(torch.uint8), scales)):
+                    parts = [source[part].view(received.dtype) for source in quantised]
+                    check_received((received, *rest), sent._replace(x=parts), rank, f"seed {seed}, {fmt}", bound)
 
 
 def _same(got: Tensor, want: Tensor, what: str) -> None:
