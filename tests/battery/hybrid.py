@@ -219,12 +219,13 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
 
 
 def check_two_buffers(case: Case, device: str = "cpu") -> None:
-    """A handle serves another buffer of the same ranks, in turns."""
+    """A handle serves another buffer of the same ranks."""
     rank = dist.get_rank()
     y = _expert_rows(case, case.reference().permuted(rank)).to(device)
     inputs = on(device, case.inputs(rank))
     with make_buffer(case) as first, make_buffer(case) as second:
         *_, handle = first.dispatch_with_permute(hidden=inputs.x, **routings(case, device)[0])
-        for buffer in (first, second, second, first):
-            combined, _ = buffer.combine_with_unpermute(hidden=y, handle=handle)
-            equal(combined, expected_unpermuted(case, rank), "combined hidden")
+        # In turns with other rows: sums of the call before must not be taken for those of this one.
+        for buffer, sign in ((first, 1), (second, -1), (second, 1), (first, -1)):
+            combined, _ = buffer.combine_with_unpermute(hidden=sign * y, handle=handle)
+            equal(combined, sign * expected_unpermuted(case, rank), "combined hidden")
