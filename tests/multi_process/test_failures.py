@@ -146,6 +146,25 @@ def test_meetings_name_the_rank_that_each_has_lost(cluster: VirtualCluster) -> N
         assert call_is_new
 
 
+def _wait_in_vain(timeout_s: float) -> bool:
+    """Rank 1 does not come; whether rank 0 was told before rank 1 ended."""
+    case = Case("alone", 2, 4)
+    with normal.make_buffer(case, timeout_s=timeout_s) as buffer:
+        if dist.get_rank() == 1:
+            time.sleep(8)
+            return False
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"waited 0\.0002 s for rank 1"):
+            normal.dispatch(buffer, case, case.inputs(0))
+        return time.monotonic() - begin < 6
+
+
+def test_a_time_below_a_millisecond_is_not_forever() -> None:
+    with VirtualCluster(2) as cluster:
+        cluster.start(_wait_in_vain, 2e-4)
+        assert cluster.collect([0], limit_s=60) == [True]
+
+
 def _mask_by_hand(case: Case, victim: int) -> list[int]:
     """All agree to leave a rank out, which does not take part; then they take it back in."""
     rank = dist.get_rank()
