@@ -191,7 +191,7 @@ low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
 low_latency_max_tokens: int
 low_latency_masks_offset: int
-low_latency_weights_epoch_offset: int
+low_latency_combine_offsets: dict[str, int]
 
 class ScaleFormat(Enum):
     NONE = ...

@@ -499,6 +499,7 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     from hybrid_ep import _cuda
 
     memory = buffer.engine._low_latency._regions[-1].memory.local  # type: ignore[attr-defined]
-    flag = memory[_cuda.low_latency_weights_epoch_offset :][: 4 * _cuda.max_ranks].view(torch.int32)[peer]
+    begin = _cuda.low_latency_combine_offsets["weights_epoch"]
+    flag = memory[begin:][: 4 * _cuda.max_ranks].view(torch.int32)[peer]
     assert int(flag) == 1
     flag += 1

@@ -33,10 +33,15 @@ void add_low_latency(py::module_& module) {
   module.attr("low_latency_min_tokens_to_sum") = kMinTokensToSum;
   module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
-  // Of the first buffer of combine.
-  module.attr("low_latency_weights_epoch_offset") =
-      static_cast<int>(LowLatencyKind::kCombine) * sizeof(LowLatencyControl::channels[0]) +
-      offsetof(LowLatencyChannel, weights_epoch);
+  // What ranks write to the first buffer of combine, for tests that write in their place.
+  const auto of_combine = [](size_t offset) {
+    return static_cast<int>(LowLatencyKind::kCombine) * sizeof(LowLatencyControl::channels[0]) + offset;
+  };
+  py::dict offsets;
+  offsets["sent"] = of_combine(offsetof(LowLatencyChannel, sent));
+  offsets["weights_epoch"] = of_combine(offsetof(LowLatencyChannel, weights_epoch));
+  offsets["free_epoch"] = of_combine(offsetof(LowLatencyChannel, free_epoch));
+  module.attr("low_latency_combine_offsets") = offsets;
   py::enum_<ScaleFormat>(module, "ScaleFormat")
       .value("NONE", ScaleFormat::kNone)
       .value("FLOAT", ScaleFormat::kFloat)
