@@ -284,6 +284,9 @@ class LowLatencyCalls(BaseBuffer):
         self._require_shrink()
         self.engine.set_masked(range(self.group_size), False)
 
+    def raise_pending(self) -> None:
+        self._finish(super().raise_pending)
+
     def _receive(self, finish: Hook, return_recv_hook: bool) -> Hook | None:
         """Receives now, or returns the hook that does."""
         if not return_recv_hook:

@@ -322,6 +322,7 @@ class CudaLowLatency:
     def close(self) -> None:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
         self._order = self._raise_fault = _refuse
+        self._regions.clear()
 
     def _begin(self) -> int:
         """Makes up for masks that a capture could not upload, and returns the stream of the next launch."""

@@ -107,7 +107,9 @@ def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked:
     run_emulated(2, "multi_gpu.low_latency.check_masks_by_hand", fp8, hooked)
 
 
-@pytest.mark.parametrize("check", ["check_given_up_on_the_device", "check_told_once"])
+@pytest.mark.parametrize(
+    "check", ["check_given_up_on_the_device", "check_pending_loss", "check_told_at_close", "check_told_once"]
+)
 def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)
 

@@ -29,10 +29,12 @@ __all__ = [
     "check_masks_by_hand",
     "check_masks_of_old_graphs",
     "check_other_number_of_tokens",
+    "check_pending_loss",
     "check_refused_launch",
     "check_replays",
     "check_sizes",
     "check_three_on_their_way",
+    "check_told_at_close",
     "check_told_once",
     "check_two_batches",
     "lose_a_rank",
@@ -353,6 +355,40 @@ def check_given_up_on_the_device(timeout_s: float) -> None:
                 _round_trip(buffer, _draw(seed), lost=lost)
         torch.cuda.synchronize()
         dist.barrier()
+
+
+def check_pending_loss(timeout_s: float) -> None:
+    """Who asks for what is pending, and is told of a lost rank, goes on without it."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, _draw(0))
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank != lost:
+            with _untold(buffer):
+                _pair(buffer, _draw(0))
+            torch.cuda.synchronize()
+            with pytest.raises(hybrid_ep.TimeoutError):
+                buffer.raise_pending()
+            assert _masks(buffer) == _masks_of(lost)
+        dist.barrier()
+
+
+def check_told_at_close(timeout_s: float) -> None:
+    """What kernels have found wrong and nobody knows is told when the buffer is closed, by its own name."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    buffer = _buffer(timeout_s=timeout_s)
+    _round_trip(buffer, _draw(0))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank != lost:
+        with _untold(buffer):
+            _pair(buffer, _draw(0))
+        with pytest.raises(hybrid_ep.TimeoutError) as told:
+            buffer.close()
+        assert told.value.peer == lost
+    dist.barrier()
+    buffer.close()
 
 
 def check_told_once(timeout_s: float) -> None:

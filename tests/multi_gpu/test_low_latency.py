@@ -91,7 +91,15 @@ def test_masks_by_hand(run_gpus: RunGpus, fp8: bool, hooked: bool) -> None:
 
 
 @needs_peer
-@pytest.mark.parametrize("check", [low_latency.check_given_up_on_the_device, low_latency.check_told_once])
+@pytest.mark.parametrize(
+    "check",
+    [
+        low_latency.check_given_up_on_the_device,
+        low_latency.check_pending_loss,
+        low_latency.check_told_at_close,
+        low_latency.check_told_once,
+    ],
+)
 def test_ranks_that_do_not_come(run_gpus: RunGpus, check: Callable[[float], None]) -> None:
     run_gpus(NUM_GPUS, check, 2.0)
 
