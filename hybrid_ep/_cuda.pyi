@@ -10,6 +10,8 @@ from hybrid_ep.errors import HybridEPError
 
 version: str
 control_bytes: int
+control_count_row_bytes: int
+control_rows_epoch_offset: int
 max_ranks: int
 max_experts: int
 max_tokens: int
@@ -187,7 +189,9 @@ def can_run(device: int) -> bool: ...
 
 low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
+low_latency_max_tokens: int
 low_latency_masks_offset: int
+low_latency_combine_offsets: dict[str, int]
 
 class ScaleFormat(Enum):
     NONE = ...

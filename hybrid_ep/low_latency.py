@@ -38,6 +38,7 @@ class LowLatencyCalls(BaseBuffer):
     enable_shrink: bool
     _passed: Passed
     _combine_buffer: tuple[LowLatencyHandle, Tensor] | None = None
+    _num_cleanings: int = 0
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -131,7 +132,8 @@ class LowLatencyCalls(BaseBuffer):
                 return_recv_hook=return_recv_hook,
             )
             hook = self._receive(finish if stats is None else _then_add(finish, counts, stats), return_recv_hook)
-        event = self._comm_stream.finish(None, async_finish, (x, topk_idx, *rows, handle.memory))
+        tensors = (x, topk_idx, *rows, handle.memory, stats, waits)
+        event = self._comm_stream.finish(None, async_finish, tensors)
         return rows.data if rows.scales is None else (rows.data, rows.scales), counts, handle, event, hook
 
     def low_latency_combine(
@@ -215,7 +217,7 @@ class LowLatencyCalls(BaseBuffer):
                 wait_stats=waits,
             )
             hook = self._receive(finish, return_recv_hook)
-        tensors = (x, topk_idx, topk_weights, handle.memory, out)
+        tensors = (x, topk_idx, topk_weights, handle.memory, out, waits)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -231,18 +233,22 @@ class LowLatencyCalls(BaseBuffer):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank not masked.
 
-        A rank that was masked and comes back must come through here with the others before the next call.
+        A rank that was masked and comes back must come through here with the others before the next call. Hooks that
+        have not been called are void. A rank to which this raises has not met the others: it calls again.
 
         Raises:
-            ConfigError: the buffer is not in low-latency mode, or a size is not positive.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: the buffer is not in low-latency mode, a size is not positive, or what an earlier call has left
+                to tell.
+            TimeoutError, TransportError: a rank was lost here or in an earlier call; masked as in
+                `low_latency_dispatch`.
         """
         self._require_low_latency()
         require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
         require_int("hidden", hidden, minimum=1)
         self._num_local_experts(num_experts)
         self._combine_buffer = None
-        self.engine.barrier()
+        self._num_cleanings += 1
+        self._finish(self.engine.barrier)
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
         """Leaves a rank out of low-latency calls (`mask=True`) or takes it back in. Local: call it on every survivor.
@@ -253,43 +259,59 @@ class LowLatencyCalls(BaseBuffer):
         self._require_shrink()
         ok = isinstance(rank, int) and 0 <= rank < self.group_size and rank != self.rank
         require(ok, "rank", rank, f"0 … {self.group_size - 1} except this rank, {self.rank}")
-        self.engine.set_masked(rank, mask)
+        self.engine.set_masked([rank], mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local."""
+        """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local.
+
+        Waits for what the current stream holds. Who only replays graphs learns here, and nowhere else, of a rank that
+        was lost in a replay: it is masked from then on.
+
+        Raises:
+            ConfigError: `mask_status` does not fit, `enable_shrink` is False, or what a replay has found wrong.
+            TimeoutError: a rank was lost in a call on another stream; masked as in `low_latency_dispatch`.
+        """
         self._require_shrink()
         require_tensor("mask_status", mask_status, dtypes=(torch.int32,), shape=(self.group_size,))
-        mask_status.copy_(self.engine.masked())
+
+        def query() -> None:
+            mask_status.copy_(self.engine.masked())
+
+        self._finish(query)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes every rank back in. Local: call it on every rank, then `clean_low_latency_buffer` together."""
         self._require_shrink()
-        for rank in range(self.group_size):
-            self.engine.set_masked(rank, False)
+        self.engine.set_masked(range(self.group_size), False)
+
+    def raise_pending(self) -> None:
+        self._finish(super().raise_pending)
 
     def _receive(self, finish: Hook, return_recv_hook: bool) -> Hook | None:
         """Receives now, or returns the hook that does."""
         if not return_recv_hook:
             self._finish(finish)
             return None
-        num_calls = 0
+        num_calls, num_cleanings = 0, self._num_cleanings
 
         def hook() -> None:
             nonlocal num_calls
             num_calls += 1
-            # A second time would wait for what no rank sends, or take the place of a later call.
+            # Otherwise it would wait for what no rank sends, or take the place of a later call.
             require(num_calls == 1, "calls of a receive hook", num_calls, "1")
+            since = self._num_cleanings - num_cleanings
+            require(since == 0, "calls of clean_low_latency_buffer since a hook's call", since, "0")
             self._finish(finish)
 
         return hook
 
     def _finish(self, finish: Hook) -> None:
-        """Receives; a rank that is lost is left out from now on, if the buffer may shrink."""
+        """Receives or meets; a rank that is lost is left out from now on, if the buffer may shrink."""
         try:
             finish()
         except TransportError as error:
             if self.enable_shrink and error.peer is not None:
-                self.engine.set_masked(error.peer, True)
+                self.engine.set_masked([error.peer], True)
             raise
 
     def _check_dispatched(

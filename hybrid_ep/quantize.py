@@ -99,10 +99,11 @@ def cast_from_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
     """
     hidden = data.shape[-1]
     _check_hidden(hidden)
+    num_scales = hidden // CHANNELS_PER_SCALE
     if scales.dtype == torch.int32:
-        scales = unpack_ue8m0(scales, hidden // CHANNELS_PER_SCALE)
-    if scales.shape[-1] != hidden // CHANNELS_PER_SCALE:
-        raise ConfigError(f"scales has {scales.shape[-1]} columns; allowed for hidden {hidden}: {hidden // 128}")
+        scales = unpack_ue8m0(scales, num_scales)
+    if scales.shape[-1] != num_scales:
+        raise ConfigError(f"scales has {scales.shape[-1]} columns; allowed for hidden {hidden}: {num_scales}")
     values = _blocks(data.view(torch.float8_e4m3fn).float())
     return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 

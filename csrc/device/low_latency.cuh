@@ -8,6 +8,7 @@ namespace hybrid_ep {
 
 constexpr int kVectorsPerLane = 4;  // 16-byte vectors of a row that a lane moves at once
 constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
+constexpr int kMaxAnnouncements = 2 * kLowLatencyBuffers * kMaxRanks;  // that a kernel makes, each by a thread
 
 __device__ inline LowLatencyControl& control_of(const LowLatencyDomain& domain, int rank) {
   return *reinterpret_cast<LowLatencyControl*>(domain.region[rank]);
@@ -40,7 +41,7 @@ __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
 }
 
 // Tells every rank how many calls of each buffer this rank has read, in CTA 0 of a kernel that sends: what the kernels
-// before have read is known without a fence of theirs.
+// before have read is known without a fence of theirs. The first threads do it.
 __device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
   if (blockIdx.x != 0) return;
   LowLatencyChannel* own = &control_of(domain, domain.rank).channels[0][0];
@@ -102,8 +103,8 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
 }
 
 // Collective over the CTA, at the end of a combine that sends: the last CTA of the grid tells every rank that takes
-// part that all rows stand there, and a value. `has_lost`, of any thread: the CTA gave a rank up in the middle, and did
-// not send what belongs to it.
+// part that all rows stand there, and a value. `has_lost`, of any thread: the CTA left a rank out, and did not send
+// what belongs to it. CTAs may differ in that: each has its own deadline.
 __device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, uint32_t value,
                                    bool has_lost) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs

@@ -36,6 +36,9 @@ static_assert(kReturnRingBytes <= kDynamicSharedBytes);
 constexpr int kWeightsInFlight = 8;  // 16-byte vectors of weights that a lane loads before it stores
 constexpr int kSumThreads = 256;     // a thread sums one 16-byte vector of a token
 constexpr int kRowsInFlight = 8;     // that a thread loads before it adds
+// NOTE: the warps of return_rows that wait for the ranks do so before they announce what the ranks wait for, hence no
+// thread of theirs may be among the first ones, which announce.
+static_assert((kMaxAnnouncements + 31) / 32 <= (kReturnWarps * 32 - kMaxRanks) / 32);
 
 using SegmentRing = RowRing<kReturnStoresInFlight>;
 
@@ -201,7 +204,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   if (params.wait_stats != nullptr && blockIdx.x == 0) note_waits(params, num_received, waiter, epoch);
   __syncwarp();
 
-  bool has_lost = false;
+  bool has_lost = peer < domain.num_ranks && !present[peer];  // others of the grid may have sent to that rank
   int max_tokens = 0;
   for (int r = lane; r < domain.num_ranks; r += 32) max_tokens = max(max_tokens, num_received[r]);
   const int num_units = __reduce_max_sync(kAllLanes, max_tokens) * domain.num_ranks * segments_of(shape);

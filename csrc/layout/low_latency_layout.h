@@ -25,6 +25,7 @@ constexpr int kLowLatencyBuffers = 2;  // of each kind
 constexpr int kChannelsPerScale = 128;
 constexpr int kScalesPerWord = 4;  // packed UE8M0
 constexpr int64_t kLowLatencyAlignBytes = 128;
+constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };

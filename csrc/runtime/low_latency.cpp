@@ -2,9 +2,6 @@
 
 #include "common/check.h"
 #include "common/cuda_check.h"
-#include "runtime/dlpack.h"
-
-namespace py = pybind11;
 
 namespace hybrid_ep {
 
@@ -21,7 +18,8 @@ LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ra
 }
 
 LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks) {
-  require(shape.max_tokens >= 0 && shape.max_tokens < 1 << 16, "tokens of a rank", shape.max_tokens, "0 … 65535");
+  require(shape.max_tokens >= 0 && shape.max_tokens <= kMaxLowLatencyTokens, "tokens of a rank", shape.max_tokens,
+          "0 … 65535");
   return {num_ranks,
           shape,
           format,
@@ -29,18 +27,6 @@ LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat form
           LowLatencyWeights::of(shape),
           LowLatencyCapacity::of(shape, num_ranks),
           LowLatencyResults::of(shape, num_ranks)};
-}
-
-py::tuple LowLatencyPlan::tensors(const py::object& memory, uintptr_t address, int device,
-                                  const py::object& from_dlpack) const {
-  const auto tensor = [&](int64_t begin, std::vector<int64_t> sizes, uint8_t bits) {
-    return from_dlpack(
-        make_capsule(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {}));
-  };
-  const int64_t num_local = shape.num_experts / num_ranks;
-  return py::make_tuple(tensor(results.counts, {num_local}, 32),
-                        tensor(results.src_info, {num_local, static_cast<int64_t>(shape.max_tokens) * num_ranks}, 32),
-                        tensor(results.layout_range, {num_local, num_ranks}, 64));
 }
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
@@ -60,7 +46,7 @@ LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::
 
 LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
                                          cudaStream_t stream) {
-  require(covers(plan), "tokens of a rank", plan.shape.max_tokens, "what the region was made for");
+  require(covers(plan), "memory of a call", plan.capacity.region_bytes(), "what the region was made for, in each part");
   require(buffer_idx >= 0 && buffer_idx < kLowLatencyBuffers, "buffer_idx", buffer_idx, "0 or 1");
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");

@@ -5,8 +5,6 @@
 // them and kept by the caller. Nothing here allocates memory or synchronises the device.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <vector>
 
@@ -38,11 +36,6 @@ struct LowLatencyPlan {
   LowLatencyResults results;
 
   static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
-
-  // Tensors over what callers see of the results: counts, src_info and layout_range. Each keeps `memory`, which is at
-  // the address; `from_dlpack` makes a tensor of a capsule.
-  pybind11::tuple tensors(const pybind11::object& memory, uintptr_t address, int device,
-                          const pybind11::object& from_dlpack) const;
 };
 
 class LowLatencyRegion {

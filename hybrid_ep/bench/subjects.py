@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -147,6 +148,12 @@ class _ModuleSubject(Subject):
     def open(self, num_sms: int | None) -> None:
         """Makes `buffer`."""
 
+    def make(self, kind: Any, *arguments: Any, **options: Any) -> Any:
+        """Makes an object of the module, such that it may be destroyed: some must be told so beforehand."""
+        if "explicitly_destroy" in inspect.signature(kind).parameters:
+            options["explicitly_destroy"] = True
+        return kind(*arguments, **options)
+
     def close(self) -> None:
         for name in ("close", "destroy"):
             if hasattr(self.buffer, name):
@@ -169,7 +176,7 @@ class NormalSubject(_ModuleSubject):
         num_rdma_bytes = 0
         if self.num_ranks > torch.cuda.device_count() > 0:
             num_rdma_bytes = max(c.get_rdma_buffer_size_hint(hidden_bytes, self.num_ranks) for c in configs)
-        self.buffer = kind(dist.group.WORLD, num_nvl_bytes, num_rdma_bytes)
+        self.buffer = self.make(kind, dist.group.WORLD, num_nvl_bytes, num_rdma_bytes)
         self.most_rows = self.plan.workload.num_tokens * self.num_ranks
         self.bound = self.most_rows if self.plan.no_sync else 0
         if not self.plan.no_sync:
@@ -288,8 +295,8 @@ class LowLatencySubject(_ModuleSubject):
         num_bytes = kind.get_low_latency_rdma_size_hint(
             workload.num_tokens, workload.hidden, self.num_ranks, workload.num_experts
         )
-        self.buffer = kind(
-            dist.group.WORLD, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=max(1, self.num_local_experts)
+        self.buffer = self.make(
+            kind, dist.group.WORLD, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=max(1, self.num_local_experts)
         )
 
     def dispatch(self, return_recv_hook: bool = False) -> Any:

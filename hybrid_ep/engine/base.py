@@ -20,7 +20,7 @@ rows, M the most tokens that a rank may send in low-latency mode.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -373,16 +373,23 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def set_masked(self, rank: int, masked: bool) -> None:
-        """Local: leaves `rank` out of low-latency calls, or takes it back in."""
+    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
+        """Local: leaves `ranks` out of low-latency calls, or takes them back in."""
 
     @abc.abstractmethod
     def masked(self) -> Tensor:
-        """Local: ``[R]`` int32 on the engine's device, 1 = masked."""
+        """Local: ``[R]`` int32 on the engine's device, 1 = masked.
+
+        Ranks that kernels have given up in work that the current stream holds, as in a replayed graph, are masked from
+        here on. Anything else that they have found wrong is raised.
+        """
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Returns when every rank that is not masked has called it; a rank that was masked joins again here."""
+        """Returns when every rank that is not masked has called it; a rank that was masked joins again here.
+
+        What an earlier call has found wrong and nobody knows yet is raised before this rank meets the others.
+        """
 
     @abc.abstractmethod
     def raise_pending(self) -> None:

@@ -13,7 +13,7 @@ Low-latency calls are in cuda_low_latency.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 import torch
@@ -234,20 +234,26 @@ class CudaEngine(Engine):
     ) -> Callable[[], None]:
         return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
 
-    def set_masked(self, rank: int, masked: bool) -> None:
-        self._torch.set_masked(rank, masked)
-        self._low_latency.set_masked(rank, masked)
+    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
+        ranks = set(ranks)
+        self._torch.set_masked(ranks, masked)
+        self._low_latency.set_masked(ranks, masked)
 
     def masked(self) -> Tensor:
+        given_up = self._low_latency.given_up()
+        if given_up:
+            self.set_masked(given_up, True)
+        self._raise_fault()
         return self._torch.masked().to(self.device)
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
+        # Before the ranks meet, or a call that is forgotten would fail a meeting that succeeds.
+        self._raise_fault(self._low_latency.lately_masked)
         self._torch.barrier()
         self._low_latency.reset()
         torch.cuda.synchronize(self.device)
         self._torch.barrier()
-        self._raise_fault()
 
     def close(self) -> None:
         # Peers may still write here for calls that this rank has not waited for.
@@ -286,11 +292,20 @@ class CudaEngine(Engine):
         with torch.cuda.stream(last):
             return torch.cuda.is_current_stream_capturing()
 
-    def _raise_fault(self) -> None:
+    def _raise_fault(self, known: Collection[int] = ()) -> None:
+        """Raises what a kernel has found wrong, but the loss of a rank that is left out already or `known` to be lost.
+
+        The receive of a low-latency call may have begun to wait for a rank before its send gave that rank up, and tell
+        it again.
+        """
         fault = self._communicator.take_fault()
-        if fault is not None:
-            self._low_latency.upload_masks()  # a kernel that gave a rank up has masked it
-            self._raise(fault)
+        if fault is None:
+            return
+        self._low_latency.upload_masks()  # a kernel that gave a rank up has masked it
+        is_known = fault.peer in self._low_latency.masked or fault.peer in known
+        if is_known and fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
+            return
+        self._raise(fault)
 
     def _raise(self, fault: _cuda.Fault) -> NoReturn:
         rank = self.grid.rank

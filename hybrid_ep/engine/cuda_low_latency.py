@@ -2,14 +2,14 @@
 
 Each call is two launches: one sends, and `finish` receives. Nothing waits for the device, so both can be captured in a
 CUDA graph. What a kernel finds wrong (a rank that does not come, an expert that does not exist) is therefore raised
-later, by the first `finish` that sees it; until then kernels leave a lost rank out by themselves. A call that raises
-has been launched nevertheless, so ranks that notice at different times stay in step.
+later, by the first `finish` that sees it; until then kernels leave a lost rank out by themselves. A call whose `finish`
+raises so has been launched nevertheless, and ranks that notice at different times stay in step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -21,7 +21,7 @@ from hybrid_ep import _cuda
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.cuda_route import address, aligned
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ClosedError, ConfigError, TimeoutError
+from hybrid_ep.errors import ClosedError, ConfigError
 from hybrid_ep.geometry import RankGrid
 from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
 
@@ -58,7 +58,7 @@ def _plan(
     """Plans calls of this size.
 
     Raises:
-        ConfigError: more experts than the kernels take, or rows that they cannot move.
+        ConfigError: more experts or tokens than the kernels take, or rows that they cannot move.
     """
     row_bytes = hidden * torch.bfloat16.itemsize
     if row_bytes % _cuda.row_align_bytes or not 0 < row_bytes <= _cuda.max_row_bytes:
@@ -68,6 +68,11 @@ def _plan(
         )
     if num_experts > _cuda.max_experts:
         raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    if max_tokens > _cuda.low_latency_max_tokens:
+        raise ConfigError(
+            f"num_max_dispatch_tokens_per_rank is {max_tokens}; allowed with the cuda engine: "
+            f"≤ {_cuda.low_latency_max_tokens}"
+        )
     num_local, capacity = num_experts // num_ranks, max_tokens * num_ranks
     native = _cuda.LowLatencyPlan(
         num_ranks=num_ranks,
@@ -101,27 +106,64 @@ def _scale_format(fp8: Fp8Format | None) -> _cuda.ScaleFormat:
 
 
 @dataclass
+class _State:
+    """Kept in a LowLatencyHandle.
+
+    Attributes:
+        plan: of the dispatch.
+        num_tokens: T.
+        is_received: whether its `finish` has run.
+    """
+
+    plan: _Plan
+    num_tokens: int
+    is_received: bool = False
+
+
+@dataclass
 class _Buffers:
     """Which buffers of one kind are in use: sent into and not yet received from."""
 
     next_idx: int = 0
     in_flight: list[bool] = field(default_factory=lambda: [False] * _cuda.low_latency_buffers)
 
-    def take(self, what: str) -> int:
-        idx = self.next_idx
-        if self.in_flight[idx]:
+    def next(self, what: str) -> int:
+        """The buffer that the next call sends into."""
+        if self.in_flight[self.next_idx]:
             allowed = f"at most {len(self.in_flight)} whose hook has not been called"
             raise ConfigError(f"{what} calls on their way are {len(self.in_flight) + 1}; allowed: {allowed}")
-        self.in_flight[idx] = True
-        self.next_idx = (idx + 1) % len(self.in_flight)
-        return idx
+        return self.next_idx
 
-    def give_back(self, idx: int) -> None:
+    def note_sent(self) -> None:
+        """Only once the launch has succeeded: the numbers of calls on the device count launches."""
+        self.in_flight[self.next_idx] = True
+        self.next_idx = (self.next_idx + 1) % len(self.in_flight)
+
+    def note_received(self, idx: int) -> None:
         self.in_flight[idx] = False
+
+
+class _Region(NamedTuple):
+    """Symmetric memory, and the calls that go through it."""
+
+    memory: SymmetricMemory
+    capacity: _cuda.LowLatencyCapacity
+    native: _cuda.LowLatencyRegion
+
+    @property
+    def masks(self) -> Tensor:
+        """``[R]`` int32, 1 = the kernels leave the rank out."""
+        begin = _cuda.low_latency_masks_offset
+        end = begin + len(self.memory.addresses) * torch.int32.itemsize
+        return self.memory.local[begin:end].view(torch.int32)
 
 
 class CudaLowLatency:
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
+
+    Attributes:
+        masked: ranks that calls leave out.
+        lately_masked: these, and those that were left out since the ranks last met.
 
     Args:
         group: the ranks of the domain; None for a single one.
@@ -129,7 +171,7 @@ class CudaLowLatency:
         device: this rank's GPU.
         communicator: holds the fault record and the timeout.
         order: orders the next launch after the engine's earlier ones and returns the stream.
-        raise_fault: raises what a kernel has found wrong.
+        raise_fault: raises what a kernel has found wrong and nobody knows yet.
     """
 
     def __init__(
@@ -144,11 +186,10 @@ class CudaLowLatency:
         self._group, self._grid, self._device = group, grid, device
         self._communicator, self._order, self._raise_fault = communicator, order, raise_fault
         self._index: int = device.index
-        self._masked: set[int] = set()
-        self._memory: SymmetricMemory | None = None
-        self._region: _cuda.LowLatencyRegion | None = None
-        self._capacity: _cuda.LowLatencyCapacity | None = None
-        self._captured: list[SymmetricMemory] = []
+        self.masked: set[int] = set()
+        self.lately_masked: set[int] = set()
+        self._has_stale_masks = False
+        self._regions: list[_Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
 
     def dispatch(
@@ -169,14 +210,15 @@ class CudaLowLatency:
         at = results.data_ptr()
         counts, src_info, layout_range = native.tensors(results, at, self._index, torch._C._from_dlpack)
         sizes = num_max_tokens_per_rank, hidden, num_experts
-        handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, results, plan)
+        state = _State(plan, num_tokens)
+        handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, results, state)
         buffers = self._dispatches
-        idx = buffers.take("low_latency_dispatch")
+        idx = buffers.next("low_latency_dispatch")
         data = aligned(data)
-        region.send_tokens(native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, at, self._order())
+        region.send_tokens(native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, at, self._begin())
+        buffers.note_sent()
 
         def finish() -> None:
-            buffers.give_back(idx)
             region.receive_tokens(
                 native,
                 idx,
@@ -185,9 +227,11 @@ class CudaLowLatency:
                 results.data_ptr(),
                 address(wait_stats),
                 not return_recv_hook,
-                self._order(),
+                self._begin(),
             )
-            self._raise_new_fault()
+            buffers.note_received(idx)
+            state.is_received = True
+            self._raise_fault()
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -201,13 +245,16 @@ class CudaLowLatency:
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
-        plan: _Plan = handle.state
-        num_tokens, num_topk = topk_idx.shape
-        if num_topk != plan.num_topk:
-            raise ConfigError(f"top-k (columns of topk_idx) is {num_topk}; allowed: {plan.num_topk}, as dispatched")
+        state: _State = handle.state
+        plan, num_tokens = state.plan, state.num_tokens
+        if topk_idx.shape != (num_tokens, plan.num_topk):
+            allowed = f"{[num_tokens, plan.num_topk]}, as dispatched"
+            raise ConfigError(f"topk_idx.shape is {list(topk_idx.shape)}; allowed: {allowed}")
+        if not state.is_received:
+            raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
         region, native = self._region_for(plan), plan.native
         buffers = self._combines
-        idx = buffers.take("low_latency_combine")
+        idx = buffers.next("low_latency_combine")
         data, weights, target = aligned(data), aligned(topk_weights), aligned(out)
         region.return_rows(
             native,
@@ -218,11 +265,11 @@ class CudaLowLatency:
             num_tokens,
             min_tokens_to_sum,
             address(wait_stats),
-            self._order(),
+            self._begin(),
         )
+        buffers.note_sent()
 
         def finish() -> None:
-            buffers.give_back(idx)
             region.sum_rows(
                 native,
                 idx,
@@ -231,76 +278,85 @@ class CudaLowLatency:
                 target.data_ptr(),
                 num_tokens,
                 address(wait_stats),
-                self._order(),
+                self._begin(),
             )
+            buffers.note_received(idx)
             if target is not out:
                 out.copy_(target)
-            self._raise_new_fault()
+            self._raise_fault()
 
         return finish
 
-    def set_masked(self, rank: int, masked: bool) -> None:
-        (self._masked.add if masked else self._masked.discard)(rank)
+    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
+        (self.masked.update if masked else self.masked.difference_update)(ranks)
+        self.lately_masked |= self.masked
         self.upload_masks()
 
-    def upload_masks(self) -> None:
-        """Makes the kernels leave out the ranks that the host has masked, and no others."""
-        if self._memory is None:
-            return
-        masks = torch.tensor([int(r in self._masked) for r in range(self._grid.num_ranks)], dtype=torch.int32)
-        begin = _cuda.low_latency_masks_offset
+    def given_up(self) -> set[int]:
+        """The ranks that kernels have masked and the host has not; waits for what the current stream holds."""
         self._order()
-        self._memory.local[begin : begin + masks.nbytes].view(torch.int32).copy_(masks)
+        masks = [region.masks.tolist() for region in self._regions]
+        return {r for r in range(self._grid.num_ranks) if any(of[r] for of in masks)} - self.masked
+
+    def upload_masks(self) -> None:
+        """Makes the kernels leave out the ranks that the host has masked, and no others.
+
+        A capture cannot do that: the next call outside of one does.
+        """
+        self._has_stale_masks = torch.cuda.is_current_stream_capturing()
+        if self._has_stale_masks or not self._regions:
+            return
+        masks = torch.tensor([int(r in self.masked) for r in range(self._grid.num_ranks)], dtype=torch.int32)
+        self._order()
+        for region in self._regions:
+            region.masks.copy_(masks)
 
     def reset(self) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running."""
         self._dispatches, self._combines = _Buffers(), _Buffers()
-        if self._memory is not None and self._capacity is not None:
-            self._memory.local[: self._capacity.epochs_bytes].zero_()
-            self.upload_masks()
+        self.lately_masked = set(self.masked)
+        for region in self._regions:
+            region.memory.local[: region.capacity.epochs_bytes].zero_()
+        self.upload_masks()
 
     def close(self) -> None:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
         self._order = self._raise_fault = _refuse
+        self._regions.clear()
 
-    def _raise_new_fault(self) -> None:
-        """Raises what a kernel has found wrong, but a rank that is left out already.
-
-        The receive of a call may have begun to wait for a rank before its send gave that rank up, and tell it again.
-        """
-        try:
-            self._raise_fault()
-        except TimeoutError as error:
-            if error.peer not in self._masked:
-                raise
+    def _begin(self) -> int:
+        """Makes up for masks that a capture could not upload, and returns the stream of the next launch."""
+        if self._has_stale_masks:
+            self.upload_masks()
+        return self._order()
 
     def _region_for(self, plan: _Plan) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
-        if self._region is None or not self._region.covers(plan.native):
-            self._region = self._allocate(plan.native.capacity)
-        return self._region
+        if not self._regions or not self._regions[-1].native.covers(plan.native):
+            self._allocate(plan.native.capacity)
+        return self._regions[-1].native
 
-    def _allocate(self, capacity: _cuda.LowLatencyCapacity) -> _cuda.LowLatencyRegion:
-        if self._capacity is not None:
-            capacity = capacity.united_with(self._capacity)
+    def _allocate(self, capacity: _cuda.LowLatencyCapacity) -> None:
+        if self._regions:
+            capacity = capacity.united_with(self._regions[-1].capacity)
         asked = f"a call needs {capacity.region_bytes} bytes of low-latency memory, more than there are"
         if torch.cuda.is_current_stream_capturing():
             raise ConfigError(f"{asked}; allowed in a capture: sizes that were called with before it")
-        if self._masked or any(self._dispatches.in_flight + self._combines.in_flight):
+        if self.masked or any(self._dispatches.in_flight + self._combines.in_flight):
             raise ConfigError(
-                f"{asked}, while ranks {sorted(self._masked)} are masked or a hook has not been called; allowed: the "
+                f"{asked}, while ranks {sorted(self.masked)} are masked or a hook has not been called; allowed: the "
                 "first call of a size with all ranks and no other call on its way"
             )
         # A peer may still be writing to what is replaced here.
         torch.cuda.synchronize(self._device)
         if self._group is not None:
             dist.barrier(self._group)
-        if self._region is not None and self._region.was_captured and self._memory is not None:
-            self._captured.append(self._memory)  # graphs have its addresses
-        self._memory = SymmetricMemory.allocate(capacity.region_bytes, self._group, self._device)
-        self._capacity = capacity
+        memory = SymmetricMemory.allocate(capacity.region_bytes, self._group, self._device)
+        native = _cuda.LowLatencyRegion(communicator=self._communicator, memory=memory.addresses, capacity=capacity)
+        if self._regions and not self._regions[-1].native.was_captured:
+            self._regions.pop()
+        self._regions.append(_Region(memory, capacity, native))
         self._dispatches, self._combines = _Buffers(), _Buffers()
-        return _cuda.LowLatencyRegion(communicator=self._communicator, memory=self._memory.addresses, capacity=capacity)
 
     def _empty_rows(self, plan: _Plan) -> Rows:
         """Uninitialised packed rows."""

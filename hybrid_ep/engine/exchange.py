@@ -29,6 +29,7 @@ __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
 _BLAME_GRACE_S = 1.0  # how long to wait for a peer that is itself about to time out to say whom it waits for
+_MIN_TIMEOUT_S = 1e-3  # gloo takes whole milliseconds, and none of them as no limit
 _MAX_TAG = 1 << 30
 _CALLS = ("dispatch", "cached dispatch", "counts of experts", "combine", "low_latency_dispatch", "low_latency_combine")
 _HEADER_SIZE = 4  # the call, and what must be equal at all ranks
@@ -209,7 +210,7 @@ class Exchange:
         peer = dist.get_group_rank(self.group, op.peer)
         begin = time.perf_counter()
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(timedelta(seconds=max(self.timeout_s, _MIN_TIMEOUT_S)))
         except RuntimeError as error:
             failures.append(_Failure(peer, error))
         if wait_stats is not None:

@@ -12,7 +12,7 @@ A call begins with a header that all ranks compare, so that ranks at odds are to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -276,8 +276,8 @@ class TorchEngine(Engine):
     ) -> Callable[[], None]:
         return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
 
-    def set_masked(self, rank: int, masked: bool) -> None:
-        (self._exchange.masked.add if masked else self._exchange.masked.discard)(rank)
+    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
+        (self._exchange.masked.update if masked else self._exchange.masked.difference_update)(ranks)
 
     def masked(self) -> Tensor:
         return torch.tensor([int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32)

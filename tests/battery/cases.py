@@ -152,6 +152,7 @@ LOW_LATENCY_CASES = [
     Case("duplicates", 4, 40, routing="duplicates"),
     Case("hidden_7168", 2, 33, hidden=7168, num_experts=36, topk=8),
     Case("hidden_640", 2, 40, hidden=640),
+    Case("hidden_16384", 2, 6, hidden=16384),
     Case("top_32", 2, 33, topk=32, num_experts=64),
 ]
 

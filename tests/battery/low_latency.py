@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
+from hybrid_ep.errors import ConfigError
 from hybrid_ep.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.reference import Copy
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = ["FORMATS", "check_cleaned", "check_low_latency", "check_mixed_hooks", "check_overlapping_batches"]
+__all__ = [
+    "FORMATS",
+    "check_cleaned",
+    "check_late_rank",
+    "check_low_latency",
+    "check_mixed_hooks",
+    "check_overlapping_batches",
+    "check_unreceived",
+]
 
 FORMATS: dict[str, Fp8Format | None] = {
     "bf16": None,
@@ -68,7 +79,7 @@ def expected_combine(case: Case, rank: int, is_hooked: Callable[[int], bool]) ->
 
 
 def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None:
-    """Dispatch and combine, at once and with hooks, with statistics and with the caller's output and input buffers."""
+    """Dispatch and combine, at once, with hooks and asynchronously, with statistics and the caller's buffers."""
     rank, fmt = dist.get_rank(), FORMATS[format_name]
     inputs = on(device, case.inputs(rank))
     sent = [case.inputs(r).x if fmt is None else cast_to_fp8(case.inputs(r).x, fmt) for r in range(case.num_ranks)]
@@ -77,8 +88,8 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
     stats = torch.ones(len(copies), dtype=torch.int32, device=device)
     waited = torch.full((case.num_ranks,), 1 << 40, dtype=torch.int64, device=device)  # is added to, not overwritten
     with make_buffer(case, low_latency_mode=True) as buffer:
-        for hooked in (False, True):
-            received, count, handle, _, hook = buffer.low_latency_dispatch(
+        for hooked, async_finish in [(False, False), (True, False), (False, True)]:
+            received, count, handle, event, hook = buffer.low_latency_dispatch(
                 inputs.x,
                 inputs.topk_idx,
                 num_tokens,
@@ -88,9 +99,12 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
                 use_fp8=fmt is not None,
                 round_scale=fmt is not None and fmt.round_scale,
                 use_ue8m0=fmt is not None and fmt.ue8m0,
+                async_finish=async_finish,
                 return_recv_hook=hooked,
             )
             assert (hook is not None) == hooked
+            assert (event.event is not None) == async_finish
+            event.current_stream_wait()
             if hook is not None:
                 hook()
             equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "packed_recv_count")
@@ -100,21 +114,23 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
             out = torch.empty_like(inputs.x) if hooked else None
             if hooked:
                 buffer.get_next_low_latency_combine_buffer(handle).copy_(x)
-            combined, _, hook = buffer.low_latency_combine(
+            combined, event, hook = buffer.low_latency_combine(
                 x,
                 inputs.topk_idx,
                 inputs.topk_weights,
                 handle,
                 zero_copy=hooked,
+                async_finish=async_finish,
                 return_recv_hook=hooked,
                 out=out,
                 combine_wait_recv_cost_stats=waited,
             )
+            event.current_stream_wait()
             if hook is not None:
                 hook()
                 assert combined is out
             equal(combined, expected_combine(case, rank, lambda _, hooked=hooked: hooked), "combined_x")
-        equal(stats, 1 + 2 * torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "receive statistics")
+        equal(stats, 1 + 3 * torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "receive statistics")
         assert bool((waited >= 1 << 40).all()), waited
 
 
@@ -178,6 +194,66 @@ def check_cleaned(case: Case, device: str = "cpu") -> None:
             equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), f"counts of call {seed}")
             _check_packed(drawn, copies, sent, received, handle)
             buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+
+
+def check_unreceived(device: str = "cpu") -> None:
+    """What a hook has not received cannot be combined; and after a cleaning, the hook would wait for nobody's rows."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("unreceived", num_ranks, 12, num_experts=8 * num_ranks)
+    inputs = on(device, case.inputs(rank))
+    x = expert_output(case, rank, case.max_tokens * case.num_ranks).to(device)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        back = (x, inputs.topk_idx, inputs.topk_weights)
+        for _ in range(2):
+            *_, handle, _, hook = buffer.low_latency_dispatch(*send, return_recv_hook=True)
+            with pytest.raises(ConfigError, match="whose hook has not been called"):
+                buffer.low_latency_combine(*back, handle)
+            assert hook is not None
+            hook()
+            *_, forgotten = buffer.low_latency_dispatch(*send, return_recv_hook=True)
+            *_, lost = buffer.low_latency_combine(*back, handle, return_recv_hook=True)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+            for stale in (forgotten, lost):
+                assert stale is not None
+                with pytest.raises(ConfigError, match="clean_low_latency_buffer since a hook's call is 1; allowed: 0"):
+                    stale()
+            combined, _, _ = buffer.low_latency_combine(*back, handle)
+            equal(combined, expected_combine(case, rank, lambda _: False), "combined_x after a cleaning")
+
+
+def check_late_rank(device: str = "cpu") -> None:
+    """The last rank comes late, to dispatch and then to combine; the others' statistics say so, and no other's."""
+    rank, num_ranks, late_s = dist.get_rank(), dist.get_world_size(), 1.0
+    case = Case("late", num_ranks, 40, num_experts=8 * num_ranks)  # enough tokens for weights to be waited for, too
+    inputs = on(device, case.inputs(rank))
+    x = expert_output(case, rank, case.max_tokens * case.num_ranks).to(device)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+
+        def is_waited_for(calls: Callable[[Tensor], object]) -> list[bool]:
+            waited = torch.zeros(num_ranks, dtype=torch.int64, device=device)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            if rank == num_ranks - 1:
+                time.sleep(late_s)
+            calls(waited)
+            return [us > 0.5e6 * late_s for us in waited.tolist()]
+
+        def dispatch(waited: Tensor) -> tuple:
+            return buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, None, waited, use_fp8=False
+            )
+
+        want = [r != rank and r == num_ranks - 1 for r in range(num_ranks)]
+        *_, handle, _, _ = dispatch(torch.zeros(num_ranks, dtype=torch.int64, device=device))
+        assert is_waited_for(dispatch) == want
+        back = (x, inputs.topk_idx, inputs.topk_weights, handle)
+        assert (
+            is_waited_for(lambda waited: buffer.low_latency_combine(*back, combine_wait_recv_cost_stats=waited)) == want
+        )
 
 
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:

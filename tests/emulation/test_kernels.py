@@ -75,9 +75,12 @@ def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
     run_emulated(case.num_ranks, "battery.low_latency.check_mixed_hooks", case)
 
 
-@pytest.mark.parametrize("format_name", ["fp8", "fp8_rounded", "fp8_ue8m0"])
-def test_low_latency_fp8(run_emulated: RunEmulated, format_name: str) -> None:
-    case = next(case for case in _LOW_LATENCY_CASES if case.id == "hidden_640")
+@pytest.mark.parametrize(
+    ("case_id", "format_name"),
+    [("hidden_640", "fp8"), ("hidden_640", "fp8_rounded"), ("hidden_640", "fp8_ue8m0"), ("hidden_16384", "fp8_ue8m0")],
+)
+def test_low_latency_fp8(run_emulated: RunEmulated, case_id: str, format_name: str) -> None:
+    case = next(case for case in _LOW_LATENCY_CASES if case.id == case_id)
     run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
 
 
@@ -87,6 +90,28 @@ def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
 
 def test_cleaned_low_latency_buffers_forget(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_cleaned", Case("cleaned", 4, 12))
+
+
+@pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank"])
+def test_low_latency_misuse_and_delay(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"battery.low_latency.{check}")
+
+
+@pytest.mark.parametrize("check", ["check_other_number_of_tokens", "check_refused_launch"])
+def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"multi_gpu.low_latency.{check}")
+
+
+@pytest.mark.parametrize(("fp8", "hooked"), [(False, False), (True, False), (False, True)])
+def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked: bool) -> None:
+    run_emulated(2, "multi_gpu.low_latency.check_masks_by_hand", fp8, hooked)
+
+
+@pytest.mark.parametrize(
+    "check", ["check_given_up_on_the_device", "check_pending_loss", "check_told_at_close", "check_told_once"]
+)
+def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)
 
 
 @pytest.mark.parametrize(

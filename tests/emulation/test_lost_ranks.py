@@ -42,3 +42,8 @@ def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tu
 def test_survivors_name_the_lost_rank(emulated_module: Path, kind: str, seed: int) -> None:
     lost, named = _lose_one(emulated_module, low_latency=kind != "normal", shrink=kind == "shrink", seed=seed)
     assert named == [lost] * (NUM_RANKS - 1)
+
+
+def test_rows_that_one_cta_has_dropped_are_not_announced(emulated_module: Path) -> None:
+    with VirtualCluster(2) as cluster:
+        cluster.run(run, str(emulated_module), 0, "emulation.dropped_rows.check_dropped_rows", 11, limit_s=LIMIT_S)

@@ -124,15 +124,14 @@ def lose_one_that_reached_some(members: list[int]) -> str:
 
 
 def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
-    """Writes what the peer's next dispatch would, where csrc/layout/control_block.h has it; the counts stand there."""
+    """Writes what the peer's next dispatch would; the counts stand there."""
     from hybrid_ep import _cuda
 
     control: Tensor = buffer.engine._control.local  # type: ignore[attr-defined]
-    num_columns = 6 + _cuda.max_ranks + _cuda.max_experts
-    counts = control.view(torch.int64)[: _cuda.max_ranks * num_columns].view(_cuda.max_ranks, num_columns)
-    counts[peer] += 1  # the epoch is the lower half of each word
-    rows_epoch = counts.numel() * 2
-    control.view(torch.int32)[rows_epoch + peer] += 1
+    row_bytes = _cuda.control_count_row_bytes
+    counts = control[peer * row_bytes : (peer + 1) * row_bytes].view(torch.int64)
+    counts += 1  # the epoch is the lower half of each word
+    control[_cuda.control_rows_epoch_offset :][: 4 * _cuda.max_ranks].view(torch.int32)[peer] += 1
 
 
 def _call(team: _Team) -> NoReturn:

@@ -5,9 +5,11 @@ The experts are left out: what a rank has received it sends back, so every resul
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -16,18 +18,28 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from tests.battery.normal import equal
-from tests.multi_gpu.random_routings import Tokens, draw_tokens
+from tests.multi_gpu.random_routings import Tokens, current_device, draw_tokens
 
 __all__ = [
     "check_bad_expert",
+    "check_error_in_a_capture",
+    "check_given_up_on_the_device",
     "check_masks_by_hand",
+    "check_masks_of_old_graphs",
+    "check_other_number_of_tokens",
+    "check_pending_loss",
+    "check_refused_launch",
     "check_replays",
     "check_sizes",
     "check_three_on_their_way",
+    "check_told_at_close",
+    "check_told_once",
     "check_two_batches",
     "lose_a_rank",
     "lose_a_rank_between_its_flags",
+    "lose_a_rank_between_replays",
 ]
 
 MAX_TOKENS = 64
@@ -79,27 +91,67 @@ def _check_received(packed: Tensor, count: Tensor, handle: tuple[Tensor, ...], s
         equal(handle[1][local], ((counts.cumsum(0) - counts) << 32) | counts, f"expert {local}: layout")
 
 
-def _round_trip(buffer: hybrid_ep.Buffer, sent: Tokens, max_tokens: int = MAX_TOKENS, lost: int | None = None) -> None:
+def _quantised(sent: Tokens) -> Tokens:
+    """What arrives of tokens that travel as FP8."""
+    return sent._replace(x=[cast_from_fp8(*cast_to_fp8(x)) for x in sent.x])
+
+
+def _pair(
+    buffer: hybrid_ep.Buffer, sent: Tokens, max_tokens: int = MAX_TOKENS, *, fp8: bool = False, hooked: bool = False
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+    """A dispatch and its combine; returns received rows in bf16, counts, the handle and the sums."""
     rank = dist.get_rank()
-    packed, count, handle, _, _ = buffer.low_latency_dispatch(
-        sent.x[rank], sent.topk_idx[rank], max_tokens, sent.num_experts, use_fp8=False
+    received, count, handle, _, hook = buffer.low_latency_dispatch(
+        sent.x[rank], sent.topk_idx[rank], max_tokens, sent.num_experts, use_fp8=fp8, return_recv_hook=hooked
     )
-    assert isinstance(packed, Tensor)
-    combined, _, _ = buffer.low_latency_combine(packed, sent.topk_idx[rank], sent.weights[rank], handle)
-    _check_received(packed, count, handle, sent, lost)
-    assert torch.equal(combined, _expected_sum(sent, rank, lost)), "combined_x is wrong"
+    if hook is not None:
+        hook()
+    packed = cast_from_fp8(*received) if isinstance(received, tuple) else received
+    combined, _, hook = buffer.low_latency_combine(
+        packed, sent.topk_idx[rank], sent.weights[rank], handle, return_recv_hook=hooked
+    )
+    if hook is not None:
+        hook()
+    return packed, count, handle, combined
+
+
+def _round_trip(
+    buffer: hybrid_ep.Buffer,
+    sent: Tokens,
+    max_tokens: int = MAX_TOKENS,
+    lost: int | None = None,
+    *,
+    fp8: bool = False,
+    hooked: bool = False,
+) -> None:
+    packed, count, handle, combined = _pair(buffer, sent, max_tokens, fp8=fp8, hooked=hooked)
+    arrived = _quantised(sent) if fp8 else sent
+    _check_received(packed, count, handle, arrived, lost)
+    want = _expected_sum(arrived, dist.get_rank(), lost, hooked=hooked)
+    assert torch.equal(combined, want), "combined_x is wrong"
+
+
+def _masks(buffer: hybrid_ep.Buffer) -> list[int]:
+    status = torch.full((dist.get_world_size(),), -1, dtype=torch.int32, device=current_device())
+    buffer.low_latency_query_mask_buffer(status)
+    masks: list[int] = status.tolist()
+    return masks
+
+
+def _masks_of(lost: int) -> list[int]:
+    return [int(r == lost) for r in range(dist.get_world_size())]
 
 
 def check_sizes() -> None:
-    """The largest sizes, ragged, and others through the same buffer before and after."""
+    """The largest sizes, ragged, in BF16 and FP8, and others through the same buffer before and after."""
     num_ranks = dist.get_world_size()
     with _buffer() as buffer:
         _round_trip(buffer, _draw(0))
         ragged = [1024, 0, 517, 3, 1, 64, 0, 999][:num_ranks]
         for seed, (hidden, topk) in enumerate([(16384, min(32, 8 * num_ranks)), (7168, 8), (8, 1), (128, 3)]):
             sent = _draw(seed + 1, ragged, hidden, topk)
-            for _ in range(3):
-                _round_trip(buffer, sent, 1024)
+            for fp8 in (False, hidden % 128 == 0, False):
+                _round_trip(buffer, sent, 1024, fp8=fp8)
         _round_trip(buffer, _draw(0))
 
 
@@ -130,28 +182,29 @@ def check_two_batches() -> None:
 
 
 def check_replays(num_replays: int) -> None:
-    """Both calls in one graph, replayed with a routing that changes every time; the device compares."""
+    """Two pairs of calls in one graph, in FP8 and with hooks, and so in both buffers of a kind.
+
+    It is replayed with a routing that changes every time; the device compares.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     pool = [_draw(seed) for seed in range(61)]
     num_local = pool[0].num_experts // num_ranks
     mine = torch.arange(rank * num_local, (rank + 1) * num_local, device="cuda")
     counts = [sum((i.flatten().unsqueeze(1) == mine).sum(0) for i in p.topk_idx) for p in pool]
-    sums = [_expected_sum(p, rank) for p in pool]
+    sums = [(_expected_sum(_quantised(p), rank), _expected_sum(p, rank, hooked=True)) for p in pool]
     x, topk_idx, weights = (t[rank].clone() for t in pool[0][:3])
-    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    static = Tokens(*([t] * num_ranks for t in (x, topk_idx, weights)), pool[0].num_experts)
+    wrong = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
     with _buffer() as buffer:
 
-        def step() -> tuple[Tensor, Tensor]:
-            packed, count, handle, _, _ = buffer.low_latency_dispatch(
-                x, topk_idx, MAX_TOKENS, pool[0].num_experts, use_fp8=False
-            )
-            assert isinstance(packed, Tensor)
-            return buffer.low_latency_combine(packed, topk_idx, weights, handle)[0], count
+        def step() -> list[tuple[Tensor, Tensor]]:
+            pairs = _pair(buffer, static, fp8=True), _pair(buffer, static, hooked=True)
+            return [(combined, count) for _, count, _, combined in pairs]
 
         step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            combined, count = step()
+            results = step()
         for replay in range(num_replays):
             # Ranks take the same routing, at their own pace: nothing but the calls keeps them together.
             sent = pool[replay % len(pool)]
@@ -159,11 +212,12 @@ def check_replays(num_replays: int) -> None:
             topk_idx.copy_(sent.topk_idx[rank])
             weights.copy_(sent.weights[rank])
             graph.replay()
-            wrong[0] += (combined != sums[replay % len(pool)]).any()
-            wrong[1] += (count != counts[replay % len(pool)]).any()
+            for i, (combined, count) in enumerate(results):
+                wrong[i, 0] += (combined != sums[replay % len(pool)][i]).any()
+                wrong[i, 1] += (count != counts[replay % len(pool)]).any()
             if replay % 1000 == 999:
                 _round_trip(buffer, sent)
-    equal(wrong, torch.zeros(2, dtype=torch.int64), "replays with wrong sums, with wrong counts")
+    equal(wrong, torch.zeros(2, 2, dtype=torch.int64), "replays with wrong sums, with wrong counts; FP8, hooks")
 
 
 def check_three_on_their_way() -> None:
@@ -195,47 +249,252 @@ def check_bad_expert() -> None:
         _round_trip(buffer, sent)
 
 
-def check_masks_by_hand() -> None:
-    """All agree to leave a rank out, which makes no calls; then they take it back in."""
-    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+def check_other_number_of_tokens() -> None:
+    """A combine of other tokens than the handle's is refused before it is sent, by each rank on its own."""
+    rank, sent = dist.get_rank(), _draw(0)
+    with _buffer() as buffer:
+        for wrong in (MAX_TOKENS - 1, 0):
+            packed, _, handle, _, _ = buffer.low_latency_dispatch(
+                sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts, use_fp8=False
+            )
+            assert isinstance(packed, Tensor)
+            topk_idx, weights = sent.topk_idx[rank], sent.weights[rank]
+            if rank == 0:
+                refused = rf"topk_idx.shape is \[{wrong}, 4\]; allowed: \[{MAX_TOKENS}, 4\], as dispatched"
+                with pytest.raises(hybrid_ep.ConfigError, match=refused):
+                    buffer.low_latency_combine(packed, topk_idx[:wrong], weights[:wrong], handle)
+            combined, _, _ = buffer.low_latency_combine(packed, topk_idx, weights, handle)
+            equal(combined, _expected_sum(sent, rank).cpu(), "combined_x")
+
+
+def check_refused_launch() -> None:
+    """A launch that fails at one rank, which then calls again, takes no buffer."""
+    from hybrid_ep import _cuda
+
+    refused = mock.Mock(side_effect=RuntimeError("refused"))
+    with _buffer() as buffer:
+        for name in ("send_tokens", "return_rows"):
+            _round_trip(buffer, _draw(0))
+            if dist.get_rank() == 0:
+                with mock.patch.object(_cuda.LowLatencyRegion, name, refused), pytest.raises(RuntimeError):
+                    _pair(buffer, _draw(0))
+            elif name == "return_rows":
+                # Only the combine was refused: the dispatch before it has been sent.
+                sent, rank = _draw(0), dist.get_rank()
+                buffer.low_latency_dispatch(
+                    sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts, use_fp8=False
+                )
+            for seed in range(3):
+                _round_trip(buffer, _draw(seed))
+
+
+def check_error_in_a_capture() -> None:
+    """What an earlier call has left to tell is told in a capture, too; the capture fails, the buffer goes on."""
+    rank, sent = dist.get_rank(), _draw(0)
+    topk_idx = sent.topk_idx[rank].clone()
+    topk_idx[3, 1] = sent.num_experts + 7
+    graph = torch.cuda.CUDAGraph()
+    with _buffer() as buffer:
+        _round_trip(buffer, sent)
+        *_, hook = buffer.low_latency_dispatch(
+            sent.x[rank], topk_idx, MAX_TOKENS, sent.num_experts, return_recv_hook=True
+        )
+        torch.cuda.synchronize()
+        assert hook is not None
+        with pytest.raises(hybrid_ep.ConfigError, match=str(sent.num_experts + 7)), torch.cuda.graph(graph):
+            hook()
+        torch.cuda.synchronize()
+        buffer.clean_low_latency_buffer(MAX_TOKENS, 1024, sent.num_experts)
+        _round_trip(buffer, sent)
+
+
+def check_masks_of_old_graphs() -> None:
+    """A graph goes on with the memory that it was captured with; masks and cleanings reach it there."""
+    rank, lost, sent = dist.get_rank(), dist.get_world_size() - 1, _draw(0)
     with _buffer(enable_shrink=True) as buffer:
-        _round_trip(buffer, _draw(0))
+        _round_trip(buffer, sent)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            *result, combined = _pair(buffer, sent)
+
+        def replay(lost: int | None) -> None:
+            graph.replay()
+            _check_received(*result, sent, lost)  # type: ignore[arg-type]
+            assert torch.equal(combined, _expected_sum(sent, rank, lost)), "combined_x is wrong"
+
+        replay(None)
+        _round_trip(buffer, _draw(0, hidden=2048))  # the memory grows
+        replay(None)
         torch.cuda.synchronize()
         dist.barrier()
         if rank != lost:
             buffer.low_latency_update_mask_buffer(lost, True)
-            for seed in range(5):
-                _round_trip(buffer, _draw(seed), lost=lost)
+            begin = time.monotonic()
+            for _ in range(3):
+                replay(lost)
+            assert time.monotonic() - begin < 5, "a masked rank was waited for"
         buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(MAX_TOKENS, 2048, sent.num_experts)
+        for _ in range(3):
+            replay(None)
+            _round_trip(buffer, _draw(0, hidden=2048))
+
+
+def check_given_up_on_the_device(timeout_s: float) -> None:
+    """What kernels have masked and no call has told the host, as in replays, is found by asking for the masks."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, _draw(0))
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank != lost:
+            with _untold(buffer):
+                _pair(buffer, _draw(0))
+            assert _masks(buffer) == _masks_of(lost)
+            for seed in range(3):
+                _round_trip(buffer, _draw(seed), lost=lost)
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+def check_pending_loss(timeout_s: float) -> None:
+    """Who asks for what is pending, and is told of a lost rank, goes on without it."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, _draw(0))
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank != lost:
+            with _untold(buffer):
+                _pair(buffer, _draw(0))
+            torch.cuda.synchronize()
+            with pytest.raises(hybrid_ep.TimeoutError):
+                buffer.raise_pending()
+            assert _masks(buffer) == _masks_of(lost)
+        dist.barrier()
+
+
+def check_told_at_close(timeout_s: float) -> None:
+    """What kernels have found wrong and nobody knows is told when the buffer is closed, by its own name."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    buffer = _buffer(timeout_s=timeout_s)
+    _round_trip(buffer, _draw(0))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank != lost:
+        with _untold(buffer):
+            _pair(buffer, _draw(0))
+        with pytest.raises(hybrid_ep.TimeoutError) as told:
+            buffer.close()
+        assert told.value.peer == lost
+    dist.barrier()
+    buffer.close()
+
+
+def check_told_once(timeout_s: float) -> None:
+    """A rank that was late and given up joins again; what kernels have told of it again is not raised then."""
+    rank, late = dist.get_rank(), dist.get_world_size() - 1
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, _draw(0))
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank != late:
+            with pytest.raises(hybrid_ep.TimeoutError):  # noqa: PT012
+                _pair(buffer, _draw(0))
+                torch.cuda.synchronize()
+                _pair(buffer, _draw(0))
+            buffer.low_latency_update_mask_buffer(late, False)
+            with _untold(buffer):
+                _pair(buffer, _draw(0))
+        buffer.low_latency_clean_mask_buffer()
+        dist.barrier()  # whoever has waited in vain comes later
         buffer.clean_low_latency_buffer(MAX_TOKENS, 1024, 8 * dist.get_world_size())
-        status = torch.ones(dist.get_world_size(), dtype=torch.int32, device="cuda")
-        buffer.low_latency_query_mask_buffer(status)
-        equal(status, torch.zeros(dist.get_world_size(), dtype=torch.int32), "masks")
-        for seed in range(5):
+        assert _masks(buffer) == [0] * dist.get_world_size()
+        for seed in range(3):
             _round_trip(buffer, _draw(seed))
 
 
-def lose_a_rank(lost: int, timeout_s: float) -> int | None:
+def _untold(buffer: hybrid_ep.Buffer) -> contextlib.AbstractContextManager[object]:
+    """Calls in it do not look at what kernels find wrong, as replays of a graph do not."""
+    return mock.patch.object(buffer.engine._low_latency, "_raise_fault")  # type: ignore[attr-defined]
+
+
+def check_masks_by_hand(fp8: bool, hooked: bool) -> None:
+    """All agree to leave a rank out, which makes no calls; then they take it back in."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    with _buffer(enable_shrink=True) as buffer:
+        _round_trip(buffer, _draw(0), fp8=fp8, hooked=hooked)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank != lost:
+            buffer.low_latency_update_mask_buffer(lost, True)
+            for seed in range(3):
+                _round_trip(buffer, _draw(seed), lost=lost, fp8=fp8, hooked=hooked)
+        buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(MAX_TOKENS, 1024, 8 * dist.get_world_size())
+        assert _masks(buffer) == [0] * dist.get_world_size()
+        for seed in range(3):
+            _round_trip(buffer, _draw(seed), fp8=fp8, hooked=hooked)
+
+
+def lose_a_rank(lost: int, timeout_s: float, fp8: bool, hooked: bool) -> int | None:
     """The rank dies between two calls; the others are told who it was, and go on without it."""
     rank, sent = dist.get_rank(), _draw(0)
     with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
-        _round_trip(buffer, sent)
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        if rank == lost:
-            os.kill(os.getpid(), signal.SIGKILL)
-        send = (sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
+        _round_trip(buffer, sent, fp8=fp8, hooked=hooked)
+        _die_alone(lost)
+
+        def dispatch() -> None:
+            *_, hook = buffer.low_latency_dispatch(
+                sent.x[rank],
+                sent.topk_idx[rank],
+                MAX_TOKENS,
+                sent.num_experts,
+                use_fp8=fp8,
+                return_recv_hook=hooked,
+            )
+            if hook is not None:
+                hook()
+
         with pytest.raises(hybrid_ep.TimeoutError, match="low_latency_dispatch: routes") as told:  # noqa: PT012
-            buffer.low_latency_dispatch(*send, use_fp8=False)  # gives the rank up on the device
+            dispatch()  # gives the rank up on the device
             torch.cuda.synchronize()
-            buffer.low_latency_dispatch(*send, use_fp8=False)  # and here the host is told
-        status = torch.zeros(dist.get_world_size(), dtype=torch.int32, device="cuda")
-        buffer.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [int(r == lost) for r in range(dist.get_world_size())]
+            dispatch()  # and here the host is told
+        assert _masks(buffer) == _masks_of(lost)
         for seed in range(5):
-            _round_trip(buffer, _draw(seed), lost=lost)
+            _round_trip(buffer, _draw(seed), lost=lost, fp8=fp8, hooked=hooked)
     return told.value.peer
+
+
+def lose_a_rank_between_replays(lost: int, timeout_s: float) -> list[int]:
+    """Ranks only replay a graph, and one of them dies; the others find its mask, and replay on without it."""
+    rank, sent = dist.get_rank(), _draw(0)
+    with _buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
+        _round_trip(buffer, sent)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            *result, combined = _pair(buffer, sent)
+        for _ in range(3):
+            graph.replay()
+        assert _masks(buffer) == [0] * dist.get_world_size()
+        _die_alone(lost)
+        graph.replay()
+        masks = _masks(buffer)
+        for _ in range(3):
+            graph.replay()
+            _check_received(*result, sent, lost)  # type: ignore[arg-type]
+            assert torch.equal(combined, _expected_sum(sent, rank, lost)), "combined_x is wrong"
+        _round_trip(buffer, sent, lost=lost)  # and nothing is told that is known
+    return masks
+
+
+def _die_alone(lost: int) -> None:
+    """The rank dies when no rank is in a call."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if dist.get_rank() == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_a_rank_between_its_flags(timeout_s: float) -> str:
@@ -264,9 +523,7 @@ def lose_a_rank_between_its_flags(timeout_s: float) -> str:
             torch.cuda.synchronize()
             buffer.low_latency_dispatch(*send, use_fp8=False)
         assert told.value.peer == lost
-        status = torch.zeros(dist.get_world_size(), dtype=torch.int32, device="cuda")
-        buffer.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [int(r == lost) for r in range(dist.get_world_size())]
+        assert _masks(buffer) == _masks_of(lost)
         for seed in range(5):
             _round_trip(buffer, _draw(seed), lost=lost)
             torch.cuda.synchronize()
@@ -274,15 +531,11 @@ def lose_a_rank_between_its_flags(timeout_s: float) -> str:
 
 
 def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
-    """Writes what the peer's third combine would, where csrc/layout/low_latency_layout.h has it."""
+    """Writes what the peer's third combine would."""
     from hybrid_ep import _cuda
 
-    calls = buffer.engine._low_latency  # type: ignore[attr-defined]
-    words = calls._memory.local[: calls._capacity.epochs_bytes].view(torch.int32)
-    num_ranks = _cuda.max_ranks
-    begun, sent, weights_epoch, free_epoch, progress = 2 * num_ranks, 2 * num_ranks, num_ranks, num_ranks, 4
-    waited_us = num_ranks
-    channel = begun + sent + weights_epoch + free_epoch + progress + waited_us
-    flag = words[2 * channel + begun + sent + peer]
+    memory = buffer.engine._low_latency._regions[-1].memory.local  # type: ignore[attr-defined]
+    begin = _cuda.low_latency_combine_offsets["weights_epoch"]
+    flag = memory[begin:][: 4 * _cuda.max_ranks].view(torch.int32)[peer]
     assert int(flag) == 1
     flag += 1

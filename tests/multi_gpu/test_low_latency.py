@@ -18,6 +18,9 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
 FITTING = sorted(select_cases(LOW_LATENCY_CASES, num_ranks=max(NUM_GPUS, 1)), key=lambda case: case.num_ranks)
 every_case = pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
+every_kind = pytest.mark.parametrize(
+    ("fp8", "hooked"), [(False, False), (True, False), (False, True)], ids=["bf16", "fp8", "hooked"]
+)
 needs_peer = pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
 
 RunGpus = Callable[..., object]
@@ -44,7 +47,16 @@ def test_overlapping_batches(run_gpus: RunGpus, case: Case) -> None:
 
 
 def test_cleaned_buffers_forget(run_gpus: RunGpus) -> None:
-    run_gpus(2, battery.check_cleaned, Case("cleaned", 2, 12), "cuda")
+    run_gpus(NUM_GPUS, battery.check_cleaned, Case("cleaned", NUM_GPUS, 12), "cuda")
+
+
+def test_what_is_not_received(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, battery.check_unreceived, "cuda")
+
+
+@needs_peer
+def test_a_late_rank_is_waited_for(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, battery.check_late_rank, "cuda")
 
 
 @every_case
@@ -59,6 +71,9 @@ def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
         low_latency.check_two_batches,
         low_latency.check_three_on_their_way,
         low_latency.check_bad_expert,
+        low_latency.check_error_in_a_capture,
+        low_latency.check_other_number_of_tokens,
+        low_latency.check_refused_launch,
     ],
 )
 def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
@@ -66,24 +81,57 @@ def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
 
 
 def test_replays(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, low_latency.check_replays, 10_000)
+    run_gpus(NUM_GPUS, low_latency.check_replays, 5_000)
 
 
 @needs_peer
-def test_masks_by_hand(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, low_latency.check_masks_by_hand)
+@every_kind
+def test_masks_by_hand(run_gpus: RunGpus, fp8: bool, hooked: bool) -> None:
+    run_gpus(NUM_GPUS, low_latency.check_masks_by_hand, fp8, hooked)
 
 
 @needs_peer
-def test_killed_rank() -> None:
-    """Every survivor names the rank that died, and the calls after that succeed without it."""
+@pytest.mark.parametrize(
+    "check",
+    [
+        low_latency.check_given_up_on_the_device,
+        low_latency.check_pending_loss,
+        low_latency.check_told_at_close,
+        low_latency.check_told_once,
+    ],
+)
+def test_ranks_that_do_not_come(run_gpus: RunGpus, check: Callable[[float], None]) -> None:
+    run_gpus(NUM_GPUS, check, 2.0)
+
+
+@needs_peer
+def test_masks_of_old_graphs(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, low_latency.check_masks_of_old_graphs)
+
+
+def _without_the_last(function: Callable[..., object], *args: object) -> list[object]:
+    """Runs a function in which the last rank dies; what the others return."""
     lost, survivors = NUM_GPUS - 1, list(range(NUM_GPUS - 1))
     with VirtualCluster(NUM_GPUS, device="cuda") as cluster:
-        cluster.start(low_latency.lose_a_rank, lost, 2.0)
+        cluster.start(function, lost, 2.0, *args)
         with pytest.raises(RankError) as ended:
             cluster.collect([lost], limit_s=60)
         assert list(ended.value.errors) == [lost]
-        assert cluster.collect(survivors, limit_s=60) == [lost] * len(survivors)
+        return cluster.collect(survivors, limit_s=60)
+
+
+@needs_peer
+@every_kind
+def test_killed_rank(fp8: bool, hooked: bool) -> None:
+    """Every survivor names the rank that died, and the calls after that succeed without it."""
+    assert _without_the_last(low_latency.lose_a_rank, fp8, hooked) == [NUM_GPUS - 1] * (NUM_GPUS - 1)
+
+
+@needs_peer
+def test_killed_rank_between_replays() -> None:
+    """No call tells the survivors; they ask."""
+    masks = [0] * (NUM_GPUS - 1) + [1]
+    assert _without_the_last(low_latency.lose_a_rank_between_replays) == [masks] * (NUM_GPUS - 1)
 
 
 @needs_peer

@@ -492,15 +492,6 @@ def test_a_hook_is_called_once(buffer: Buffer, call: str) -> None:
         hook()
 
 
-def test_a_combine_before_the_hook_of_its_dispatch(buffer: Buffer) -> None:
-    _, _, handle, _, hook = buffer.low_latency_dispatch(X, TOPK, 8, E, use_fp8=False, return_recv_hook=True)
-    with pytest.raises(ConfigError, match="whose hook has not been called"):
-        buffer.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, handle)
-    assert hook is not None
-    hook()
-    buffer.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, handle)
-
-
 def test_a_refused_low_latency_call_has_sent_nothing(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = low_latency_handle(buffer)
 
@@ -541,32 +532,6 @@ def test_a_closed_buffer_holds_no_memory() -> None:
     storage = weakref.ref(buffer._local_memory[False])
     buffer.close()
     assert [ref() for ref in (*held, storage)] == [None] * 3
-
-
-def _waits_for_a_late_rank() -> list[list[int]]:
-    import time
-
-    import torch.distributed as dist
-
-    waited = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
-    with Buffer(low_latency_mode=True) as buffer:
-        for combine in (False, True):
-            received, _, handle, _, _ = buffer.low_latency_dispatch(X, TOPK, 8, E, None, waited[0], use_fp8=False)
-            dist.barrier()
-            if dist.get_rank() == 1:
-                time.sleep(0.5)
-            if combine:
-                assert isinstance(received, Tensor)
-                buffer.low_latency_combine(received, TOPK, WEIGHTS, handle, combine_wait_recv_cost_stats=waited[1])
-    return [w.tolist() for w in waited]
-
-
-def test_a_late_rank_is_waited_for(run_ranks: RunRanks) -> None:
-    on_time, late = run_ranks(2, _waits_for_a_late_rank)
-    for waits in on_time:
-        assert waits[0] == 0
-        assert waits[1] > 100_000
-    assert all(waits[1] == 0 for waits in late)
 
 
 def _ask_for_different_engines() -> list[str]:

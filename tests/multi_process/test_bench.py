@@ -34,6 +34,7 @@ from tests.conftest import RunRanks
 TINY = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]
 TINY_BENCH = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "bench", *TINY, "--json"]
 BROKEN = "tests.multi_process.broken_implementation"
+DESTROYED = "tests.multi_process.destroyed_implementation"
 
 
 def plan(mode: str, dtype: str = "bf16", *, routing: str = "uniform", no_sync: bool = False) -> BenchPlan:
@@ -72,6 +73,12 @@ def test_every_mode_is_right_and_timed(
 def test_bounds_instead_of_a_sync_give_the_same_rows(run_ranks: RunRanks, mode: str) -> None:
     found: list[RankMeasurement] = run_ranks(4, measure, Candidate("hybrid_ep", 8), plan(mode, no_sync=True))
     assert [rank.problems for rank in found] == [[]] * 4
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_a_buffer_that_must_be_made_for_its_destruction(run_ranks: RunRanks, mode: str) -> None:
+    found: list[RankMeasurement] = run_ranks(2, measure, Candidate(DESTROYED), plan(mode))
+    assert [rank.problems for rank in found] == [[]] * 2
 
 
 @pytest.mark.parametrize("mode", ["normal", "permute", "low-latency"])

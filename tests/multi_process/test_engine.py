@@ -65,6 +65,11 @@ def test_cleaned_low_latency_buffers_forget(run_ranks: RunRanks) -> None:
     run_ranks(4, low_latency.check_cleaned, Case("cleaned", 4, 12))
 
 
+@pytest.mark.parametrize("check", [low_latency.check_unreceived, low_latency.check_late_rank])
+def test_low_latency_misuse_and_delay(run_ranks: RunRanks, check: Callable[[], None]) -> None:
+    run_ranks(2, check)
+
+
 @pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
 def test_low_latency_hooks_are_mixed(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(case.num_ranks, low_latency.check_mixed_hooks, case)

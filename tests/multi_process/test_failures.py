@@ -132,8 +132,7 @@ def _lose_one_after_the_other(case: Case) -> tuple[list[int | None], bool]:
                 os.kill(os.getpid(), signal.SIGKILL)
             with pytest.raises(TransportError) as lost:
                 buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
-            blamed.append(lost.value.peer)
-            buffer.low_latency_update_mask_buffer(victim, True)
+            blamed.append(lost.value.peer)  # and masked
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         second = buffer.low_latency_dispatch(*send, use_fp8=False)[2]
     return blamed, second.state.call > first.state.call
@@ -144,6 +143,25 @@ def test_meetings_name_the_rank_that_each_has_lost(cluster: VirtualCluster) -> N
     for blamed, call_is_new in cluster.collect([0, 1], limit_s=60):
         assert blamed == [VICTIM, VICTIM + 1]
         assert call_is_new
+
+
+def _wait_in_vain(timeout_s: float) -> bool:
+    """Rank 1 does not come; whether rank 0 was told before rank 1 ended."""
+    case = Case("alone", 2, 4)
+    with normal.make_buffer(case, timeout_s=timeout_s) as buffer:
+        if dist.get_rank() == 1:
+            time.sleep(8)
+            return False
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"waited 0\.0002 s for rank 1"):
+            normal.dispatch(buffer, case, case.inputs(0))
+        return time.monotonic() - begin < 6
+
+
+def test_a_time_below_a_millisecond_is_not_forever() -> None:
+    with VirtualCluster(2) as cluster:
+        cluster.start(_wait_in_vain, 2e-4)
+        assert cluster.collect([0], limit_s=60) == [True]
 
 
 def _mask_by_hand(case: Case, victim: int) -> list[int]:

@@ -4,14 +4,44 @@
 #include <algorithm>
 
 #include "bindings/cuda/bindings.h"
+#include "runtime/dlpack.h"
 
 namespace hybrid_ep::bindings {
+namespace {
 
-void add_low_latency(pybind11::module_& module) {
-  namespace py = pybind11;
+namespace py = pybind11;
+
+// Tensors over what callers see of a dispatch's results: counts, src_info and layout_range. Each keeps `memory`, which
+// is at the address; `from_dlpack` makes a tensor of a capsule.
+py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device,
+                       const py::object& from_dlpack) {
+  const auto tensor = [&](int64_t begin, std::vector<int64_t> sizes, uint8_t bits) {
+    return from_dlpack(
+        make_capsule(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {}));
+  };
+  const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
+  const int64_t num_sources = static_cast<int64_t>(plan.num_ranks) * plan.shape.max_tokens;
+  return py::make_tuple(tensor(plan.results.counts, {num_local}, 32),
+                        tensor(plan.results.src_info, {num_local, num_sources}, 32),
+                        tensor(plan.results.layout_range, {num_local, plan.num_ranks}, 64));
+}
+
+}  // namespace
+
+void add_low_latency(py::module_& module) {
   module.attr("low_latency_buffers") = kLowLatencyBuffers;
   module.attr("low_latency_min_tokens_to_sum") = kMinTokensToSum;
+  module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
+  // What ranks write to the first buffer of combine, for tests that write in their place.
+  const auto of_combine = [](size_t offset) {
+    return static_cast<int>(LowLatencyKind::kCombine) * sizeof(LowLatencyControl::channels[0]) + offset;
+  };
+  py::dict offsets;
+  offsets["sent"] = of_combine(offsetof(LowLatencyChannel, sent));
+  offsets["weights_epoch"] = of_combine(offsetof(LowLatencyChannel, weights_epoch));
+  offsets["free_epoch"] = of_combine(offsetof(LowLatencyChannel, free_epoch));
+  module.attr("low_latency_combine_offsets") = offsets;
   py::enum_<ScaleFormat>(module, "ScaleFormat")
       .value("NONE", ScaleFormat::kNone)
       .value("FLOAT", ScaleFormat::kFloat)
@@ -36,8 +66,7 @@ void add_low_latency(pybind11::module_& module) {
            py::arg("max_tokens"), py::arg("format"))
       .def_readonly("capacity", &LowLatencyPlan::capacity)
       .def_property_readonly("num_ints", [](const LowLatencyPlan& plan) { return plan.results.num_ints; })
-      .def("tensors", &LowLatencyPlan::tensors, py::arg("memory"), py::arg("address"), py::arg("device"),
-           py::arg("from_dlpack"));
+      .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
       .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&>(), py::kw_only(),
            py::arg("communicator"), py::arg("memory"), py::arg("capacity"), py::keep_alive<1, 2>())

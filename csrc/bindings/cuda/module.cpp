@@ -9,6 +9,8 @@ PYBIND11_MODULE(_cuda, module) {
   py::register_exception<hybrid_ep::CudaError>(module, "CudaError", base);
   module.attr("version") = HYBRID_EP_VERSION;
   module.attr("control_bytes") = sizeof(hybrid_ep::ControlBlock);
+  module.attr("control_count_row_bytes") = sizeof(hybrid_ep::CountRow);
+  module.attr("control_rows_epoch_offset") = offsetof(hybrid_ep::ControlBlock, rows_epoch);
   module.attr("max_ranks") = hybrid_ep::kMaxRanks;
   module.attr("max_experts") = hybrid_ep::kMaxExperts;
   module.attr("max_tokens") = hybrid_ep::kMaxTokens;

@@ -1,0 +1,57 @@
+"""A combine some of whose CTAs give a rank up while the others still send to it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from tests.multi_gpu.exact import MAX_TOKENS, draw_exact, finish_round_trip, start_round_trip
+
+__all__ = ["check_dropped_rows"]
+
+_TIMEOUT_S = 6.0  # above the longest call of ranks that share two cores
+_UNTOUCHED = 0x55
+
+
+def check_dropped_rows(num_trials: int) -> None:
+    """Rank 1 makes room for rank 0's rows about when rank 0's CTAs stop to wait; it is told of all rows or of none."""
+    from hybrid_ep import _cuda
+
+    rank, sent, all_bytes = dist.get_rank(), draw_exact(0, 2, hidden=128), -1
+    free, told = (_cuda.low_latency_combine_offsets[name] for name in ("free_epoch", "sent"))
+    with hybrid_ep.Buffer(dist.group.WORLD, low_latency_mode=True, engine="cuda", timeout_s=_TIMEOUT_S) as buffer:
+        for trial in range(num_trials):
+            buffer.clean_low_latency_buffer(MAX_TOKENS, 128, sent.num_experts)
+            for _ in range(2):
+                started = start_round_trip(buffer, sent)
+                finish_round_trip(buffer, sent, started)
+            region = buffer.engine._low_latency._regions[-1]  # type: ignore[attr-defined]
+            here, rows = region.memory.local, region.memory.local[region.capacity.epochs_bytes :]
+            room = region.memory.handle[0][free + 4 :][:4].view(torch.int32)  # at rank 0, by rank 1
+            dist.barrier()
+            if rank == 0:
+                room.zero_()
+            else:
+                rows.fill_(_UNTOUCHED)
+            dist.barrier()
+            begin = time.monotonic()
+            if rank == 0:
+                buffer.low_latency_combine(
+                    started.packed, sent.topk_idx[0], sent.weights[0], started.handle, return_recv_hook=True
+                )
+            else:
+                # At first in time; then at the end of what a send waits, and a millisecond later every time.
+                while time.monotonic() - begin < (_TIMEOUT_S / 2 + 0.001 * trial if trial else 0):
+                    pass
+                room.fill_(1)
+            dist.barrier()
+            if rank == 1:
+                num_bytes = int((rows != _UNTOUCHED).sum())
+                all_bytes = max(all_bytes, num_bytes)
+                is_told = int(here[told:][:4].view(torch.int32)) == 2
+                assert is_told or trial, "nothing was sent although there was room"
+                assert not is_told or num_bytes == all_bytes, f"{num_bytes} bytes came instead of {all_bytes}"
+            buffer.engine._communicator.take_fault()  # type: ignore[attr-defined]
