@@ -55,6 +55,7 @@ class Communicator {
   const Mailbox* wait_mailbox(uint32_t ticket) const;
 
   const Domain& domain() const { return domain_; }
+  int device() const { return device_; }
   int num_device_sms() const { return num_device_sms_; }
 
   // The first fault since the last call of this function, if any. Does not synchronise.

@@ -2,6 +2,7 @@
 
 #include "common/check.h"
 #include "common/cuda_check.h"
+#include "common/device_guard.h"
 
 namespace hybrid_ep {
 
@@ -31,7 +32,8 @@ LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat form
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                                    const LowLatencyCapacity& capacity)
-    : capacity_(capacity), num_device_sms_(communicator.num_device_sms()) {
+    : capacity_(capacity), device_(communicator.device()), num_device_sms_(communicator.num_device_sms()) {
+  const DeviceGuard guard(device_);
   prepare_low_latency_dispatch();
   prepare_low_latency_combine();
   const Domain& domain = communicator.domain();
@@ -62,6 +64,7 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
 
 void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
                                    const int64_t* topk_idx, int num_tokens, int32_t* results, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   SendTokensParams params{};
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.shape = plan.shape;
@@ -77,6 +80,7 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
 
 void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
                                       int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   ReceiveTokensParams params{};
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.shape = plan.shape;
@@ -97,6 +101,7 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
                                    const int32_t* results, const float* topk_weights, int num_tokens,
                                    int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
   require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
+  const DeviceGuard guard(device_);
   ReturnRowsParams params{};
   params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
   params.shape = plan.shape;
@@ -114,6 +119,7 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
 void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
                                 const float* topk_weights, uint8_t* out, int num_tokens, int64_t* wait_stats,
                                 cudaStream_t stream) {
+  const DeviceGuard guard(device_);
   SumRowsParams params{};
   params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
   params.shape = plan.shape;

@@ -68,7 +68,7 @@ class LowLatencyRegion {
 
   LowLatencyDomain domain_{};
   LowLatencyCapacity capacity_;
-  int num_device_sms_;
+  int device_, num_device_sms_;
   bool was_captured_ = false;
 };
 

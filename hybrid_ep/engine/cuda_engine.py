@@ -80,7 +80,9 @@ class CudaEngine(Engine):
         self._arena = Arena(group, self.device, self._communicator, self._torch.barrier, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
         self._last_stream: torch.cuda.Stream | None = None
-        self._low_latency = CudaLowLatency(group, grid, self.device, self._communicator, self._order, self._raise_fault)
+        self._low_latency = CudaLowLatency(
+            group, grid, self.device, self._communicator, self._torch.barrier, self._order, self._raise_fault
+        )
 
     def dispatch(
         self,

@@ -170,6 +170,7 @@ class CudaLowLatency:
         grid: its geometry.
         device: this rank's GPU.
         communicator: holds the fault record and the timeout.
+        meet: returns when every rank has called it, or raises TimeoutError.
         order: orders the next launch after the engine's earlier ones and returns the stream.
         raise_fault: raises what a kernel has found wrong and nobody knows yet.
     """
@@ -180,11 +181,12 @@ class CudaLowLatency:
         grid: RankGrid,
         device: torch.device,
         communicator: _cuda.Communicator,
+        meet: Callable[[], None],
         order: Callable[[], int],
         raise_fault: Callable[[], None],
     ) -> None:
         self._group, self._grid, self._device = group, grid, device
-        self._communicator, self._order, self._raise_fault = communicator, order, raise_fault
+        self._communicator, self._meet, self._order, self._raise_fault = communicator, meet, order, raise_fault
         self._index: int = device.index
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
@@ -349,8 +351,7 @@ class CudaLowLatency:
             )
         # A peer may still be writing to what is replaced here.
         torch.cuda.synchronize(self._device)
-        if self._group is not None:
-            dist.barrier(self._group)
+        self._meet()
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._group, self._device)
         native = _cuda.LowLatencyRegion(communicator=self._communicator, memory=memory.addresses, capacity=capacity)
         if self._regions and not self._regions[-1].native.was_captured:
