@@ -74,7 +74,8 @@ def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor
     _check_hidden(x.shape[-1])
     blocks = _blocks(x.float())
     amax = blocks.abs().amax(-1).clamp_min(_MIN_AMAX)
-    scales = amax / E4M3_MAX
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is another last bit than the kernels'.
+    scales = amax / torch.full_like(amax, E4M3_MAX)
     if fmt.round_scale:
         scales = _round_up_to_power_of_two(scales)
     # Multiplying by 448/amax, not dividing by the scale, is what the kernels do; a power of two is exact either way.

@@ -60,7 +60,7 @@ def test_hybrid_fp8(run_gpus: RunGpus, case: Case) -> None:
 
 
 def test_numbers_of_sms(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, hybrid.check_sms, Case("sms", NUM_GPUS, 500, num_experts=8 * NUM_GPUS), "cuda")
+    run_gpus(NUM_GPUS, hybrid.check_sms, Case("sms", NUM_GPUS, 60, num_experts=8 * NUM_GPUS), "cuda")
 
 
 def _permuted_fp8(case: Case) -> None:
