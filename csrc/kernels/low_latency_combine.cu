@@ -278,9 +278,11 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
     weight = params.topk_weights[position];
   }
   if (tid < domain.num_ranks) {
-    const uint64_t started = ptx::clock_ns();
     uint32_t min_tokens_to_sum = 0;
     epoch = next_epoch(progress);
+    // For weights of a late rank every send waits, this rank's as the others': that is not the others' doing.
+    if (params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &min_tokens_to_sum);
+    const uint64_t started = ptx::clock_ns();
     present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
     has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
