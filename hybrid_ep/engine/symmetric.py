@@ -88,7 +88,7 @@ class SymmetricMemory:
         except RuntimeError as error:
             raise TopologyError(
                 f"the {dist.get_world_size(group)} ranks of the group cannot map each other's GPU memory: {error}; "
-                "allowed: ranks of one NVLink domain"
+                "allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
             ) from error
         rank = dist.get_rank(group)
         # A handle is of an allocation, which may hold more than this tensor.

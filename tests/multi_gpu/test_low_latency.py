@@ -81,7 +81,7 @@ def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
 
 
 def test_replays(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, low_latency.check_replays, 5_000)
+    run_gpus(NUM_GPUS, low_latency.check_replays, 10_000)
 
 
 @needs_peer
