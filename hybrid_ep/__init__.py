@@ -13,6 +13,7 @@ from hybrid_ep._version import __version__
 from hybrid_ep.errors import (
     ClosedError,
     ConfigError,
+    CudaError,
     HybridEPError,
     OverflowError,
     TimeoutError,
@@ -32,6 +33,7 @@ __all__ = [
     "ClosedError",
     "Config",
     "ConfigError",
+    "CudaError",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",

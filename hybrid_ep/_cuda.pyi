@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hybrid_ep.errors import HybridEPError
-
 version: str
 control_bytes: int
 control_count_row_bytes: int
@@ -17,8 +15,6 @@ max_experts: int
 max_tokens: int
 max_row_bytes: int
 row_align_bytes: int
-
-class CudaError(HybridEPError): ...
 
 class DispatchPlan:
     def __init__(

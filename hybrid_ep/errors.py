@@ -7,7 +7,7 @@
     │   └── TimeoutError               a peer did not arrive within the configured time
     ├── OverflowError                  more tokens arrived than the caller gave room for
     ├── ClosedError                    the buffer was used after `close()` or `destroy()`
-    └── _cuda.CudaError                the CUDA runtime refused a call; with the extension only
+    └── CudaError (RuntimeError)       the CUDA runtime refused a call of the cuda engine
 
 Messages carry the value that was given and the values that are allowed.
 """
@@ -21,6 +21,7 @@ from typing import Any
 __all__ = [
     "ClosedError",
     "ConfigError",
+    "CudaError",
     "HybridEPError",
     "OverflowError",
     "TimeoutError",
@@ -82,3 +83,7 @@ class OverflowError(HybridEPError, builtins.OverflowError):
 
 class ClosedError(HybridEPError):
     """The buffer was used after ``close()`` or ``destroy()``."""
+
+
+class CudaError(HybridEPError, RuntimeError):
+    """The CUDA runtime refused a call of the cuda engine; the message names the call."""

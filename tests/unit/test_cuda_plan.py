@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_ep import Buffer, ConfigError
+from hybrid_ep import Buffer, ConfigError, CudaError
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 
-pytest.importorskip("hybrid_ep._cuda")
+_cuda = pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch
 
 RANK, NUM_RANKS, T, H, K, E = 1, 4, 100, 64, 8, 32
@@ -121,3 +121,9 @@ def test_what_a_low_latency_dispatch_leaves_beside_its_rows(
     layout, counts, src_info = 2 * num_local * num_ranks, num_local, num_local * num_sources
     assert plan.num_ints - (layout + counts + src_info + num_sources * num_topk + num_ranks) in (0, 1)
     assert plan.num_ints % 2 == 0
+
+
+def test_what_the_cuda_runtime_refuses_has_a_type() -> None:
+    """Whether there is a driver here or not, there is no GPU of this number."""
+    with pytest.raises(CudaError, match="^cuda"):
+        _cuda.can_run(4096)

@@ -5,8 +5,15 @@
 
 PYBIND11_MODULE(_cuda, module) {
   namespace py = pybind11;
-  const py::object base = py::module_::import("hybrid_ep.errors").attr("HybridEPError");
-  py::register_exception<hybrid_ep::CudaError>(module, "CudaError", base);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const hybrid_ep::CudaError& error) {
+      // Only here: the module can be imported without the package, which needs torch.
+      const py::object type = py::module_::import("hybrid_ep.errors").attr("CudaError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
   module.attr("version") = HYBRID_EP_VERSION;
   module.attr("control_bytes") = sizeof(hybrid_ep::ControlBlock);
   module.attr("control_count_row_bytes") = sizeof(hybrid_ep::CountRow);
