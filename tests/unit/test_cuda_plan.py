@@ -10,7 +10,8 @@ import torch
 from hybrid_ep import Buffer, ConfigError, CudaError
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 
-_cuda = pytest.importorskip("hybrid_ep._cuda")
+pytest.importorskip("hybrid_ep._cuda")
+from hybrid_ep import _cuda
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch
 
 RANK, NUM_RANKS, T, H, K, E = 1, 4, 100, 64, 8, 32
@@ -125,5 +126,5 @@ def test_what_a_low_latency_dispatch_leaves_beside_its_rows(
 
 def test_what_the_cuda_runtime_refuses_has_a_type() -> None:
     """Whether there is a driver here or not, there is no GPU of this number."""
-    with pytest.raises(CudaError, match="^cuda"):
+    with pytest.raises(CudaError, match=r"^cuda"):
         _cuda.can_run(4096)
