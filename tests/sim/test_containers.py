@@ -239,11 +239,13 @@ def test_daemonset_finds_the_nodes_faults(
     assert f"{check}:" in done.stdout
 
 
-def docker_run(stub: Path, folder: Path, node: Recording, bench: int = 0) -> subprocess.CompletedProcess[str]:
-    """docker/entrypoint without a command, where torch sees eight GPUs and the benchmark ends with `bench`."""
+def docker_run(
+    stub: Path, folder: Path, node: Recording, bench: int = 0, gpus: int = 8
+) -> subprocess.CompletedProcess[str]:
+    """docker/entrypoint without a command, where torch sees so many GPUs and the test ends with `bench`."""
     node.write(folder / "node")
     programs = {
-        "python3": "echo 8",
+        "python3": f"echo {gpus}",
         "hybrid-ep": f'[ "$1" = doctor ] || {{ echo "ran $*"; exit {bench}; }}\n'
         f'exec {shlex.join(_HYBRID_EP)} doctor --sysroot {folder}/node "${{@:2}}"',
     }
@@ -260,8 +262,14 @@ def docker_run(stub: Path, folder: Path, node: Recording, bench: int = 0) -> sub
 def test_docker_run_passes_on_a_sound_machine_and_says_what_several_nodes_need(stub: Path, tmp_path: Path) -> None:
     done = docker_run(stub, tmp_path, Container().show(healthy("hgx-h200")))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ran bench" in done.stdout
+    assert "ran bench --device cuda" in done.stdout
     assert "--ipc host --network host --ulimit memlock=-1 --device /dev/infiniband" in done.stdout
+
+
+def test_docker_run_without_gpus_is_not_held_to_those_of_the_machine(stub: Path, tmp_path: Path) -> None:
+    done = docker_run(stub, tmp_path, Container().show(healthy("hgx-h200")), gpus=0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ran demo" in done.stdout
 
 
 def test_docker_run_fails_on_a_machine_with_a_fault(stub: Path, tmp_path: Path) -> None:
@@ -281,8 +289,10 @@ def test_docker_run_says_what_may_have_failed_the_benchmark(stub: Path, tmp_path
 
 def test_health_check_is_no_complaint_about_the_container(stub: Path, tmp_path: Path) -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", "")
-    (line,) = [line for line in dockerfile.splitlines() if line.startswith("HEALTHCHECK")]
-    command = shlex.split(line.partition(" CMD ")[2].strip("[]").replace(",", " "))
-    assert command[:2] == ["hybrid-ep", "doctor"]
-    done = examine(stub, tmp_path, Container().show(healthy("hgx-h200")), command[2:])
-    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in dockerfile.splitlines() if line.startswith("HEALTHCHECK")]
+    assert len(lines) == 2  # of the images for GPUs, and of the one for CPUs
+    for i, line in enumerate(lines):
+        command = shlex.split(line.partition(" CMD ")[2].strip("[]").replace(",", " "))
+        assert command[:2] == ["hybrid-ep", "doctor"]
+        done = examine(stub, tmp_path / str(i), Container().show(healthy("hgx-h200")), command[2:])
+        assert done.returncode == 0, done.stdout + done.stderr
