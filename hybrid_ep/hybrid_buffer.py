@@ -6,7 +6,6 @@ Routings come as top-k indices or as dense maps; inside, both are top-k indices,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +16,13 @@ from hybrid_ep.base_buffer import BaseBuffer, as_rows, check_rows
 from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.hybrid_config import BufferConfig, Configurer
 from hybrid_ep.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
 _MAX_PAD = 1 << 16  # so that rows with pads can be counted in 32 bits
-
-
-@dataclass
-class BufferConfig:
-    """Sizes that a buffer was made for.
-
-    Attributes:
-        hidden_dim: H.
-        max_num_of_tokens_per_rank: the most tokens that a rank may dispatch at once.
-        num_of_experts_per_rank: LE.
-    """
-
-    hidden_dim: int
-    max_num_of_tokens_per_rank: int
-    num_of_experts_per_rank: int
-
-
-@dataclass
-class Configurer:
-    """Holds the buffer's configuration where the peer's callers look for it."""
-
-    buffer_config: BufferConfig
 
 
 class HybridEPBuffer(BaseBuffer):
