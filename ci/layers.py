@@ -40,7 +40,7 @@ CXX: list[list[str]] = [
 GROUPS = {
     "base": ["errors", "env", "geometry", "_version"],
     "tensors": ["checks", "layout", "quantize", "config", "event", "streams"],
-    "buffers": ["base_buffer", "buffer", "low_latency", "hybrid_handles", "hybrid_buffer", "__init__"],
+    "buffers": ["base_buffer", "buffer", "low_latency", "hybrid_config", "hybrid_handles", "hybrid_buffer", "__init__"],
     "_C": ["_C", "_cuda", "_nvml", "_verbs"],
 }
 # The public names of `hybrid_ep` may be used by whatever stands above the buffers; `engine` needs the packages below
