@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A room may import from lower levels, and from rooms of its own level only where `SIDEWAYS` says so.
+# A room is a folder or a file at the top of the tree. It may import from lower levels only.
 PYTHON: list[list[str]] = [
     ["cli"],
     ["k8s", "validation"],
@@ -22,10 +22,11 @@ PYTHON: list[list[str]] = [
     ["report", "info", "nn", "topology"],
     ["buffers"],
     ["engine"],
-    ["cluster", "reference", "workload"],
-    ["tensors"],
-    ["base"],
-    ["_C"],
+    ["testing"],
+    ["core"],
+    ["env"],
+    ["errors", "_version", "_moved"],
+    ["_C", "_cuda", "_nvml", "_verbs"],
 ]
 CXX: list[list[str]] = [
     ["bindings"],
@@ -36,26 +37,15 @@ CXX: list[list[str]] = [
     ["layout"],
     ["common"],
 ]
-# Modules at the top of the package that are not rooms of their own.
-GROUPS = {
-    "base": ["errors", "env", "geometry", "_version"],
-    "tensors": ["checks", "layout", "quantize", "config", "event", "streams"],
-    "buffers": ["base_buffer", "buffer", "low_latency", "hybrid_config", "hybrid_handles", "hybrid_buffer", "__init__"],
-    "_C": ["_C", "_cuda", "_nvml", "_verbs"],
-}
-# The public names of `hybrid_ep` may be used by whatever stands above the buffers; `engine` needs the packages below
-# it.
 COLOURS = ["#332288", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#999999"]
 
 
 def room_of_module(name: str) -> str:
-    """`hybrid_ep.engine.hop` → `engine`; `hybrid_ep.errors` → `base`; `hybrid_ep` → `buffers`."""
-    parts = name.split(".")
-    top = parts[1] if len(parts) > 1 else "__init__"
-    for room, members in GROUPS.items():
-        if top in members:
-            return room
-    return top
+    """`hybrid_ep.engine.hop` → `engine`; `hybrid_ep.errors` → `errors`; a public name of `hybrid_ep` → `buffers`."""
+    top = (*name.split("."), "")[1]
+    package = ROOT / "hybrid_ep"
+    is_room = top.startswith("_") or (package / top).is_dir() or (package / f"{top}.py").is_file()
+    return top if top and is_room else "buffers"
 
 
 def python_edges() -> list[tuple[str, str, str]]:
@@ -153,8 +143,7 @@ def draw(path: Path) -> None:
         for room, (x, y) in place.items():
             box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
             # Arrows pass behind the boxes.
-            label = room if room not in GROUPS else f"{room}\n" + _wrapped([m for m in GROUPS[room] if m != "__init__"])
-            axis.text(x, y, label, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9, zorder=5)
+            axis.text(x, y, room, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9, zorder=5)
         axis.set_title(title, fontsize=13)
         axis.set_xlim(0, 1)
         axis.set_ylim(-len(levels) + 0.4, 0.6)
@@ -162,10 +151,6 @@ def draw(path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
-
-
-def _wrapped(names: list[str]) -> str:
-    return "\n".join(", ".join(names[i : i + 3]) for i in range(0, len(names), 3))
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """hybrid_ep moves the tokens of Mixture-of-Experts models between ranks: dispatch and combine.
 
 The public names are loaded when they are first used, so that commands which need no tensors (`hybrid-ep doctor`) start
-without importing torch.
+without importing torch. The submodules `nn` and `quantize` are public, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hybrid_ep import _moved
 from hybrid_ep._version import __version__
 from hybrid_ep.errors import (
     ClosedError,
@@ -22,11 +23,11 @@ from hybrid_ep.errors import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_ep.buffer import Buffer, topk_idx_t
-    from hybrid_ep.config import Config
-    from hybrid_ep.event import EventHandle, EventOverlap
-    from hybrid_ep.hybrid_buffer import HybridEPBuffer
-    from hybrid_ep.layout import indices_to_map
+    from hybrid_ep.buffers.hybrid import HybridEPBuffer
+    from hybrid_ep.buffers.normal import Buffer, topk_idx_t
+    from hybrid_ep.core.config import Config
+    from hybrid_ep.core.event import EventHandle, EventOverlap
+    from hybrid_ep.core.layout import indices_to_map
 
 __all__ = [
     "Buffer",
@@ -48,21 +49,26 @@ __all__ = [
 ]
 
 _HOME = {
-    "Buffer": "buffer",
-    "topk_idx_t": "buffer",
-    "Config": "config",
-    "EventHandle": "event",
-    "EventOverlap": "event",
-    "HybridEPBuffer": "hybrid_buffer",
-    "indices_to_map": "layout",
+    "Buffer": "buffers.normal",
+    "topk_idx_t": "buffers.normal",
+    "Config": "core.config",
+    "EventHandle": "core.event",
+    "EventOverlap": "core.event",
+    "HybridEPBuffer": "buffers.hybrid",
+    "indices_to_map": "core.layout",
 }
+_SUBMODULES = ("nn", "quantize")
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_SUBMODULES])

@@ -16,9 +16,9 @@ from hybrid_ep.bench.plan import MODES, BenchPlan, Candidate, default_workload_s
 from hybrid_ep.bench.results import BenchReport
 from hybrid_ep.bench.subjects import BASELINE, require_known
 from hybrid_ep.bench.tables import print_report, render_markdown
-from hybrid_ep.checks import require_int
+from hybrid_ep.core.checks import require_int
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.workload import DTYPES, ROUTINGS, Workload
+from hybrid_ep.testing.workload import DTYPES, ROUTINGS, Workload
 
 __all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
 

@@ -18,8 +18,8 @@ from hybrid_ep.bench.plan import BenchPlan
 from hybrid_ep.bench.results import WIRE, BenchReport, summarize
 from hybrid_ep.bench.timing import time_floor
 from hybrid_ep.bench.wire import measure_wire
-from hybrid_ep.cluster import VirtualCluster
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.testing.cluster import VirtualCluster
 
 __all__ = ["Launcher", "Run", "find_launcher", "measure_all", "open_ranks"]
 

@@ -14,7 +14,7 @@ from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows
 from hybrid_ep.bench.subjects import open_subject
 from hybrid_ep.bench.timing import Times, time_calls, time_host
-from hybrid_ep.workload import make_batch
+from hybrid_ep.testing.workload import make_batch
 
 __all__ = ["RankMeasurement", "measure"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.layout import compute_layout
+from hybrid_ep.core.layout import compute_layout
 
 __all__ = ["RowCounts", "count_rows", "owners"]
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.bench.plan import BenchPlan, Candidate
+from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
-from hybrid_ep.workload import Batch
+from hybrid_ep.testing.workload import Batch
 
 __all__ = [
     "BASELINE",

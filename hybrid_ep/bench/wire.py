@@ -19,11 +19,11 @@ from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows, owners
 from hybrid_ep.bench.timing import Times, time_calls
+from hybrid_ep.core.layout import first_occurrence
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import TopologyError
-from hybrid_ep.layout import first_occurrence
-from hybrid_ep.workload import make_routing
+from hybrid_ep.testing.workload import make_routing
 
 __all__ = ["RankWire", "compared_sms", "measure_wire", "places"]
 

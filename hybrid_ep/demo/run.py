@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from hybrid_ep import env
-from hybrid_ep.cluster import VirtualCluster
 from hybrid_ep.demo.results import DemoResult, PathResult, WireResult
 from hybrid_ep.demo.settings import PATHS, ROUTINGS, Path, Settings
 from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
 from hybrid_ep.demo.train import train
 from hybrid_ep.demo.verify import RankCheck, check_path
-from hybrid_ep.workload import Workload, make_routing
+from hybrid_ep.testing.cluster import VirtualCluster
+from hybrid_ep.testing.workload import Workload, make_routing
 
 __all__ = ["NUM_PHASES", "run_demo"]
 

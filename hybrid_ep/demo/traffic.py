@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_ep.layout import drop_duplicates
+from hybrid_ep.core.layout import drop_duplicates
 
 __all__ = ["HopBytes", "all_gather_bytes", "all_to_all_bytes", "tokens_per_expert"]
 

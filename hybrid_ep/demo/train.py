@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffer import Buffer
+from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.nn import MoELayer
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.engine.cuda_route import Sent
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.streams import current_raw_stream
 
 __all__ = ["Arena", "Landed"]
 

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.quantize import Fp8Format
 from hybrid_ep.errors import OverflowError
-from hybrid_ep.geometry import RankGrid
-from hybrid_ep.quantize import Fp8Format
 
 __all__ = [
     "MIN_TOKENS_TO_SUM",

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.quantize import Fp8Format
+from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.engine.arena import Arena, Landed
 from hybrid_ep.engine.base import (
     Combined,
@@ -40,9 +43,6 @@ from hybrid_ep.engine.cuda_route import Mail, PermuteState, Route, RouteMemory, 
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
-from hybrid_ep.geometry import RankGrid
-from hybrid_ep.quantize import Fp8Format
-from hybrid_ep.streams import current_raw_stream
 
 __all__ = ["CudaEngine"]
 

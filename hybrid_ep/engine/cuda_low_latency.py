@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.cuda_route import address, aligned
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError
-from hybrid_ep.geometry import RankGrid
-from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
 
 __all__ = ["CudaLowLatency"]
 

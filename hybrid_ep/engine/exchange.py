@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.base import Traffic
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
-from hybrid_ep.geometry import RankGrid
 
 __all__ = ["Exchange"]
 

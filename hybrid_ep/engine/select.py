@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.geometry import RankGrid
 
 __all__ = ["Choice", "choose_engine", "make_engine"]
 

@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.layout import Permutation, compute_layout, drop_duplicates, permutation_by_expert
+from hybrid_ep.core.quantize import Fp8Format
 from hybrid_ep.engine.base import (
     Combined,
     Dispatched,
@@ -36,9 +39,6 @@ from hybrid_ep.engine.hop import Hop
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.engine.torch_low_latency import TorchLowLatency
 from hybrid_ep.errors import OverflowError
-from hybrid_ep.geometry import RankGrid
-from hybrid_ep.layout import Permutation, compute_layout, drop_duplicates, permutation_by_expert
-from hybrid_ep.quantize import Fp8Format
 
 __all__ = ["TorchEngine"]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.layout import compute_layout, drop_duplicates, permutation_by_expert
+from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.layout import compute_layout, drop_duplicates, permutation_by_expert
-from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
 
 __all__ = ["TorchLowLatency"]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_ep.buffer import Buffer
-from hybrid_ep.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.checks import MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch, require_buffer
 
 __all__ = ["MoELayer"]

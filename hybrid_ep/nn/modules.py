@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybrid_ep.buffer import Buffer
-from hybrid_ep.checks import require, require_int, require_tensor
+from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.checks import require, require_int, require_tensor
 from hybrid_ep.engine.base import DispatchHandle
 
 __all__ = ["DispatchedTokens", "MoECombine", "MoEDispatch"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_ep.reference import Reference
+from hybrid_ep.testing.reference import Reference
 
 __all__ = ["CASES", "LOW_LATENCY_CASES", "Case", "Inputs", "row_of", "select"]
 

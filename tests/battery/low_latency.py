@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.quantize import Fp8Format, cast_to_fp8
-from hybrid_ep.reference import Copy
+from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, make_buffer, on
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.quantize import Fp8Format, cast_to_fp8
+from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
 from tests.battery.cases import Case, Inputs, row_of
 
 __all__ = [

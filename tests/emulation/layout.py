@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from hybrid_ep.layout import compute_layout
+from hybrid_ep.core.layout import compute_layout
 from tests.battery.normal import equal
 
 __all__ = ["check_layout"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_ep.cluster import RankError, VirtualCluster
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.emulation.engine import run
 
 NUM_RANKS = 3

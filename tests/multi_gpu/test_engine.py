@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hybrid_ep.cluster import VirtualCluster
+from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import hybrid, normal, other_calls
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases

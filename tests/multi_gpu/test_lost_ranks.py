@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hybrid_ep.cluster import RankError, VirtualCluster
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.multi_gpu import lost_ranks
 
 NUM_GPUS = torch.cuda.device_count()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hybrid_ep.cluster import RankError, VirtualCluster
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency as battery
 from tests.battery.cases import LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases

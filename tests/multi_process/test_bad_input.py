@@ -19,7 +19,7 @@ from hybrid_ep import (
     OverflowError,
     TopologyError,
 )
-from hybrid_ep.quantize import cast_to_fp8
+from hybrid_ep.core.quantize import cast_to_fp8
 from tests.conftest import RunRanks
 
 T, H, K, E = 6, 256, 2, 8

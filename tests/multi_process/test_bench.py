@@ -28,7 +28,7 @@ from hybrid_ep.bench.timing import time_host
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.workload import Workload
+from hybrid_ep.testing.workload import Workload
 from tests.conftest import RunRanks
 
 TINY = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]

@@ -14,7 +14,7 @@ from hybrid_ep.demo.results import DemoResult
 from hybrid_ep.demo.settings import PATHS, Settings
 from hybrid_ep.demo.verify import RankCheck, allowed_fraction, check_path
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
-from hybrid_ep.workload import make_routing
+from hybrid_ep.testing.workload import make_routing
 from tests.conftest import RunRanks
 
 SMALL = ["--ranks", "4", "--tokens", "32", "--hidden", "128", "--topk", "3", "--experts", "8", "--steps", "10"]

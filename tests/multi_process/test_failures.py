@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, TimeoutError, TransportError
-from hybrid_ep.cluster import RankError, VirtualCluster
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency, normal
 from tests.battery.cases import Case
 

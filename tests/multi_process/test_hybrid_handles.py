@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_ep import ConfigError, HybridEPBuffer
-from hybrid_ep.layout import indices_to_map
+from hybrid_ep.core.layout import indices_to_map
 
 T, H, K, E = 6, 256, 2, 8
 BF16 = torch.bfloat16

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.nn import MoECombine, MoEDispatch, MoELayer
-from hybrid_ep.reference import dense_moe
+from hybrid_ep.testing.reference import dense_moe
 from tests.battery.cases import Case
 from tests.conftest import RunRanks
 

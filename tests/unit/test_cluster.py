@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_ep import ConfigError
-from hybrid_ep.cluster import RankError, VirtualCluster
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_ep import ConfigError, layout
-from hybrid_ep.layout import (
+from hybrid_ep.core.layout import (
     compute_layout,
     drop_duplicates,
     first_occurrence,

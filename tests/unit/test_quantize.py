@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep import ConfigError
-from hybrid_ep.quantize import E4M3_MAX, Fp8Format, cast_from_fp8, cast_to_fp8, pack_ue8m0, unpack_ue8m0
+from hybrid_ep.core.quantize import E4M3_MAX, Fp8Format, cast_from_fp8, cast_to_fp8, pack_ue8m0, unpack_ue8m0
 
 FORMATS = [Fp8Format(), Fp8Format(round_scale=True), Fp8Format(round_scale=True, ue8m0=True)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.workload import ROUTINGS, Workload, make_batch, make_routing
+from hybrid_ep.testing.workload import ROUTINGS, Workload, make_batch, make_routing
 
 
 def workload(routing: str = "uniform", **changes: object) -> Workload:

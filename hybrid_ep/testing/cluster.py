@@ -108,7 +108,9 @@ class VirtualCluster:
         # Without CUDA in the parent, ranks can fork from a server that has torch loaded; CUDA must start in each rank
         # itself.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "hybrid_ep.buffer", "hybrid_ep.hybrid_buffer"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
+        )
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         # Answers of each rank that were taken or given up; one that comes late must not be taken for the next.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hybrid_ep.event import EventHandle, EventOverlap
+from hybrid_ep.core.event import EventHandle, EventOverlap
 
 __all__ = ["CommStream", "current_raw_stream"]
 

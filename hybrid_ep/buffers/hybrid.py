@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.base_buffer import BaseBuffer, as_rows, check_rows
-from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows
+from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer
+from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
+from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.core.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.hybrid_config import BufferConfig, Configurer
-from hybrid_ep.hybrid_handles import HybridHandle, PermutedHandle
-from hybrid_ep.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 

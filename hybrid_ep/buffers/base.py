@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
-from hybrid_ep.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
+from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Rows, Traffic
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
-from hybrid_ep.geometry import RankGrid
-from hybrid_ep.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
-from hybrid_ep.streams import CommStream
 
 if TYPE_CHECKING:
     from typing_extensions import Self

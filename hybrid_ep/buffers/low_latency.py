@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybrid_ep.base_buffer import BaseBuffer
-from hybrid_ep.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits, unsupported
+from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits, unsupported
+from hybrid_ep.core.event import EventOverlap
+from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, LowLatencyHandle
 from hybrid_ep.errors import ConfigError, TransportError
-from hybrid_ep.event import EventOverlap
-from hybrid_ep.quantize import CHANNELS_PER_SCALE, Fp8Format
 
 if TYPE_CHECKING:
     Hook = Callable[[], None]

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.base_buffer import as_rows, check_rows
-from hybrid_ep.checks import MAX_BYTES, MAX_TOPK, Passed, require, require_int, require_tensor, traits
-from hybrid_ep.config import Config
+from hybrid_ep.buffers.base import as_rows, check_rows
+from hybrid_ep.buffers.low_latency import LowLatencyCalls
+from hybrid_ep.core.checks import MAX_BYTES, MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.core.config import Config
+from hybrid_ep.core.event import EventHandle, EventOverlap
+from hybrid_ep.core.layout import compute_layout, map_to_indices, widest_token
 from hybrid_ep.engine.base import Dispatched, DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.event import EventHandle, EventOverlap
-from hybrid_ep.layout import compute_layout, map_to_indices, widest_token
-from hybrid_ep.low_latency import LowLatencyCalls
 
 __all__ = ["Buffer", "topk_idx_t"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _C
-from hybrid_ep.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
-from hybrid_ep.streams import current_raw_stream
+from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.streams import current_raw_stream
 
 try:
     from hybrid_ep import _cuda

@@ -1,0 +1,1 @@
+"""The public buffers: one class per interface, over one engine each."""

@@ -1,0 +1,1 @@
+"""What every layer shares: geometry, checks, layouts, formats, streams and events."""
