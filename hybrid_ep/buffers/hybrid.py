@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
+from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.core.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
@@ -130,6 +131,7 @@ class HybridEPBuffer(BaseBuffer):
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are compiled ahead of time, so there is no cache."""
 
+    @plain_tensors
     def dispatch(
         self,
         hidden: Tensor,
@@ -218,6 +220,7 @@ class HybridEPBuffer(BaseBuffer):
             handle = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, overflow)
         return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, handle
 
+    @plain_tensors
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -252,6 +255,7 @@ class HybridEPBuffer(BaseBuffer):
         combined = engine.combine(hidden, handle.dispatch, weights=weights, bias=(), num_sms=self._num_sms_combine)
         return combined.data, self._to_experts(combined.weights, handle.topk_idx, handle.dispatch.num_experts)
 
+    @plain_tensors
     def dispatch_with_permute(
         self,
         *,
@@ -376,6 +380,7 @@ class HybridEPBuffer(BaseBuffer):
         made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, result.handle.overflow)
         return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
+    @plain_tensors
     def combine_with_unpermute(
         self,
         *,

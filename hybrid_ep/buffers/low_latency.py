@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits, unsupported
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format
@@ -66,6 +67,7 @@ class LowLatencyCalls(BaseBuffer):
         combine_bytes = _aligned(tokens * num_topk * row_bytes) + num_ranks * _aligned(tokens * num_topk * 4)
         return _CONTROL_BYTES + _NUM_BUFFERS * (dispatch_bytes + combine_bytes)
 
+    @plain_tensors
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -136,6 +138,7 @@ class LowLatencyCalls(BaseBuffer):
         event = self._comm_stream.finish(None, async_finish, tensors)
         return rows.data if rows.scales is None else (rows.data, rows.scales), counts, handle, event, hook
 
+    @plain_tensors
     def low_latency_combine(
         self,
         x: Tensor,
@@ -220,6 +223,7 @@ class LowLatencyCalls(BaseBuffer):
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
+    @plain_tensors
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Returns ``[LE, M×R, H]`` bf16 for the experts to write to, for `low_latency_combine(zero_copy=True)`."""
         self._require_low_latency()
@@ -230,6 +234,7 @@ class LowLatencyCalls(BaseBuffer):
         self._combine_buffer = (handle, buffer)
         return buffer
 
+    @plain_tensors
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank not masked.
 
@@ -250,6 +255,7 @@ class LowLatencyCalls(BaseBuffer):
         self._num_cleanings += 1
         self._finish(self.engine.barrier)
 
+    @plain_tensors
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
         """Leaves a rank out of low-latency calls (`mask=True`) or takes it back in. Local: call it on every survivor.
 
@@ -261,6 +267,7 @@ class LowLatencyCalls(BaseBuffer):
         require(ok, "rank", rank, f"0 … {self.group_size - 1} except this rank, {self.rank}")
         self.engine.set_masked([rank], mask)
 
+    @plain_tensors
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local.
 
@@ -279,6 +286,7 @@ class LowLatencyCalls(BaseBuffer):
 
         self._finish(query)
 
+    @plain_tensors
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes every rank back in. Local: call it on every rank, then `clean_low_latency_buffer` together."""
         self._require_shrink()
@@ -294,6 +302,7 @@ class LowLatencyCalls(BaseBuffer):
             return None
         num_calls, num_cleanings = 0, self._num_cleanings
 
+        @plain_tensors
         def hook() -> None:
             nonlocal num_calls
             num_calls += 1

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import as_rows, check_rows
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
+from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, MAX_TOPK, Passed, require, require_int, require_tensor, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
@@ -130,6 +131,7 @@ class Buffer(LowLatencyCalls):
         """Returns the stream that asynchronous calls run on."""
         return self._comm_stream.get()
 
+    @plain_tensors
     def get_local_buffer_tensor(
         self,
         dtype: torch.dtype,
@@ -179,6 +181,7 @@ class Buffer(LowLatencyCalls):
         require_int("num_ranks", num_ranks, minimum=1)
         return Config(Buffer.num_sms)
 
+    @plain_tensors
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -212,6 +215,7 @@ class Buffer(LowLatencyCalls):
         per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
         return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
 
+    @plain_tensors
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -306,6 +310,7 @@ class Buffer(LowLatencyCalls):
         )
         return self._shape(result, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
 
+    @plain_tensors
     def combine(
         self,
         x: Tensor,
