@@ -1,0 +1,147 @@
+"""What the ranks of a call must agree on: its fields, how they travel, and the error where they differ.
+
+Ranks exchange one header per call, together with its counts where it has any. A header has one int64 per field; a field
+that a call does not have is `ABSENT` in it. Every engine takes the names and the wording from here, so that the same
+mistake reads the same on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hybrid_ep.errors import ConfigError
+
+__all__ = [
+    "ABSENT",
+    "CALLS",
+    "DTYPES",
+    "FIELDS",
+    "disagreement",
+    "dtype_code",
+    "encode",
+    "first_difference",
+    "require_agreement",
+]
+
+ABSENT = -1
+
+# Kinds of calls, by the name that a user knows them by; the place in the list is what travels.
+CALLS = (
+    "dispatch",
+    "dispatch along a handle",
+    "combine",
+    "dispatch_with_permute",
+    "counts of experts",
+    "low_latency_dispatch",
+    "low_latency_combine",
+    "barrier",
+    "sum over ranks",
+)
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32)
+
+
+def _as_call(value: int) -> str:
+    return repr(CALLS[value]) if 0 <= value < len(CALLS) else f"unknown ({value})"
+
+
+def _as_dtype(value: int) -> str:
+    return "none" if value == ABSENT else str(DTYPES[value]) if value < len(DTYPES) else f"unknown ({value})"
+
+
+def _as_number(value: int) -> str:
+    return "none" if value == ABSENT else str(value)
+
+
+def _as_bool(value: int) -> str:
+    return "none" if value == ABSENT else str(bool(value))
+
+
+class Field(NamedTuple):
+    """One field of a header.
+
+    Attributes:
+        name: as messages give it.
+        spell: an int64 as messages give it.
+    """
+
+    name: str
+    spell: Callable[[int], str]
+
+
+# In this order they travel and are compared: the first that differs is named. What explains the most comes first.
+FIELDS: dict[str, Field] = {
+    "buffer": Field("number of the buffer on its group", _as_number),
+    "call": Field("call", _as_call),
+    "call_number": Field("number of the call", _as_number),
+    "num_experts": Field("num_experts", _as_number),
+    "num_topk": Field("top-k (columns of topk_idx)", _as_number),
+    "has_topk": Field("whether topk_idx is given", _as_bool),
+    "has_weights": Field("whether topk_weights are given", _as_bool),
+    "hidden": Field("hidden", _as_number),
+    "dtype": Field("dtype of the rows", _as_dtype),
+    "scale_dtype": Field("dtype of the scales", _as_dtype),
+    "num_scales": Field("scales of a row", _as_number),
+    "num_weights": Field("weights of a row", _as_number),
+    "num_worst_tokens": Field("num_worst_tokens", _as_number),
+    "is_bounded": Field("whether the number of rows is given", _as_bool),
+    "pad_multiple": Field("pad_multiple", _as_number),
+    "max_tokens": Field("num_max_dispatch_tokens_per_rank", _as_number),
+    "handle": Field("number of the handle's dispatch", _as_number),
+    "masked": Field("bits of the masked ranks", _as_number),
+    "numel": Field("elements of the tensor", _as_number),
+}
+_PLACE = {key: place for place, key in enumerate(FIELDS)}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Returns how a dtype of rows or scales travels."""
+    return DTYPES.index(dtype)
+
+
+def encode(values: Mapping[str, int]) -> list[int]:
+    """Returns a header: the value of every field in the order of `FIELDS`, `ABSENT` where none is given."""
+    header = [ABSENT] * len(FIELDS)
+    for key, value in values.items():
+        header[_PLACE[key]] = value
+    return header
+
+
+def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> str | None:
+    """Returns the key of the first field in which two headers differ, or None."""
+    return next((key for key, a, b in zip(FIELDS, mine, theirs, strict=True) if a != b), None)
+
+
+def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> ConfigError:
+    """Returns the error for a field of `FIELDS` that differs between this rank and a peer.
+
+    Args:
+        key: of the field.
+        mine: its value at this rank.
+        rank: this rank.
+        theirs: its value at the peer.
+        peer: the other rank.
+    """
+    name, spell = FIELDS[key]
+    return ConfigError(
+        f"{name} is {spell(mine)} at rank {rank} and {spell(theirs)} at rank {peer}; allowed: the same on every rank"
+    )
+
+
+def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequence[int]]) -> None:
+    """Raises where a header differs from this rank's.
+
+    Args:
+        mine: this rank's header.
+        rank: this rank.
+        headers: by rank.
+
+    Raises:
+        ConfigError: the first field that differs, of the lowest rank with which any does.
+    """
+    for peer, theirs in sorted(headers.items()):
+        key = first_difference(mine, theirs)
+        if key is not None:
+            raise disagreement(key, mine[_PLACE[key]], rank, theirs[_PLACE[key]], peer)
