@@ -49,7 +49,7 @@ find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 # One function for both: nvcc does not know every warning flag of the host compiler.
-file(GLOB cuda_kernels CONFIGURE_DEPENDS kernels/*.cu)
+file(GLOB cuda_kernels CONFIGURE_DEPENDS kernels/*/*.cu)
 file(GLOB cuda_hosts CONFIGURE_DEPENDS bindings/cuda/*.cpp runtime/*.cpp)
 hybrid_ep_module(_cuda ${cuda_kernels} ${cuda_hosts})
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${gencode} -Werror=all-warnings -Xptxas=--warn-on-spills

@@ -1,8 +1,7 @@
 # The topology probe: /sys in `_C`, NVML in `_nvml`, libibverbs in `_verbs`.
 #
-# `_nvml` links a stub of libnvidia-ml.so.1 that is built here and installed nowhere: a build host needs no driver, and
-# the loader finds the driver's library where the module runs.
-enable_language(C)  # the stub
+# `_nvml` links an empty library with the name of libnvidia-ml.so.1, which is installed nowhere: a build host needs no
+# driver, and the loader finds the driver's library where the module runs.
 target_sources(_C PRIVATE topology/sysfs.cpp topology/distance.cpp bindings/topology.cpp)
 
 function(hybrid_ep_add_nvml)
@@ -13,16 +12,15 @@ function(hybrid_ep_add_nvml)
     hybrid_ep_leave_out(_nvml ${HYBRID_EP_BUILD_NVML} "nvml.h was not found: pip install nvidia-nvml-dev")
     return(PROPAGATE left_out)
   endif()
-  add_library(nvml_stub SHARED topology/nvml_stub.c)
-  target_include_directories(nvml_stub PRIVATE ${HYBRID_EP_NVML_INCLUDE})
-  target_compile_options(nvml_stub PRIVATE -Wall -Wextra -Werror)
-  set_target_properties(nvml_stub PROPERTIES OUTPUT_NAME nvidia-ml SUFFIX .so.1 NO_SONAME ON
+  file(CONFIGURE OUTPUT nvml_name.cpp CONTENT "")
+  add_library(nvml_name SHARED ${CMAKE_CURRENT_BINARY_DIR}/nvml_name.cpp)
+  set_target_properties(nvml_name PROPERTIES OUTPUT_NAME nvidia-ml SUFFIX .so.1 NO_SONAME ON
                         LINK_OPTIONS -Wl,-soname,libnvidia-ml.so.1
                         LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stub)
   hybrid_ep_module(_nvml bindings/nvml.cpp topology/nvml_probe.cpp)
   target_include_directories(_nvml SYSTEM PRIVATE ${HYBRID_EP_NVML_INCLUDE})
-  target_link_libraries(_nvml PRIVATE nvml_stub)
-  # No run path into the build folder: the module must find the driver's library, never the stub.
+  target_link_libraries(_nvml PRIVATE -Wl,--no-as-needed nvml_name)
+  # No run path into the build folder: the module must find the driver's library, never the empty one.
   set_target_properties(_nvml PROPERTIES SKIP_BUILD_RPATH ON)
   return(PROPAGATE built)
 endfunction()

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/low_latency.h"
+#include "kernels/low_latency/low_latency.h"
 #include "runtime/communicator.h"
 
 namespace hybrid_ep {
@@ -50,8 +50,8 @@ class LowLatencyRegion {
   // Whether a captured stream used the region, so that a graph has its addresses.
   bool was_captured() const { return was_captured_; }
 
-  // The two halves of dispatch and of combine. `results` is memory as the plan lays it out; kernels/low_latency.h tells
-  // the shapes of the rest. Wait statistics and scales may be nullptr.
+  // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
+  // kernels/low_latency/low_latency.h tells the shapes of the rest. Wait statistics and scales may be nullptr.
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
                    int num_tokens, int32_t* results, cudaStream_t stream);
   void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,

@@ -6,9 +6,14 @@
 
 #include "layout/route_layout.h"
 #include "layout/slot_layout.h"
-#include "runtime/dlpack.h"
 
 namespace hybrid_ep {
+
+// The type of an element, as DLPack names it.
+struct ElementType {
+  uint8_t code, bits;
+};
+constexpr uint8_t kInt = 0, kFloat = 2;  // codes
 
 // Columns of a tensor that has a row for each token, and their type. None: no such tensor.
 struct Columns {

@@ -1,7 +1,7 @@
 """The wire's limit: a plan's own rows, pushed to where they belong by a kernel that does nothing else.
 
-No counts, no order, no metadata, no signals (`csrc/kernels/push_rows.cu`). Ranks, timer, row bytes and SMs are those of
-the candidates that are compared with it. A rank that cannot measure says why, and then nobody does.
+No counts, no order, no metadata, no signals (`csrc/kernels/push_rows/push_rows.cu`). Ranks, timer, row bytes and SMs
+are those of the candidates that are compared with it. A rank that cannot measure says why, and then nobody does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NVML through nvidia-ml-py, one key per value.
 
-The keys are those of the NVML stub (csrc/topology/nvml_stub.c), so what was read can be replayed: `answers` has it all.
+The keys are those of the NVML stub (tests/sim/nvml_stub.c), so what was read can be replayed: `answers` has it all.
 An NVML error, a missing library and a function that the driver does not have all raise `Unreadable` with NVML's words.
 """
 

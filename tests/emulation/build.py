@@ -30,11 +30,11 @@ def build(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     sources = [HERE / "emulator.cpp"]
     for original in (
-        sorted(CSRC.glob("kernels/*.cu"))
+        sorted(CSRC.glob("kernels/*/*.cu"))
         + sorted(CSRC.glob("runtime/*.cpp"))
         + sorted(CSRC.glob("bindings/cuda/*.cpp"))
     ):
-        translated = out / f"{original.parent.name}_{original.stem}.cpp"
+        translated = out / f"{'_'.join(original.relative_to(CSRC).with_suffix('').parts)}.cpp"
         translated.write_text(f'#line 1 "{original}"\n' + as_cpp(original.read_text()))
         sources.append(translated)
     includes = [HERE / "include", HERE, CSRC, pybind11.get_include(), sysconfig.get_path("include")]

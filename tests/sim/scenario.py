@@ -114,7 +114,7 @@ def build_stub(folder: Path, *, without: tuple[str, ...] = ()) -> Path:
     """Compiles the NVML stub into `folder`, for LD_LIBRARY_PATH; `without` hides functions, as in an older driver."""
     headers = sorted(Path(sysconfig.get_paths()["platlib"]).glob("nvidia/*/include/nvml.h"))
     assert headers, "nvml.h comes with nvidia-nvml-dev, which the dev extra installs"
-    source = ROOT / "csrc" / "topology" / "nvml_stub.c"
+    source = Path(__file__).with_name("nvml_stub.c")
     target = folder / "libnvidia-ml.so.1"
     exports = folder / "exports"
     exports.write_text(f"{{ global: *; local: {'; '.join(without) or 'none_at_all'}; }};\n")

@@ -11,7 +11,7 @@ import pybind11
 import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-KERNELS = sorted(path.name for path in (CSRC / "kernels").glob("*.cu"))
+KERNELS = sorted(str(path.relative_to(CSRC / "kernels")) for path in (CSRC / "kernels").glob("*/*.cu"))
 NVCC = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 

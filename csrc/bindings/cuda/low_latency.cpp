@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "bindings/cuda/bindings.h"
-#include "runtime/dlpack.h"
+#include "bindings/cuda/dlpack.h"
 
 namespace hybrid_ep::bindings {
 namespace {

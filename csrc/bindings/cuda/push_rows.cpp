@@ -1,5 +1,5 @@
 // The wire probe of `hybrid-ep bench`.
-#include "kernels/push_rows.h"
+#include "kernels/push_rows/push_rows.h"
 
 #include <algorithm>
 

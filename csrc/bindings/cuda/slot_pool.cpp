@@ -1,24 +1,112 @@
+// Slots of the arena as tensors: made through DLPack, each with its own storage, so that any view keeps the slot.
 #include "runtime/slot_pool.h"
 
+#include <memory>
+#include <utility>
+
 #include "bindings/cuda/bindings.h"
+#include "bindings/cuda/dlpack.h"
+#include "common/check.h"
 
 namespace hybrid_ep::bindings {
+namespace {
 
-void add_slot_pool(pybind11::module_& module) {
-  namespace py = pybind11;
-  py::class_<SlotPool, std::shared_ptr<SlotPool>>(module, "SlotPool")
+namespace py = pybind11;
+
+class SlotTensors {
+ public:
+  // `memory` is what keeps the arena alive; `current_stream` returns the calling thread's stream as an integer;
+  // `from_dlpack` makes a tensor of a capsule.
+  SlotTensors(uintptr_t base, int64_t slot_bytes, int num_slots, int device, py::object memory,
+              py::object current_stream, py::object from_dlpack)
+      : base_(base),
+        slot_bytes_(slot_bytes),
+        device_(device),
+        memory_(std::move(memory)),
+        from_dlpack_(std::move(from_dlpack)),
+        pool_(std::make_shared<SlotPool>(num_slots, stream_getter(std::move(current_stream), device))) {}
+
+  SlotPool& pool() { return *pool_; }
+  const SlotPool& pool() const { return *pool_; }
+
+  // Tensors over what a dispatch wrote, None for what its plan does not have: first rows, experts, weights and scales
+  // in its slot, of num_rows rows, which take over the taker's hold (expert-major only rows: the others belong to what
+  // arrived, not to its copies); then rank prefix, counts with padding and overflow flag of the route that it made, at
+  // `route` in `memory`, which they keep alive (counts and flag expert-major only).
+  py::tuple tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const py::object& memory,
+                    uintptr_t route) {
+    const RowFormat& format = plan.format;
+    const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
+    require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
+    py::object experts = py::none(), weights = py::none(), scales = py::none();
+    py::object rank_prefix = py::none(), counts = py::none(), overflow = py::none();
+    py::object rows = slot_tensor(slot_idx, layout.rows, num_rows, format.rows);
+    const bool is_permuted = plan.pad_multiple > 0;
+    if (!is_permuted) {
+      experts = slot_tensor(slot_idx, layout.experts, num_rows, format.experts);
+      weights = slot_tensor(slot_idx, layout.weights, num_rows, format.weights);
+      scales = slot_tensor(slot_idx, layout.scales, num_rows, format.scales);
+    }
+    pool_->release(slot_idx);
+    if (plan.makes_route) {
+      const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
+        return from_dlpack_(
+            make_capsule(route + offset * sizeof(int32_t), std::move(shape), {kInt, 32}, device_, [memory] {}));
+      };
+      rank_prefix = part(plan.route.rank_prefix, {plan.num_ranks, plan.num_ranks});
+      if (is_permuted) {
+        counts = part(plan.route.num_tokens_per_expert, {plan.num_experts / plan.num_ranks});
+        overflow = part(plan.route.overflow, {1});
+      }
+    }
+    return py::make_tuple(rows, experts, weights, scales, rank_prefix, counts, overflow);
+  }
+
+ private:
+  static SlotPool::CurrentStream stream_getter(py::object current_stream, int device) {
+    return [current_stream = std::move(current_stream), device]() -> std::optional<cudaStream_t> {
+      try {
+        return stream_of(current_stream(device).cast<uintptr_t>());
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("hybrid_ep: release of a receive slot");
+        return std::nullopt;
+      }
+    };
+  }
+
+  py::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns) {
+    if (columns.num == 0) return py::none();
+    pool_->hold(slot_idx);
+    return from_dlpack_(make_capsule(base_ + slot_idx * slot_bytes_ + offset, {num_rows, columns.num}, columns.type,
+                                     device_, [pool = pool_, memory = memory_, slot_idx] { pool->release(slot_idx); }));
+  }
+
+  uintptr_t base_;
+  int64_t slot_bytes_;
+  int device_;
+  py::object memory_, from_dlpack_;
+  std::shared_ptr<SlotPool> pool_;
+};
+
+}  // namespace
+
+void add_slot_pool(py::module_& module) {
+  py::class_<SlotTensors>(module, "SlotPool")
       .def(py::init<uintptr_t, int64_t, int, int, py::object, py::object, py::object>(), py::kw_only(), py::arg("base"),
            py::arg("slot_bytes"), py::arg("num_slots"), py::arg("device"), py::arg("memory"), py::arg("current_stream"),
            py::arg("from_dlpack"))
       .def(
-          "take", [](SlotPool& pool, uintptr_t stream) { return pool.take(stream_of(stream)); }, py::arg("stream"))
+          "take", [](SlotTensors& self, uintptr_t stream) { return self.pool().take(stream_of(stream)); },
+          py::arg("stream"))
       .def(
-          "note_use", [](SlotPool& pool, uintptr_t stream) { pool.note_use(stream_of(stream)); }, py::arg("stream"))
-      .def("release", &SlotPool::release, py::arg("slot_idx"))
-      .def("tensors", &SlotPool::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"), py::arg("memory"),
-           py::arg("route"))
-      .def_property_readonly("was_captured", &SlotPool::was_captured)
-      .def_property_readonly("num_free", &SlotPool::num_free);
+          "note_use", [](SlotTensors& self, uintptr_t stream) { self.pool().note_use(stream_of(stream)); },
+          py::arg("stream"))
+      .def(
+          "release", [](SlotTensors& self, int slot_idx) { self.pool().release(slot_idx); }, py::arg("slot_idx"))
+      .def("tensors", &SlotTensors::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"),
+           py::arg("memory"), py::arg("route"))
+      .def_property_readonly("was_captured", [](const SlotTensors& self) { return self.pool().was_captured(); })
+      .def_property_readonly("num_free", [](const SlotTensors& self) { return self.pool().num_free(); });
 }
 
 }  // namespace hybrid_ep::bindings

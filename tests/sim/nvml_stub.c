@@ -1,4 +1,4 @@
-/* A stand-in for libnvidia-ml.so.1: link-time stub of `_nvml`, and the NVML of simulated and recorded nodes.
+/* A stand-in for libnvidia-ml.so.1: the NVML of simulated and recorded nodes.
  *
  * It answers from a text file, named by HYBRID_EP_NVML_STUB and read by nvmlInit. One line is "key value":
  *

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace hybrid_ep::dlpack {
+namespace hybrid_ep::bindings::dlpack {
 
 constexpr int32_t kCuda = 2;
 
@@ -29,4 +29,4 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor* self);
 };
 
-}  // namespace hybrid_ep::dlpack
+}  // namespace hybrid_ep::bindings::dlpack

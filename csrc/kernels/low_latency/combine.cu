@@ -22,7 +22,7 @@
 #include "device/ptx/launch.cuh"
 #include "device/row_ring.cuh"
 #include "kernels/launch.h"
-#include "kernels/low_latency.h"
+#include "kernels/low_latency/low_latency.h"
 #include "layout/expert_map.h"
 
 namespace hybrid_ep {

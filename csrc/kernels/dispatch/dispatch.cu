@@ -11,7 +11,7 @@
 
 #include "device/epilogue.cuh"
 #include "device/row_sender.cuh"
-#include "kernels/dispatch_routes.cuh"
+#include "kernels/dispatch/routes.cuh"
 
 namespace hybrid_ep {
 namespace {

@@ -7,8 +7,8 @@
 // crosses the wire. They take the rows in the order in which they are sent, and wait for nothing.
 #pragma once
 
-#include "kernels/combine_routes.cuh"
-#include "kernels/combine_sum.cuh"
+#include "kernels/combine/routes.cuh"
+#include "kernels/combine/sum_rows.cuh"
 
 namespace hybrid_ep {
 namespace {

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "device/tickets.cuh"
-#include "kernels/combine_routes.cuh"
-#include "kernels/combine_sum.cuh"
+#include "kernels/combine/routes.cuh"
+#include "kernels/combine/sum_rows.cuh"
 
 namespace hybrid_ep {
 namespace {

@@ -15,11 +15,11 @@
 #include "device/row_ring.cuh"
 #include "device/tickets.cuh"
 #include "device/wait.cuh"
-#include "kernels/chunk_reports.cuh"
-#include "kernels/expert_rows.cuh"
+#include "kernels/combine/chunk_reports.cuh"
+#include "kernels/combine/expert_rows.cuh"
+#include "kernels/combine/partial_rows.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
-#include "kernels/partial_rows.cuh"
 
 namespace hybrid_ep {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "device/row_sender.cuh"
 #include "kernels/launch.h"
-#include "kernels/push_rows.h"
+#include "kernels/push_rows/push_rows.h"
 
 namespace hybrid_ep {
 namespace {

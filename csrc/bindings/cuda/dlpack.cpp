@@ -1,13 +1,13 @@
-#include "runtime/dlpack.h"
+#include "bindings/cuda/dlpack.h"
 
 #include <memory>
 #include <utility>
 
-#include "runtime/dlpack_abi.h"
+#include "bindings/cuda/dlpack_abi.h"
 
 namespace py = pybind11;
 
-namespace hybrid_ep {
+namespace hybrid_ep::bindings {
 namespace {
 
 struct Holder {
@@ -50,4 +50,4 @@ py::capsule make_capsule(uintptr_t address, std::vector<int64_t> shape, ElementT
   return py::capsule(&holder.release()->managed, "dltensor", &delete_capsule);
 }
 
-}  // namespace hybrid_ep
+}  // namespace hybrid_ep::bindings
