@@ -53,6 +53,7 @@ _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
 @click.option("--num-sms", help="SMs to use, separated by commas, e.g. 8,16,24; default: each one's own choice.")
 @click.option("--no-sync", is_flag=True, help="Give upper bounds of received rows, so that no call waits for the host.")
 @click.option("--wire/--no-wire", default=True, show_default=True, help="Measure the wire's limit beside it, on GPUs.")
+@click.option("--hold", default=4, show_default=True, help="Results kept alive where dispatch is timed so; 0 = not.")
 @click.option("--warmups", default=3, show_default=True, help="Calls before timing.")
 @click.option("--runs", type=int, help="Timed calls; default: 30 on GPUs, 10 on a CPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
@@ -76,6 +77,7 @@ def bench(
     num_sms: str | None,
     no_sync: bool,
     wire: bool,
+    hold: int,
     warmups: int,
     runs: int | None,
     as_json: bool,
@@ -115,6 +117,7 @@ def bench(
                 no_sync=no_sync,
                 device=device,
                 wire=wire,
+                num_held=hold,
             )
             for num_tokens in ([sizes["tokens"]] if tokens is None else _integers("tokens", tokens, minimum=0))
         ]

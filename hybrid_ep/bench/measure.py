@@ -12,8 +12,8 @@ from hybrid_ep.bench.expected import check_combined, check_received, expert_fact
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows
-from hybrid_ep.bench.subjects import open_subject
-from hybrid_ep.bench.timing import Times, time_calls, time_host
+from hybrid_ep.bench.subjects import Subject, open_subject
+from hybrid_ep.bench.timing import Holding, Times, time_calls, time_host, time_until_done
 from hybrid_ep.testing.workload import make_batch
 
 __all__ = ["RankMeasurement", "measure"]
@@ -64,11 +64,35 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
                 free = {name: call for name, call in calls.items() if name not in subject.waiting_calls}
                 for name, microseconds in time_host(free).items():
                     times[name].in_a_row_microseconds = microseconds
+                torch.set_default_device(plan.device)
+                for name, microseconds in time_host(free).items():
+                    times[name].default_device_microseconds = microseconds
+                torch.set_default_device(None)
+            times |= _time_as_callers_live(subject, plan, calls, outputs)
             times |= {name: times[name].each_of(number) for name, number in subject.num_calls.items()}
         counts = count_rows(batch.topk_idx, plan.workload.num_experts, once_per_expert=plan.mode == "low-latency")
         return RankMeasurement(subject.engine, problems, times, dict.fromkeys(CALLS, counts))
     finally:
         subject.close()
+
+
+def _time_as_callers_live(
+    subject: Subject, plan: BenchPlan, calls: dict[str, Callable[[], object]], outputs: torch.Tensor
+) -> dict[str, Times]:
+    """Times what a caller feels and a timer on an idle buffer does not: results held, and the wait of an eager call."""
+    times: dict[str, Times] = {}
+    for name in subject.calls_with_results if plan.num_held else ():
+        form = f"{name}{',' if ':' in name else ':'} {plan.num_held} held"
+        # One form at a time: what another one holds would count, too.
+        held: dict[str, Callable[[], object]] = {form: Holding(calls[name], plan.num_held)}
+        times |= time_calls(held, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device)
+
+    def both() -> None:
+        subject.combine(subject.dispatch(), outputs)
+
+    eager = {name: calls[name] for name in CALLS} | {"dispatch and combine": both}
+    until_done = {f"{name}: until done": call for name, call in eager.items()}
+    return times | time_until_done(until_done, num_runs=plan.num_runs, device=plan.device)
 
 
 def _anywhere(flag: bool, on_gpu: bool) -> bool:

@@ -13,6 +13,7 @@ MODES = ("normal", "permute", "low-latency")
 CALLS = ("dispatch", "combine")
 _HALVES = (": send", ": receive")
 _IN_A_ROW = ": graph of "
+_UNTIL_DONE = ": until done"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class BenchPlan:
         no_sync: give the upper bound of received rows, so that no call waits for the host.
         device: ``cpu`` or ``cuda``.
         wire: measure the wire's limit beside the candidates.
+        num_held: results of dispatch that are kept alive in the forms named so; 0 = no such forms.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -59,11 +61,13 @@ class BenchPlan:
     no_sync: bool
     device: str
     wire: bool = True
+    num_held: int = 4
 
     def __post_init__(self) -> None:
         require(self.mode in MODES, "mode", self.mode, ", ".join(MODES))
         require_int("warmups", self.num_warmups, minimum=0)
         require_int("runs", self.num_runs, minimum=1)
+        require_int("hold", self.num_held, minimum=0)
         if self.mode == "low-latency":
             require(self.workload.num_tokens > 0, "tokens", 0, "≥ 1 in low-latency mode")
 
@@ -78,7 +82,7 @@ def call_of(operation: str) -> str | None:
     Operations are named ``call`` or ``call: form``.
     """
     call = operation.partition(":")[0]
-    is_alone = not operation.endswith(_HALVES) and _IN_A_ROW not in operation
+    is_alone = not operation.endswith((*_HALVES, _UNTIL_DONE)) and _IN_A_ROW not in operation
     return call if call in CALLS and is_alone else None
 
 

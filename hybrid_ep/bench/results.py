@@ -30,6 +30,7 @@ class Operation:
         p50_us, p99_us: for each rank, over runs, µs.
         host_us: until a call returned to the host, median over runs of the slowest rank, µs.
         host_in_a_row_us: the same of calls in a row; None where the host waits for the device, and on CPUs.
+        host_default_device_us: the same under `torch.set_default_device`.
         rows_bytes: bytes of all received rows, a rank's own included; mean over ranks; 0 for a half of a call and for
             what moves no rows.
         remote_rows_bytes: bytes of rows from other ranks only; mean over ranks.
@@ -48,6 +49,7 @@ class Operation:
     p99_us: list[float]
     host_us: float
     host_in_a_row_us: float | None
+    host_default_device_us: float | None
     rows_bytes: float
     remote_rows_bytes: float
     most_rows_bytes: int
@@ -195,6 +197,7 @@ def _operation(
     slowest = [max(run) for run in zip(*by_rank, strict=True)]
     median_us = statistics.median(slowest)
     in_a_row = [times[name].in_a_row_microseconds for times, _ in ranks]
+    default_device = [times[name].default_device_microseconds for times, _ in ranks]
     call = call_of(name)
     row_bytes = plan.row_bytes(call or "")
     rows = [counts[call] if call else RowCounts(0, 0) for _, counts in ranks]
@@ -209,6 +212,7 @@ def _operation(
         p99_us=[_percentile(times, 99) for times in by_rank],
         host_us=max(statistics.median(times[name].host_microseconds) for times, _ in ranks),
         host_in_a_row_us=max(map(statistics.median, in_a_row)) if all(in_a_row) else None,
+        host_default_device_us=max(map(statistics.median, default_device)) if all(default_device) else None,
         rows_bytes=rows_bytes,
         remote_rows_bytes=remote_rows_bytes,
         most_rows_bytes=row_bytes * max(counts.total for counts in rows),

@@ -25,6 +25,7 @@ from hybrid_ep.testing.workload import Batch
 
 __all__ = [
     "BASELINE",
+    "OWN",
     "LowLatencySubject",
     "NormalSubject",
     "PermuteSubject",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 BASELINE = "torch-nccl"
+OWN = "hybrid_ep"
 _CALLS_OF_A_GRAPH = 20
 
 
@@ -58,6 +60,7 @@ class Subject(abc.ABC):
     engine: str
     waiting_calls: frozenset[str] = frozenset()  # in these the host waits for the device, so its time is the device's
     num_calls: Mapping[str, int] = MappingProxyType({})  # how many calls one run makes, of those that make several
+    calls_with_results: tuple[str, ...] = ()  # dispatches whose results a caller may keep alive
 
     @abc.abstractmethod
     def dispatch(self) -> Any:
@@ -181,6 +184,7 @@ class NormalSubject(_ModuleSubject):
         self.bound = self.most_rows if self.plan.no_sync else 0
         if not self.plan.no_sync:
             self.waiting_calls = frozenset({"dispatch", "dispatch: layout given"})
+        self.calls_with_results = ("dispatch", "dispatch: cached")
 
     def dispatch(self) -> Any:
         return self._dispatch(self._layout(), self.bound)
@@ -249,20 +253,34 @@ class PermuteSubject(_ModuleSubject):
         self.bound = most if self.plan.no_sync else None
         if not self.plan.no_sync:
             self.waiting_calls = frozenset({"dispatch"})
+        self.most_rows = most
+        self.calls_with_results = ("dispatch", "dispatch: no sync", "dispatch: cached")
 
     def dispatch(self) -> Any:
-        hidden, scales = (self.tokens[0].view(torch.uint8), self.tokens[1]) if self.fp8 else (self.tokens, None)
-        return self.buffer.dispatch_with_permute(
-            hidden=hidden,
-            scaling_factor=scales,
+        return self._dispatch(self.bound)
+
+    def _dispatch(self, bound: int | None) -> Any:
+        return self._permute(
             topk_idx=self.batch.topk_idx,
             topk_weights=self.batch.topk_weights,
             num_of_experts=self.plan.workload.num_experts,
-            use_fp8=self.fp8,
-            num_permuted_tokens=self.bound,
-            non_blocking=self.plan.no_sync,
-            fuse_permute_dispatch=True,
+            num_permuted_tokens=bound,
+            non_blocking=bound is not None,
         )
+
+    def _permute(self, **options: Any) -> Any:
+        hidden, scales = (self.tokens[0].view(torch.uint8), self.tokens[1]) if self.fp8 else (self.tokens, None)
+        return self.buffer.dispatch_with_permute(
+            hidden=hidden, scaling_factor=scales, use_fp8=self.fp8, fuse_permute_dispatch=True, **options
+        )
+
+    def further_calls(self, dispatched: Any, outputs: Tensor) -> dict[str, Callable[[], object]]:
+        """Dispatch with a bound, so that the host does not wait, and along a handle's routes."""
+        num_permuted, handle = dispatched[0].shape[0], dispatched[4]
+        return {
+            "dispatch: no sync": lambda: self._dispatch(self.most_rows),
+            "dispatch: cached": lambda: self._permute(handle=handle, num_permuted_tokens=num_permuted),
+        }
 
     def received(self, dispatched: Any) -> Received:
         _, probs, _, counts, _ = dispatched

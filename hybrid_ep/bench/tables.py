@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybrid_ep.bench.results import BenchReport, Operation, Outcome, settings
+from hybrid_ep.bench.subjects import OWN
 from hybrid_ep.report.units import format_bytes, unit_of_microseconds
 
 __all__ = ["print_report", "render_markdown"]
@@ -21,6 +22,7 @@ _NUMBER_COLUMNS = (
     "p50 / p99, slowest rank",
     "host",
     "host, in a row",
+    "host, default device",
     "bytes",
     "GB/s",
     "bytes remote",
@@ -35,6 +37,7 @@ _SPARE_COLUMNS = (
     "host",
     "min … max",
     "bytes",
+    "host, default device",
     "host, in a row",
     "engine",
     "GB/s",
@@ -43,9 +46,10 @@ _NOTHING = "–"
 _ANY_WIDTH = 10_000
 _LEGEND = (
     "Times are of the slowest rank in each run; host: until the call returned to the host, once after a meeting of the "
-    "ranks, and in a row. bytes: all rows that a rank receives, its own included, mean over ranks; remote: only those "
-    "from other ranks. GB/s: bytes over the median. of the wire: what the wire alone takes for the same rows with as "
-    "many SMs, over the median."
+    "ranks, and in a row, the latter also under torch.set_default_device. held: so many results of earlier calls are "
+    "alive. until done: by the clock, from the call until the idle device has done it. bytes: all rows that a rank "
+    "receives, its own included, mean over ranks; remote: only those from other ranks. GB/s: bytes over the median. of "
+    "the wire: what the wire alone takes for the same rows with as many SMs, over the median."
 )
 
 
@@ -114,7 +118,29 @@ def _notes(report: BenchReport) -> list[str]:
         f"{runs} runs."
     ]
     obstacles = dict.fromkeys(result.wire_obstacle for result in report.results if result.wire_obstacle)
-    return notes + [f"Wire limit not measured: {obstacle}." for obstacle in obstacles]
+    return (
+        notes + [f"Wire limit not measured: {obstacle}." for obstacle in obstacles] + _where_others_are_faster(report)
+    )
+
+
+def _where_others_are_faster(report: BenchReport) -> list[str]:
+    """One line for each operation in which another implementation is faster than this library."""
+    lines = []
+    for i, result in enumerate(report.results):
+        best: dict[str, dict[bool, tuple[float, str]]] = {}
+        for outcome in result.outcomes:
+            for op in outcome.operations:
+                time_and_name = (op.median_us, outcome.candidate.title)
+                of_op = best.setdefault(op.name, {})
+                is_own = outcome.candidate.implementation == OWN
+                of_op[is_own] = min(of_op.get(is_own, time_and_name), time_and_name)
+        lines += [
+            f"{', '.join((*_labels(report, i), name))}: {other[1]} is faster than {own[1]}, {other[0]:.0f} µs against "
+            f"{own[0]:.0f} µs."
+            for name, (own, other) in ((n, (b[True], b[False])) for n, b in best.items() if len(b) == 2)
+            if other[0] < own[0]
+        ]
+    return lines
 
 
 def _problems(report: BenchReport) -> list[str]:
@@ -157,7 +183,10 @@ def _cells(outcome: Outcome, op: Operation) -> list[str]:
         f"{least} … {most}",
         f"{p50} / {p99}",
         host,
-        _NOTHING if op.host_in_a_row_us is None else f"{op.host_in_a_row_us / factor:.{digits}f}",
+        *(
+            _NOTHING if us is None else f"{us / factor:.{digits}f}"
+            for us in (op.host_in_a_row_us, op.host_default_device_us)
+        ),
         format_bytes(op.rows_bytes) if moves else _NOTHING,
         f"{op.gbps:.3g}" if moves else _NOTHING,
         format_bytes(op.remote_rows_bytes) if moves else _NOTHING,

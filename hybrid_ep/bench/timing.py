@@ -5,19 +5,23 @@ all-reduce. While they do, the host queues the call: what is timed is the device
 makes the device wait for. On a CPU: the clock around each call, after a barrier.
 
 The host's own time is a second figure, of calls in a row: there caches are warm, as they are between the layers of a
-model, and nothing else is queued.
+model, and nothing else is queued. The same is measured under `torch.set_default_device`, as many trainers run.
+
+A third figure is what an eager caller waits: the clock from the call until the device is done, with an idle device
+before.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Times", "time_calls", "time_floor", "time_host"]
+__all__ = ["Holding", "Times", "time_calls", "time_floor", "time_host", "time_until_done"]
 
 _FLUSH_BYTES = 1 << 30  # several times any L2 cache; overwriting it takes a GPU of 4 TB/s about 0.3 ms
 _NUM_FLUSHES = 3  # so that the first call of a round too is queued before its turn comes, also by a slow host
@@ -33,16 +37,41 @@ class Times:
         microseconds: of each run, on the device that does the work.
         host_microseconds: of each run, until the call returned to the host.
         in_a_row_microseconds: until the call returned to the host, of calls in a row; empty where none were made.
+        default_device_microseconds: the same under `torch.set_default_device`.
     """
 
     microseconds: list[float] = field(default_factory=list)
     host_microseconds: list[float] = field(default_factory=list)
     in_a_row_microseconds: list[float] = field(default_factory=list)
+    default_device_microseconds: list[float] = field(default_factory=list)
 
     def each_of(self, num_calls: int) -> Times:
         """The times of one call, where every run made several."""
-        series = (self.microseconds, self.host_microseconds, self.in_a_row_microseconds)
+        series = (
+            self.microseconds,
+            self.host_microseconds,
+            self.in_a_row_microseconds,
+            self.default_device_microseconds,
+        )
         return Times(*([value / num_calls for value in values] for values in series))
+
+
+class Holding:
+    """A call whose latest results stay alive, as a model keeps one per layer for its backward pass.
+
+    Args:
+        call: what is made, collective.
+        num_held: how many results are alive when a call begins.
+    """
+
+    def __init__(self, call: Callable[[], object], num_held: int) -> None:
+        self._call = call
+        self._held: deque[object] = deque(maxlen=num_held)
+
+    def __call__(self) -> None:
+        while len(self._held) < (self._held.maxlen or 0):
+            self._held.append(self._call())
+        self._held.append(self._call())
 
 
 def time_calls(
@@ -86,6 +115,28 @@ def time_host(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
                 microseconds[name].append(1e6 * (time.perf_counter() - begin))
     torch.cuda.synchronize()
     return microseconds
+
+
+def time_until_done(calls: dict[str, Callable[[], object]], *, num_runs: int, device: str) -> dict[str, Times]:
+    """Makes calls in turn, each on an idle device. Collective.
+
+    Returns:
+        For each name, microseconds by the clock until the device had done what the call asked for.
+    """
+    times = {name: Times() for name in calls}
+    for _ in range(num_runs):
+        for name, call in calls.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            returned = time.perf_counter()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
+            times[name].host_microseconds.append(1e6 * (returned - begin))
+    return times
 
 
 def _time_on_cpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:

@@ -64,6 +64,10 @@ def test_every_mode_is_right_and_timed(
         names += [f"{call}: {half}" for call in names for half in ("send", "receive")]
     if (mode, implementation) == ("normal", "hybrid_ep"):
         names += ["layout", "dispatch: layout given", "dispatch: no sync", "dispatch: cached"]
+        names += ["dispatch: 4 held", "dispatch: cached, 4 held"]
+    if (mode, implementation) == ("permute", "hybrid_ep"):
+        names += [f"dispatch: {form}" for form in ("no sync", "cached", "4 held", "no sync, 4 held", "cached, 4 held")]
+    names += [f"{name}: until done" for name in ("dispatch", "combine", "dispatch and combine")]
     for rank in found:
         assert {name: len(times.microseconds) for name, times in rank.times.items()} == dict.fromkeys(names, 2)
         assert 0 <= rank.rows["dispatch"].remote < rank.rows["dispatch"].total
@@ -169,7 +173,7 @@ def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
     assert candidates == [("hybrid_ep", 8), ("hybrid_ep", 16), ("torch-nccl", None)]
     assert json.loads((tmp_path / "result.json").read_text()) == found
     markdown = (tmp_path / "result.md").read_text()
-    assert markdown.count("\n| hybrid_ep | torch |") == 12
+    assert markdown.count("\n| hybrid_ep | torch |") == 22
     assert markdown.count("\n| torch-nccl |") == 2
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 

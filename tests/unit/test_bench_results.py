@@ -17,7 +17,7 @@ from hybrid_ep.bench.plan import BenchPlan, Candidate, call_of
 from hybrid_ep.bench.results import BenchReport, BenchResult, summarize
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.tables import print_report, render_markdown
-from hybrid_ep.bench.timing import Times
+from hybrid_ep.bench.timing import Holding, Times
 from hybrid_ep.bench.wire import RankWire, compared_sms, places
 from hybrid_ep.testing.workload import Workload
 
@@ -93,6 +93,9 @@ def test_each_candidate_is_compared_with_the_wire_at_its_own_sms() -> None:
         ("layout", None),
         ("dispatch: send", None),
         ("combine: receive", None),
+        ("dispatch: cached, 4 held", "dispatch"),
+        ("combine: until done", None),
+        ("dispatch and combine: until done", None),
     ],
 )
 def test_only_whole_calls_have_bytes(operation: str, call: str | None) -> None:
@@ -101,6 +104,37 @@ def test_only_whole_calls_have_bytes(operation: str, call: str | None) -> None:
 
 def test_a_run_of_several_calls_counts_for_each() -> None:
     assert Times([40, 60], [20, 10], [5]).each_of(20) == Times([2, 3], [1, 0.5], [0.25])
+
+
+def test_a_row_in_which_another_is_faster_is_printed_as_such() -> None:
+    plan = replace(PLAN, candidates=(Candidate("hybrid_ep", 8), Candidate("hybrid_ep", 16), Candidate("deep_ep")))
+    quick, slow = rank(0, dispatch=times(10), combine=times(6)), rank(0, dispatch=times(30), combine=times(5))
+    peer = rank(0, dispatch=times(20), combine=times(4))
+    text = render_markdown(report(summarize(plan, None, [[quick], [slow], [peer]])))
+    assert "combine: deep_ep is faster than hybrid_ep, 16 SMs, 4 µs against 5 µs." in text
+    assert "dispatch: deep_ep is faster" not in text  # than the better of the two
+
+
+def test_results_are_held() -> None:
+    class Result:
+        num_alive = 0
+
+        def __init__(self) -> None:
+            Result.num_alive += 1
+
+        def __del__(self) -> None:
+            Result.num_alive -= 1
+
+    alive_when_called: list[int] = []
+
+    def call() -> Result:
+        alive_when_called.append(Result.num_alive)
+        return Result()
+
+    held = Holding(call, 3)
+    for _ in range(4):
+        held()
+    assert alive_when_called == [0, 1, 2, 3, 3, 3, 3]
 
 
 def test_sms_that_are_compared() -> None:
@@ -123,9 +157,11 @@ def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:
         "2 ranks on CPU: mode normal, dtype fp8, routing uniform, hidden 128, topk 1, experts 2, no-sync no."
     )
     head = next(line for line in lines if line.startswith("| tokens |"))
-    assert head.endswith("| host | host, in a row | bytes | GB/s | bytes remote | GB/s remote | of the wire |")
+    assert head.endswith(
+        "| host, in a row | host, default device | bytes | GB/s | bytes remote | GB/s remote | of the wire |"
+    )
     (dispatch,) = [line for line in lines if line.startswith("| 4 | hybrid_ep | torch | 8 | dispatch |")]
-    assert dispatch.endswith("| 2.00 | – | 528 B | 0.0264 | 132 B | 0.0066 | 45% |")
+    assert dispatch.endswith("| 2.00 | – | – | 528 B | 0.0264 | 132 B | 0.0066 | 45% |")
     (layout,) = [line for line in lines if line.startswith("| 4 | hybrid_ep | torch | 8 | layout |")]
     assert layout.endswith("| – | – | – | – | – | – |")
     assert any(line.startswith("| 4 | the wire alone | push | 16 | dispatch | 6.00 µs |") for line in lines)
