@@ -174,7 +174,7 @@ def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text()) == found
     markdown = (tmp_path / "result.md").read_text()
     assert markdown.count("\n| hybrid_ep | torch |") == 22
-    assert markdown.count("\n| torch-nccl |") == 2
+    assert markdown.count("\n| torch-nccl |") == 5
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
