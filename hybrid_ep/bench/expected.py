@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import BenchPlan
-from hybrid_ep.bench.subjects import Received
+from hybrid_ep.bench.subject import Received
 from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.workload import Batch, Workload, make_batch
 

@@ -12,7 +12,8 @@ from hybrid_ep.bench.expected import check_combined, check_received, expert_fact
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows
-from hybrid_ep.bench.subjects import Subject, open_subject
+from hybrid_ep.bench.subject import Subject
+from hybrid_ep.bench.subjects import open_subject
 from hybrid_ep.bench.timing import Holding, Times, time_calls, time_host, time_until_done
 from hybrid_ep.testing.workload import make_batch
 
