@@ -11,16 +11,20 @@ ARCH ?= $(shell uname -m)
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# The build runs every time: CMake looks again for what the machine has, and only changes are compiled.
 setup: $(STAMP) ## Create .venv with the pinned tools and build the extension in place
+	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/build_inplace.sh $(BIN)/python
 
-$(STAMP): pyproject.toml setup.py hybrid_ep/_version.py $(shell find csrc -type f 2>/dev/null)
+$(STAMP): pyproject.toml setup.py hybrid_ep/_version.py
 	ci/setup.sh $(PYTHON) $(VENV)
 	@touch $@
 
 demo: setup ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
 	$(BIN)/hybrid-ep demo --out out/demo
 
-test: setup ## Lint, type-check and run every test that this machine can run
+test: ## Lint, type-check and run every test that this machine can run
+	@ci/system_packages.sh
+	@$(MAKE) --no-print-directory setup
 	ci/test.sh $(BIN)
 
 lint: setup ## Check style and layering

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,14 @@ class CMakeBuild(build_ext):
 
     def run(self) -> None:
         package_dir = Path(self.get_ext_fullpath("hybrid_ep._C")).resolve().parent
-        build_dir = Path(self.build_temp).resolve()
+        # In place there is one folder (setuptools gives an editable build a temporary one): only changes are compiled.
+        in_place = ROOT / "build" / f"inplace-{sys.implementation.cache_tag}"
+        build_dir = in_place if self.inplace else Path(self.build_temp).resolve()
         build_dir.mkdir(parents=True, exist_ok=True)
         options = {
             "CMAKE_BUILD_TYPE": "Release",
             "CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(package_dir),
+            "CMAKE_MAKE_PROGRAM": shutil.which("ninja") or "ninja",  # pip's isolated one moves
             "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "HYBRID_EP_VERSION": self.distribution.get_version(),
@@ -39,9 +43,13 @@ class CMakeBuild(build_ext):
         }
         definitions = [f"-D{name}={value}" for name, value in options.items()]
         extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        jobs = str(self.parallel or os.cpu_count() or 1)
-        subprocess.check_call(["cmake", "-S", ROOT / "csrc", "-B", build_dir, "-G", "Ninja", *definitions, *extra])
-        subprocess.check_call(["cmake", "--build", build_dir, "--parallel", jobs])
+        configure = ["cmake", "-S", ROOT / "csrc", "-B", build_dir, "-G", "Ninja", *definitions, *extra]
+        build = ["cmake", "--build", build_dir, "--parallel", str(self.parallel or os.cpu_count() or 1)]
+        if not self.distribution.verbose:  # --quiet: warnings, errors, and the line that says what was built
+            configure.append("--log-level=NOTICE")
+            build += ["--", "--quiet"]
+        subprocess.check_call(configure)
+        subprocess.check_call(build)
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in Path(self.build_lib, "hybrid_ep").glob("_*.so")]

@@ -19,7 +19,7 @@ export PYTHONPATH=$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}
   "$python" -m pip install --quiet --target "$work/site" --no-index --no-deps "$wheels"/*.whl
 
 HYBRID_EP_BUILD_CUDA=off ci/build_inplace.sh "$python" >"$OUT/build.log" 2>&1 || { tail -n 20 "$OUT/build.log"; exit 1; }
-grep '^-- hybrid_ep' "$OUT/build.log"
+grep '^hybrid_ep .*: built' "$OUT/build.log"
 
 hybrid_ep() { "$python" -c 'from hybrid_ep.cli import main; main(prog_name="hybrid-ep")' "$@"; }
 export COLUMNS=160

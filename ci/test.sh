@@ -3,7 +3,6 @@
 # With CI=true a missing prerequisite is an error and not a skip (GPUs excepted).
 set -euo pipefail
 bin=$1
-ci/system_packages.sh
 ci/lint.sh "$bin"
 "$bin/mypy"
 exec "$bin/pytest" --durations=15 tests
