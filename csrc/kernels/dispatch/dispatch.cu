@@ -11,7 +11,9 @@
 
 #include "device/epilogue.cuh"
 #include "device/row_sender.cuh"
-#include "kernels/dispatch/routes.cuh"
+#include "kernels/dispatch/bases.cuh"
+#include "kernels/dispatch/count.cuh"
+#include "kernels/dispatch/report.cuh"
 
 namespace hybrid_ep {
 namespace {

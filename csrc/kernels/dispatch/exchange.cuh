@@ -1,0 +1,115 @@
+// What ranks tell each other at the start of a dispatch. Legend: routes.cuh.
+#pragma once
+
+#include "device/wait.cuh"
+#include "kernels/dispatch/routes.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int kWordsAhead = 4;  // of counts that a thread loads at once
+
+// Tells every rank what this rank sends, and where its own rows shall land. The CTAs share the ranks among them.
+__device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
+  const Domain& domain = params.domain;
+  const int num_ranks = domain.num_ranks;
+  for (int peer = blockIdx.x; peer < num_ranks; peer += gridDim.x) {
+    uint64_t* words = domain.control[peer]->counts[domain.rank].words;
+    const auto tell = [&](int column, int value) {
+      ptx::store_relaxed_system(words + column, static_cast<uint64_t>(value) << 32 | epoch);
+    };
+    const int num_columns = num_ranks + (params.topk_idx == nullptr ? 0 : params.num_experts);
+    for (int i = threadIdx.x; i < num_columns; i += kDispatchThreads) {
+      const int count = params.topk_idx == nullptr
+                            ? params.rank_prefix[domain.rank * num_ranks + i] -
+                                  (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * num_ranks + i] : 0)
+                            : sum_over_ctas(*domain.control[domain.rank], i, gridDim.x);
+      tell(i < num_ranks ? CountRow::kTokensPerRank + i : CountRow::kTokensPerExpert + i - num_ranks, count);
+    }
+    if (threadIdx.x != kDispatchThreads - 1) continue;
+    tell(CountRow::kSlotIdx, params.slot_idx);
+    tell(CountRow::kRowLimit, params.row_limit);
+    tell(CountRow::kNumExperts, params.num_experts);
+    tell(CountRow::kRecordBytes, params.record_bytes);
+    tell(CountRow::kPadMultiple, params.pad_multiple);
+    tell(CountRow::kIsBound, params.is_bound);
+  }
+}
+
+struct Cell {
+  int source, column;
+};
+
+// Gives visit(cell, value) the cells first, first + step, … of what ranks have told, each once it is there. Returns
+// whether all came. By one thread.
+template <typename CellOf, typename Visit>
+__device__ bool learn(const ControlBlock& own, const Waiter& waiter, uint32_t epoch, int first, int end, int step,
+                      CellOf&& cell_of, Visit&& visit) {
+  bool ok = true;
+  for (int begin = first; begin < end; begin += kWordsAhead * step) {
+    uint64_t words[kWordsAhead];
+#pragma unroll
+    for (int j = 0; j < kWordsAhead; ++j) {
+      const int i = begin + j * step;
+      if (i >= end) continue;
+      const Cell cell = cell_of(i);
+      words[j] = ptx::load_relaxed_system(&own.counts[cell.source].words[cell.column]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWordsAhead; ++j) {
+      const int i = begin + j * step;
+      if (i >= end) continue;
+      const Cell cell = cell_of(i);
+      if (static_cast<uint32_t>(words[j]) != epoch) {
+        const uint64_t* word = &own.counts[cell.source].words[cell.column];
+        ok &= waiter.until_equal(word, epoch, cell.source, WaitTag::kCounts, &words[j]);
+      }
+      visit(cell, static_cast<int>(words[j] >> 32));
+    }
+  }
+  return ok;
+}
+
+// The same for `num_columns` columns of every rank, by all threads of the CTA.
+template <typename Visit>
+__device__ bool learn_columns(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, int first_column,
+                              int num_columns, Visit&& visit) {
+  const Domain& domain = params.domain;
+  const auto cell_of = [&](int i) { return Cell{i / num_columns, first_column + i % num_columns}; };
+  return learn(*domain.control[domain.rank], waiter, epoch, threadIdx.x, domain.num_ranks * num_columns,
+               kDispatchThreads, cell_of, visit);
+}
+
+// What every rank tells of its call, and the sums over ranks of what they send to each: to routes that are 0.
+__device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes) {
+  const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
+  return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
+    if (cell.column < CountRow::kNumCallColumns) {
+      routes.call[cell.source][cell.column] = value;
+      return;
+    }
+    const int r = cell.column - CountRow::kTokensPerRank;
+    atomicAdd(&routes.num_recv[r], value);
+    if (cell.source < rank) atomicAdd(&routes.recv_base[r], value);
+    if (cell.source == rank) routes.sent[r] = value;
+  });
+}
+
+// Whether rank r makes the same call: where rows land follows from all ranks' alike. One thread for each rank.
+__device__ bool makes_same_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
+  const Domain& domain = params.domain;
+  const auto is_same = [&](WaitTag what, CountRow::Column column, int mine) {
+    const int seen = routes.call[r][column];
+    if (seen != mine && blockIdx.x == 0) {
+      report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kDispatch, what, domain.rank, r, mine, seen);
+    }
+    return seen == mine;
+  };
+  return is_same(WaitTag::kNumExperts, CountRow::kNumExperts, params.num_experts) &&
+         is_same(WaitTag::kRecordBytes, CountRow::kRecordBytes, params.record_bytes) &&
+         is_same(WaitTag::kPadMultiple, CountRow::kPadMultiple, params.pad_multiple) &&
+         is_same(WaitTag::kBound, CountRow::kIsBound, params.is_bound);
+}
+
+}  // namespace
+}  // namespace hybrid_ep

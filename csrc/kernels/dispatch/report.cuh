@@ -1,0 +1,95 @@
+// What a dispatch leaves for the host and for later calls. Legend: routes.cuh.
+#pragma once
+
+#include "kernels/dispatch/exchange.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+// Of a call that has failed, which the host may not know yet: an empty route, so that kernels that are queued behind it
+// find nothing to do. Every CTA clears its tokens; the counts are cleared by who reports them.
+__device__ void clear_route(const DispatchParams& params, const Range tokens) {
+  const int num_ranks = params.domain.num_ranks;
+  const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
+  const int num_cells = (tokens.end - tokens.begin) * num_ranks;
+  for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
+}
+
+// Writes what the host and later calls need to know: of a call that has failed, that there is nothing. One warp of the
+// grid. Returns whether all counts came.
+__device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
+                              const DispatchRoutes& routes, MailStatus status) {
+  const Domain& domain = params.domain;
+  const ControlBlock& own = *domain.control[domain.rank];
+  const int lane = threadIdx.x % 32, num_ranks = domain.num_ranks;
+  const bool makes_route = params.topk_idx != nullptr;
+  bool ok = true;
+  const int num_local = params.num_experts / num_ranks;
+  const int num_sources = status == kFailed ? 0 : num_ranks;
+  for (int l = lane; l < num_local && makes_route; l += 32) {
+    const int column = CountRow::kTokensPerExpert + domain.rank * num_local + l;
+    int total = 0;
+    ok &= learn(
+        own, waiter, epoch, 0, num_sources, 1, [&](int i) { return Cell{i, column}; },
+        [&](Cell, int count) { total += count; });
+    if (params.pad_multiple > 0) {
+      params.num_tokens_per_expert[num_local + l] = total;
+      total = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
+    }
+    params.num_tokens_per_expert[l] = total;
+    if (params.mailbox != nullptr) params.mailbox->num_tokens_per_expert[l] = total;
+  }
+  ok = __all_sync(kAllLanes, ok);
+  if (!ok) status = kFailed;
+  int max_recv = 0, max_sent = 0;
+  const auto tokens_to = [&](int source, int r) {  // which has been waited for
+    const uint64_t word = ptx::load_relaxed_system(&own.counts[source].words[CountRow::kTokensPerRank + r]);
+    return status == kFailed ? 0 : static_cast<int>(word >> 32);
+  };
+  for (int r = lane; r < num_ranks; r += 32) {
+    int sent_by_r = 0, received = 0;
+#pragma unroll 8
+    for (int i = 0; i < num_ranks; ++i) {
+      sent_by_r += tokens_to(r, i);
+      received += tokens_to(i, r);
+      if (makes_route) params.rank_prefix[i * num_ranks + r] = received;
+    }
+    max_sent = max(max_sent, sent_by_r);
+    max_recv = max(max_recv, received);
+  }
+  max_sent = __reduce_max_sync(kAllLanes, max_sent);
+  max_recv = __reduce_max_sync(kAllLanes, max_recv);
+  // Every rank reports where rows are dropped: its own combine will lack them.
+  for (int r = lane; r < num_ranks && params.overflow == nullptr && status == kSent; r += 32) {
+    const int needed = routes.needed[r], limit = routes.call[r][CountRow::kRowLimit];
+    if (needed <= limit) continue;
+    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, r, limit,
+                 needed);
+  }
+  __syncwarp();  // what the lanes have written to the mailbox comes before its ticket
+  if (lane != 0) return ok;
+  const int needed = routes.needed[domain.rank];
+  if (params.overflow != nullptr) *params.overflow = status == kSent && needed > params.row_limit;
+  if (params.mailbox == nullptr) return ok;
+  Mailbox& mailbox = *params.mailbox;
+  mailbox.status = status;
+  if (status != kFailed) {
+    int sent_away = 0, max_rows = 0;
+    for (int r = 0; r < num_ranks; ++r) {
+      if (r != domain.rank) sent_away += routes.sent[r];
+      max_rows = max(max_rows, routes.needed[r]);
+    }
+    mailbox.num_recv = routes.num_recv[domain.rank];
+    mailbox.num_permuted = params.pad_multiple > 0 ? needed : 0;
+    mailbox.num_sent_away = sent_away;
+    mailbox.num_kept = routes.sent[domain.rank];
+    mailbox.max_recv = max_recv;
+    mailbox.max_sent = max_sent;
+    mailbox.max_rows = max_rows;
+  }
+  ptx::store_release_system(&mailbox.ticket, params.ticket);
+  return ok;
+}
+
+}  // namespace
+}  // namespace hybrid_ep
