@@ -44,39 +44,38 @@ void prefer_shared_memory(void (*kernel)(Params)) {
       "cudaFuncSetAttribute");
 }
 
-// A cooperative launch: all CTAs run at once or the kernel waits, so that CTAs may wait for each other.
-template <typename Params>
-void launch_cooperative(void (*kernel)(Params), const Params& params, int num_ctas, int num_threads, int shared_bytes,
-                        cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(num_ctas);
-  config.blockDim = dim3(num_threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");
-}
+// How a kernel may start.
+enum class LaunchKind {
+  kPlain,
+  kCooperative,  // all CTAs run at once or the kernel waits, so that CTAs may wait for each other
+  // While the kernel before it still runs; it calls wait_for_previous_kernel() before it writes what that kernel may
+  // know.
+  kEarly
+};
 
-// A launch that, if it `may_start_early`, starts while the kernel before it still runs; it calls
-// wait_for_previous_kernel() before it writes what that kernel may know.
+// The one way to launch a kernel. The status is this launch's alone: cudaGetLastError() after <<<>>> would also tell of
+// older errors of others, and a launch that is refused leaves none for them. Throws CudaError if it is refused.
 template <typename Params>
-void launch_early(void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads, int shared_bytes,
-                  cudaStream_t stream, bool may_start_early = true) {
+void launch_kernel(LaunchKind kind, void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads,
+                   int shared_bytes, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = num_ctas;
   config.blockDim = dim3(num_threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = may_start_early;
+  if (kind == LaunchKind::kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   config.attrs = &attribute;
-  config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "cudaLaunchKernelEx");
+  config.numAttrs = kind == LaunchKind::kPlain ? 0 : 1;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, params);
+  if (status != cudaSuccess) cudaGetLastError();
+  check_cuda(status, "cudaLaunchKernelEx");
 }
 
 }  // namespace hybrid_ep

@@ -14,14 +14,12 @@ import pybind11
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 
-_LAUNCH = re.compile(r"([\w<>]+)<<<(.+?)>>>\((\w+)\);")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
 def as_cpp(source: str) -> str:
-    """CUDA C++ as C++: launches are calls, dynamic shared memory is asked for, and tensors are on the CPU."""
+    """CUDA C++ as C++: dynamic shared memory is asked for, and tensors are on the CPU."""
     source = source.replace("{dlpack::kCuda, device}", "{1, 0}")
-    source = _LAUNCH.sub(r"launch(\1, \2, \3);", source)
     return _DYNAMIC.sub(r"auto* \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
 
 

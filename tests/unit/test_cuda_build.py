@@ -53,6 +53,15 @@ def test_kernel_compiles_without_spills(tmp_path: Path, name: str, arch: str) ->
                 assert int(used[2]) <= max_shared_bytes, f"{mangled}: {used[2]} bytes of shared memory"
 
 
+def test_every_launch_goes_through_the_helper() -> None:
+    """Behind `<<<>>>` only `cudaGetLastError` tells how the launch went, and older errors of others with it."""
+    sources = {path: path.read_text() for path in (CSRC / "kernels").rglob("*.cu")}
+    assert sources
+    assert not [path.name for path, text in sources.items() if "<<<" in text]
+    launching = [path for path in CSRC.rglob("*") if path.is_file() and "cudaLaunchKernel" in path.read_text()]
+    assert launching == [CSRC / "kernels" / "launch.h"]
+
+
 @pytest.mark.parametrize(
     ("arch_list", "targets"),
     [

@@ -293,13 +293,12 @@ void prepare_combine() {
 void launch_combine(const CombineParams& params, int num_expert_sms, cudaStream_t stream) {
   const auto kernel = (params.domain.num_ranks <= 32 ? kKernels : kKernelsOfManyRanks)[num_expert_sms > 0];
   if (num_expert_sms == 0) {
-    launch_cooperative(kernel, params, params.num_sms, kCombineThreads, kRingBytes, stream);
+    launch_kernel(LaunchKind::kCooperative, kernel, params, params.num_sms, kCombineThreads, kRingBytes, stream);
     return;
   }
   // Not all of these CTAs need to run at once, so that they share the GPU with other kernels.
   const int num_ctas = params.num_sms + num_expert_sms;
-  kernel<<<num_ctas, kCombineThreads, kRingBytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of combine_kernel");
+  launch_kernel(LaunchKind::kPlain, kernel, params, num_ctas, kCombineThreads, kRingBytes, stream);
 }
 
 }  // namespace hybrid_ep

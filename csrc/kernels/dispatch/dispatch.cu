@@ -260,7 +260,7 @@ void prepare_dispatch() {
 
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream) {
   const auto kernel = params.domain.num_ranks <= 32 ? dispatch_kernel<1> : dispatch_kernel<kMaxRanksPerLane>;
-  launch_cooperative(kernel, params, num_sms, kDispatchThreads, shared_bytes, stream);
+  launch_kernel(LaunchKind::kCooperative, kernel, params, num_sms, kDispatchThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -136,8 +136,7 @@ void prepare_duplicate() { allow_shared_memory(duplicate_kernel); }
 void launch_duplicate(const DuplicateParams& params, int num_sms, cudaStream_t stream) {
   const int ring_bytes = kStages * params.row_bytes;
   const int num_warps = std::clamp(kDynamicSharedBytes / ring_bytes, 1, kMaxWarps);
-  duplicate_kernel<<<num_sms, num_warps * 32, num_warps * ring_bytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of duplicate_kernel");
+  launch_kernel(LaunchKind::kPlain, duplicate_kernel, params, num_sms, num_warps * 32, num_warps * ring_bytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -82,11 +82,10 @@ bool can_run_kernels() {
 
 void launch_layout(const LayoutParams& params, cudaStream_t stream) {
   const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
-  clear_totals_kernel<<<1, kThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of clear_totals_kernel");
+  launch_kernel(LaunchKind::kPlain, clear_totals_kernel, params, 1, kThreads, 0, stream);
   if (params.num_tokens == 0) return;
   const int num_ctas = std::min((params.num_tokens + kTokensPerCta - 1) / kTokensPerCta, kMaxLayoutCtas);
-  launch_early(layout_kernel, params, num_ctas, kThreads, shared_bytes, stream);
+  launch_kernel(LaunchKind::kEarly, layout_kernel, params, num_ctas, kThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep

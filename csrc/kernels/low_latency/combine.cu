@@ -326,13 +326,13 @@ void prepare_low_latency_combine() { allow_shared_memory(return_rows_kernel); }
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream) {
   const int num_units = params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
   const int num_ctas = std::min(num_device_sms, num_units);
-  return_rows_kernel<<<num_ctas, kReturnWarps * 32, kReturnRingBytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of return_rows_kernel");
+  launch_kernel(LaunchKind::kPlain, return_rows_kernel, params, num_ctas, kReturnWarps * 32, kReturnRingBytes, stream);
 }
 
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {
   const int num_segments = (2 * params.shape.hidden + kSumThreads * 16 - 1) / (kSumThreads * 16);
-  launch_early(sum_rows_kernel, params, dim3(std::max(1, params.num_tokens), num_segments), kSumThreads, 0, stream);
+  launch_kernel(LaunchKind::kEarly, sum_rows_kernel, params, dim3(std::max(1, params.num_tokens), num_segments),
+                kSumThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep

@@ -409,16 +409,15 @@ void prepare_low_latency_dispatch() {
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream) {
   const int num_ctas = std::clamp(params.num_tokens, 1, kSendCtasPerSm * num_device_sms);
   const auto kernel = kSendKernels[params.format != ScaleFormat::kNone];
-  kernel<<<num_ctas, kSendThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of send_tokens_kernel");
+  launch_kernel(LaunchKind::kPlain, kernel, params, num_ctas, kSendThreads, 0, stream);
 }
 
 void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
                            cudaStream_t stream) {
   const int num_local_experts = params.shape.num_experts / params.domain.num_ranks;
   const int num_shares = std::max(1, kReceiveCtasPerSm * num_device_sms / num_local_experts);
-  launch_early(receive_tokens_kernel, params, dim3(num_shares, num_local_experts), kReceiveThreads, kCopyRingBytes,
-               stream, follows_send);
+  launch_kernel(follows_send ? LaunchKind::kEarly : LaunchKind::kPlain, receive_tokens_kernel, params,
+                dim3(num_shares, num_local_experts), kReceiveThreads, kCopyRingBytes, stream);
 }
 
 }  // namespace hybrid_ep

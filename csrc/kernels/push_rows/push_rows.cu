@@ -48,8 +48,8 @@ void launch_push_rows(PushRowsParams params, int num_sms, cudaStream_t stream) {
   const int rows_that_fit = kDynamicSharedBytes / params.row_bytes;
   const int num_warps = std::clamp(rows_that_fit / (kDispatchStoresInFlight + 1), 1, kMaxPushWarps);
   params.num_stages = std::min(kPushStages, rows_that_fit / num_warps);
-  push_rows_kernel<<<num_sms, num_warps * 32, num_warps * params.num_stages * params.row_bytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of push_rows_kernel");
+  const int ring_bytes = num_warps * params.num_stages * params.row_bytes;
+  launch_kernel(LaunchKind::kPlain, push_rows_kernel, params, num_sms, num_warps * 32, ring_bytes, stream);
 }
 
 }  // namespace hybrid_ep

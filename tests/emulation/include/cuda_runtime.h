@@ -214,18 +214,14 @@ struct cudaLaunchConfig_t {
   int numAttrs;
 };
 template <typename Params>
-void launch(void (*kernel)(Params), dim3 ctas, dim3 threads, size_t shared_bytes, cudaStream_t,
-            std::common_type_t<std::remove_const_t<Params>> params, bool is_cooperative = false) {
-  const emulated::Grid grid{ctas, threads, static_cast<int>(shared_bytes), is_cooperative};
-  emulated::launch(grid, [&] { kernel(params); });
-}
-template <typename Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
                                const std::remove_const_t<Params>& params) {
   bool is_cooperative = false;
   for (int i = 0; i < config->numAttrs; ++i) {
     is_cooperative |= config->attrs[i].id == cudaLaunchAttributeCooperative;
   }
-  launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, params, is_cooperative);
+  const emulated::Grid grid{config->gridDim, config->blockDim, static_cast<int>(config->dynamicSmemBytes),
+                            is_cooperative};
+  emulated::launch(grid, [&] { kernel(params); });
   return cudaSuccess;
 }
