@@ -1,0 +1,280 @@
+"""`ExpertPlacement`: which expert each slot of each rank holds, and which replica a token is sent to.
+
+A rank has P/R slots for each layer. Slots are the *physical* experts: slot s of rank r has the index r × P/R + s, which
+is what dispatch gets to see. The *logical* experts are those of the model.
+
+A token goes to a replica in its own domain, or else to any. Where there are several, tokens take turns by their index,
+so that each replica gets its share whatever stride the tokens of an expert have.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
+from hybrid_ep.checks import require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]
+
+_FORMAT = "hybrid_ep.ExpertPlacement/1"
+# 2³² × the golden ratio and 2³² × √2, modulo 2³²: multiples of them fall evenly into an interval
+# (source: Knuth, The Art of Computer Programming, volume 3, section 6.4).
+_TOKEN_STEP, _RANK_STEP, _WORD = 0x9E3779B1, 0x6A09E667, 1 << 32
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """The experts of all ranks, for all layers.
+
+    Attributes:
+        experts: for each layer, the logical expert of each of P slots, P/R in a row for each rank.
+        num_experts: E, logical experts of a layer; each has a slot in every layer.
+        num_ranks: R, divides P.
+        num_ranks_per_domain: divides R.
+        version: rises with each placement that replaces another.
+
+    Raises:
+        ConfigError: a value does not fit the others.
+    """
+
+    experts: tuple[tuple[int, ...], ...]
+    num_experts: int
+    num_ranks: int
+    num_ranks_per_domain: int
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("num_experts", self.num_experts, minimum=1)
+        require_int("num_ranks_per_domain", self.num_ranks_per_domain, minimum=1)
+        require_int("num_ranks", self.num_ranks, minimum=1, multiple_of=self.num_ranks_per_domain)
+        require_int("version", self.version, minimum=0)
+        require(len(self.experts) > 0, "layers of experts", 0, "≥ 1")
+        num_replicas = len(self.experts[0])
+        require_int("slots of a layer", num_replicas, minimum=self.num_experts, multiple_of=self.num_ranks)
+        everyone = set(range(self.num_experts))
+        for layer, experts in enumerate(self.experts):
+            require(
+                len(experts) == num_replicas, f"slots of layer {layer}", len(experts), f"{num_replicas}, as layer 0"
+            )
+            if set(experts) != everyone:
+                odd = sorted(set(experts) ^ everyone)[0]
+                problem = "has no slot" if odd in everyone else f"is not one of 0 … {self.num_experts - 1}"
+                raise ConfigError(f"expert {odd} of layer {layer} {problem}; allowed: every expert at least once")
+
+    @classmethod
+    def contiguous(
+        cls, num_layers: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int | None = None
+    ) -> ExpertPlacement:
+        """No replicas: expert e on rank e // (E/R), as without a placement."""
+        require_int("num_layers", num_layers, minimum=1)
+        require_int("num_ranks", num_ranks, minimum=1)
+        require_int("num_experts", num_experts, minimum=1, multiple_of=num_ranks)
+        per_domain = num_ranks if num_ranks_per_domain is None else num_ranks_per_domain
+        return cls((tuple(range(num_experts)),) * num_layers, num_experts, num_ranks, per_domain)
+
+    @classmethod
+    def from_loads(
+        cls,
+        weight: Tensor,
+        num_replicas: int,
+        num_ranks: int,
+        *,
+        num_groups: int = 1,
+        num_ranks_per_domain: int | None = None,
+        version: int = 0,
+    ) -> ExpertPlacement:
+        """The placement of `rebalance_experts`, with domains as its nodes.
+
+        Args:
+            weight: ``[layers, E]`` loads.
+            num_replicas: P.
+            num_ranks: R.
+            num_groups: of experts; a multiple of the domains keeps the replicas of each expert in one domain.
+            num_ranks_per_domain: None = all ranks are one domain.
+            version: of the result.
+
+        Raises:
+            ConfigError: as `rebalance_experts`.
+        """
+        require_int("num_ranks", num_ranks, minimum=1)
+        per_domain = num_ranks if num_ranks_per_domain is None else num_ranks_per_domain
+        require_int("num_ranks_per_domain", per_domain, minimum=1)
+        require(num_ranks % per_domain == 0, "num_ranks_per_domain", per_domain, f"divisors of {num_ranks}")
+        phy2log, _, _ = rebalance_experts(weight, num_replicas, num_groups, num_ranks // per_domain, num_ranks)
+        return cls(tuple(map(tuple, phy2log.tolist())), weight.shape[1], num_ranks, per_domain, version)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.experts)
+
+    @property
+    def num_replicas(self) -> int:
+        """P, slots of all ranks together."""
+        return len(self.experts[0])
+
+    @property
+    def num_slots(self) -> int:
+        """P/R, slots of a rank."""
+        return self.num_replicas // self.num_ranks
+
+    @functools.cached_property
+    def phy2log(self) -> Tensor:
+        """``[layers, P]`` int64 on the CPU: the logical expert of each slot."""
+        return torch.tensor(self.experts)
+
+    def rank_loads(self, weight: Tensor) -> Tensor:
+        """Load of each rank, ``[layers, R]`` float64, if each domain sends the same share of each expert's load.
+
+        Args:
+            weight: ``[layers, E]`` loads of logical experts.
+        """
+        loads = self._loads(weight)
+        num_domains = self.num_ranks // self.num_ranks_per_domain
+        total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64)
+        for domain in range(num_domains):
+            replicas, count = self._choices(domain)
+            share = (loads / num_domains / count).unsqueeze(2).expand(replicas.shape)
+            spread = torch.where(replicas >= 0, share, 0.0).flatten(1)
+            total.scatter_add_(1, replicas.clamp_min(0).flatten(1), spread)
+        return total.view(self.num_layers, self.num_ranks, self.num_slots).sum(2)
+
+    def balancedness(self, weight: Tensor) -> Tensor:
+        """Mean over largest load of the ranks, ``[layers]`` float64; 1 is balanced, and so are layers without load."""
+        return balancedness(self.rank_loads(weight))
+
+    def on(self, device: torch.device | str, rank: int) -> DevicePlacement:
+        """The tables that `rank` maps its tokens with, on `device`."""
+        require_int("rank", rank, minimum=0, maximum=self.num_ranks - 1)
+        replicas, count = self._choices(rank // self.num_ranks_per_domain)
+        return DevicePlacement(
+            phy2log=self.phy2log.to(device), replicas=replicas.to(device), num_choices=count.to(device), rank=rank
+        )
+
+    def num_moves(self, other: ExpertPlacement) -> Tensor:
+        """Expert weights that ranks must load to get from `other` to this, ``[layers]`` int64. Slots may change freely.
+
+        Raises:
+            ConfigError: `other` is of another model or other ranks.
+        """
+        held, wanted = (placement._copies_per_rank() for placement in (other, self))
+        require(held.shape == wanted.shape, "layers, ranks and experts", list(held.shape), f"{list(wanted.shape)}")
+        # A second copy on the same rank is no load from elsewhere.
+        return ((wanted > 0) & (held == 0)).sum((1, 2))
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        Path(path).write_text(json.dumps({"format": _FORMAT, **fields}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExpertPlacement:
+        """Reads what `save` wrote.
+
+        Raises:
+            ConfigError: it is no such file, or what it says does not fit together.
+        """
+        try:
+            document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"placement file {path} cannot be read: {error}") from error
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        require(found == _FORMAT, f"format of {path}", repr(found), repr(_FORMAT))
+        if missing := [name for name in _FIELDS if name not in document]:
+            raise ConfigError(f"{path} has no {', '.join(missing)}; allowed: all of {', '.join(_FIELDS)}")
+        experts = document["experts"]
+        is_table = isinstance(experts, list) and all(isinstance(row, list) for row in experts)
+        if not (is_table and all(isinstance(expert, int) for row in experts for expert in row)):
+            raise ConfigError(f"experts of {path} is no list of lists of integers; allowed: one list for each layer")
+        return cls(tuple(map(tuple, experts)), *(document[name] for name in _FIELDS[1:]))
+
+    def _loads(self, weight: Tensor) -> Tensor:
+        loads = torch.from_numpy(require_loads(weight))
+        wanted = (self.num_layers, self.num_experts)
+        require(tuple(loads.shape) == wanted, "weight.shape", list(loads.shape), f"{list(wanted)}, as the placement")
+        return loads
+
+    def _copies_per_rank(self) -> Tensor:
+        """``[layers, R, E]`` int64."""
+        slots = self.phy2log.view(self.num_layers, self.num_ranks, self.num_slots)
+        copies = slots.new_zeros(self.num_layers, self.num_ranks, self.num_experts)
+        return copies.scatter_add_(2, slots, torch.ones_like(slots))
+
+    def _choices(self, domain: int) -> tuple[Tensor, Tensor]:
+        """The replicas that a token of `domain` may go to: ``[layers, E, X]`` slots, −1 behind, and how many."""
+        everywhere, num_everywhere = inverse_map(self.phy2log, self.num_experts)
+        rank = everywhere.div(self.num_slots, rounding_mode="floor")
+        near = (everywhere >= 0) & (rank.div(self.num_ranks_per_domain, rounding_mode="floor") == domain)
+        num_near = near.sum(2)
+        order = (~near).to(torch.int8).argsort(dim=2, stable=True)
+        count = torch.where(num_near > 0, num_near, num_everywhere)
+        sorted_near = everywhere.gather(2, order)
+        beyond = torch.arange(everywhere.shape[2]) >= count.unsqueeze(2)
+        return torch.where(beyond, -1, sorted_near), count
+
+
+_FIELDS = ("experts", "num_experts", "num_ranks", "num_ranks_per_domain", "version")
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlacement:
+    """A placement as one rank uses it, in tensors of its device.
+
+    Attributes:
+        phy2log: ``[layers, P]`` int64.
+        replicas: ``[layers, E, X]`` int64: the slots that tokens of this rank may go to, then −1.
+        num_choices: ``[layers, E]`` int64: how many these are.
+        rank: whose tokens are mapped.
+    """
+
+    phy2log: Tensor
+    replicas: Tensor
+    num_choices: Tensor
+    rank: int
+
+    def map_topk(self, layer: int, topk_idx: Tensor) -> Tensor:
+        """Maps logical to physical experts. The host does not wait; every engine and device gives the same.
+
+        Columns stay where they are, and so do their weights.
+
+        Args:
+            layer: index of the layer.
+            topk_idx: ``[T, K]`` int64, logical expert or −1.
+
+        Returns:
+            ``[T, K]`` int64, slot or −1, for a dispatch with ``num_experts = P``.
+
+        Raises:
+            ConfigError: a dtype, a shape, the layer, or, on a CPU, an index outside −1 … E−1.
+        """
+        num_layers, num_experts, _ = self.replicas.shape
+        require_int("layer", layer, minimum=0, maximum=num_layers - 1)
+        require_tensor(
+            "topk_idx",
+            topk_idx,
+            dtypes=(torch.int64,),
+            shape=(None, None),
+            device=self.replicas.device,
+            contiguous=False,
+        )
+        require_expert_indices(topk_idx, num_experts)
+        expert = topk_idx.clamp_min(0)
+        token = torch.arange(topk_idx.shape[0], device=topk_idx.device).unsqueeze(1)
+        turn = (token * _TOKEN_STEP + self.rank * _RANK_STEP) % _WORD
+        nth = (turn * self.num_choices[layer][expert]) >> 32
+        slot = self.replicas[layer][expert, nth]
+        return torch.where(topk_idx >= 0, slot, -1)
+
+
+def balancedness(loads: Tensor) -> Tensor:
+    """``[layers, R]`` loads of ranks → ``[layers]`` mean over largest; 1 where there is no load."""
+    most = loads.amax(1)
+    return torch.where(most > 0, loads.mean(1) / most.clamp_min(torch.finfo(loads.dtype).tiny), 1.0)
