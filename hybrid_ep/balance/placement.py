@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
-from hybrid_ep.checks import require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]
