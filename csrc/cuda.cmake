@@ -55,3 +55,4 @@ hybrid_ep_module(_cuda ${cuda_kernels} ${cuda_hosts})
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${gencode} -Werror=all-warnings -Xptxas=--warn-on-spills
                                      -Xptxas=--warning-as-error -Xcompiler=-Wall,-Wextra,-Werror>)
 target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+hybrid_ep_add_transport(_cuda cuda)

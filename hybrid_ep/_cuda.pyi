@@ -6,6 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid_ep._C import HostWriter as HostWriter
+from hybrid_ep._C import LinkLayout as LinkLayout
+from hybrid_ep._C import LinkView as LinkView
+from hybrid_ep._C import Proxy as Proxy
+from hybrid_ep._C import loopback_proxy as loopback_proxy
+
 version: str
 control_bytes: int
 control_count_row_bytes: int

@@ -1,4 +1,4 @@
-// Each concept of `_C` has one file here that adds its functions to the module.
+// Each concept of `_C` has one file here that adds its functions to the module; transport.cpp is in `_cuda` as well.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,5 +7,6 @@ namespace hybrid_ep::bindings {
 
 void add_layout(pybind11::module_& module);
 void add_topology(pybind11::module_& module);
+void add_transport(pybind11::module_& module);
 
 }  // namespace hybrid_ep::bindings

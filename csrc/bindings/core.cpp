@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, module) {
   module.attr("left_out") = HYBRID_EP_LEFT_OUT;
   hybrid_ep::bindings::add_layout(module);
   hybrid_ep::bindings::add_topology(module);
+  hybrid_ep::bindings::add_transport(module);
 }

@@ -3,11 +3,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define HYBRID_EP_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define HYBRID_EP_HOST_DEVICE inline
-#endif
+#include "common/host_device.h"
 
 namespace hybrid_ep {
 

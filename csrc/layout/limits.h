@@ -4,6 +4,7 @@
 namespace hybrid_ep {
 
 constexpr int kMaxRanks = 72;      // one NVL72 domain
+constexpr int kMaxDomains = 64;    // each with as many ranks
 constexpr int kMaxExperts = 2048;  // of all ranks together
 constexpr int kMaxTopk = 32;       // one lane of a warp per expert of a token
 constexpr int kMaxTokens = 65536;  // of one rank in one call

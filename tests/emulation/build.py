@@ -31,6 +31,8 @@ def build(out: Path) -> Path:
         sorted(CSRC.glob("kernels/*/*.cu"))
         + sorted(CSRC.glob("runtime/*.cpp"))
         + sorted(CSRC.glob("bindings/cuda/*.cpp"))
+        + [path for path in sorted(CSRC.glob("transport/*.cpp")) if not path.stem.endswith("_cuda")]
+        + [CSRC / "layout/link_layout.cpp", CSRC / "bindings/transport.cpp"]
     ):
         translated = out / f"{'_'.join(original.relative_to(CSRC).with_suffix('').parts)}.cpp"
         translated.write_text(f'#line 1 "{original}"\n' + as_cpp(original.read_text()))

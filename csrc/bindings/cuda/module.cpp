@@ -1,4 +1,5 @@
 // `hybrid_ep._cuda`: the kernels for NVLink domains and what launches them.
+#include "bindings/bindings.h"
 #include "bindings/cuda/bindings.h"
 #include "common/cuda_check.h"
 #include "layout/control_block.h"
@@ -28,4 +29,5 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::bindings::add_low_latency(module);
   hybrid_ep::bindings::add_push_rows(module);
   hybrid_ep::bindings::add_slot_pool(module);
+  hybrid_ep::bindings::add_transport(module);
 }

@@ -1,0 +1,88 @@
+// Where chunks, flags and credits of a link stand. A link joins a rank to its peers: the ranks with its domain rank in
+// the other domains. Every rank has one window, and all windows have the same shape.
+//
+//     window: per ring and peer  send slots │ per ring and peer  receive slots
+//     words:  per ring and peer  a flag for each receive slot │ per ring and peer  a credit for each group of send
+//     slots
+//
+// A chunk is built in the send slot (ring, peer, slot) of the sender and lands in the receive slot (ring, sender, slot)
+// of the peer. Its flag is a 64-bit word of its own, written when the whole chunk stands there. The receiver returns a
+// credit when it has read a group of slots; the credit is a word at the sender, and frees the send slots as well.
+//
+// The link never looks into words. Who uses them keeps these rules, which make any order of delivery correct:
+// - Words are 0 at first and are never reset. A word that is written differs from what stood there before.
+// - A slot is written again, and its flag with it, only after the sender has seen the credit of its group. A credit is
+//   returned again only after the receiver has seen a flag of the group's next use. So no two writes to one word are
+//   ever on their way at once.
+// - Nothing orders one slot's flag after another slot's chunk.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "layout/limits.h"
+
+namespace hybrid_ep {
+
+constexpr int kMaxRings = 4;               // of a link: for example counts, rows of dispatch, rows of combine
+constexpr int kMaxSlots = 1 << 16;         // of a ring and peer
+constexpr uint32_t kSlotAlignBytes = 128;  // of send and receive slots
+
+// What a flag says about its chunk. A call's epoch is not 0; the lap counts the uses of a slot within the call.
+HYBRID_EP_HOST_DEVICE uint64_t chunk_word(uint32_t epoch, uint32_t lap, uint32_t num_rows) {
+  return static_cast<uint64_t>(epoch) << 32 | (lap & 0xffffu) << 16 | num_rows;
+}
+HYBRID_EP_HOST_DEVICE uint32_t chunk_rows(uint64_t word) { return static_cast<uint32_t>(word) & 0xffffu; }
+// Whether the word is that of this use of the slot.
+HYBRID_EP_HOST_DEVICE bool is_chunk(uint64_t word, uint32_t epoch, uint32_t lap) {
+  return word >> 16 == (static_cast<uint64_t>(epoch) << 16 | (lap & 0xffffu));
+}
+
+struct RingShape {
+  uint32_t slot_bytes;        // of a chunk at most; a multiple of kSlotAlignBytes
+  uint32_t num_slots;         // per peer, in each direction
+  uint32_t slots_per_credit;  // divides num_slots
+
+  HYBRID_EP_HOST_DEVICE uint32_t num_credits() const { return num_slots / slots_per_credit; }
+};
+
+struct LinkLayout {
+  int num_domains, domain_idx;  // of this rank
+  int num_rings;
+  RingShape rings[kMaxRings];
+  uint64_t ring_begin[kMaxRings];     // of the ring's send slots in the window; its receive slots follow
+  uint32_t flags_begin[kMaxRings];    // in words
+  uint32_t credits_begin[kMaxRings];  // in words
+  uint64_t window_bytes;
+  uint32_t num_words;
+
+  // Offsets in the window and in the words of the rank of domain `owner`, for its peer of domain `peer`.
+  HYBRID_EP_HOST_DEVICE uint64_t send_offset(int owner, int ring, int peer, int slot) const {
+    return ring_begin[ring] + slot_offset(owner, ring, peer, slot);
+  }
+  HYBRID_EP_HOST_DEVICE uint64_t recv_offset(int owner, int ring, int peer, int slot) const {
+    return ring_begin[ring] + ring_bytes(ring) + slot_offset(owner, ring, peer, slot);
+  }
+  HYBRID_EP_HOST_DEVICE uint32_t flag_idx(int owner, int ring, int peer, int slot) const {
+    return flags_begin[ring] + peer_idx(owner, peer) * rings[ring].num_slots + slot;
+  }
+  HYBRID_EP_HOST_DEVICE uint32_t credit_idx(int owner, int ring, int peer, int group) const {
+    return credits_begin[ring] + peer_idx(owner, peer) * rings[ring].num_credits() + group;
+  }
+  // Bytes of a ring's slots in one direction, to all peers.
+  HYBRID_EP_HOST_DEVICE uint64_t ring_bytes(int ring) const {
+    return static_cast<uint64_t>(num_domains - 1) * rings[ring].num_slots * rings[ring].slot_bytes;
+  }
+
+ private:
+  // A rank has no slots for its own domain.
+  static HYBRID_EP_HOST_DEVICE uint32_t peer_idx(int owner, int peer) { return peer < owner ? peer : peer - 1; }
+  HYBRID_EP_HOST_DEVICE uint64_t slot_offset(int owner, int ring, int peer, int slot) const {
+    return (static_cast<uint64_t>(peer_idx(owner, peer)) * rings[ring].num_slots + slot) * rings[ring].slot_bytes;
+  }
+};
+
+// Host only. Throws std::invalid_argument for shapes that are not allowed.
+LinkLayout make_link_layout(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
+
+}  // namespace hybrid_ep

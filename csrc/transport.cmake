@@ -1,0 +1,15 @@
+# The transports between domains. Their host code is compiled twice: into `_C`, where memory is the host's, and into
+# `_cuda`, where kernels write the commands.
+find_package(Threads REQUIRED)
+
+# memory: host or cuda, the suffix of the files that allocate and copy.
+function(hybrid_ep_add_transport module memory)
+  set(others host cuda)
+  list(REMOVE_ITEM others ${memory})
+  file(GLOB sources CONFIGURE_DEPENDS transport/*.cpp)
+  list(FILTER sources EXCLUDE REGEX "_${others}\\.cpp$")
+  target_sources(${module} PRIVATE ${sources} layout/link_layout.cpp bindings/transport.cpp)
+  target_link_libraries(${module} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+endfunction()
+
+hybrid_ep_add_transport(_C host)

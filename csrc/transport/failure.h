@@ -1,0 +1,44 @@
+// The first thing that went wrong in a transport: told once, read by kernels as a word and by the host in words.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "transport/memory.h"
+
+namespace hybrid_ep {
+
+struct LinkFailure {
+  int peer;            // domain index of the peer that is to blame; −1 where no single one is
+  std::string device;  // the NIC, socket or copy engine that noticed
+  std::string detail;  // in its own words
+};
+
+class FailureReport {
+ public:
+  FailureReport() : flag_(allocate_pinned(sizeof(uint32_t))) {}
+
+  // Any thread. Later failures are dropped.
+  void report(LinkFailure failure) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_) return;
+    failure_ = std::move(failure);
+    __atomic_store_n(flag(), 1u, __ATOMIC_RELEASE);
+  }
+  bool has_failed() const { return __atomic_load_n(flag(), __ATOMIC_ACQUIRE) != 0; }
+  std::optional<LinkFailure> get() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+  }
+  // Pinned: 0, then 1.
+  uint32_t* flag() const { return reinterpret_cast<uint32_t*>(flag_.get()); }
+
+ private:
+  Memory flag_;
+  mutable std::mutex mutex_;
+  std::optional<LinkFailure> failure_;
+};
+
+}  // namespace hybrid_ep

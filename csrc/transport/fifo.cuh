@@ -1,0 +1,40 @@
+// The kernels' end of a FIFO: fifo.h.
+#pragma once
+
+#include "device/ptx/memory.cuh"
+#include "transport/fifo.h"
+
+namespace hybrid_ep {
+
+// Appends a command; any thread of any CTA. Returns false where the FIFO has been full until `give_up()`, called
+// between looks, was true: nothing is written then, and the FIFO stays usable.
+//
+// The command is stored relaxed: fence what it speaks of before (ptx::fence_acq_rel_system).
+template <typename GiveUp>
+__device__ bool push_command(const FifoView& fifos, int fifo, const Command& command, GiveUp&& give_up) {
+  uint32_t* head = &fifos.heads[fifo].value;
+  uint32_t* known_done = &fifos.known_done[fifo].value;
+  uint32_t ticket = ptx::load_relaxed_gpu(head);
+  while (true) {
+    if (ticket - ptx::load_acquire_gpu(known_done) >= kFifoSlots) {
+      // A load over PCIe, once in a lap where the proxy keeps up.
+      const uint32_t done = ptx::load_acquire_system(&fifos.done[fifo].value);
+      ptx::store_release_gpu(known_done, done);
+      if (ticket - done >= kFifoSlots) {
+        if (give_up()) return false;
+        ticket = ptx::load_relaxed_gpu(head);
+        continue;
+      }
+    }
+    const uint32_t before = atomicCAS(head, ticket, ticket + 1);
+    if (before == ticket) break;
+    ticket = before;
+  }
+  const PackedCommand packed = pack(command, phase_of_ticket(ticket));
+  PackedCommand* place = fifos.commands + static_cast<int64_t>(fifo) * kFifoSlots + ticket % kFifoSlots;
+  ptx::store_relaxed_system(reinterpret_cast<uint4*>(place),
+                            make_uint4(packed.word_low, packed.word_high, packed.num_bytes, packed.head));
+  return true;
+}
+
+}  // namespace hybrid_ep

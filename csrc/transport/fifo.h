@@ -1,0 +1,71 @@
+// The way of commands from kernels to the proxy: FIFOs in pinned host memory, each with many writers and one reader.
+//
+//     head (GPU) ─ compare and swap ─► ticket ─► 16 bytes at ticket % kFifoSlots ─► proxy ─► done (host), seen by
+//     writers
+//
+// A command carries the parity of its lap, so the reader needs no tail: it looks whether the next place holds a command
+// of the lap that it expects. Tickets wrap at 2³², a multiple of kFifoSlots.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "transport/command.h"
+
+namespace hybrid_ep {
+
+constexpr uint32_t kFifoSlots = 1024;  // a power of two
+constexpr int kMaxFifos = 64;
+
+// The phase of a ticket's command. Memory is zero before the first, which has phase 1.
+HYBRID_EP_HOST_DEVICE uint32_t phase_of_ticket(uint32_t ticket) { return (ticket / kFifoSlots & 1) ^ 1; }
+
+// A counter that has a line for itself.
+struct alignas(128) FifoCursor {
+  uint32_t value;
+};
+
+// One rank's FIFOs, as kernels and the proxy see them.
+struct FifoView {
+  PackedCommand* commands;  // [num_fifos][kFifoSlots], pinned
+  FifoCursor* done;         // [num_fifos], pinned: commands that the proxy has read
+  FifoCursor* heads;        // [num_fifos], GPU: tickets given out
+  FifoCursor* known_done;   // [num_fifos], GPU: what a writer has last read of `done`
+  int num_fifos;
+};
+
+// The proxy's end of one FIFO.
+class FifoReader {
+ public:
+  FifoReader(const FifoView& view, int fifo)
+      : commands_(view.commands + static_cast<size_t>(fifo) * kFifoSlots), done_(&view.done[fifo].value) {}
+
+  // Looks at the next command without taking it; false: there is none. Acquires what its writer has released.
+  bool peek(Command* command) const {
+    const PackedCommand* place = commands_ + next_ % kFifoSlots;
+    PackedCommand packed;
+    packed.head = __atomic_load_n(&place->head, __ATOMIC_ACQUIRE);
+    if (phase_of(packed.head) != phase_of_ticket(next_)) return false;
+    packed.word_low = place->word_low;
+    packed.word_high = place->word_high;
+    packed.num_bytes = place->num_bytes;
+    *command = unpack(packed);
+    return true;
+  }
+  void take() { ++next_; }
+  // Tells the writers. The places of all commands taken may be written again.
+  void publish() {
+    if (published_ == next_) return;
+    __atomic_store_n(done_, next_, __ATOMIC_RELEASE);
+    published_ = next_;
+  }
+  uint32_t num_taken() const { return next_; }
+  uint32_t num_unpublished() const { return next_ - published_; }
+
+ private:
+  const PackedCommand* commands_;
+  uint32_t* done_;
+  uint32_t next_ = 0, published_ = 0;
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,87 @@
+// The device side of a link between domains: what kernels may ask of a network. Kernels take the link's type as a
+// template argument and name no network library.
+//
+//     build chunk in send_slot ─ put_signal ─► peer's recv_slot, then its flag ─ poll ─► read chunk ─ credit ─►
+//     poll_credit
+//
+// How slots, flags and credits are addressed, and the three rules for words, stand in layout/link_layout.h. `peer` is
+// always the domain index of a peer, never the own one.
+//
+// Order. put_signal publishes what the calling thread has written, or has observed as written, at system scope: a warp
+// waits for its bulk stores (ptx::bulk_wait_written) and syncs before one lane calls it. poll acquires: later loads of
+// the calling thread see the chunk, and so does what it releases to. Before bulk loads from the chunk comes
+// ptx::fence_global_for_bulk. credit orders the calling thread's reads, and those it has observed as done, before the
+// sender's next write: bulk loads count as read once their barrier has completed. Only kernels of the GPU that owns the
+// window may read it.
+//
+// Calls. The host opens a call (Proxy::begin_call) before the kernel runs, and exactly one thread of the kernel ends it
+// (end_call) after all its other commands, also when the call has failed: the proxy sleeps when no call is open.
+#pragma once
+
+#include "transport/fifo.cuh"
+#include "transport/link_view.h"
+
+namespace hybrid_ep {
+
+// The link by proxy: commands through a FIFO to a thread of the host.
+class ProxyLink {
+ public:
+  // `writer` spreads the threads that give commands over the FIFOs, as the index of a CTA does.
+  __device__ ProxyLink(const LinkView& view, int writer) : view_(view), fifo_(writer % view.fifos.num_fifos) {}
+
+  // 128-byte aligned. The caller owns a send slot from the credit of its group to put_signal, and a receive slot from
+  // its flag to credit.
+  __device__ uint8_t* send_slot(int ring, int peer, int slot) const {
+    return view_.window + view_.layout.send_offset(view_.layout.domain_idx, ring, peer, slot);
+  }
+  __device__ const uint8_t* recv_slot(int ring, int peer, int slot) const {
+    return view_.window + view_.layout.recv_offset(view_.layout.domain_idx, ring, peer, slot);
+  }
+
+  // Sends the first num_bytes of a send slot, then writes `word` to its flag at the peer; with 0 bytes the flag alone.
+  // One thread. Returns false where the FIFO has been full until give_up() was true.
+  template <typename GiveUp>
+  __device__ bool put_signal(int ring, int peer, int slot, uint32_t num_bytes, uint64_t word, GiveUp&& give_up) const {
+    return push({CommandKind::kPut, ring, peer, slot, num_bytes, word}, give_up);
+  }
+
+  // Returns the flag of a receive slot. Any thread.
+  __device__ uint64_t poll(int ring, int peer, int slot) const {
+    return ptx::load_acquire_system(view_.words + view_.layout.flag_idx(view_.layout.domain_idx, ring, peer, slot));
+  }
+
+  // Tells the peer, by `word`, that slots [group, group + 1) × slots_per_credit have been read. One thread; returns as
+  // put_signal does.
+  template <typename GiveUp>
+  __device__ bool credit(int ring, int peer, int group, uint64_t word, GiveUp&& give_up) const {
+    return push({CommandKind::kCredit, ring, peer, group, 0, word}, give_up);
+  }
+
+  // Returns the credit of a group of send slots. Any thread. Later writes of the calling thread to the slots are
+  // ordered after the peer's reads.
+  __device__ uint64_t poll_credit(int ring, int peer, int group) const {
+    return ptx::load_acquire_system(view_.words + view_.layout.credit_idx(view_.layout.domain_idx, ring, peer, group));
+  }
+
+  // Ends the call that the host has opened. One thread of the grid, after every other command of the call.
+  template <typename GiveUp>
+  __device__ bool end_call(GiveUp&& give_up) const {
+    return push({CommandKind::kEnd, 0, 0, 0, 0, 1}, give_up);
+  }
+
+  // Whether the transport has failed: waits of the call cannot succeed. A load from host memory, so that a wait looks
+  // only now and then. Any thread.
+  __device__ bool has_failed() const { return ptx::load_acquire_system(view_.has_failed) != 0; }
+
+ private:
+  template <typename GiveUp>
+  __device__ bool push(const Command& command, GiveUp&& give_up) const {
+    ptx::fence_acq_rel_system();
+    return push_command(view_.fifos, fifo_, command, give_up);
+  }
+
+  const LinkView& view_;
+  int fifo_;
+};
+
+}  // namespace hybrid_ep

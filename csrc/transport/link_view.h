@@ -1,0 +1,19 @@
+// What a kernel gets of a link: pointers and shapes, passed by value as a part of its parameters.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/link_layout.h"
+#include "transport/fifo.h"
+
+namespace hybrid_ep {
+
+struct LinkView {
+  LinkLayout layout;
+  uint8_t* window;             // this rank's; GPU memory or pinned host memory, as the transport chose
+  uint64_t* words;             // this rank's flags and credits; written by peers, read by kernels
+  const uint32_t* has_failed;  // pinned: not 0 once the transport has lost a peer or a NIC; it says why to the host
+  FifoView fifos;
+};
+
+}  // namespace hybrid_ep

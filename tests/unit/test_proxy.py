@@ -1,0 +1,159 @@
+"""The proxy thread and its FIFOs, with links inside this process and a thread of the host as the kernel."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hybrid_ep import _C
+
+RINGS = [(256, 8, 4), (1024, 4, 2)]
+LIMIT_S = 10.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Fails the test where the condition does not come true."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+
+
+def make_pair(num_fifos: int = 1) -> tuple[list[_C.Proxy], list[_C.HostWriter]]:
+    """Two ranks of two domains, with an open call each."""
+    layouts = [_C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS) for i in range(2)]
+    proxies = [_C.loopback_proxy(layout=layout, num_fifos=num_fifos) for layout in layouts]
+    addresses = [proxy.address() for proxy in proxies]
+    for proxy in proxies:
+        proxy.connect(addresses, LIMIT_S)
+        proxy.begin_call()
+    return proxies, [_C.HostWriter(proxy, 0) for proxy in proxies]
+
+
+def test_chunk_flag_and_credit_arrive() -> None:
+    """A chunk lands in the slot of its ring, peer and number; its flag and the credit bring their words."""
+    proxies, (sender, receiver) = make_pair()
+    sender.send_slot(1, 1, 3)[:16] = b"sixteen bytes..."
+    assert sender.put(1, 1, 3, 16, 2**63 + 5)
+    wait_until(lambda: receiver.poll(1, 0, 3) == 2**63 + 5)
+    assert bytes(receiver.recv_slot(1, 0, 3)[:20]) == b"sixteen bytes..." + bytes(4)
+    assert [receiver.poll(1, 0, slot) for slot in range(3)] == [0, 0, 0]
+    assert receiver.credit(1, 0, 1, 9)
+    wait_until(lambda: sender.poll_credit(1, 1, 1) == 9)
+    assert sender.poll_credit(1, 1, 0) == 0
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
+
+
+def test_fifo_wraps() -> None:
+    """Commands of many laps arrive in order, each once, and the writer waits for room."""
+    proxies, (sender, receiver) = make_pair()
+    num, refused = 5000, 0
+    for i in range(num):
+        while not sender.put(0, 1, i % 8, 0, i + 1):
+            refused += 1
+    sender.end_call()
+    wait_until(lambda: proxies[0].counts["calls"] == 1)
+    assert proxies[0].counts["puts"] == num
+    assert [receiver.poll(0, 0, slot) for slot in range(8)] == [num - 7 + slot for slot in range(8)]
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
+
+
+def test_commands_in_flight_are_completed_at_close() -> None:
+    """What stands in the FIFO when the proxy closes is still sent."""
+    proxies, (sender, receiver) = make_pair()
+    for i in range(1000):
+        assert sender.put(0, 1, i % 8, 256, i + 1)
+    assert proxies[0].close(LIMIT_S)
+    assert proxies[0].counts["puts"] == 1000
+    assert receiver.poll(0, 0, 7) == 1000
+    assert proxies[1].close(LIMIT_S)
+
+
+def test_sleeps_without_a_call() -> None:
+    """With no call open the threads take less than 1 % of a core, and the next call wakes them."""
+    proxies, (sender, receiver) = make_pair()
+    for writer in (sender, receiver):
+        writer.end_call()
+    wait_until(lambda: all(proxy.counts["sleeps"] > 0 and proxy.counts["calls"] == 1 for proxy in proxies))
+    begin = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - begin < 0.01
+    proxies[0].begin_call()
+    sender.put(0, 1, 0, 0, 5)
+    wait_until(lambda: receiver.poll(0, 0, 0) == 5)
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
+
+
+def test_is_refused_in_a_forked_child() -> None:
+    """A child has no proxy thread: it is told so, and its exit leaves the parent's alone."""
+    proxies, (sender, receiver) = make_pair()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            proxies[0].begin_call()
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        del proxies, sender
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"forked" in os.read(read, 1000)
+    sender.put(0, 1, 0, 0, 7)
+    wait_until(lambda: receiver.poll(0, 0, 0) == 7)
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
+
+
+@pytest.mark.parametrize(
+    ("ring", "peer", "slot", "num_bytes"), [(2, 1, 0, 16), (0, 0, 0, 16), (0, 1, 8, 16), (0, 1, 0, 272), (0, 1, 0, 8)]
+)
+def test_command_that_does_not_fit(ring: int, peer: int, slot: int, num_bytes: int) -> None:
+    """It fails the link in words, writes nothing, and later commands are dropped."""
+    proxies, (sender, receiver) = make_pair()
+    sender.put(ring, peer, slot, num_bytes, 1)
+    wait_until(lambda: proxies[0].failure is not None)
+    failure = proxies[0].failure
+    assert failure is not None
+    assert f"ring {ring}, peer {peer}, slot {slot}, {num_bytes} bytes" in failure[2]
+    sender.put(0, 1, 0, 16, 1)
+    wait_until(lambda: sender.num_done == 2)
+    assert receiver.poll(0, 0, 0) == 0
+    assert not proxies[0].close(LIMIT_S)
+    assert proxies[1].close(LIMIT_S)
+
+
+def test_layout_names_the_value() -> None:
+    """Shapes that are not allowed are told with what is."""
+    for options, text in (
+        ({"num_domains": 65}, "num_domains is 65; allowed: 2 to 64"),
+        ({"domain_idx": 2}, "domain_idx is 2"),
+        ({"rings": [(100, 8, 4)]}, "slot_bytes is 100; allowed: positive multiples of 128"),
+        ({"rings": [(128, 8, 3)]}, "slots_per_credit is 3; allowed: divisors of num_slots"),
+        ({"rings": []}, "num_rings is 0"),
+    ):
+        arguments = {"num_domains": 2, "domain_idx": 0, "rings": RINGS} | options
+        with pytest.raises(ValueError, match=text):
+            _C.LinkLayout(**arguments)  # type: ignore[arg-type]
+
+
+def test_writers_of_several_fifos() -> None:
+    """Writers on FIFOs of their own do not disturb each other."""
+    proxies, (_, receiver) = make_pair(num_fifos=4)
+    num = 2000
+
+    def write(fifo: int) -> None:
+        writer = _C.HostWriter(proxies[0], fifo)
+        for i in range(num):
+            while not writer.put(0, 1, fifo, 0, i + 1):
+                pass
+
+    threads = [threading.Thread(target=write, args=(fifo,)) for fifo in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: [receiver.poll(0, 0, slot) for slot in range(1, 4)] == [num] * 3)
+    assert proxies[0].counts["puts"] == 3 * num
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
