@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from hybrid_ep.errors import ConfigError, HybridEPError
-from hybrid_ep.k8s.check import check
+from hybrid_ep.k8s.check import CheckResult, check
+from hybrid_ep.k8s.formats import to_junit, to_sarif
+from hybrid_ep.k8s.problem import Level
+from hybrid_ep.k8s.schema import KUBERNETES_VERSION
 
 if TYPE_CHECKING:
     from hybrid_ep.doctor.model import Report
@@ -26,33 +29,79 @@ def k8s() -> None:
 
 
 @k8s.command("check")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, allow_dash=True, path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "sarif", "junit"]),
+    default="text",
+    show_default=True,
+    help="What to print.",
+)
+@click.option("--json", "form", flag_value="json", help="The same as --format json.")
+@click.option("--rule", "rules", multiple=True, metavar="ID", help="Report only this rule; may be repeated.")
+@click.option("--ignore", multiple=True, metavar="ID", help="Do not report this rule; may be repeated.")
+@click.option(
+    "--fail-on",
+    type=click.Choice([level.value for level in Level]),
+    default="error",
+    show_default=True,
+    help="Exit with 1 for a problem of this level or a worse one.",
+)
+@click.option("--kubernetes", default=KUBERNETES_VERSION, show_default=True, help="Version of the schemas.")
 @click.pass_context
-def check_command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) -> None:
-    """Check YAML files, folders with a kustomization.yaml, or trees of them.
+def check_command(
+    ctx: click.Context,
+    paths: tuple[Path, ...],
+    form: str,
+    rules: tuple[str, ...],
+    ignore: tuple[str, ...],
+    fail_on: str,
+    kubernetes: str,
+) -> None:
+    """Check YAML files, folders with a kustomization.yaml, or trees of them; `-` reads standard input.
 
-    Builds what kustomize builds, holds it to the schemas of Kubernetes and of the MPI operator with unknown fields
-    closed, and to rules about what is accepted and then hangs or falls back.
+    Builds what kustomize builds, holds it to the schemas of Kubernetes and of operators with unknown fields closed, and
+    to rules about what is accepted and then refused by a node, hangs or falls back. An object's annotation
+    ignore.hybrid-ep/RULE: REASON silences a rule there.
 
     Exits with 1 if anything is wrong, with 2 if something could not be checked.
     """
     try:
-        result = check(paths)
+        result = check(paths, rules=rules, ignore=ignore, kubernetes=kubernetes)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    if as_json:
-        click.echo(json.dumps(result.to_json(), indent=2))
-        ctx.exit(result.exit_code)
+    exit_code = result.exit_code(Level(fail_on))
+    if form == "text":
+        _print(result)
+    else:
+        click.echo({"json": _to_json, "sarif": to_sarif, "junit": to_junit}[form](result))
+    ctx.exit(exit_code)
+
+
+def _to_json(result: CheckResult) -> str:
+    return json.dumps(result.to_json(), indent=2)
+
+
+def _print(result: CheckResult) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    for problem in result.problems:
-        where = escape(" ".join(part for part in (problem.source, problem.name, problem.path) if part))
-        console.print(f"[red]error[/] {where}\n    {problem.rule}: {escape(problem.message)}")
+    styles = {Level.ERROR: "red", Level.WARNING: "yellow", Level.HINT: "cyan"}
+    for problem in sorted(result.open, key=lambda problem: list(Level).index(problem.level)):
+        source = f"{problem.source}:{problem.line}" if problem.line else problem.source
+        where = escape(" ".join(part for part in (source, problem.name, problem.path) if part))
+        level = f"[{styles[problem.level]}]{problem.level.value}[/]"
+        console.print(f"{level} {where}\n    {problem.rule}: {escape(problem.message)}")
     for line in result.unchecked:
         console.print(f"[yellow]not checked[/] {escape(line)}")
-    num_objects = sum(map(len, result.checked.values()))
-    console.print(f"{len(result.checked)} sources, {num_objects} objects: {len(result.problems)} problems")
-    ctx.exit(result.exit_code)
+    silenced = len(result.problems) - len(result.open)
+    counts = [_counted(result.counts[level], level.value) for level in Level]
+    counts += [f"{silenced} silenced"] if silenced else []
+    num_objects = _counted(sum(map(len, result.checked.values())), "object")
+    console.print(f"{_counted(len(result.checked), 'source')}, {num_objects}: {', '.join(counts)}")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @k8s.command("mark-node", context_settings={"ignore_unknown_options": True})

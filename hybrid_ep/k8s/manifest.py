@@ -1,11 +1,12 @@
-"""Manifests as plain values: built by kustomize from a folder, or read from a file."""
+"""Manifests as plain values: built by kustomize from a folder, or read from a file or standard input."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,26 @@ import yaml
 
 from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["Manifest", "MissingToolError", "PodTemplate", "find_sources", "load"]
+__all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "find_sources", "json_path", "load"]
 
+STDIN = Path("-")
 _KUSTOMIZATION = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 _BUILD_LIMIT_S = 60.0
+
+# Where the Pod templates of a kind are; "*" stands for every item. A bare Pod is its own template.
+_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "Pod": ("",),
+    "PodTemplate": ("template",),
+    **{
+        kind: ("spec.template",)
+        for kind in ("Job", "Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController")
+    },
+    "CronJob": ("spec.jobTemplate.spec.template",),
+    "MPIJob": ("spec.mpiReplicaSpecs.*.template",),
+    "PyTorchJob": ("spec.pytorchReplicaSpecs.*.template",),
+    "JobSet": ("spec.replicatedJobs.*.template.spec.template",),
+    "LeaderWorkerSet": ("spec.leaderWorkerTemplate.leaderTemplate", "spec.leaderWorkerTemplate.workerTemplate"),
+}
 
 
 class MissingToolError(HybridEPError):
@@ -30,11 +47,13 @@ class PodTemplate(NamedTuple):
         path: JSON path to it.
         role: ``Launcher`` or ``Worker`` in an MPIJob, otherwise the manifest's kind.
         content: with ``metadata`` and ``spec``.
+        num_pods: how many Pods are made of it; None where that depends on the cluster.
     """
 
     path: str
     role: str
     content: dict[str, Any]
+    num_pods: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,37 +61,79 @@ class Manifest:
     """One object for the cluster.
 
     Attributes:
-        source: the file, or the folder that kustomize built.
+        source: the file, the folder that kustomize built, or `STDIN`.
         content: its tree.
+        lines: JSON path → line of the file, counted from 1; empty for what kustomize built.
+        duplicates: JSON paths of mapping keys that are given twice.
     """
 
     source: Path
     content: dict[str, Any]
+    lines: Mapping[str, int] = field(default_factory=dict)
+    duplicates: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
         return str(self.content.get("kind", ""))
 
     @property
+    def api_version(self) -> str:
+        return str(self.content.get("apiVersion", ""))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return _mapping(self.content, "metadata")
+
+    @property
     def name(self) -> str:
         """``kind/name``."""
-        metadata = self.content.get("metadata")
-        return f"{self.kind or 'no kind'}/{metadata.get('name', '') if isinstance(metadata, dict) else ''}"
+        return f"{self.kind or 'no kind'}/{self.metadata.get('name', '')}"
+
+    def line(self, path: str) -> int | None:
+        """The line of `path`, or of the closest thing around it that is written down."""
+        while path and path not in self.lines:
+            path = path[: max(path.rfind("."), path.rfind("["))] if "." in path or "[" in path else ""
+        return self.lines.get(path)
 
     def pod_templates(self) -> Iterator[PodTemplate]:
-        """The Pod templates of an MPIJob, or of any workload of Kubernetes itself."""
+        """The Pod templates of a kind that has some."""
+        for pattern in _TEMPLATES.get(self.kind, ()):
+            for parts, content in _find(self.content, pattern.split(".") if pattern else []):
+                if _mapping(content, "spec"):
+                    role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
+                    yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts))
+
+    def _num_pods(self, parts: list[str | int]) -> int | None:
         spec = _mapping(self.content, "spec")
-        if self.kind == "MPIJob":
-            for role, replica in _mapping(spec, "mpiReplicaSpecs").items():
-                template = _mapping(replica, "template")
-                if template:
-                    yield PodTemplate(f"$.spec.mpiReplicaSpecs.{role}.template", role, template)
-            return
-        path = "$.spec"
-        if self.kind == "CronJob":
-            spec, path = _mapping(_mapping(spec, "jobTemplate"), "spec"), "$.spec.jobTemplate.spec"
-        if template := _mapping(spec, "template"):
-            yield PodTemplate(f"{path}.template", self.kind, template)
+        if self.kind == "Pod":
+            return 1
+        if self.kind in ("MPIJob", "PyTorchJob"):
+            return _count(_mapping(_mapping(spec, str(parts[1])), str(parts[2])), "replicas")
+        if self.kind == "Job":
+            return _count(spec, "completions", "parallelism")
+        if self.kind == "JobSet":
+            job = spec["replicatedJobs"][parts[2]]
+            return _count(job, "replicas") * _count(_mapping(job["template"], "spec"), "completions", "parallelism")
+        if self.kind == "LeaderWorkerSet":
+            template = _mapping(spec, "leaderWorkerTemplate")
+            groups, size = _count(spec, "replicas"), _count(template, "size")
+            if parts[-1] == "leaderTemplate":
+                return groups
+            return groups * (size - 1 if "leaderTemplate" in template else size)
+        if self.kind in ("Deployment", "StatefulSet", "ReplicaSet", "ReplicationController"):
+            return _count(spec, "replicas")
+        return None
+
+
+def json_path(root: str, parts: Any) -> str:
+    """``$``, ``["spec", 0, "a.b"]`` → ``$.spec[0]['a.b']``."""
+    text = root
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if part.replace("_", "").isalnum() else f"['{part}']"
+    return text
 
 
 def find_sources(path: Path) -> list[Path]:
@@ -84,7 +145,7 @@ def find_sources(path: Path) -> list[Path]:
     Raises:
         ConfigError: nothing is there.
     """
-    if path.is_file() or _kustomization(path):
+    if path == STDIN or path.is_file() or _kustomization(path):
         return [path]
     below = path / "overlays" if (path / "overlays").is_dir() else path
     folders = sorted({found.parent for name in _KUSTOMIZATION for found in below.rglob(name)})
@@ -95,21 +156,80 @@ def find_sources(path: Path) -> list[Path]:
 
 
 def load(source: Path) -> list[Manifest]:
-    """Builds a folder with ``kubectl kustomize``, or reads a file of one or more documents.
+    """Builds a folder with ``kubectl kustomize``, or reads a file of one or more documents; a ``List`` is opened.
 
     Raises:
-        ConfigError: it cannot be built or read; says what kustomize or the parser said.
+        ConfigError: it cannot be built or read, or holds no object; says what kustomize or the parser said.
         MissingToolError: kubectl is not installed.
     """
     try:
-        text = _build(source) if source.is_dir() else source.read_text(encoding="utf-8")
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except (OSError, yaml.YAMLError) as error:
+        if source == STDIN:
+            text = sys.stdin.read()
+        else:
+            text = _build(source) if source.is_dir() else source.read_text(encoding="utf-8")
+        documents = list(_documents(text))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from error
-    for document in documents:
-        if not isinstance(document, dict):
-            raise ConfigError(f"{source} holds {type(document).__name__}; allowed: mappings with apiVersion and kind")
-    return [Manifest(source, document) for document in documents]
+    manifests: list[Manifest] = []
+    for content, lines, duplicates in documents:
+        if not isinstance(content, dict):
+            raise ConfigError(f"{source} holds {type(content).__name__}; allowed: mappings with apiVersion and kind")
+        # What kustomize built has lines of its own, which no file has.
+        manifest = Manifest(source, content, {} if source.is_dir() else lines, tuple(duplicates))
+        manifests.extend(_opened(manifest))
+    if not manifests:
+        raise ConfigError(f"{source} holds no object; allowed: mappings with apiVersion and kind")
+    return manifests
+
+
+def _documents(text: str) -> Iterator[tuple[Any, dict[str, int], list[str]]]:
+    """Each document that is not empty: its tree, the lines of its JSON paths, and keys that are given twice."""
+    loader = yaml.SafeLoader(text)
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            assert node is not None
+            lines: dict[str, int] = {}
+            duplicates: list[str] = []
+            _walk(node, "$", lines, duplicates, set())
+            content = loader.construct_document(node)
+            if content is not None:
+                yield content, lines, duplicates
+    finally:
+        loader.dispose()
+
+
+def _walk(node: yaml.Node, path: str, lines: dict[str, int], duplicates: list[str], seen: set[int]) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if id(node) in seen:  # an alias, possibly of something around it
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            _walk(item, json_path(path, [i]), lines, duplicates, seen)
+    elif isinstance(node, yaml.MappingNode):
+        keys = set()
+        for key, value in node.value:
+            name = str(key.value)
+            below = json_path(path, [name])
+            if name in keys:
+                duplicates.append(below)
+            keys.add(name)
+            lines.setdefault(below, key.start_mark.line + 1)
+            _walk(value, below, lines, duplicates, seen)
+
+
+def _opened(manifest: Manifest) -> Iterator[Manifest]:
+    items = manifest.content.get("items")
+    if not manifest.kind.endswith("List") or not isinstance(items, list):
+        yield manifest
+        return
+    for i, item in enumerate(items):
+        root = f"$.items[{i}]"
+        inside = {path: path.replace(root, "$", 1) for path in manifest.lines if path.startswith(root)}
+        lines = {below: manifest.lines[path] for path, below in inside.items()}
+        duplicates = tuple(path.replace(root, "$", 1) for path in manifest.duplicates if path.startswith(root))
+        yield Manifest(manifest.source, item if isinstance(item, dict) else {}, lines, duplicates)
 
 
 def _build(folder: Path) -> str:
@@ -128,6 +248,27 @@ def _kustomization(folder: Path) -> dict[str, Any]:
             content = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
             return content if isinstance(content, dict) else {"kind": "Kustomization"}
     return {}
+
+
+def _find(tree: Any, pattern: list[str]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
+    """Every mapping that `pattern` leads to, with the parts of its path."""
+    if not pattern:
+        if isinstance(tree, dict):
+            yield [], tree
+        return
+    items: list[tuple[str | int, Any]] = []
+    if pattern[0] == "*":
+        items += tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else []
+    elif isinstance(tree, dict) and pattern[0] in tree:
+        items.append((pattern[0], tree[pattern[0]]))
+    for part, value in items:
+        for parts, found in _find(value, pattern[1:]):
+            yield [part, *parts], found
+
+
+def _count(tree: dict[str, Any], *names: str) -> int:
+    """The first of these numbers that is given; 1 where none is."""
+    return next((tree[name] for name in names if isinstance(tree.get(name), int)), 1)
 
 
 def _mapping(tree: Any, key: str) -> dict[str, Any]:

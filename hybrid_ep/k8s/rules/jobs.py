@@ -1,0 +1,69 @@
+"""Rules for jobs that torchrun joins."""
+
+from __future__ import annotations
+
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate
+from hybrid_ep.k8s.problem import Level
+from hybrid_ep.k8s.rules.parts import amount, gpus, main, option, runs, spec_of, words
+from hybrid_ep.k8s.rules.registry import Finding, Found, rule
+
+
+@rule("job-indexed", Level.ERROR)
+def _indexed(manifest: Manifest) -> Found:
+    """A Job that runs torchrun on several Pods is Indexed, runs all of them at once, restarts none, and has a deadline:
+    ranks are found by index, wait for each other, and cannot be restarted alone.
+    """
+    for template in manifest.pod_templates():
+        if manifest.kind != "Job" or not runs(main(template)[1], "torchrun"):
+            continue
+        spec = manifest.content["spec"]
+        pods, said = template.num_pods or 1, " ".join(words(main(template)[1]))
+        by_index = "JOB_COMPLETION_INDEX" in said or "rdzv" not in said
+        together = (
+            ("$.spec.completionMode", spec.get("completionMode", "NonIndexed"), "Indexed", by_index),
+            ("$.spec.parallelism", spec.get("parallelism", 1), pods, True),
+        )
+        for path, seen, allowed, asked in together if pods > 1 else ():
+            if asked and seen != allowed:
+                yield Finding(path, f"{seen!r}; allowed with torchrun: {allowed!r}")
+        alone = (
+            ("$.spec.backoffLimit", spec.get("backoffLimit", 6), 0),
+            (f"{template.path}.spec.restartPolicy", spec_of(template).get("restartPolicy"), "Never"),
+        )
+        for path, seen, allowed in alone:
+            if seen != allowed:
+                yield Finding(path, f"{seen!r}; allowed with torchrun: {allowed!r}", Level.WARNING)
+        if "activeDeadlineSeconds" not in spec:
+            yield Finding("$.spec.activeDeadlineSeconds", "missing; allowed: a value of your own", Level.WARNING)
+        if pods > 1 and not spec_of(template).get("subdomain") and not spec_of(template).get("hostNetwork"):
+            message = "missing, so Pods have no names; allowed: a headless Service's name"
+            yield Finding(f"{template.path}.spec.subdomain", message)
+
+
+@rule("torchrun-size", Level.ERROR)
+def _torchrun_size(manifest: Manifest) -> Found:
+    """Torchrun's `--nnodes` are the job's Pods, and its `--nproc-per-node` their GPUs: ranks wait for ever for more."""
+    for template in manifest.pod_templates():
+        path, container = main(template)
+        if not runs(container, "torchrun"):
+            continue
+        nodes, ranks, pods = (
+            option(container, "nnodes"),
+            option(container, "nproc-per-node"),
+            _pods_of(manifest, template),
+        )
+        where = f"{path}.{'args' if any('nnodes' in str(word) for word in container.get('args') or []) else 'command'}"
+        if nodes and nodes.isdigit() and pods and int(nodes) != pods:
+            yield Finding(where, f"--nnodes={nodes} with {pods} Pods; allowed: {pods}")
+        for name, number in gpus(container).items():
+            if ranks and ranks.isdigit() and amount(ranks) > amount(number):
+                yield Finding(where, f"--nproc-per-node={ranks} with {number} × {name}; allowed: up to {number}")
+
+
+def _pods_of(manifest: Manifest, template: PodTemplate) -> int | None:
+    """Pods that torchrun can join: of one group, where a workload has several."""
+    if manifest.kind == "LeaderWorkerSet":
+        return int(manifest.content["spec"]["leaderWorkerTemplate"].get("size", 1))
+    if manifest.kind == "PyTorchJob":
+        return sum(each.num_pods or 0 for each in manifest.pod_templates())
+    return template.num_pods if manifest.kind in ("Job", "JobSet", "StatefulSet") else None

@@ -1,0 +1,211 @@
+"""Rules for jobs of the MPI operator."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.k8s.problem import Level
+from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, runs, security, spec_of, words
+from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
+
+_ROOT_SSH = "/root/.ssh"
+_HOSTFILE = "/etc/mpi/hostfile"
+# Variables that mpirun itself reads in the launcher: of Open MPI, its runtime, Intel MPI and MPICH.
+_OF_MPIRUN = re.compile(r"(OMPI|OPAL|ORTE|PRTE|PMIX|I_MPI|HYDRA|MPIEXEC|MPICH)_")
+
+
+class _Job(NamedTuple):
+    """An MPIJob, its parts ready at hand; None where it is none."""
+
+    spec: dict[str, Any]
+    launcher: PodTemplate
+    worker: PodTemplate
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Job | None:
+        if manifest.kind != "MPIJob":
+            return None
+        templates = {template.role: template for template in manifest.pod_templates()}
+        if not {"Launcher", "Worker"} <= templates.keys():
+            return None
+        return cls(manifest.content["spec"], templates["Launcher"], templates["Worker"])
+
+
+@rule("mpijob-probe", Level.WARNING)
+def _probe(manifest: Manifest) -> Found:
+    """The launcher waits for its workers, and their sshd has a readinessProbe: without it, ready means started. A
+    launcher that itself waits, by ssh or by repeating mpirun, needs neither.
+    """
+    job = _Job.of(manifest)
+    if not job or _waits(main(job.launcher)[1]):
+        return
+    policy = job.spec.get("launcherCreationPolicy", "AtStartup")
+    if policy != "WaitForWorkersReady":
+        message = f"{policy!r}: mpirun may find no sshd; allowed: 'WaitForWorkersReady'"
+        yield Finding("$.spec.launcherCreationPolicy", message)
+    path, container = main(job.worker)
+    if "readinessProbe" not in container:
+        message = "missing, so the launcher starts before sshd; allowed: a tcpSocket probe"
+        yield Finding(f"{path}.readinessProbe", message)
+
+
+def _waits(launcher: dict[str, Any]) -> bool:
+    """Whether its script loops until ssh or mpirun succeeds."""
+    return any(re.search(r"\b(while|until)\b[^\n]*\b(ssh|mpirun|nc)\b", word) for word in words(launcher))
+
+
+@rule("mpijob-limits", Level.WARNING)
+def _limits(manifest: Manifest) -> Found:
+    """A job states its deadline, its retries and what becomes of its Pods: by default never, six, and all are kept."""
+    if job := _Job.of(manifest):
+        policy = job.spec.get("runPolicy") or {}
+        for name in ("activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy"):
+            if name not in policy:
+                level = None if name == "activeDeadlineSeconds" else Level.HINT
+                yield Finding(f"$.spec.runPolicy.{name}", "missing; allowed: a value of your own", level)
+
+
+@rule("mpijob-init", Level.WARNING)
+def _init(manifest: Manifest) -> Found:
+    """Workers have no init containers: where one fails, the launcher is never made, and the deadline, which is the
+    launcher's, never comes.
+    """
+    if job := _Job.of(manifest):
+        for path, container in containers(job.worker, init=True):
+            if ".initContainers[" in path and container.get("restartPolicy") != "Always":
+                name = container.get("name")
+                yield Finding(path, f"{name!r} can leave the job waiting for ever; allowed: a step of the launcher")
+
+
+@rule("mpijob-first-container", Level.ERROR)
+def _first_container(manifest: Manifest) -> Found:
+    """First in their Pods are the containers of mpirun and sshd: the operator gives keys and hostfile to no other."""
+    if job := _Job.of(manifest):
+        for template, program in ((job.launcher, "mpirun"), (job.worker, "sshd")):
+            for i, (path, container) in enumerate(containers(template)):
+                if i and runs(container, program):
+                    yield Finding(path, f"{program} runs in container {i}; allowed: 0")
+
+
+@rule("mpijob-hostfile", Level.HINT)
+def _hostfile(manifest: Manifest) -> Found:
+    """The launcher tells mpirun the hostfile: Open MPI 5 does not know the variable by which the operator names it."""
+    if job := _Job.of(manifest):
+        path, container = main(job.launcher)
+        text = " ".join(words(container))
+        if runs(container, "mpirun") and not re.search(r"--?(hostfile|machinefile)[ =]\S|(^|\s)(-H|--host)\s", text):
+            message = f"mpirun without its hostfile; allowed with Open MPI 5: with --hostfile {_HOSTFILE}"
+            yield Finding(f"{path}.{'args' if 'args' in container else 'command'}", message)
+
+
+@rule("mpijob-environment", Level.WARNING)
+def _environment(manifest: Manifest) -> Found:
+    """Every variable of the launcher is mpirun's own, is handed on with `-x NAME`, or is used by its command. Workers
+    set none. Ranks are started through sshd, which inherits nothing.
+    """
+    if job := _Job.of(manifest):
+        path, container = main(job.launcher)
+        said = words(container)
+        text = " ".join(said)
+        for i, variable in enumerate(items(container, "env")) if runs(container, "mpirun") else ():
+            name = str(variable.get("name"))
+            used = ("-x", name) in pairwise(said) or re.search(
+                rf"-x {re.escape(name)}\b|\$\{{?{re.escape(name)}\b", text
+            )
+            if not used and not _OF_MPIRUN.match(name):
+                message = f"{name} reaches no rank; allowed: together with the arguments -x {name}"
+                yield Finding(f"{path}.env[{i}]", message)
+        path, container = main(job.worker)
+        for i, variable in enumerate(items(container, "env")):
+            name = str(variable.get("name"))
+            # NVIDIA_* are for the container runtime.
+            if not name.startswith("NVIDIA_") and not re.search(
+                rf"\$\{{?{re.escape(name)}\b", " ".join(words(container))
+            ):
+                yield Finding(f"{path}.env[{i}]", f"{name} reaches no rank; allowed: in the launcher, with -x {name}")
+
+
+@rule("mpijob-ssh-path", Level.ERROR)
+def _ssh_path(manifest: Manifest) -> Found:
+    """Without root, the job's key is mounted where its user can read it: only under /root/.ssh is its mode narrowed."""
+    if job := _Job.of(manifest):
+        where = job.spec.get("sshAuthMountPath", _ROOT_SSH)
+        for template in (job.launcher, job.worker):
+            context = security(template, main(template)[1])
+            if (context.get("runAsNonRoot") or context.get("runAsUser")) and where == _ROOT_SSH:
+                yield Finding(
+                    "$.spec.sshAuthMountPath", f"{where!r} for a user that is not root; allowed: .ssh in its home"
+                )
+                return
+
+
+@build_rule("mpijob-ssh", Level.ERROR)
+def _ssh(build: Build) -> BuildFound:
+    """The readinessProbe asks the port that sshd listens on, and sshd's configuration names the keys where
+    `sshAuthMountPath` puts them: the worker is never ready, or lets nobody in, otherwise.
+    """
+    maps = {m.metadata.get("name"): m.content.get("data") or {} for m in build if m.kind == "ConfigMap"}
+    for manifest in build:
+        job = _Job.of(manifest)
+        if not job or not runs(main(job.worker)[1], "sshd"):
+            continue
+        path, container = main(job.worker)
+        config = _sshd_config(job.worker, container, maps)
+        given = re.findall(r"(?:^|\s)-p\s*(\d+)", " ".join(words(container)))
+        ports = given or re.findall(r"(?im)^\s*Port\s+(\d+)", config or "")
+        if not ports and config is None and "-f" in words(container):
+            continue  # a file of the image says it
+        asked = ((container.get("readinessProbe") or {}).get("tcpSocket") or {}).get("port")
+        asked = next((port["containerPort"] for port in items(container, "ports") if port.get("name") == asked), asked)
+        if asked is not None and str(asked) not in (ports or ["22"]):
+            message = f"{asked}, and sshd listens on {' and '.join(ports or ['22'])}; allowed: sshd's port"
+            yield manifest, Finding(f"{path}.readinessProbe.tcpSocket.port", message)
+        where = job.spec.get("sshAuthMountPath")
+        for name, file in re.findall(r"(?im)^\s*(HostKey|AuthorizedKeysFile)\s+(\S*/\.ssh/\S+)", config or ""):
+            if where and not file.startswith(f"{where}/"):
+                message = f"{where!r}, and sshd's {name} is {file}; allowed: the folder of that file"
+                yield manifest, Finding("$.spec.sshAuthMountPath", message)
+
+
+def _sshd_config(worker: PodTemplate, container: dict[str, Any], maps: dict[Any, dict[str, str]]) -> str | None:
+    """The text of the file that ``sshd -f`` names, where a ConfigMap of the build holds it."""
+    said = " ".join(words(container))
+    try:
+        split = shlex.split(said)
+    except ValueError:
+        split = said.split()
+    file = next((after for before, after in pairwise(split) if before == "-f"), "")
+    volumes = {volume.get("name"): volume for volume in items(spec_of(worker), "volumes")}
+    for mount in items(container, "volumeMounts"):
+        where = str(mount.get("mountPath"))
+        name = ((volumes.get(mount.get("name")) or {}).get("configMap") or {}).get("name")
+        if file == where and mount.get("subPath"):
+            return maps.get(name, {}).get(mount["subPath"])
+        if file.startswith(f"{where}/"):
+            return maps.get(name, {}).get(file.removeprefix(f"{where}/"))
+    return None
+
+
+@rule("mpijob-launcher-gpus", Level.WARNING)
+def _launcher_gpus(manifest: Manifest) -> Found:
+    """The launcher asks for no GPUs unless it runs ranks itself: the operator hides them from it."""
+    job = _Job.of(manifest)
+    if job and not job.spec.get("runLauncherAsWorker"):
+        for path, container in containers(job.launcher):
+            for name in gpus(container):
+                where = json_path(f"{path}.resources.limits", [name])
+                yield Finding(where, "GPUs that no rank uses; allowed: none")
+
+
+@rule("mpijob-slots", Level.WARNING)
+def _slots(manifest: Manifest) -> Found:
+    """A worker has as many slots as GPUs: a rank takes one GPU."""
+    if job := _Job.of(manifest):
+        slots = job.spec.get("slotsPerWorker", 1)
+        for name, number in gpus(main(job.worker)[1]).items():
+            if amount(number) != amount(slots):
+                yield Finding("$.spec.slotsPerWorker", f"{slots} with {number} × {name}; allowed: {number}")

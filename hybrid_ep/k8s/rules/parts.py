@@ -1,0 +1,105 @@
+"""Parts of a Pod template that rules ask for: containers, words of a command, amounts, GPUs, NICs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hybrid_ep.k8s.manifest import PodTemplate
+from hybrid_ep.k8s.schema import QUANTITY
+
+__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "gpus", "items", "main", "nics"]
+__all__ += ["option", "runs", "security", "spec_of", "words"]
+
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe")
+# Annotations that give a Pod networks of its own, by the plugins Multus and GKE's.
+NETWORKS = ("k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces")
+# Names under which device plugins offer NICs: rdma/ib, nvidia.com/hostdev, nvidia.com/roce_vf, vpc.amazonaws.com/efa …
+_NIC = re.compile(
+    r"rdma|roce|hostdev|sriov|efa$|(^|[-_/.])(vf|hca|ib|nic|vnic)s?([-_0-9].*)?$|mlnx|connectx", re.IGNORECASE
+)
+_FACTORS = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3}
+_FACTORS |= {letter: 1000.0**i for i, letter in enumerate("kMGTPE", 1)}
+_FACTORS |= {f"{letter}i": 1024.0**i for i, letter in enumerate("KMGTPE", 1)}
+
+
+def spec_of(template: PodTemplate) -> dict[str, Any]:
+    """The Pod's spec."""
+    spec = template.content.get("spec")
+    return spec if isinstance(spec, dict) else {}
+
+
+def items(tree: Any, key: str) -> list[dict[str, Any]]:
+    """The list of mappings at `key`; empty where there is none."""
+    return [item for item in (tree or {}).get(key) or [] if isinstance(item, dict)]
+
+
+def containers(template: PodTemplate, *, init: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(JSON path, container) of each container, and of each init container if asked for."""
+    for key in ("initContainers", "containers") if init else ("containers",):
+        for i, container in enumerate(items(spec_of(template), key)):
+            yield f"{template.path}.spec.{key}[{i}]", container
+
+
+def main(template: PodTemplate) -> tuple[str, dict[str, Any]]:
+    """The first container, which an operator wires up."""
+    return next(containers(template), (f"{template.path}.spec.containers", {}))
+
+
+def words(container: dict[str, Any]) -> list[str]:
+    """Of its command and arguments."""
+    return [str(word) for key in ("command", "args") for word in container.get(key) or []]
+
+
+def runs(container: dict[str, Any], program: str) -> bool:
+    """Whether its command, or a script in it, starts the program."""
+    return any(re.search(rf"(^|[\s/;&|(]){re.escape(program)}([\s;]|$)", word) for word in words(container))
+
+
+def option(container: dict[str, Any], name: str) -> str | None:
+    """The value of ``--name=value`` or ``--name value``; None where it is not given, or is a variable's."""
+    text = "\n".join(words(container))
+    spelt = "[-_]".join(map(re.escape, name.split("-")))
+    found = re.search(rf"(?:^|\s){spelt if name.startswith('-') else '--' + spelt}[=\s]\s*([^\s\\]+)", text)
+    return found[1] if found and "$" not in found[1] else None
+
+
+def amounts(container: dict[str, Any], which: str) -> dict[str, Any]:
+    """Its ``limits`` or ``requests``."""
+    return (container.get("resources") or {}).get(which) or {}
+
+
+def amount(value: Any) -> float:
+    """A quantity as a number; NaN, which nothing is more or less than, where it is none."""
+    text = str(value)
+    if not re.match(QUANTITY, text):
+        return float("nan")
+    suffix = re.search(r"([KMGTPE]i|[numkMGTPE])$", text)
+    unit = suffix[0] if suffix else ""
+    return float(text.removesuffix(unit)) * _FACTORS[unit]
+
+
+def gpus(container: dict[str, Any]) -> dict[str, Any]:
+    """GPU resources and how many of each."""
+    asked = amounts(container, "requests") | amounts(container, "limits")
+    return {name: number for name, number in asked.items() if name in GPU_RESOURCES}
+
+
+def nics(template: PodTemplate) -> dict[str, Any]:
+    """Resources of the Pod that are NICs, and how many of each."""
+    found: dict[str, Any] = {}
+    for _, container in containers(template):
+        asked = amounts(container, "requests") | amounts(container, "limits")
+        found |= {name: number for name, number in asked.items() if "/" in name and _NIC.search(name)}
+    return found
+
+
+def security(template: PodTemplate, container: dict[str, Any]) -> dict[str, Any]:
+    """The container's security context over its Pod's."""
+    return (spec_of(template).get("securityContext") or {}) | (container.get("securityContext") or {})
+
+
+def added_capabilities(container: dict[str, Any]) -> list[str]:
+    """Linux capabilities that it is given."""
+    return ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []

@@ -1,0 +1,315 @@
+"""Rules for the Pods of any workload: what the API server or the kubelet refuses though it fits the schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.k8s.problem import Level
+from hybrid_ep.k8s.rules.parts import (
+    NETWORKS,
+    amount,
+    amounts,
+    containers,
+    gpus,
+    items,
+    main,
+    runs,
+    security,
+    spec_of,
+)
+from hybrid_ep.k8s.rules.registry import Finding, Found, rule
+
+_SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
+_RESTART = {
+    "Always": ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController", "LeaderWorkerSet"),
+    "Never or OnFailure": ("Job", "CronJob", "JobSet"),
+}
+
+
+@rule("duplicate-key", Level.ERROR)
+def _duplicate_key(manifest: Manifest) -> Found:
+    """No key stands twice in a mapping: one of the two values is lost, and the API server refuses it."""
+    for path in manifest.duplicates:
+        yield Finding(path, "is given twice; allowed: once")
+
+
+@rule("name", Level.ERROR)
+def _name(manifest: Manifest) -> Found:
+    """An object's name is lower-case letters, digits, `-` and `.`: the API server refuses others."""
+    name = manifest.metadata.get("name")
+    if "generateName" in manifest.metadata or manifest.api_version.startswith("rbac.authorization.k8s.io/"):
+        return
+    if not isinstance(name, str) or len(name) > 253 or not re.fullmatch(_SUBDOMAIN, name):
+        yield Finding("$.metadata.name", f"{name!r}; allowed: lower-case letters, digits, '-' and '.' between them")
+
+
+@rule("annotation-json", Level.ERROR)
+def _annotation_json(manifest: Manifest) -> Found:
+    """An annotation that lists networks as JSON is JSON: the network plugin fails the Pod otherwise."""
+    for template in manifest.pod_templates():
+        for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
+            if name in NETWORKS and str(value).lstrip().startswith(("[", "{")):
+                try:
+                    json.loads(value)
+                except ValueError as error:
+                    path = json_path(f"{template.path}.metadata.annotations", [name])
+                    yield Finding(path, f"is no JSON: {error}; allowed: a list of networks as JSON")
+
+
+@rule("volume-mount", Level.ERROR)
+def _volume_mount(manifest: Manifest) -> Found:
+    """Every volumeMount names a volume of its Pod, and no two mounts of a container have one path."""
+    claims = manifest.content.get("spec", {}).get("volumeClaimTemplates") or []
+    claims += manifest.content.get("spec", {}).get("leaderWorkerTemplate", {}).get("volumeClaimTemplates") or []
+    claims += manifest.content.get("spec", {}).get("volumeClaimPolicies") or []
+    given_by_claims = {str((claim.get("metadata") or {}).get("name")) for claim in claims}
+    given_by_claims |= {str(t["metadata"].get("name")) for claim in claims for t in claim.get("templates") or []}
+    for template in manifest.pod_templates():
+        given = given_by_claims | {str(volume.get("name")) for volume in items(spec_of(template), "volumes")}
+        for path, container in containers(template, init=True):
+            taken = set()
+            for i, mount in enumerate(items(container, "volumeMounts")):
+                if str(mount.get("name")) not in given:
+                    allowed = ", ".join(sorted(given)) or "none, as the Pod has no volumes"
+                    yield Finding(f"{path}.volumeMounts[{i}].name", f"{mount.get('name')!r}; allowed: {allowed}")
+                if (where := mount.get("mountPath")) in taken:
+                    yield Finding(
+                        f"{path}.volumeMounts[{i}].mountPath", f"{where!r} is taken; allowed: a path of its own"
+                    )
+                taken.add(where)
+
+
+@rule("unique-name", Level.ERROR)
+def _unique_name(manifest: Manifest) -> Found:
+    """Containers and volumes of a Pod, and ports of a container, each have a name of their own."""
+    for template in manifest.pod_templates():
+        named = [(f"{path}.name", container) for path, container in containers(template, init=True)]
+        yield from _taken(named)
+        volumes = items(spec_of(template), "volumes")
+        yield from _taken([(f"{template.path}.spec.volumes[{i}].name", volume) for i, volume in enumerate(volumes)])
+        for path, container in containers(template, init=True):
+            ports = items(container, "ports")
+            yield from _taken([(f"{path}.ports[{i}].name", port) for i, port in enumerate(ports) if "name" in port])
+
+
+def _taken(named: list[tuple[str, dict[str, Any]]]) -> Found:
+    seen = set()
+    for path, thing in named:
+        if (name := thing.get("name")) in seen:
+            yield Finding(path, f"{name!r} is taken; allowed: a name of its own")
+        seen.add(name)
+
+
+@rule("environment-twice", Level.WARNING)
+def _environment_twice(manifest: Manifest) -> Found:
+    """A container sets no variable twice: the last one holds, and the other is a mistake."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            seen: dict[str, int] = {}
+            for i, variable in enumerate(items(container, "env")):
+                name = str(variable.get("name"))
+                if name in seen:
+                    yield Finding(f"{path}.env[{i}]", f"{name} stands in env[{seen[name]}], too; allowed: once")
+                seen[name] = i
+
+
+@rule("port", Level.ERROR)
+def _port(manifest: Manifest) -> Found:
+    """A probe's named port is one of its container's, and under hostNetwork a hostPort equals its containerPort."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            ports = items(container, "ports")
+            names = {port.get("name") for port in ports}
+            for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+                for way in ("tcpSocket", "httpGet"):
+                    asked = ((container.get(probe) or {}).get(way) or {}).get("port")
+                    if isinstance(asked, str) and asked not in names:
+                        allowed = ", ".join(sorted(str(name) for name in names if name)) or "a number"
+                        yield Finding(f"{path}.{probe}.{way}.port", f"{asked!r}; allowed: {allowed}")
+                    if isinstance(asked, int) and not 0 < asked < 65536:
+                        yield Finding(f"{path}.{probe}.{way}.port", f"{asked}; allowed: 1 to 65535")
+            for i, port in enumerate(ports):
+                host = port.get("hostPort")
+                if spec_of(template).get("hostNetwork") and host not in (None, port.get("containerPort")):
+                    yield Finding(f"{path}.ports[{i}].hostPort", f"{host}; allowed: {port.get('containerPort')}")
+
+
+@rule("request-over-limit", Level.ERROR)
+def _request_over_limit(manifest: Manifest) -> Found:
+    """No request is larger than its limit: the API server refuses the Pod."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            limits = amounts(container, "limits")
+            for name, asked in amounts(container, "requests").items():
+                if name in limits and "/" not in name and amount(asked) > amount(limits[name]):
+                    where = json_path(f"{path}.resources.requests", [name])
+                    yield Finding(where, f"{asked} with a limit of {limits[name]}; allowed: up to the limit")
+
+
+@rule("gpu-limit", Level.ERROR)
+def _gpu_limit(manifest: Manifest) -> Found:
+    """GPUs and NICs are whole devices: a request needs a limit, and the same one."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            limits, requests = amounts(container, "limits"), amounts(container, "requests")
+            for name, asked in requests.items():
+                if "/" in name and (name not in limits or amount(asked) != amount(limits[name])):
+                    seen = f"{name} is requested {asked} times, its limit is {limits.get(name)}"
+                    yield Finding(
+                        f"{path}.resources.requests['{name}']", f"{seen}; allowed: the limit alone, or both equal"
+                    )
+            for name, given in limits.items():
+                if "/" in name and amount(given) % 1 != 0:
+                    yield Finding(f"{path}.resources.limits['{name}']", f"{given}; allowed: whole numbers")
+
+
+@rule("hugepages", Level.ERROR)
+def _hugepages(manifest: Manifest) -> Found:
+    """A container with huge pages also states cpu or memory: Kubernetes refuses the Pod otherwise."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            stated = amounts(container, "limits") | amounts(container, "requests")
+            pages = [name for name in stated if name.startswith("hugepages-")]
+            if pages and not {"cpu", "memory"} & stated.keys():
+                yield Finding(f"{path}.resources", f"{', '.join(pages)} alone; allowed: with cpu or memory")
+
+
+@rule("run-as-root", Level.ERROR)
+def _run_as_root(manifest: Manifest) -> Found:
+    """A container with runAsNonRoot has no runAsUser 0: the kubelet never starts it."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            context = security(template, container)
+            if context.get("runAsNonRoot") and context.get("runAsUser") == 0:
+                where = path if "runAsUser" in (container.get("securityContext") or {}) else f"{template.path}.spec"
+                yield Finding(
+                    f"{where}.securityContext.runAsUser", "0 with runAsNonRoot; allowed: the id of another user"
+                )
+
+
+@rule("architecture", Level.ERROR)
+def _architecture(manifest: Manifest) -> Found:
+    """A Pod asks for an architecture by Go's name for it: no node has the label `aarch64` or `x86_64`."""
+    for template in manifest.pod_templates():
+        for path, value in _asked_of_nodes(template, ("kubernetes.io/arch", "beta.kubernetes.io/arch")):
+            if value not in _ARCHITECTURES:
+                yield Finding(path, f"{value!r}; allowed: {', '.join(_ARCHITECTURES[:5])}")
+
+
+def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(JSON path, value) of every value that the Pod asks of a node's label."""
+    spec = spec_of(template)
+    for name, value in (spec.get("nodeSelector") or {}).items():
+        if name in labels:
+            yield json_path(f"{template.path}.spec.nodeSelector", [name]), str(value)
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    for i, term in enumerate(items(affinity.get(required), "nodeSelectorTerms")):
+        for j, expression in enumerate(items(term, "matchExpressions")):
+            if expression.get("key") in labels:
+                path = f"{template.path}.spec.affinity.nodeAffinity.{required}.nodeSelectorTerms[{i}]"
+                for value in expression.get("values") or []:
+                    yield f"{path}.matchExpressions[{j}].values", str(value)
+
+
+@rule("restart-policy", Level.ERROR)
+def _restart_policy(manifest: Manifest) -> Found:
+    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`."""
+    allowed = next((policy for policy, kinds in _RESTART.items() if manifest.kind in kinds), "")
+    for template in manifest.pod_templates() if allowed else ():
+        default = "OnFailure" if manifest.kind == "JobSet" else "Always"
+        seen = spec_of(template).get("restartPolicy", default)
+        if seen not in allowed.split(" or "):
+            yield Finding(f"{template.path}.spec.restartPolicy", f"{seen!r}; allowed: {allowed}")
+
+
+@rule("toleration", Level.ERROR)
+def _toleration(manifest: Manifest) -> Found:
+    """A toleration with the operator `Exists` has no value, and one without a key has that operator."""
+    for template in manifest.pod_templates():
+        for i, toleration in enumerate(items(spec_of(template), "tolerations")):
+            path, operator = f"{template.path}.spec.tolerations[{i}]", toleration.get("operator", "Equal")
+            if operator == "Exists" and toleration.get("value"):
+                yield Finding(f"{path}.value", f"{toleration['value']!r} with the operator Exists; allowed: none")
+            if not toleration.get("key") and operator != "Exists":
+                yield Finding(f"{path}.operator", f"{operator!r} without a key; allowed: Exists")
+
+
+@rule("selector", Level.ERROR)
+def _selector(manifest: Manifest) -> Found:
+    """A workload's selector fits the labels of its own Pods: the API server refuses it otherwise."""
+    selector = manifest.content.get("spec", {}).get("selector")
+    if manifest.kind not in ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet") or not isinstance(selector, dict):
+        return
+    for template in manifest.pod_templates():
+        labels = (template.content.get("metadata") or {}).get("labels") or {}
+        for name, value in (selector.get("matchLabels") or {}).items():
+            if labels.get(name) != value:
+                path = json_path("$.spec.selector.matchLabels", [name])
+                yield Finding(path, f"{value!r}, and the Pods have {labels.get(name)!r}; allowed: the Pods' own")
+
+
+@rule("claims", Level.ERROR)
+def _claims(manifest: Manifest) -> Found:
+    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used."""
+    for template in manifest.pod_templates():
+        given = {str(claim.get("name")) for claim in items(spec_of(template), "resourceClaims")}
+        used = set()
+        for path, container in containers(template, init=True):
+            for i, claim in enumerate(items(container.get("resources"), "claims")):
+                used.add(str(claim.get("name")))
+                if str(claim.get("name")) not in given:
+                    allowed = ", ".join(sorted(given)) or "none, as the Pod has none"
+                    yield Finding(f"{path}.resources.claims[{i}]", f"{claim.get('name')!r}; allowed: {allowed}")
+        for name in sorted(given - used):
+            message = (
+                f"no container uses the claim {name!r}, so none gets the device; allowed: in resources.claims of one"
+            )
+            yield Finding(f"{template.path}.spec.resourceClaims", message)
+
+
+@rule("image-pinned", Level.WARNING)
+def _image_pinned(manifest: Manifest) -> Found:
+    """Every image has a digest or a tag other than `latest`: nodes would run what they happen to have."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            image = str(container.get("image", ""))
+            tag = image.rpartition("/")[2].partition(":")[2]
+            if "@sha256:" not in image and tag in ("", "latest"):
+                yield Finding(f"{path}.image", f"{image!r} is not pinned; allowed: NAME:VERSION or NAME@sha256:…")
+
+
+@rule("shared-memory", Level.WARNING)
+def _shared_memory(manifest: Manifest) -> Found:
+    """Ranks get /dev/shm as a memory volume: a container runtime gives 64 MiB, and NCCL needs more. Its size is below
+    the memory limit, which it counts towards.
+    """
+    for template in manifest.pod_templates():
+        path, container = main(template)
+        ranks = template.role == "Worker" or any(
+            runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang")
+        )
+        if not ranks or template.role in ("DaemonSet", "Launcher") or spec_of(template).get("hostIPC"):
+            continue
+        mounts = {mount.get("mountPath"): mount.get("name") for mount in items(container, "volumeMounts")}
+        volumes = {volume.get("name"): volume for volume in items(spec_of(template), "volumes")}
+        volume = volumes.get(mounts.get("/dev/shm")) or {}
+        if "hostPath" in volume:
+            continue
+        empty_dir = volume.get("emptyDir") or {}
+        if empty_dir.get("medium") != "Memory":
+            level = None if gpus(container) else Level.HINT
+            message = "no /dev/shm from an emptyDir of medium Memory, so it has 64 MiB; allowed: one"
+            yield Finding(f"{path}.volumeMounts", message, level)
+        elif "sizeLimit" not in empty_dir:
+            where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir"
+            yield Finding(where, "no sizeLimit, so /dev/shm grows to the Pod's memory limit; allowed: one", Level.HINT)
+        elif amount(empty_dir["sizeLimit"]) > amount(amounts(container, "limits").get("memory", "NaN")):
+            where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir.sizeLimit"
+            limit = amounts(container, "limits")["memory"]
+            yield Finding(where, f"{empty_dir['sizeLimit']} with a memory limit of {limit}; allowed: less than that")
