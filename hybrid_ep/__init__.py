@@ -24,6 +24,7 @@ from hybrid_ep.errors import (
 
 if TYPE_CHECKING:
     from hybrid_ep.buffers.hybrid import HybridEPBuffer
+    from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
     from hybrid_ep.buffers.normal import Buffer, topk_idx_t
     from hybrid_ep.core.config import Config
     from hybrid_ep.core.event import EventHandle, EventOverlap
@@ -39,6 +40,7 @@ __all__ = [
     "EventOverlap",
     "HybridEPBuffer",
     "HybridEPError",
+    "HybridEpConfigInstance",
     "OverflowError",
     "TimeoutError",
     "TopologyError",
@@ -55,6 +57,7 @@ _HOME = {
     "EventHandle": "core.event",
     "EventOverlap": "core.event",
     "HybridEPBuffer": "buffers.hybrid",
+    "HybridEpConfigInstance": "buffers.hybrid_config",
     "indices_to_map": "core.layout",
 }
 _SUBMODULES = ("nn", "quantize")

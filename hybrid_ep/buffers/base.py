@@ -76,6 +76,11 @@ class BaseBuffer:
         return self._engine
 
     @property
+    def runtime(self) -> Engine:
+        """The engine underneath, where callers of the peers look for theirs. Its methods are not the peers'."""
+        return self.engine
+
+    @property
     def traffic(self) -> Traffic:
         """Bytes that this rank has sent to other ranks; `clear()` starts over."""
         return self.engine.traffic

@@ -6,6 +6,8 @@ Routings come as top-k indices or as dense maps; inside, both are top-k indices,
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows
-from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer
+from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
@@ -24,6 +27,7 @@ from hybrid_ep.errors import ConfigError
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
 _MAX_PAD = 1 << 16  # so that rows with pads can be counted in 32 bits
+_TOKENS_MULTIPLE = 16  # as the peer grows
 
 
 class HybridEPBuffer(BaseBuffer):
@@ -35,10 +39,9 @@ class HybridEPBuffer(BaseBuffer):
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
-        hidden_dim: H, the largest that is sent.
-        max_num_of_tokens_per_rank: the most tokens that a rank sends at once; grows when `update_template_config` says
-            so.
-        num_local_experts: LE, experts of each rank.
+        hidden_dim: H, the largest that is sent. This and the next two grow with the calls.
+        max_num_of_tokens_per_rank: the most tokens that a rank sends at once.
+        num_local_experts: LE, experts of each rank; of a call that does not say how many experts there are.
         use_fp8: accepted for compatibility; the `hidden` of each call says whether its tokens are e4m3.
         num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
         num_sms_combine_api: SMs of combine; None = the engine's choice.
@@ -55,6 +58,8 @@ class HybridEPBuffer(BaseBuffer):
 
     Attributes:
         configurer: `configurer.buffer_config` holds the sizes above.
+        num_of_hybrid_ep_ranks_per_nvlink_domain, num_of_nodes: ranks of a domain, and domains.
+        local_rank, node_rank: of this rank in its domain, and of its domain.
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
@@ -96,37 +101,58 @@ class HybridEPBuffer(BaseBuffer):
         super().__init__(
             group, engine=engine, num_ranks_per_domain=num_of_hybrid_ep_ranks_per_nvlink_domain, timeout_s=timeout_s
         )
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.grid.num_ranks_per_domain
+        self.num_of_nodes = self.grid.num_domains
+        self.node_rank, self.local_rank = divmod(self.rank, self.grid.num_ranks_per_domain)
 
     def update_template_config(
         self,
         hidden_dim: int | None = None,
-        max_num_of_tokens_per_rank: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
         num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
         use_fp8: bool | None = None,
-    ) -> BufferConfig:
-        """Changes the sizes that later calls may use; None leaves one as it is. Local: call it alike on every rank.
+        fuse_permute_dispatch: bool = False,
+        **kwargs: Any,
+    ) -> HybridEpConfigInstance:
+        """Makes the buffer large enough for calls of these sizes; it never shrinks. Local.
+
+        Calls do this by themselves. Where the ranks give bounds of received rows, call it alike on every rank.
 
         Args:
             hidden_dim: H, the largest that is sent.
-            max_num_of_tokens_per_rank: the most tokens that a rank sends at once.
+            num_of_tokens_per_rank: the most tokens that a rank sends at once; rounded up to a multiple of 16.
             num_local_experts: LE.
-            use_fp8: accepted for compatibility, as by the class.
+            pad_multiple: of every expert's block; each call says its own.
+            use_fp8, fuse_permute_dispatch: accepted for compatibility, as by the calls.
+            kwargs: settings of `HybridEpConfigInstance`; accepted for compatibility.
 
         Returns:
             The sizes in force.
 
         Raises:
-            ConfigError: a size is not a positive integer.
+            ConfigError: a size is not a positive integer, or a setting does not exist.
         """
         config = self.configurer.buffer_config
         if hidden_dim is not None:
-            config.hidden_dim = require_int("hidden_dim", hidden_dim, minimum=1)
-        if max_num_of_tokens_per_rank is not None:
-            tokens = require_int("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, minimum=1)
-            config.max_num_of_tokens_per_rank = tokens
+            config.hidden_dim = max(config.hidden_dim, require_int("hidden_dim", hidden_dim, minimum=1))
+        if num_of_tokens_per_rank is not None:
+            tokens = require_int("num_of_tokens_per_rank", num_of_tokens_per_rank, minimum=0)
+            if tokens > config.max_num_of_tokens_per_rank:
+                config.max_num_of_tokens_per_rank = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
         if num_local_experts is not None:
-            config.num_of_experts_per_rank = require_int("num_local_experts", num_local_experts, minimum=1)
-        return config
+            num_local = require_int("num_local_experts", num_local_experts, minimum=1)
+            config.num_of_experts_per_rank = max(config.num_of_experts_per_rank, num_local)
+        pad = require_int("pad_multiple", pad_multiple or 0, minimum=0, maximum=_MAX_PAD)
+        made = dataclasses.replace(self._sizes(pad))
+        made.set(**kwargs)
+        return made
+
+    def _sizes(self, pad_multiple: int) -> HybridEpConfigInstance:
+        """The sizes in force, shared by all handles that are made with them."""
+        sizes = self.configurer.buffer_config
+        most = sizes.max_num_of_tokens_per_rank
+        return _sizes_of(sizes.hidden_dim, most, sizes.num_of_experts_per_rank, self.grid, pad_multiple)
 
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are compiled ahead of time, so there is no cache."""
@@ -149,10 +175,10 @@ class HybridEPBuffer(BaseBuffer):
 
         Args:
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
-            scaling_factor: ``[T, H/128]`` float32.
+            scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
             topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
-            num_of_experts: E; checked (LE × ranks).
+            num_of_experts: E, a multiple of the ranks; None = LE × ranks of the buffer.
             probs: ``[T, E]`` float32, with `routing_map`.
             routing_map: ``[T, E]`` bool.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
@@ -216,8 +242,7 @@ class HybridEPBuffer(BaseBuffer):
         if result.topk_weights is not None:
             received_probs = weights_to_probs(result.topk_idx, result.topk_weights, size)
         if handle is None:
-            overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
-            handle = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, overflow)
+            handle = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, self._sizes(0))
         return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, handle
 
     @plain_tensors
@@ -282,12 +307,12 @@ class HybridEPBuffer(BaseBuffer):
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
             topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
-            num_of_experts_per_rank: LE; checked.
-            num_of_experts: E; checked (LE × ranks).
+            num_of_experts_per_rank: LE; None = what `num_of_experts`, the map or the buffer says.
+            num_of_experts: E, a multiple of the ranks; likewise.
             use_fp8: whether `hidden` is e4m3; checked.
             routing_map: ``[T, E]`` bool.
             probs: ``[T, E]`` float32, with `routing_map`.
-            scaling_factor: ``[T, H/128]`` float32.
+            scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
                 beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
                 otherwise it waits and raises. With `handle`, checked against it.
@@ -295,13 +320,14 @@ class HybridEPBuffer(BaseBuffer):
             handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others. A routing may be
                 given again: it must be that of the handle, which is compared on a CPU only.
             non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
-            fuse_permute_dispatch, use_host_meta: accepted for compatibility; the engine takes its fastest way.
+            fuse_permute_dispatch: accepted for compatibility; the engine takes its fastest way.
+            use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
         Returns:
             hidden ``[P, H]`` by local expert, then source rank and token; probs ``[P]`` float32 (None without weights);
-            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` pads included (int64 on the host;
-            with `non_blocking` int32 on the device; with `handle` as the handle has them, or on the device if
+            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` int64, pads included (on the
+            host; with `non_blocking` on the device; with `handle` where the handle has them, or on the device if
             `non_blocking` asks for it); the handle, whose last entry is the overflow flag ``[1]`` int32.
 
         Raises:
@@ -310,6 +336,8 @@ class HybridEPBuffer(BaseBuffer):
             TimeoutError, TransportError: a rank was lost.
         """
         engine = self.engine
+        if use_host_meta is not None:
+            non_blocking = not use_host_meta
         require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
                 "a number of rows, with non_blocking=True")  # fmt: skip
         bound: int | None = None
@@ -319,7 +347,7 @@ class HybridEPBuffer(BaseBuffer):
             bound = require_int("num_permuted_tokens", given, minimum=0)
         pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1, maximum=_MAX_PAD)
         if use_fp8 is not None:
-            is_fp8 = scaling_factor is not None
+            is_fp8 = hidden.dtype != torch.bfloat16
             require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
         if handle is not None:
             rows, as_bytes = self._rows(hidden, scaling_factor)
@@ -335,7 +363,7 @@ class HybridEPBuffer(BaseBuffer):
             )
             tokens_per_expert = handle.tokens_per_expert
             if non_blocking:
-                tokens_per_expert = tokens_per_expert.to(hidden.device, torch.int32, non_blocking=True)
+                tokens_per_expert = tokens_per_expert.to(hidden.device, non_blocking=True)
             weights = self._weights_along(handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map)
             if weights is None:
                 cached = engine.dispatch_permuted_cached(
@@ -370,14 +398,14 @@ class HybridEPBuffer(BaseBuffer):
             num_sms=self._num_sms_dispatch,
             num_expert_sms=self._num_sms_permute,
         )
-        tokens_per_expert = result.num_tokens_per_expert
+        tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > MAX_TOPK:
             # What a blocking call raises for a token with too many experts, this one reports as it reports lost rows.
             result.handle.overflow.bitwise_or_(widest_token(routing_map) > MAX_TOPK)
         if not non_blocking:
-            tokens_per_expert = tokens_per_expert.to("cpu", torch.int64)
+            tokens_per_expert = tokens_per_expert.to("cpu")
             engine.raise_on_overflow(result.handle)
-        made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, result.handle.overflow)
+        made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, self._sizes(pad))
         return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
     @plain_tensors
@@ -443,18 +471,15 @@ class HybridEPBuffer(BaseBuffer):
         no_sync: bool = False,
     ) -> tuple[Rows, bool, Routing]:
         """Checks what is sent, as `_rows` does, and where it goes, unless calls with the same traits have passed."""
-        config = self.configurer.buffer_config
-        expected = config.num_of_experts_per_rank * self.group_size
-        given = (
-            traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map),
-            config.hidden_dim,
-            config.max_num_of_tokens_per_rank,
-            expected,
-        )
-        if given in self._passed and num_experts in (None, expected):
+        if num_experts is None:
+            has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
+            num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
+            num_experts = num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
+        if given in self._passed:
             assert topk_idx is not None
-            data, as_bytes = _as_e4m3(hidden, scaling_factor)
-            return as_rows(data, scaling_factor), as_bytes, Routing(topk_idx, topk_weights, expected)
+            data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
+            return as_rows(data, scaling_factor), as_bytes, Routing(topk_idx, topk_weights, num_experts)
         rows, as_bytes = self._rows(hidden, scaling_factor)
         routing = self._routing(rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync)
         if topk_idx is not None and topk_idx.is_cuda:
@@ -463,15 +488,10 @@ class HybridEPBuffer(BaseBuffer):
 
     def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
         """Checks tokens; says whether they came as uint8, as they shall go out then."""
-        data, as_bytes = _as_e4m3(hidden, scaling_factor)
+        data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
         rows = check_rows("hidden", data, scaling_factor, device=self.engine.device)
-        config = self.configurer.buffer_config
         num_tokens, size = rows.data.shape
-        most = config.max_num_of_tokens_per_rank
-        if num_tokens > most:
-            require(False, "rows of hidden", num_tokens, f"≤ max_num_of_tokens_per_rank = {most}")
-        if size > config.hidden_dim:
-            require(False, "hidden", size, f"≤ hidden_dim = {config.hidden_dim}")
+        self.update_template_config(hidden_dim=size, num_of_tokens_per_rank=num_tokens)
         return rows, as_bytes
 
     def _routing(
@@ -479,7 +499,7 @@ class HybridEPBuffer(BaseBuffer):
         rows: Rows,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
-        num_experts: int | None,
+        num_experts: int,
         probs: Tensor | None,
         routing_map: Tensor | None,
         *,
@@ -490,12 +510,8 @@ class HybridEPBuffer(BaseBuffer):
         if routing_map is not None:
             shape = (num_tokens, num_experts)
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
-            num_experts = routing_map.shape[1]
-        expected = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
-        if num_experts is None:
-            num_experts = expected
-        if num_experts != expected:
-            require(False, "num_of_experts", num_experts, f"{expected} (num_local_experts × ranks)")
+        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
+        self.update_template_config(num_local_experts=num_experts // self.group_size)
         if routing_map is not None:
             if probs is not None:
                 shape = (num_tokens, num_experts)
@@ -561,6 +577,13 @@ class HybridEPBuffer(BaseBuffer):
         return None if weights is None else weights_to_probs(topk_idx, weights, num_experts)
 
 
+@functools.lru_cache
+def _sizes_of(hidden: int, tokens: int, num_local: int, grid: RankGrid, pad_multiple: int) -> HybridEpConfigInstance:
+    return HybridEpConfigInstance(
+        hidden, tokens, num_local, grid.num_ranks_per_domain, grid.num_domains, pad_multiple=pad_multiple
+    )
+
+
 def _num_sms(name: str, value: int | None) -> int | None:
     return None if value is None else require_int(name, value, minimum=1)
 
@@ -583,10 +606,13 @@ def _check_pairs(
     require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")
 
 
-def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, bool]:
-    """Rows in e4m3 where they came as uint8 with scales, and whether they did."""
-    as_bytes = scaling_factor is not None and isinstance(hidden, Tensor) and hidden.dtype == torch.uint8
-    return hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, as_bytes
+def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
+    """Rows in e4m3 where they came as uint8 with scales, their scales, and whether they came so. bf16 has no scales."""
+    dtype = hidden.dtype if isinstance(hidden, Tensor) else None
+    if dtype == torch.bfloat16:
+        return hidden, None, False
+    as_bytes = scaling_factor is not None and dtype == torch.uint8
+    return hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, scaling_factor, as_bytes
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-__all__ = ["BufferConfig", "Configurer"]
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["BufferConfig", "Configurer", "HybridEpConfigInstance"]
 
 
 @dataclass
@@ -27,3 +29,47 @@ class Configurer:
     """Holds the buffer's configuration where the peer's callers look for it."""
 
     buffer_config: BufferConfig
+
+
+@dataclass
+class HybridEpConfigInstance:
+    """The sizes of one call, and settings of the peer's kernels that nothing here depends on.
+
+    Attributes:
+        hidden_dim, max_num_of_tokens_per_rank, num_of_experts_per_rank: as in `BufferConfig`.
+        num_of_ranks_per_node, num_of_nodes: ranks of a domain, and domains.
+        pad_multiple: of every expert's block.
+    """
+
+    hidden_dim: int = 0
+    max_num_of_tokens_per_rank: int = 0
+    num_of_experts_per_rank: int = 0
+    num_of_ranks_per_node: int = 0
+    num_of_nodes: int = 0
+    pad_multiple: int = 0
+    token_data_type: object = None
+    num_of_threads_per_block_preprocessing_api: int = 0
+    num_of_blocks_preprocessing_api: int = 0
+    num_of_stages_dispatch_api: int = 0
+    num_of_tokens_per_chunk_dispatch_api: int = 0
+    num_of_blocks_dispatch_api: int = 0
+    device_side_sync_dispatch_api: bool = True
+    num_of_stages_g2s_combine_api: int = 0
+    num_of_stages_s2g_combine_api: int = 0
+    num_of_tokens_per_chunk_combine_api: int = 0
+    num_of_tokens_per_group_combine_api: int = 0
+    num_of_additional_in_flight_s2g_combine_api: int = 0
+    num_of_blocks_combine_api: int = 0
+    device_side_sync_combine_api: bool = True
+
+    def set(self, **settings: object) -> None:
+        """Sets attributes by name.
+
+        Raises:
+            ConfigError: there is no such setting.
+        """
+        known = [field.name for field in fields(self)]
+        for name, value in settings.items():
+            if name not in known:
+                raise ConfigError(f"{name} is not a setting of HybridEpConfigInstance; allowed: {', '.join(known)}")
+            setattr(self, name, value)

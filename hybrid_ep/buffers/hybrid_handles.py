@@ -1,43 +1,149 @@
-"""The handles of `HybridEPBuffer`."""
+"""The handles of `HybridEPBuffer`: sequences with entries where Hybrid-EP's callers look for them.
+
+Entries that only the library reads are its own. Entries that callers read are computed when they are read.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, overload
 
+import torch
 from torch import Tensor
 
+from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle
 
 __all__ = ["HybridHandle", "PermutedHandle"]
 
 
-class HybridHandle(NamedTuple):
-    """Of `dispatch`, for `combine` and for a cached `dispatch`.
+class _Handle(Sequence[Any]):
+    """Attributes of an object as the entries of a sequence."""
+
+    _entries: ClassVar[tuple[str, ...]]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        names = self._entries[index]
+        return getattr(self, names) if isinstance(names, str) else tuple(getattr(self, name) for name in names)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+class HybridHandle(_Handle):
+    """Of `dispatch`, for `combine` and for a cached `dispatch`; 7 entries, in the order of the attributes.
 
     Attributes:
         topk_idx: ``[T, K]`` int64; this rank's routing.
         recv_topk_idx: ``[N, K]`` int64; experts of each received row, counted from the domain's first, −1 elsewhere.
         dispatch: the engine's handle.
-        overflow: ``[1]`` int32, always 0: a plain dispatch receives all or raises.
+        num_dispatched_tokens: ``[1]`` int32 on the device; rows that arrived.
+        local_expert_routing_map: ``[N, LE]`` bool; which of this rank's experts a received row is for.
+        num_of_tokens_per_rank: T.
+        config: the sizes of the buffer when the handle was made.
     """
 
-    topk_idx: Tensor
-    recv_topk_idx: Tensor
-    dispatch: DispatchHandle
-    overflow: Tensor
+    _entries = (
+        "topk_idx",
+        "recv_topk_idx",
+        "dispatch",
+        "num_dispatched_tokens",
+        "local_expert_routing_map",
+        "num_of_tokens_per_rank",
+        "config",
+    )
+
+    def __init__(
+        self, topk_idx: Tensor, recv_topk_idx: Tensor, dispatch: DispatchHandle, config: HybridEpConfigInstance
+    ) -> None:
+        self.topk_idx, self.recv_topk_idx, self.dispatch, self.config = topk_idx, recv_topk_idx, dispatch, config
+        self.num_of_tokens_per_rank = dispatch.num_tokens
+
+    @property
+    def num_dispatched_tokens(self) -> Tensor:
+        return _num_dispatched(self.dispatch)
+
+    @functools.cached_property
+    def local_expert_routing_map(self) -> Tensor:
+        grid = self.dispatch.grid
+        num_local = self.dispatch.num_experts // grid.num_ranks
+        local = self.recv_topk_idx - (grid.rank - grid.domain.start) * num_local
+        return _to_map(torch.where((local >= 0) & (local < num_local), local, -1), num_local)
 
 
-class PermutedHandle(NamedTuple):
-    """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached dispatch.
+class PermutedHandle(_Handle):
+    """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached one; 11 entries, in this order.
 
     Attributes:
         topk_idx: ``[T, K]`` int64; this rank's routing.
         permute: the engine's handle.
+        dispatch: the engine's handle of the dispatch underneath.
+        num_dispatched_tokens: ``[1]`` int32 on the device; rows that arrived, before they were copied for each expert.
+        local_expert_routing_map: ``[N, LE]`` bool; which of this rank's experts a received row is for.
+        num_permuted: rows of the result.
+        rows_of_copies: ``[N, K]`` int32; the permuted row of each copy of a received row, −1 where there is none.
         tokens_per_expert: ``[LE]``, pads included, as it was returned.
+        num_of_tokens_per_rank: T.
+        config: the sizes of the buffer when the handle was made.
         overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.
     """
 
-    topk_idx: Tensor
-    permute: PermuteHandle
-    tokens_per_expert: Tensor
-    overflow: Tensor
+    _entries = (
+        "topk_idx",
+        "permute",
+        "dispatch",
+        "num_dispatched_tokens",
+        "local_expert_routing_map",
+        "num_permuted",
+        "rows_of_copies",
+        "tokens_per_expert",
+        "num_of_tokens_per_rank",
+        "config",
+        "overflow",
+    )
+
+    def __init__(
+        self, topk_idx: Tensor, permute: PermuteHandle, tokens_per_expert: Tensor, config: HybridEpConfigInstance
+    ) -> None:
+        self.topk_idx, self.permute, self.tokens_per_expert, self.config = topk_idx, permute, tokens_per_expert, config
+        self.dispatch, self.num_permuted, self.overflow = permute.dispatch, permute.num_permuted, permute.overflow
+        self.num_of_tokens_per_rank = permute.dispatch.num_tokens
+
+    @property
+    def num_dispatched_tokens(self) -> Tensor:
+        return _num_dispatched(self.dispatch)
+
+    @functools.cached_property
+    def rows_of_copies(self) -> Tensor:
+        rows = self.permute.state.rows_of_copies(self.dispatch.num_recv, self.dispatch.num_topk)
+        arrived = torch.arange(rows.shape[0], device=rows.device) < self.num_dispatched_tokens
+        return torch.where(arrived.unsqueeze(1), rows, -1)
+
+    @functools.cached_property
+    def local_expert_routing_map(self) -> Tensor:
+        rows = self.rows_of_copies
+        ends = self.permute.num_tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
+        expert = torch.searchsorted(ends, rows, right=True)
+        return _to_map(torch.where(rows >= 0, expert, -1), ends.numel())
+
+
+def _num_dispatched(handle: DispatchHandle) -> Tensor:
+    rank = handle.grid.rank
+    return handle.rank_prefix_matrix[-1, rank : rank + 1]
+
+
+def _to_map(local_experts: Tensor, num_local: int) -> Tensor:
+    """``[N, K]`` local experts or −1 → ``[N, LE]`` bool."""
+    columns = torch.where(local_experts < 0, num_local, local_experts).long()
+    found = torch.zeros(columns.shape[0], num_local + 1, dtype=torch.bool, device=columns.device)
+    return found.scatter_(1, columns, True)[:, :num_local]

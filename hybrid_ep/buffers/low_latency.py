@@ -256,16 +256,16 @@ class LowLatencyCalls(BaseBuffer):
         self._finish(self.engine.barrier)
 
     @plain_tensors
-    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leaves a rank out of low-latency calls (`mask=True`) or takes it back in. Local: call it on every survivor.
 
         Raises:
             ConfigError: the rank does not exist or is this one, or `enable_shrink` is False.
         """
         self._require_shrink()
-        ok = isinstance(rank, int) and 0 <= rank < self.group_size and rank != self.rank
-        require(ok, "rank", rank, f"0 … {self.group_size - 1} except this rank, {self.rank}")
-        self.engine.set_masked([rank], mask)
+        ok = isinstance(rank_to_mask, int) and 0 <= rank_to_mask < self.group_size and rank_to_mask != self.rank
+        require(ok, "rank_to_mask", rank_to_mask, f"0 … {self.group_size - 1} except this rank, {self.rank}")
+        self.engine.set_masked([rank_to_mask], mask)
 
     @plain_tensors
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:

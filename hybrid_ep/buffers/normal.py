@@ -59,6 +59,7 @@ class Buffer(LowLatencyCalls):
         explicitly_destroy: accepted for compatibility; `destroy()` may always be called and need not be.
         enable_shrink: allow rank masks; a rank lost in a low-latency call is then masked.
         comm: an mpi4py communicator instead of a group.
+        allow_nvlink_for_normal_mode, is_intranode: accepted for compatibility; NVLink is used where it is there.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
             (with ``engine="cuda"`` all ranks).
@@ -89,6 +90,8 @@ class Buffer(LowLatencyCalls):
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
+        allow_nvlink_for_normal_mode: bool = True,
+        is_intranode: bool = False,
         *,
         engine: str | None = None,
         num_ranks_per_domain: int | None = None,
@@ -361,8 +364,8 @@ class Buffer(LowLatencyCalls):
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
     # The peers have calls of their own between nodes; here one call serves any number of domains.
-    internode_dispatch = dispatch
-    internode_combine = combine
+    internode_dispatch = dispatch_pcie = dispatch
+    internode_combine = combine_pcie = combine
 
     def _rows_and_routing(
         self,

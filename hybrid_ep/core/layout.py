@@ -224,6 +224,12 @@ class Permutation(NamedTuple):
     place: Tensor
     num_tokens_per_expert: Tensor
 
+    def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
+        """``[N, K]`` int32; the permuted row of each copy of a received row, −1 where there is none."""
+        rows = torch.full((num_recv, num_topk), -1, dtype=torch.int32, device=self.row.device)
+        rows[self.row, self.column] = self.place.to(torch.int32)
+        return rows
+
 
 def permutation_by_expert(local_topk_idx: Tensor, num_local_experts: int, pad_multiple: int) -> Permutation:
     """Groups received rows by local expert; a row with several local experts gets a copy for each. Waits for a GPU.

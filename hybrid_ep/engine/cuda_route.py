@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.streams import current_raw_stream
 
 __all__ = ["Chunk", "Mail", "PermuteState", "Route", "RouteMemory", "Sent", "address", "aligned"]
 
@@ -55,6 +56,12 @@ class PermuteState:
     address: int
     communicator: _cuda.Communicator
     waited: bool
+
+    def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
+        """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""
+        self.chunk.note_use(current_raw_stream(self.chunk.memory.device.index))
+        begin = self.address - self.chunk.memory.data_ptr()
+        return self.chunk.memory[begin : begin + _INT_BYTES * num_recv * num_topk].view(torch.int32).view(num_recv, -1)
 
     def begin_combine(self, communicator: _cuda.Communicator, num_recv: int, num_topk: int, stream: int) -> None:
         """Must be called before a combine on `stream`, the current one: each communicator numbers its own."""

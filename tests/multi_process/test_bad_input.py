@@ -249,8 +249,11 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         lambda b: b.low_latency_combine(X, TOPK, WEIGHTS, low_latency_handle(b), zero_copy=True),
         "zero_copy is True without a buffer",
     ),
-    "mask: this rank": (lambda b: b.low_latency_update_mask_buffer(0, True), "rank is 0; allowed: .* except this rank"),
-    "mask: no such rank": (lambda b: b.low_latency_update_mask_buffer(9, True), "rank is 9"),
+    "mask: this rank": (
+        lambda b: b.low_latency_update_mask_buffer(0, True),
+        "rank_to_mask is 0; allowed: .* except this rank",
+    ),
+    "mask: no such rank": (lambda b: b.low_latency_update_mask_buffer(9, True), "rank_to_mask is 9"),
     "mask: query": (lambda b: b.low_latency_query_mask_buffer(torch.zeros(1)), "mask_status.dtype"),
     "num_sms": (lambda b: b.set_num_sms(0), "new_num_sms is 0"),
 }
@@ -284,23 +287,23 @@ HYBRID: dict[str, tuple[dict[str, Any], str]] = {
         "scales of hidden is float",
     ),
     "map dtype": ({"routing_map": torch.ones(T, E)}, "routing_map.dtype is torch.float32"),
-    "map shape": ({"routing_map": torch.ones(T, 4).bool()}, "num_of_experts is 4; allowed: 8"),
+    "map shape": ({"routing_map": torch.ones(4, E).bool()}, r"routing_map.shape is \[4, 8\]"),
     "probs with indices": ({"topk_idx": TOPK, "probs": WEIGHTS}, "probs is given with topk_idx"),
     "weights with a map": (
         {"routing_map": torch.ones(T, E).bool(), "topk_weights": WEIGHTS},
         r"topk_weights is given with routing_map; allowed: None \(give probs\)",
     ),
     "probs shape": ({"routing_map": torch.ones(T, E).bool(), "probs": WEIGHTS}, r"probs.shape is \[6, 2\]"),
-    "experts": ({"topk_idx": TOPK, "num_of_experts": 16}, "num_of_experts is 16; allowed: 8"),
-    "experts per rank": ({"topk_idx": TOPK, "num_of_experts_per_rank": 4}, "num_of_experts is 4; allowed: 8"),
+    "experts": ({"topk_idx": TOPK, "num_of_experts": 0}, "num_of_experts is 0; allowed: an integer ≥ 1"),
+    "experts per rank": ({"topk_idx": TOPK, "num_of_experts_per_rank": 4}, "topk_idx is 7; allowed: −1 … 3"),
     "non-blocking without a bound": ({"topk_idx": TOPK, "non_blocking": True}, "num_permuted_tokens is None"),
     "fp8 without scales": ({"topk_idx": TOPK, "use_fp8": True}, "use_fp8 is True; allowed: False"),
     "pad": ({"topk_idx": TOPK, "pad_multiple": -1}, "pad_multiple is -1"),
-    "more tokens than max": (
+    "more tokens than indices": (
         {"hidden": torch.ones(T + 1, H, dtype=BF16), "topk_idx": TOPK},
-        "rows of hidden is 7; allowed: ≤ max_num_of_tokens_per_rank = 6",
+        "rows of topk_idx is 6; allowed: 7, as hidden has",
     ),
-    "hidden": ({"hidden": torch.ones(T, 2 * H, dtype=BF16), "topk_idx": TOPK}, "hidden is 512; allowed: ≤ hidden_dim"),
+    "host counts without a bound": ({"topk_idx": TOPK, "use_host_meta": False}, "num_permuted_tokens is None"),
     "handle": ({"handle": ("a", "b")}, "handle is tuple"),
 }
 

@@ -98,7 +98,7 @@ def test_a_non_blocking_call_with_a_handle_has_its_counts_as_without(hybrid: Hyb
         *_, on_device, _ = hybrid.dispatch_with_permute(
             hidden=X, topk_weights=weights, handle=handle, num_permuted_tokens=T * K, non_blocking=True
         )
-        assert on_device.dtype == torch.int32
+        assert on_device.dtype == torch.int64
         assert on_device.tolist() == counts.tolist()
 
 

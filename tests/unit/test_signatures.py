@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import Buffer, Config, EventOverlap, HybridEPBuffer
+from hybrid_ep import Buffer, Config, ConfigError, EventOverlap, HybridEPBuffer
 
 NONE, REQUIRED = None, inspect.Parameter.empty
 
@@ -36,6 +36,8 @@ SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
             "explicitly_destroy": False,
             "enable_shrink": False,
             "comm": NONE,
+            "allow_nvlink_for_normal_mode": True,
+            "is_intranode": False,
         },
     ),
     (Buffer.destroy, of("self")),
@@ -99,7 +101,7 @@ SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
     ),
     (Buffer.clean_low_latency_buffer, of("self num_max_dispatch_tokens_per_rank hidden num_experts")),
     (Buffer.get_next_low_latency_combine_buffer, of("self handle")),
-    (Buffer.low_latency_update_mask_buffer, of("self rank mask", mask=False)),
+    (Buffer.low_latency_update_mask_buffer, of("self rank_to_mask mask", mask=False)),
     (Buffer.low_latency_query_mask_buffer, of("self mask_status")),
     (Buffer.low_latency_clean_mask_buffer, of("self")),
     (
@@ -259,8 +261,16 @@ def test_attributes_of_a_buffer() -> None:
     with HybridEPBuffer(None, 64, 8, 4) as hybrid:
         config = hybrid.configurer.buffer_config
         assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank) == (64, 8, 4)
-        hybrid.update_template_config(hidden_dim=128)
-        assert config.hidden_dim == 128
+        made = hybrid.update_template_config(hidden_dim=128, num_of_tokens_per_rank=9, num_of_stages_dispatch_api=12)
+        assert (made.hidden_dim, made.max_num_of_tokens_per_rank, made.num_of_stages_dispatch_api) == (128, 16, 12)
+        assert (config.hidden_dim, config.max_num_of_tokens_per_rank) == (128, 16)
+        hybrid.update_template_config(hidden_dim=64, num_of_tokens_per_rank=1)  # never shrinks
+        assert (config.hidden_dim, config.max_num_of_tokens_per_rank) == (128, 16)
+        with pytest.raises(ConfigError, match="num_of_warps is not a setting of HybridEpConfigInstance"):
+            hybrid.update_template_config(num_of_warps=4)
+        assert (hybrid.num_of_hybrid_ep_ranks_per_nvlink_domain, hybrid.num_of_nodes) == (1, 1)
+        assert (hybrid.local_rank, hybrid.node_rank) == (0, 0)
+        assert hybrid.runtime is not None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 6, 12, 40, 72, 160])

@@ -18,11 +18,21 @@ from hybrid_ep import (
     EventHandle,
     EventOverlap,
     HybridEPBuffer,
+    HybridEpConfigInstance,
     __version__,
     topk_idx_t,
 )
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "HybridEPBuffer", "__version__", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEpConfigInstance",
+    "__version__",
+    "topk_idx_t",
+]
 
 
 def __getattr__(name: str) -> object:
