@@ -9,6 +9,7 @@ so that each replica gets its share whatever stride the tokens of an expert have
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
@@ -126,6 +127,17 @@ class ExpertPlacement:
         """P/R, slots of a rank."""
         return self.num_replicas // self.num_ranks
 
+    def require_weight(self, weight: Tensor) -> Tensor:
+        """Returns loads of this placement's layers and experts as ``[layers, E]`` float64 on the CPU.
+
+        Raises:
+            ConfigError: the shape is another, or a load is not a finite number ≥ 0.
+        """
+        loads = torch.from_numpy(require_loads(weight))
+        wanted = (self.num_layers, self.num_experts)
+        require(tuple(loads.shape) == wanted, "weight.shape", list(loads.shape), f"{list(wanted)}, as the placement")
+        return loads
+
     @functools.cached_property
     def phy2log(self) -> Tensor:
         """``[layers, P]`` int64 on the CPU: the logical expert of each slot."""
@@ -137,7 +149,7 @@ class ExpertPlacement:
         Args:
             weight: ``[layers, E]`` loads of logical experts.
         """
-        loads = self._loads(weight)
+        loads = self.require_weight(weight)
         num_domains = self.num_ranks // self.num_ranks_per_domain
         total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64)
         for domain in range(num_domains):
@@ -158,6 +170,10 @@ class ExpertPlacement:
         return DevicePlacement(
             phy2log=self.phy2log.to(device), replicas=replicas.to(device), num_choices=count.to(device), rank=rank
         )
+
+    def replaced_by(self, experts: tuple[tuple[int, ...], ...]) -> ExpertPlacement:
+        """Returns the next version: other experts on the same ranks."""
+        return dataclasses.replace(self, experts=experts, version=self.version + 1)
 
     def num_moves(self, other: ExpertPlacement) -> Tensor:
         """Expert weights that ranks must load to get from `other` to this, ``[layers]`` int64. Slots may change freely.
@@ -195,12 +211,6 @@ class ExpertPlacement:
         if not (is_table and all(isinstance(expert, int) for row in experts for expert in row)):
             raise ConfigError(f"experts of {path} is no list of lists of integers; allowed: one list for each layer")
         return cls(tuple(map(tuple, experts)), *(document[name] for name in _FIELDS[1:]))
-
-    def _loads(self, weight: Tensor) -> Tensor:
-        loads = torch.from_numpy(require_loads(weight))
-        wanted = (self.num_layers, self.num_experts)
-        require(tuple(loads.shape) == wanted, "weight.shape", list(loads.shape), f"{list(wanted)}, as the placement")
-        return loads
 
     def _copies_per_rank(self) -> Tensor:
         """``[layers, R, E]`` int64."""

@@ -8,7 +8,8 @@ operation over layers.
           ─ refine: swaps between a heavy and a light GPU that bring both nearer      ─► GPUs
 
 The first two steps are the algorithm that DeepSeek describes for EPLB. A swap never raises the larger load of its two
-GPUs, so that no layer ends up less balanced than after these two steps.
+GPUs, so that no layer ends up less balanced than after these two steps. Layers that end far from balance are planned
+again with other replicas, and the better plan is kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["gpu_loads", "inverse_map", "rebalance_experts", "require_loads"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_DIVISORS = (0.0, -0.7, -0.5)  # of `_replicate`; those after the first are tried on rows that are far from balance
+_FAR = 0.02  # above the mean load
 _MAX_ROUNDS = 64
 _PATIENCE = 8  # rounds without a gain
 _CLOSE_ENOUGH = 1e-3  # relative; smaller gains are none
@@ -107,9 +110,23 @@ def gpu_loads(weight: Tensor, phy2log: Tensor, num_gpus: int) -> Tensor:
 
 def _global(loads: Floats, num_replicas: int, num_gpus: int) -> Ints:
     """``[N, E]`` loads → ``[N, P]`` experts of replicas, GPU by GPU."""
-    phy2log, per_replica = _replicate(loads, num_replicas)
-    members = _refine(per_replica, _pack(per_replica, num_gpus))
-    return np.take_along_axis(phy2log, members.reshape(len(loads), num_replicas), 1)
+    placed, most = _global_with(_DIVISORS[0], loads, num_replicas, num_gpus)
+    for divisor in _DIVISORS[1:]:
+        far = np.nonzero(most > loads.sum(1) / num_gpus * (1 + _FAR))[0]
+        if not far.size:
+            break
+        other, other_most = _global_with(divisor, loads[far], num_replicas, num_gpus)
+        better = other_most < most[far]
+        placed[far[better]], most[far[better]] = other[better], other_most[better]
+    return placed
+
+
+def _global_with(divisor: float, loads: Floats, num_replicas: int, num_gpus: int) -> tuple[Ints, Floats]:
+    """A placement, and the load of the fullest GPU of each row."""
+    phy2log, per_replica = _replicate(loads, num_replicas, divisor)
+    members = _refine(per_replica, _pack(per_replica, num_gpus)).reshape(len(loads), num_replicas)
+    load = np.take_along_axis(per_replica, members, 1).reshape(len(loads), num_gpus, -1).sum(2)
+    return np.take_along_axis(phy2log, members, 1), load.max(1)
 
 
 def _hierarchical(loads: Floats, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> Ints:
@@ -121,36 +138,39 @@ def _hierarchical(loads: Floats, num_replicas: int, num_groups: int, num_nodes: 
     packed = _pack(group_loads, num_nodes)
     refined = _refine(group_loads, packed.copy())
     # Nodes that are closer together can still be harder to balance inside: the better of both, layer by layer.
-    groups = np.concatenate([packed, refined])
-    twice = np.concatenate([loads, loads])
+    other = np.nonzero((packed != refined).any((1, 2)))[0]
+    groups, layer = np.concatenate([packed, refined[other]]), np.concatenate([np.arange(num_layers), other])
     size = num_experts // num_groups
-    experts = (groups[..., None] * size + np.arange(size)).reshape(2 * num_layers, num_experts)
-    of_nodes = np.take_along_axis(twice, experts, 1).reshape(-1, num_experts // num_nodes)
-    within = _global(of_nodes, num_replicas // num_nodes, num_gpus // num_nodes)
-    within = within.reshape(2 * num_layers, num_nodes, -1) + np.arange(num_nodes)[:, None] * (num_experts // num_nodes)
-    phy2log = np.take_along_axis(experts, within.reshape(2 * num_layers, num_replicas), 1)
-    both = gpu_loads(torch.from_numpy(twice), torch.from_numpy(phy2log), num_gpus).amax(1).view(2, num_layers)
-    better: Ints = np.where((both[1] < both[0]).numpy()[:, None], phy2log[num_layers:], phy2log[:num_layers])
-    return better
+    experts = (groups[..., None] * size + np.arange(size)).reshape(len(layer), num_experts)
+    of_nodes = np.take_along_axis(loads[layer], experts, 1).reshape(-1, num_experts // num_nodes)
+    within = _global(of_nodes, num_replicas // num_nodes, num_gpus // num_nodes).reshape(len(layer), num_nodes, -1)
+    within = within + np.arange(num_nodes)[:, None] * (num_experts // num_nodes)
+    phy2log = np.take_along_axis(experts, within.reshape(len(layer), num_replicas), 1)
+    load = gpu_loads(torch.from_numpy(loads[layer]), torch.from_numpy(phy2log), num_gpus).amax(1).numpy()
+    better = load[num_layers:] < load[other]
+    phy2log[other[better]] = phy2log[num_layers:][better]
+    return phy2log[:num_layers]
 
 
-def _replicate(loads: Floats, num_replicas: int) -> tuple[Ints, Floats]:
+def _replicate(loads: Floats, num_replicas: int, divisor: float) -> tuple[Ints, Floats]:
     """``[N, E]`` loads → ``[N, P]`` experts of replicas, and the load of each replica.
 
-    One after another, a replica goes to the expert with the most load per replica.
+    One after another, a replica goes to the expert with the largest load / (replicas + divisor). With 0 that is the
+    load per replica, which makes the heaviest replica as light as can be. Less than 0 favours experts with few
+    replicas: their replicas get lighter, so that two of them fit on a GPU.
     """
     num_rows, num_experts = loads.shape
     rows = np.arange(num_rows)
     phy2log = np.empty((num_rows, num_replicas), np.int64)
     phy2log[:, :num_experts] = np.arange(num_experts)
     count = np.ones((num_rows, num_experts))
-    share = loads.copy()
+    claim = loads / (1 + divisor)
     for place in range(num_experts, num_replicas):
-        expert = share.argmax(1)
+        expert = claim.argmax(1)
         phy2log[:, place] = expert
         count[rows, expert] += 1
-        share[rows, expert] = loads[rows, expert] / count[rows, expert]
-    return phy2log, np.take_along_axis(share, phy2log, 1)
+        claim[rows, expert] = loads[rows, expert] / (count[rows, expert] + divisor)
+    return phy2log, np.take_along_axis(loads / count, phy2log, 1)
 
 
 def _pack(weights: Floats, num_packs: int) -> Ints:

@@ -1,0 +1,170 @@
+"""`LoadMonitor`: what the experts of each layer had to do lately, from counts that dispatch returns anyway.
+
+Recording adds a few numbers to a tensor of this rank; nothing is sent and nothing waited for. Only `loads` talks to
+the other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.balance.placement import ExpertPlacement
+from hybrid_ep.balance.rebalance import require_loads
+from hybrid_ep.core.checks import require, require_int, require_tensor
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["LoadMonitor", "load_trace", "save_trace"]
+
+_TRACE_FORMAT = "hybrid_ep.LoadTrace/1"
+
+
+class LoadMonitor:
+    """Tokens of each expert in the last steps.
+
+    Args:
+        num_layers: layers that are recorded.
+        num_experts: E, logical experts of a layer.
+        rank: this rank.
+        num_ranks: R.
+        window: steps that count.
+        placement: which expert each slot of this rank holds; None = expert e is on rank e // (E/R).
+        device: where the counts are kept: that of the counts that are recorded as tensors.
+
+    Attributes:
+        placement: may be replaced when the experts have moved; what was recorded before stays right.
+
+    Raises:
+        ConfigError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        *,
+        rank: int,
+        num_ranks: int,
+        window: int,
+        placement: ExpertPlacement | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        require_int("window", window, minimum=1)
+        require_int("num_ranks", num_ranks, minimum=1)
+        require_int("rank", rank, minimum=0, maximum=num_ranks - 1)
+        self._shape = (
+            require_int("num_layers", num_layers, minimum=1),
+            require_int("num_experts", num_experts, minimum=1),
+        )
+        self._rank, self._num_ranks = rank, num_ranks
+        self._steps = torch.zeros(window, *self._shape, dtype=torch.int64, device=device)
+        self._place = 0
+        if placement is None:
+            placement = ExpertPlacement.contiguous(num_layers, num_experts, num_ranks)
+        self.placement = placement
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: ExpertPlacement) -> None:
+        found = (placement.num_layers, placement.num_experts, placement.num_ranks)
+        wanted = (*self._shape, self._num_ranks)
+        require(found == wanted, "layers, experts and ranks of placement", found, str(wanted))
+        self._placement = placement
+        slots = placement.phy2log.view(placement.num_layers, placement.num_ranks, -1)
+        self._experts = slots[:, self._rank].contiguous().to(self._steps.device)
+
+    def record(self, layer: int, counts: Tensor | Sequence[int]) -> None:
+        """Adds the tokens that this rank received for its experts, in this step. The host does not wait.
+
+        Args:
+            layer: index of the layer.
+            counts: one number for each slot of this rank: `num_recv_tokens_per_expert` of a dispatch,
+                `packed_recv_count` of a low-latency dispatch, or `tokens_per_expert` of a permuted one. int32 or int64
+                as a tensor.
+
+        Raises:
+            ConfigError: the layer or the shape does not fit.
+        """
+        require_int("layer", layer, minimum=0, maximum=self._shape[0] - 1)
+        experts = self._experts[layer]
+        if not isinstance(counts, Tensor):
+            counts = torch.tensor(counts, dtype=torch.int64)
+        require_tensor("counts", counts, dtypes=(torch.int32, torch.int64), shape=(experts.shape[0],))
+        added = counts.to(self._steps.device, torch.int64, non_blocking=True)
+        self._steps[self._place, layer].index_add_(0, experts, added)
+
+    def step(self) -> None:
+        """Ends a step: the oldest one leaves the window."""
+        self._place = (self._place + 1) % self._steps.shape[0]
+        self._steps[self._place].zero_()
+
+    def local_loads(self) -> Tensor:
+        """``[layers, E]`` int64 on the monitor's device: tokens that this rank received in the window. Local."""
+        return self._steps.sum(0)
+
+    def loads(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """``[layers, E]`` int64: tokens that all ranks received in the window, the same on every rank. Collective.
+
+        Args:
+            group: the ranks; None = the default group, or this rank alone where there is none.
+        """
+        total = self.local_loads()
+        if dist.is_initialized():
+            dist.all_reduce(total, group=group)
+        return total
+
+    def prometheus(self) -> str:
+        """The window of this rank in Prometheus' text format; the sum over ranks is what `loads` gives. Local."""
+        lines = [
+            "# HELP hybrid_ep_expert_tokens Tokens that a rank received for an expert, in the last steps.",
+            "# TYPE hybrid_ep_expert_tokens gauge",
+        ]
+        loads = self.local_loads().tolist()
+        for layer, experts in enumerate(self._experts.tolist()):
+            for expert in sorted(set(experts)):
+                labels = f'rank="{self._rank}",layer="{layer}",expert="{expert}"'
+                lines.append(f"hybrid_ep_expert_tokens{{{labels}}} {loads[layer][expert]}")
+        lines += [
+            "# HELP hybrid_ep_placement_version Version of the placement of experts.",
+            "# TYPE hybrid_ep_placement_version gauge",
+            f'hybrid_ep_placement_version{{rank="{self._rank}"}} {self._placement.version}',
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def save_trace(path: str | Path, windows: Sequence[Tensor]) -> None:
+    """Writes loads of several windows, each ``[layers, E]``, as JSON for `hybrid-ep balance`."""
+    document = {"format": _TRACE_FORMAT, "loads": [window.tolist() for window in windows]}
+    Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+
+def load_trace(path: str | Path) -> Tensor:
+    """Reads ``[windows, layers, E]`` float64.
+
+    Raises:
+        ConfigError: the file is no such trace.
+    """
+    try:
+        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"trace {path} cannot be read: {error}") from error
+    found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    require(found == _TRACE_FORMAT, f"format of {path}", repr(found), repr(_TRACE_FORMAT))
+    try:
+        loads = torch.tensor(document.get("loads"), dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"loads of {path} are no windows × layers × experts of numbers: {error}") from error
+    require(
+        loads.dim() == 3 and loads.numel() > 0, f"shape of loads of {path}", list(loads.shape), "[windows, layers, E]"
+    )
+    require_loads(loads.flatten(0, 1))
+    return loads
