@@ -24,6 +24,7 @@ COMMANDS = {
         "bench",
         "Check, then time, dispatch and combine on whichever engine is there.",
     ),
+    "balance": ("hybrid_ep.balance.command", "balance", "Judge placements of experts by a trace of their loads."),
     "doctor": (
         "hybrid_ep.doctor.command",
         "doctor",

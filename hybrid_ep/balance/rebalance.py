@@ -29,7 +29,7 @@ __all__ = ["gpu_loads", "inverse_map", "rebalance_experts", "require_loads"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_DIVISORS = (0.0, -0.7, -0.5)  # of `_replicate`; those after the first are tried on rows that are far from balance
+_DIVISORS = (0.0, -0.7, -0.9)  # of `_replicate`; those after the first are tried on rows that are far from balance
 _FAR = 0.02  # above the mean load
 _MAX_ROUNDS = 64
 _PATIENCE = 8  # rounds without a gain

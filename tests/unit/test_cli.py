@@ -26,7 +26,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["demo", "bench", "info", "env"])
+@pytest.mark.parametrize("name", ["demo", "bench", "balance", "info", "env"])
 def test_each_command_has_help_and_json(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0
