@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 ARCH ?= $(shell uname -m)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format wheel image image-test test-gpu bench validate clean
+.PHONY: help setup demo test lint type format wheel image image-test test-bare test-gpu bench validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ image: ## Build a container image: TARGET=cpu|runtime|build|test, PLATFORM=linux
 
 image-test: ## Build the images of both architectures and run them; takes long
 	ci/image_test.sh
+
+test-bare: ## Run the first two commands in an empty Debian: MODE=short|full AS=root|user; needs root, full takes long
+	ci/bare_root_test.sh $(or $(MODE),short) $(or $(AS),root)
 
 test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda engine to every case
 	ci/test_gpu.sh $(PYTHON)

@@ -5,9 +5,11 @@
 set -euo pipefail
 packages=(
   qemu-system-x86 busybox-static kmod iproute2           # the Soft-RoCE virtual machine
-  openssh-server openmpi-bin                             # the MPIJob on simulated hosts
+  openssh-server openssh-client openmpi-bin              # the MPIJob on simulated hosts
+  openssl                                                # certificates of a simulated cluster
   libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
   g++-aarch64-linux-gnu qemu-user-static                 # wheels for aarch64, and an interpreter to import them
+  binutils                                               # what is in the wheels
   mmdebstrap                                             # roots for container images, where there is no registry
   python3-pyverbs                                        # the other reader of verbs attributes
   chromium chromium-driver                               # the validation report's page

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rank_pool import RankPool
+
+# The programs of the developers' tools, as in an activated environment.
+os.environ["PATH"] = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"
 
 RunRanks = Callable[..., list[Any]]
 

@@ -22,7 +22,6 @@ if [ ! -e "$root/.made" ]; then
   command -v mmdebstrap >/dev/null || { echo "mmdebstrap is missing: ci/system_packages.sh installs it" >&2; exit 2; }
   rm -rf "$root"
   ci/image/debian_root.sh "$suite" "$(dpkg --print-architecture)" "$root" --include="$packages"
-  mkdir -p "$root/.host"
   cat >"$root/etc/containers/storage.conf" <<END
 [storage]
 driver = "overlay"
@@ -46,23 +45,6 @@ exec 8>&-
 exec 9>"$work/$purpose.lock"
 flock --timeout 1800 9 || { echo "another $purpose has held $work/$purpose.lock for 1800 s" >&2; exit 1; }
 
-# shellcheck disable=SC2016
-exec unshare "${namespaces[@]}" --fork --kill-child=KILL --propagation private bash -euo pipefail -c '
-root=$1 repo=$2 folders=$3; shift 3
-mount --bind "$root" "$root"
-mount -t proc proc "$root/proc"
-mount -t sysfs sysfs "$root/sys"
-mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
-mount -t tmpfs tmpfs "$root/run"
-mount --rbind /dev "$root/dev"
-cat /etc/resolv.conf >"$root/etc/resolv.conf"
-IFS=:
-for folder in $repo $folders; do mkdir -p "$root$folder"; mount --rbind "$folder" "$root$folder"; done
-unset IFS
-cd "$root"
-pivot_root . .host
-cd "$repo"
-umount -l /.host
-ip link set lo up
-exec "$@"
-' builder "$root" "$repo" "${BUILDER_FOLDERS:-}" "$@"
+up='ip link set lo up; exec "$@"'
+exec unshare "${namespaces[@]}" --fork --kill-child=KILL --propagation private \
+  ci/enter_root.sh "$root" "$repo:${BUILDER_FOLDERS:-}" "$repo" sh -ec "$up" builder "$@"

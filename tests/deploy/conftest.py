@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.deploy.commands import must
-from tests.prerequisites import require
+from tests.prerequisites import require_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "build" / "wheel-test"
@@ -52,12 +52,8 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> BuildWheel:
 
     @cache
     def build(arch: str) -> Path:
-        for program, package in (("apt-get", "a Debian"), ("readelf", "binutils"), ("c++", "g++")):
-            require(shutil.which(program), package)
-        if arch == platform.machine():
-            require(Path("/usr/include/infiniband/verbs.h").exists(), "libibverbs-dev")
-        else:
-            require(shutil.which(f"{arch}-linux-gnu-g++"), f"g++-{arch}-linux-gnu")
+        own = "/usr/include/infiniband/verbs.h" if arch == platform.machine() else f"{arch}-linux-gnu-g++"
+        require_programs("apt-get", "readelf", "c++", own)
         unset = ("CUDA_HOME", "CUDACXX", "RDMA_CORE_HOME", "CMAKE_ARGS", "HYBRID_EP_MULTINODE", "HYBRID_EP_TARGET_ROOT")
         clean = [argument for name in unset for argument in ("-u", name)]
         must("env", *clean, "TORCH_CUDA_ARCH_LIST=9.0", SOURCE / "ci" / "wheel.sh", sys.executable, arch, out)

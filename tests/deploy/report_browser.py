@@ -5,7 +5,6 @@ python -m tests.deploy.report_browser docs/images     # writes report-light.png,
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,9 +17,10 @@ from selenium.webdriver.chrome.service import Service
 
 from hybrid_ep.validation.cluster import Cluster, load_cluster
 from hybrid_ep.validation.page import to_html
+from tests.prerequisites import find
 from tests.sim.cluster import simulated_reports, write_large, write_small
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM, DRIVER = find("chromium"), find("chromedriver")
 _LOAD_LIMIT_S = 60
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +22,7 @@ import yaml
 
 from hybrid_ep.validation.begin import Inventory, begin_validation
 from hybrid_ep.validation.results import read_inventory
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 from tests.sim.fleet import HOME, ROOT, SIMULATED, Fleet, Play, names_of
 from tests.sim.hosts import missing_prerequisites
 from tests.sim.platforms import healthy
@@ -70,9 +69,7 @@ USED = ("HOSTS", "INVENTORY", "OPTIONS", "PROFILE", "SIMULATE")
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
-    for program, package in (("/usr/sbin/sshd", "openssh-server"), ("/usr/bin/mpirun", "openmpi-bin")):
-        require(shutil.which(program), package)
-    require(Path(sys.prefix, "bin", "ansible-playbook").exists(), "pip install ansible-core")
+    require_programs("sshd", "ssh-keygen", "/usr/bin/mpirun", "ansible-playbook")
     broken = Scenario(
         "broken",
         "gb200-nvl72",

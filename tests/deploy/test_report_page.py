@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_ep.doctor import Report
 from hybrid_ep.validation.cluster import Cluster
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 from tests.sim.cluster import PLATFORM, names, simulated_reports, write_inventory, write_large, write_nodes, write_small
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.deploy
 def chrome() -> Iterator[Chrome]:
     """One browser for all tests."""
     require(find_spec("selenium"), "selenium (a development dependency)")
-    from tests.deploy.report_browser import CHROMIUM, DRIVER, browser
+    from tests.deploy.report_browser import browser
 
-    require(CHROMIUM and DRIVER, "chromium and chromium-driver (ci/system_packages.sh)")
+    require_programs("chromium", "chromedriver")
     with browser() as driver:
         yield driver
 

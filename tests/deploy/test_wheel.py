@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import re
-import shutil
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import pytest
 
 from tests.deploy.commands import must, run
 from tests.deploy.conftest import ROOT, BuildWheel
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -154,7 +153,7 @@ def test_the_wheel_works_without_gpu_and_rdma_libraries(python: Path, tmp_path: 
 def test_aarch64_modules_are_imported_by_an_aarch64_python(build_wheel: BuildWheel, tmp_path: Path) -> None:
     require(MACHINE == "x86_64", "an x86-64 machine: elsewhere the wheel is not cross-compiled")
     require(sys.version_info[:2] == (3, 11), "Python 3.11, the one that Debian 12 has for arm64")
-    require(shutil.which("qemu-aarch64-static"), "qemu-user-static")
+    require_programs("qemu-aarch64-static")
     root, unpacked = tmp_path / "root", tmp_path / "wheel"
     packages = ["python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "zlib1g", "libexpat1", "libc6"]
     packages += ["libstdc++6", "libgcc-s1", "libibverbs1", "libnl-3-200", "libnl-route-3-200"]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.emulation.build import build
-from tests.prerequisites import require
+from tests.prerequisites import require_programs
 
 
 @pytest.fixture(scope="session")
 def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of `_cuda` for the CPU."""
-    require(shutil.which("g++"), "g++")
+    require_programs("g++")
     return build(tmp_path_factory.mktemp("emulation"))

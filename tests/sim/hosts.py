@@ -26,10 +26,11 @@ from types import TracebackType
 from typing import IO
 
 from hybrid_ep.errors import HybridEPError
+from tests.prerequisites import missing
 
 _NETWORK = ipaddress.ip_network("10.42.0.0/16")
 _START_S = 20.0
-_PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "ip": "iproute2"}
+_PROGRAMS = ("unshare", "nsenter", "setpriv", "ip")
 
 # $1 = an empty folder, $2 = host name, then folders that the root overlay does not show; each gets an overlay.
 _SETUP_HOST = r"""
@@ -77,8 +78,8 @@ class HostError(HybridEPError):
 
 def missing_prerequisites() -> list[str]:
     """What keeps this machine from running hosts, in words; empty when nothing does."""
-    missing = [] if os.geteuid() == 0 else ["root (namespaces and mounts)"]
-    return missing + [f"{name} (package {package})" for name, package in _PROGRAMS.items() if not shutil.which(name)]
+    root = [] if os.geteuid() == 0 else ["root (namespaces and mounts)"]
+    return root + missing(*_PROGRAMS)
 
 
 @dataclass(frozen=True)

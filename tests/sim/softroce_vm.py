@@ -20,6 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.prerequisites import find, missing
+
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybrid_ep" / "softroce"
 BOOT_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_rng")
@@ -82,9 +84,9 @@ def run_in_vm(commands: str, folder: Path, *, num_nics: int = 2, memory_mb: int 
 
 def prepare(cache: Path) -> Boot:
     """Downloads Debian's kernel and builds the initrd, once for each kernel version."""
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
-    if platform.machine() != "x86_64" or missing:
-        raise MissingPrerequisite(f"needs x86-64 and {', '.join(missing or TOOLS)}: see ci/system_packages.sh")
+    absent = missing(*TOOLS)
+    if platform.machine() != "x86_64" or absent:
+        raise MissingPrerequisite(f"needs x86-64 and {', '.join(absent or TOOLS)}: see ci/system_packages.sh")
     package = _kernel_package()
     boot = Boot(cache / package / "vmlinuz", cache / package / "initrd")
     init = HERE / "softroce_init.sh"
@@ -125,7 +127,7 @@ def _build_initrd(root: Path, stage: Path, target: Path) -> None:
     subprocess.run(["depmod", "-b", str(root), version], check=True, env=_with_sbin())
     (stage / "bin").mkdir(parents=True)
     (stage / "modules").mkdir()
-    shutil.copy(str(shutil.which("busybox")), stage / "bin/busybox")
+    shutil.copy(str(find("busybox")), stage / "bin/busybox")
     shutil.copy(HERE / "softroce_init.sh", stage / "init")
     (stage / "init").chmod(0o755)
     boot = _module_files(root, version, BOOT_MODULES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import pytest
 
 from hybrid_ep.k8s.manifest import load
 from hybrid_ep.topology.recording import Recording
-from tests.prerequisites import require
+from tests.prerequisites import require_programs
 from tests.sim.platforms import healthy
 from tests.sim.scenario import ROOT, build_stub, stub_environment
 
@@ -139,7 +138,7 @@ class Container:
 @cache
 def objects(overlay: str) -> dict[str, dict[str, Any]]:
     """What kustomize makes of an overlay, by kind."""
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     return {manifest.kind: manifest.content for manifest in load(OVERLAYS / overlay)}
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pybind11
 import pytest
 
+from tests.prerequisites import find
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = sorted(str(path.relative_to(CSRC / "kernels")) for path in (CSRC / "kernels").glob("*/*.cu"))
-NVCC = shutil.which("nvcc")
+NVCC = find("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 # What a CTA of each persistent kernel may use, so that one fits an SM: registers of a thread (65,536 over its threads)

@@ -22,7 +22,7 @@ from hybrid_ep.cli import main
 from hybrid_ep.k8s.check import check
 from hybrid_ep.k8s.manifest import find_sources, load
 from hybrid_ep.k8s.rules import RULES
-from tests.prerequisites import require
+from tests.prerequisites import require_programs
 
 K8S = Path(__file__).resolve().parents[2] / "k8s"
 OVERLAYS = (
@@ -35,7 +35,7 @@ Tree = Any
 
 @cache
 def built(overlay: str) -> list[Tree]:
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     return [manifest.content for manifest in load(K8S / "overlays" / overlay)]
 
 
@@ -246,7 +246,7 @@ def test_each_mistake_is_found_by_its_rule_alone(case: Break, tmp_path: Path) ->
 
 
 def test_all_overlays_are_there_and_pass() -> None:
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     result = check([K8S])
     assert {Path(source).name for source in result.checked} == set(OVERLAYS)
     assert (result.open, result.unchecked) == ([], [])
@@ -255,7 +255,7 @@ def test_all_overlays_are_there_and_pass() -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
     """Image, nodes and ranks per node are written once and arrive wherever they are needed."""
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
     settings = tmp_path / "k8s" / "overlays" / overlay / "settings.yaml"
     tree = yaml.safe_load(settings.read_text())
@@ -286,7 +286,7 @@ def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
 
 def test_strategic_merge_that_drops_half_a_container_is_found(tmp_path: Path) -> None:
     """Lists of containers are merged only in kinds that kustomize knows; in an MPIJob such a patch replaces them."""
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
     container = {"name": "worker", "image": "hybrid-ep:0.1.0", "resources": {"limits": {"memory": "16Gi"}}}
     patch = copy.deepcopy(next(manifest for manifest in built("cpu") if manifest["kind"] == "MPIJob"))
@@ -297,7 +297,7 @@ def test_strategic_merge_that_drops_half_a_container_is_found(tmp_path: Path) ->
 
 
 def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
     overlay = tmp_path / "k8s" / "overlays" / "infiniband"
     patch = (overlay / "nics.yaml").read_text()
@@ -311,7 +311,7 @@ def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:
 
 def site_build(folder: Path, overlay: str, component: str, **more: Any) -> dict[str, Tree]:
     """What a site's own overlay makes of a shipped one and a component, by kind; nothing is wrong with it."""
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     shutil.copytree(K8S, folder / "k8s")
     kustomization = {"resources": [f"k8s/overlays/{overlay}"], "components": [f"k8s/components/{component}"], **more}
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
@@ -327,7 +327,7 @@ def documented_kustomization() -> Tree:
 
 
 def test_overlay_that_the_page_shows_can_be_built(tmp_path: Path) -> None:
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
     (tmp_path / "site.yaml").write_text("extends: hgx-h100\n")
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(documented_kustomization()))
@@ -411,7 +411,7 @@ def test_command_prints_where_and_exits_with_1(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_built_is_a_problem(tmp_path: Path) -> None:
-    require(shutil.which("kubectl"), "kubectl")
+    require_programs("kubectl")
     (tmp_path / "kustomization.yaml").write_text("resources: [missing.yaml]\n")
     (problem,) = check([tmp_path]).problems
     assert problem.rule == "build"

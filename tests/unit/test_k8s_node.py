@@ -24,7 +24,7 @@ from hybrid_ep.doctor.model import Report, Result, Severity, Status
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.k8s import node
 from hybrid_ep.k8s.node import CONDITION, LABEL, ApiServer, NodeError, mark_node
-from tests.prerequisites import require
+from tests.prerequisites import require_programs
 
 NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.timezone.utc)
 MERGE = "application/strategic-merge-patch+json"
@@ -222,7 +222,7 @@ def test_command_goes_on_where_the_doctor_gives_no_report(
 
 def test_pod_speaks_to_its_own_cluster_only(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the files and variables that Kubernetes gives a Pod, over TLS; another authority's server is refused."""
-    require(shutil.which("openssl"), "openssl")
+    require_programs("openssl")
     for name in ("own", "other"):
         make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=cluster"
         options = [*make.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
