@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 ARCH ?= $(shell uname -m)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format wheel image image-test test-bare test-gpu bench validate clean
+.PHONY: help setup demo test lint type format wheel image image-test test-bare test-gpu bench docs validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda eng
 
 bench: ## On a GPU host whose PYTHON has torch: measure, beside the wire's limit, into benchmarks/results
 	ci/bench.sh $(PYTHON)
+
+docs: setup ## Build the documentation site into out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 validate: setup ## Validate this machine, HOSTS="a b" PROFILE=NAME, or INVENTORY=FILE: doctor, test jobs, report in out/validate
 	ci/validate.sh $(BIN)

@@ -48,8 +48,10 @@ class HybridEPBuffer(BaseBuffer):
         num_blocks_permute: SMs that make a row's copies for further experts; None = all.
         num_blocks_unpermute: SMs, beside those of combine, that sum the rows of one token; None = the engine's choice,
             about three times as many as combine takes on 2 ranks, and as many on 8.
-        num_sms_preprocessing_api, load_cached_kernels, use_shared_buffer, enable_custom_allgather: accepted for
-            compatibility; nothing here depends on them.
+        num_sms_preprocessing_api: accepted for compatibility; nothing here depends on it.
+        load_cached_kernels: accepted for compatibility; nothing here depends on it.
+        use_shared_buffer: accepted for compatibility; nothing here depends on it.
+        enable_custom_allgather: accepted for compatibility; nothing here depends on it.
         num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or
             else the ranks of a host (with ``engine="cuda"`` all ranks).
         use_mnnvl: accepted for compatibility; multi-node NVLink domains are used where they are there.
@@ -124,7 +126,8 @@ class HybridEPBuffer(BaseBuffer):
             num_of_tokens_per_rank: the most tokens that a rank sends at once; rounded up to a multiple of 16.
             num_local_experts: LE.
             pad_multiple: of every expert's block; each call says its own.
-            use_fp8, fuse_permute_dispatch: accepted for compatibility, as by the calls.
+            use_fp8: accepted for compatibility, as by the calls.
+            fuse_permute_dispatch: accepted for compatibility, as by the calls.
             kwargs: settings of `HybridEpConfigInstance`; accepted for compatibility.
 
         Returns:

@@ -177,8 +177,13 @@ class LowLatencyCalls(BaseBuffer):
             out: ``[T, H]`` bf16 to write to.
             combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
             overlap: start before the experts have finished; not supported.
-            src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms: belong to
-                `overlap`; accepted, and without effect while it is False.
+            src_signals: belongs to `overlap`; accepted, and without effect while it is False.
+            src_signal_expect_value: belongs to `overlap`; accepted, and without effect while it is False.
+            packed_recv_count: belongs to `overlap`; accepted, and without effect while it is False.
+            comp_signal: belongs to `overlap`; accepted, and without effect while it is False.
+            block_m: belongs to `overlap`; accepted, and without effect while it is False.
+            threshold: belongs to `overlap`; accepted, and without effect while it is False.
+            num_sms: belongs to `overlap`; accepted, and without effect while it is False.
 
         Returns:
             combined_x ``[T, H]`` bf16, the event, and the hook (None unless asked for).

@@ -59,7 +59,8 @@ class Buffer(LowLatencyCalls):
         explicitly_destroy: accepted for compatibility; `destroy()` may always be called and need not be.
         enable_shrink: allow rank masks; a rank lost in a low-latency call is then masked.
         comm: an mpi4py communicator instead of a group.
-        allow_nvlink_for_normal_mode, is_intranode: accepted for compatibility; NVLink is used where it is there.
+        allow_nvlink_for_normal_mode: accepted for compatibility; NVLink is used where it is there.
+        is_intranode: accepted for compatibility; NVLink is used where it is there.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
             (with ``engine="cuda"`` all ranks).

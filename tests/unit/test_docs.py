@@ -15,11 +15,23 @@ from hybrid_ep.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("ansible/*.md"), ROOT / "benchmarks/results/README.md"]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ansible/*.md"), ROOT / "benchmarks/results/README.md"]
 )
 MAKEFILE = (ROOT / "Makefile").read_text()
 VARIABLES = {variable.name for variable in env.VARIABLES}
-ROOMS = ("ansible/", "benchmarks/", "ci/", "compat/", "csrc/", "docker/", "docs/", "hybrid_ep/", "k8s/", "tests/")
+ROOMS = (
+    "ansible/",
+    "benchmarks/",
+    "examples/",
+    "ci/",
+    "compat/",
+    "csrc/",
+    "docker/",
+    "docs/",
+    "hybrid_ep/",
+    "k8s/",
+    "tests/",
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

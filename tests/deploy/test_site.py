@@ -1,0 +1,47 @@
+"""The documentation site builds without a warning, and has what its pages are for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("index.html", ["make demo", "make test"]),
+        ("reference/python.html", ["low_latency_dispatch", "dispatch_with_permute", "TimeoutError", "MoELayer"]),
+        ("reference/cli.html", ["hybrid-ep bench", "--num-sms", "hybrid-ep doctor"]),
+        ("reference/environment.html", ["HYBRID_EP_TIMEOUT_S", "TORCH_CUDA_ARCH_LIST"]),
+        ("troubleshooting.html", ["ConfigError", "OverflowError"]),
+        ("repo/ansible/index.html", ["validate"]),
+    ],
+)
+def test_a_page_has_what_it_is_for(site: Path, page: str, words: list[str]) -> None:
+    text = (site / page).read_text()
+    assert [word for word in words if word not in text] == []
+
+
+def test_every_error_class_has_a_place_in_troubleshooting() -> None:
+    from hybrid_ep import errors
+
+    headings = (ROOT / "docs/troubleshooting.md").read_text()
+    for name in errors.__all__:
+        assert name == "HybridEPError" or f"### {name}\n" in headings, name
