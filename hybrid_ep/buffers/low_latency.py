@@ -325,7 +325,7 @@ class LowLatencyCalls(BaseBuffer):
             finish()
         except TransportError as error:
             if self.enable_shrink and error.peer is not None:
-                self.engine.set_masked([error.peer], True)
+                self.engine.leave_out(error.peer)
             raise
 
     def _check_dispatched(

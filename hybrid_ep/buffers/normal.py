@@ -420,7 +420,7 @@ class Buffer(LowLatencyCalls):
                 widest = int(widest_token(is_token_in_rank))
                 require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
             ranks, _ = map_to_indices(is_token_in_rank, None)
-            return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts)
+            return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts, has_topk=False)
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")

@@ -73,11 +73,13 @@ class Routing(NamedTuple):
         topk_idx: ``[T, K]`` int64, global expert index or −1; a duplicate in a row counts once (its first place).
         topk_weights: ``[T, K]`` float32, or None.
         num_experts: E, a multiple of R.
+        has_topk: whether `topk_idx` came from the caller; False where it was made from the ranks of each token.
     """
 
     topk_idx: Tensor
     topk_weights: Tensor | None
     num_experts: int
+    has_topk: bool = True
 
 
 class DispatchHandle(NamedTuple):
@@ -371,6 +373,13 @@ class Engine(abc.ABC):
 
         Returns what waits for the rows; `out` is complete once it has run. Rows of masked ranks count as zero.
         """
+
+    def leave_out(self, peer: int) -> None:
+        """Goes on without a rank that a low-latency call of all survivors has lost.
+
+        An engine on which survivors could come to different masks makes them agree here.
+        """
+        self.set_masked([peer], True)
 
     @abc.abstractmethod
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:

@@ -54,6 +54,7 @@ class CudaEngine(Engine):
         group: the ranks of the domain; None for a single rank.
         grid: its geometry; one domain.
         timeout_s: how long a kernel waits for a peer.
+        number: of the buffer among those of the group, equal at all ranks.
 
     Raises:
         ConfigError: more ranks than a domain has.
@@ -62,7 +63,7 @@ class CudaEngine(Engine):
 
     name = "cuda"
 
-    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int = 0) -> None:
         if grid.num_domains > 1 or grid.num_ranks > _cuda.max_ranks:
             raise ConfigError(
                 f"grid is {grid.num_domains} domains of {grid.num_ranks_per_domain} ranks; allowed with the cuda "
@@ -71,7 +72,7 @@ class CudaEngine(Engine):
         self.grid = grid
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
-        self._torch = TorchEngine(group, grid, timeout_s)
+        self._torch = TorchEngine(group, grid, timeout_s, number)
         self.traffic = self._torch.traffic
         self._control = SymmetricMemory.allocate(_cuda.control_bytes, group, self.device)
         self._communicator = _cuda.Communicator(
@@ -353,7 +354,7 @@ class CudaEngine(Engine):
         if bound is None and torch.cuda.is_current_stream_capturing():
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens or num_permuted_tokens")
         rank, num_ranks = self.grid.rank, self.grid.num_ranks
-        topk_idx, topk_weights, num_experts = routing
+        topk_idx, topk_weights, num_experts, _ = routing
         plan = plan_dispatch(
             rank,
             num_ranks,

@@ -1,38 +1,42 @@
-"""Bytes between ranks, point to point, and who is to blame when they do not arrive.
+"""Messages between ranks, point to point, and what becomes of them when a rank is lost.
 
 Point-to-point messages, not collectives: a collective that fails cannot say which rank was missing, and cannot leave a
-masked rank out. Every message carries the number of its call as a tag, so that what a failed call left behind is never
-taken for part of the next one.
+masked rank out. A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of
+the call as a tag.
 
-A rank that loses a peer writes the peer's name to the process group's store before it raises. A rank that then loses
-*it* finds the name there, so that all survivors blame the rank that died and not the messenger.
+When a message does not arrive, the rank to blame is found (`blame`) and raised, and the connections are given up: what
+lies half sent on them would be taken for part of a later call. `leave_out` and `barrier` connect those who are left, or
+all, once they have met at the store (`board`).
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, require_agreement
 from hybrid_ep.engine.base import Traffic
-from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
+from hybrid_ep.engine.blame import Blame
+from hybrid_ep.engine.board import Board, Meeting, StoreLostError, meet
+from hybrid_ep.engine.link import Link
+from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
-_BLAME_GRACE_S = 1.0  # how long to wait for a peer that is itself about to time out to say whom it waits for
-_MIN_TIMEOUT_S = 1e-3  # gloo takes whole milliseconds, and none of them as no limit
+_MIN_WAIT_S = 1e-3  # gloo takes whole milliseconds, and none of them as no limit
+_NUM_STEPS = 16  # of a call, at most; step 0 is the header, which has the same tag in every call
 _MAX_TAG = 1 << 30
-_CALLS = ("dispatch", "cached dispatch", "counts of experts", "combine", "low_latency_dispatch", "low_latency_combine")
-_HEADER_SIZE = 4  # the call, and what must be equal at all ranks
+_MAX_MASK_BITS = 62
 
 
 @dataclass
@@ -41,27 +45,47 @@ class _Failure:
     error: RuntimeError
 
 
-@dataclass
 class Exchange:
     """Moves byte tensors between the ranks of one group.
 
-    Attributes:
+    Args:
         group: the process group, or None for a single rank.
         grid: its geometry.
-        timeout_s: how long to wait for a peer.
+        timeout_s: how long to wait for a rank, from the moment in which it is needed until its loss is raised.
+        number: of the buffer among those of the group, equal at all ranks.
+
+    Attributes:
+        grid: as given.
         traffic: bytes sent to other ranks.
         masked: ranks that calls may leave out.
     """
 
-    group: dist.ProcessGroup | None
-    grid: RankGrid
-    timeout_s: float
-    traffic: Traffic = field(default_factory=Traffic)
-    masked: set[int] = field(default_factory=set)
-    _call: int = 0  # 0 inside a barrier
-    _barrier: int = 0
-    _step: int = 0
-    _label: str = ""
+    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int) -> None:
+        self.grid, self.traffic, self.number = grid, Traffic(), number
+        self.masked: set[int] = set()
+        self._timeout_s = timeout_s
+        self._call_number = 0
+        self._tag = 0
+        self._step = 0
+        self._label = ""
+        self._group = group
+        self._link: Link | None = None
+        self._blame = Blame(None, grid.rank, timeout_s)
+        self._generation = 0  # of the connections
+        self._lost: TransportError | None = None  # why there are no connections
+        self._board: Board | None = None
+        if group is not None and grid.num_ranks > 1:
+            self._board = Board.of(group).at(f"buffer {number}")
+            self._connect(list(range(grid.num_ranks)))
+
+    def take_number(self) -> int:
+        """Returns the number of a new call: ranks that make the same calls in the same order get the same."""
+        self._call_number += 1
+        return self._call_number
+
+    def handle_number(self, call_number: int) -> int:
+        """Returns a number that tells a handle from all others of the group, of every buffer."""
+        return self.number << 32 | call_number
 
     def begin(
         self,
@@ -69,44 +93,38 @@ class Exchange:
         ranks: list[int],
         device: torch.device,
         same: dict[str, int],
+        *,
+        call_number: int | None = None,
+        counts: Tensor | None = None,
         wait_stats: Tensor | None = None,
-    ) -> int:
-        """Starts a call; every rank of the group starts the same calls in the same order.
+    ) -> tuple[int, Tensor]:
+        """Starts a call; every rank of `ranks` starts the same calls in the same order.
 
         Ranks that disagree must not get beyond this: gloo ends the process when more bytes arrive than it waits for.
 
         Args:
-            call: one of `_CALLS`.
+            call: one of `agreement.CALLS`.
             ranks: that take part.
             device: where the tensors of the call are.
-            same: what must be equal at all ranks, by the name that an error shall give it.
+            same: values that must be equal at all ranks, by the keys of `agreement.FIELDS`.
+            call_number: from `take_number`, where the call has been numbered before; None: now.
+            counts: ``[R]`` int32 or int64 that go with the header.
             wait_stats: as in `swap`; a rank that comes late to the call is waited for here.
 
         Returns:
-            The number of the call, equal at all ranks.
+            The number of the call, equal at all ranks, and ``[len(ranks), R]`` int64 counts of all.
 
         Raises:
             ConfigError: another rank has started another call, or has something else in `same`.
+            TimeoutError, TransportError: a rank was lost, here or in an earlier call.
         """
-        self._call += 1
-        self._step = 0
         self._label = call
-        mine = [_CALLS.index(call), *same.values()]
-        header = torch.tensor(mine + [0] * (_HEADER_SIZE - len(mine)), device=device)
-        headers = self.all_gather("sizes", header, ranks, wait_stats).tolist()
-        for rank, (their_call, *values) in zip(ranks, headers, strict=True):
-            if their_call != mine[0]:
-                raise ConfigError(
-                    f"call is {call!r} at rank {self.grid.rank} and {_CALLS[their_call]!r} at rank {rank}; "
-                    "allowed: the same on every rank"
-                )
-            for (name, value), theirs in zip(same.items(), values, strict=False):
-                if value != theirs:
-                    raise ConfigError(
-                        f"{name} is {value} at rank {self.grid.rank} and {theirs} at rank {rank}; "
-                        "allowed: the same on every rank"
-                    )
-        return self._call
+        number = self.take_number() if call_number is None else call_number
+        mine = encode({"buffer": self.number, "call": CALLS.index(call), "call_number": number, **same})
+        headers, gathered = self._swap_headers(mine, counts, ranks, device, wait_stats)
+        require_agreement(mine, self.grid.rank, dict(zip(ranks, headers, strict=True)))
+        self._tag, self._step = number, 0
+        return number, gathered
 
     def swap(
         self, step: str, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], wait_stats: Tensor | None = None
@@ -124,31 +142,7 @@ class Exchange:
             TransportError: a rank closed its end.
         """
         self._step += 1
-        tag = (self._call * 16 + self._step) % _MAX_TAG
-        me = self.grid.rank
-        if me in incoming and incoming[me].numel():
-            incoming[me].copy_(outgoing[me])
-        sends = {r: t for r, t in outgoing.items() if r != me and t.numel()}
-        receives = {r: t for r, t in incoming.items() if r != me and t.numel()}
-        for r, tensor in sends.items():
-            if r in self.grid.domain:
-                self.traffic.within_domain += tensor.numel()
-            else:
-                self.traffic.between_domains += tensor.numel()
-        if not sends and not receives:
-            return
-        # gloo carries CPU memory only; the staging copies are all that it changes.
-        staged = {r: self._stage(t) for r, t in receives.items()}
-        ops = [self._op(dist.isend, r, self._stage(t), tag) for r, t in sends.items()]
-        ops += [self._op(dist.irecv, r, t, tag) for r, t in staged.items()]
-        failures: list[_Failure] = []
-        for op, work in self._launch(ops, failures):
-            self._wait(op, work, failures, wait_stats)
-        if failures:
-            self._raise(step, failures)
-        for r, tensor in receives.items():
-            if staged[r] is not tensor:
-                tensor.copy_(staged[r])
+        self._swap(step, outgoing, incoming, (self._tag * _NUM_STEPS + self._step) % _MAX_TAG, wait_stats)
 
     def all_gather(self, step: str, tensor: Tensor, ranks: list[int], wait_stats: Tensor | None = None) -> Tensor:
         """Returns ``[len(ranks), *shape]``: the same small tensor from every rank of `ranks`."""
@@ -162,108 +156,220 @@ class Exchange:
         """`ranks` without the masked ones."""
         return [r for r in ranks if r not in self.masked]
 
+    def mask_bits(self) -> int:
+        """Returns a number in which bit r says whether rank r is masked, for the ranks that it has bits for."""
+        return sum(1 << r for r in self.masked if r < _MAX_MASK_BITS)
+
     def barrier(self) -> None:
         """Returns when every rank that is not masked has called it.
 
-        Ranks agree here on the numbers of the next call and barrier: one that was masked has counted fewer, and may
-        join again.
+        Ranks agree here on the number of the next call: one that was masked has counted fewer, and may join again.
+        Connections that were given up, or that leave out a rank which is masked no longer, are made again.
         """
-        on_gpu = self.group is not None and dist.get_backend(self.group) == "nccl"
-        call, self._call, self._step, self._label = self._call, 0, 0, "barrier"
-        self._barrier += 1
-        numbers = torch.tensor([call, self._barrier], device="cuda" if on_gpu else "cpu")
+        if self._link is None and self._board is None:
+            return
+        ranks = self.active(range(self.grid.num_ranks))
+        self._label = "barrier"
+        if self._link is None or not set(ranks) <= set(self._link.members):
+            self._meet_again(ranks)
+            return
+        mine = encode({"buffer": self.number, "call": CALLS.index("barrier")})
+        numbers = torch.full((self.grid.num_ranks,), self._call_number)
+        headers, numbers = self._swap_headers(mine, numbers, ranks, torch.device("cuda"), None)
+        require_agreement(mine, self.grid.rank, dict(zip(ranks, headers, strict=True)))
+        self._call_number = int(numbers.max())
+
+    def leave_out(self, peer: int) -> None:
+        """Goes on without a lost rank: meets the other survivors, agrees with them on who is left, and connects them.
+
+        All survivors come here from the call that was lost, each within the timeout. Who does not is left out by the
+        others and is told so by its next call.
+        """
+        if self._board is None or self._link is not None:
+            self.masked.add(peer)  # over NCCL, whose connections outlive this
+            return
         try:
-            numbers = self.all_gather("arrive", numbers, self.active(range(self.grid.num_ranks))).amax(0)
-        finally:
-            self._call = call
-        self._call, self._barrier = numbers.tolist()
+            meeting = self._meet(self._generation + 1, {peer})
+        except StoreLostError as error:
+            _LOG.warning("who is left cannot be agreed on: the store of the process group is lost (%s)", error)
+            return
+        if self.grid.rank in meeting.members:
+            self.masked = set(range(self.grid.num_ranks)) - set(meeting.members)
+            self._connect(meeting.members)
+            return
+        self._lost = TransportError(
+            self._label, self.grid.rank, meeting.members[0], "the other ranks went on without this one, which was late"
+        )
 
-    def _stage(self, tensor: Tensor) -> Tensor:
-        assert self.group is not None
-        if tensor.is_cuda and dist.get_backend(self.group) == "gloo":
-            return tensor.cpu()
-        return tensor
+    def close(self) -> None:
+        """Gives the connections up. Local."""
+        self._link = None
 
-    def _op(self, verb: Any, rank: int, tensor: Tensor, tag: int) -> dist.P2POp:
-        assert self.group is not None
-        return dist.P2POp(verb, tensor, dist.get_global_rank(self.group, rank), self.group, tag)
+    def _swap_headers(
+        self,
+        mine: list[int],
+        counts: Tensor | None,
+        ranks: list[int],
+        device: torch.device,
+        wait_stats: Tensor | None,
+    ) -> tuple[list[list[int]], Tensor]:
+        """Returns the headers of all ranks, and the counts that came with them.
 
-    def _launch(self, ops: list[dist.P2POp], failures: list[_Failure]) -> list[tuple[dist.P2POp, dist.Work]]:
-        assert self.group is not None
-        if any(op.tensor.is_cuda for op in ops):
-            # NCCL: one group call; its works cover all operations, and its own watchdog reports lost peers.
-            works = dist.batch_isend_irecv(ops)
-            return [(ops[min(i, len(ops) - 1)], work) for i, work in enumerate(works)]
-        launched = []
-        for op in ops:
-            try:
-                work = op.op(op.tensor, op.peer, self.group, op.tag)
-            except RuntimeError as error:
-                failures.append(_Failure(dist.get_group_rank(self.group, op.peer), error))
-                continue
-            launched.append((op, work))
-        return launched
+        The message has the same size in every call, with counts or without: gloo would end the process otherwise.
+        """
+        if self._link is not None:
+            device = self._link.device or device
+        header = torch.zeros(len(FIELDS) + self.grid.num_ranks, dtype=torch.int64, device=device)
+        header[: len(FIELDS)] = torch.tensor(mine, device=device)
+        if counts is not None:
+            header[len(FIELDS) :] = counts.to(device)
+        gathered = header.new_empty(len(ranks), header.numel())
+        incoming = {r: _bytes(gathered[i]) for i, r in enumerate(ranks)}
+        self._swap("header", dict.fromkeys(ranks, _bytes(header)), incoming, 0, wait_stats)
+        headers: list[list[int]] = gathered[:, : len(FIELDS)].tolist()
+        return headers, gathered[:, len(FIELDS) :]
 
-    def _wait(self, op: dist.P2POp, work: dist.Work, failures: list[_Failure], wait_stats: Tensor | None) -> None:
-        """Waits for one message. After a failure the others are still drained: survivors stay in step."""
-        assert self.group is not None
-        peer = dist.get_group_rank(self.group, op.peer)
+    def _swap(
+        self,
+        step: str,
+        outgoing: dict[int, Tensor],
+        incoming: dict[int, Tensor],
+        tag: int,
+        wait_stats: Tensor | None,
+    ) -> None:
+        me = self.grid.rank
+        if me in incoming and incoming[me].numel():
+            incoming[me].copy_(outgoing[me])
+        sends = {r: t for r, t in outgoing.items() if r != me and t.numel()}
+        receives = {r: t for r, t in incoming.items() if r != me and t.numel()}
+        for r, tensor in sends.items():
+            if r in self.grid.domain:
+                self.traffic.within_domain += tensor.numel()
+            else:
+                self.traffic.between_domains += tensor.numel()
+        if not sends and not receives:
+            return
+        link = self._link_to({*sends, *receives}, step)
+        # gloo carries CPU memory only; the staging copies are all that it changes.
+        staged = {r: _stage(t, link) for r, t in receives.items()}
+        begun = link.transfer({r: _stage(t, link) for r, t in sends.items()}, staged, tag)
+        failures: list[_Failure] = []
+        deadline = time.perf_counter() + max(self._blame.wait_s, _MIN_WAIT_S)
+        for peer, work in begun:
+            self._wait(peer, work, deadline, failures, wait_stats)
+        if failures:
+            link.abort()
+            self._raise(step, failures[0])
+        for r, tensor in receives.items():
+            if staged[r] is not tensor:
+                tensor.copy_(staged[r])
+
+    def _wait(
+        self,
+        peer: int,
+        work: dist.Work | RuntimeError,
+        deadline: float,
+        failures: list[_Failure],
+        wait_stats: Tensor | None,
+    ) -> None:
+        """Waits for one message. After a failure the others are still drained: their memory must not be written later.
+
+        A timeout makes gloo close every connection of the link, so that only the first failure means something then.
+        """
         begin = time.perf_counter()
         try:
-            work.wait(timedelta(seconds=max(self.timeout_s, _MIN_TIMEOUT_S)))
+            if isinstance(work, RuntimeError):
+                raise work
+            self._blame.begin_wait(peer)
+            work.wait(timedelta(seconds=max(deadline - begin, _MIN_WAIT_S)))
         except RuntimeError as error:
+            if not failures:
+                self._blame.write_lost(peer)
             failures.append(_Failure(peer, error))
+        finally:
+            self._blame.end_wait()
         if wait_stats is not None:
             wait_stats[peer] += int(1e6 * (time.perf_counter() - begin))
 
-    def _raise(self, step: str, failures: list[_Failure]) -> NoReturn:
+    def _link_to(self, ranks: set[int], step: str) -> Link:
+        """Returns the connections, which must reach `ranks`."""
+        if self._link is None:
+            assert self._lost is not None
+            raise type(self._lost)(**vars(self._lost))
+        away = ranks - set(self._link.members)
+        if away:
+            where = f"{self._label}: {step}"
+            raise TransportError(where, self.grid.rank, min(away), "it was lost in an earlier call and is left out")
+        return self._link
+
+    def _raise(self, step: str, first: _Failure) -> NoReturn:
         """Raises for the rank that is really to blame."""
-        # A timeout makes gloo close every pair of this process, so only the first failure means something then.
-        first = failures[0]
-        timed_out = "imed out" in str(first.error) or "imeout" in str(first.error)
-        peer = self._blame(first.peer, grace_s=_BLAME_GRACE_S if timed_out else 0.0)
-        where = f"{self._label}: {step}"
-        detail = str(first.error).splitlines()[0]
+        peer = self._blame.find(first.peer)
+        self._blame.write_lost(peer)
+        where, detail = f"{self._label}: {step}", str(first.error).splitlines()[0]
         if peer != first.peer:
             detail = f"rank {first.peer} gave up on it first"
-        if timed_out:
-            raise TimeoutError(where, self.grid.rank, peer, detail, timeout_s=self.timeout_s) from first.error
-        raise TransportError(where, self.grid.rank, peer, detail) from first.error
+        error = TransportError(where, self.grid.rank, peer, detail)
+        if "imed out" in str(first.error):
+            error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=self._timeout_s)
+        if self._board is not None and self._link is not None and self._link.device is not None:
+            self.close()
+            self._lost = type(error)(**{**vars(error), "detail": f"lost in an earlier call ({where}): {detail}"})
+        raise error from first.error
 
-    def _blame(self, suspect: int, *, grace_s: float) -> int:
-        """Follows what lost ranks have written about whom *they* lost, then writes down the result for others."""
-        deadline = time.monotonic() + grace_s
-        seen = {self.grid.rank}
-        while suspect not in seen:
-            seen.add(suspect)
-            named = self._read_blame(suspect)
-            while named is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-                named = self._read_blame(suspect)
-            if named is None or named in seen:
-                break
-            suspect = named
-        # Without a store to write to, the others name the messenger: less exact, still an error.
-        with contextlib.suppress(RuntimeError):
-            self._store().set(self._blame_key(self.grid.rank), str(suspect))
-        return suspect
-
-    def _read_blame(self, rank: int) -> int | None:
-        key = self._blame_key(rank)
+    def _connect(self, members: list[int]) -> None:
+        """Connects ranks that have met, under the next generation."""
+        assert self._board is not None
+        assert self._group is not None
+        board = self._board.at(f"connections {self._generation}")
+        self._lost = None
         try:
-            store = self._store()
-            return int(store.get(key)) if store.check([key]) else None
+            self._link = Link(self._group, members, self.grid.rank, board, self._timeout_s)
         except RuntimeError as error:
-            _LOG.debug("the store that says who is to blame cannot be reached: %s", error)
-            return None
+            detail = str(error).splitlines()[0]
+            self._lost = TransportError("connecting", self.grid.rank, None, detail)
+            raise self._lost from error
+        self._blame = Blame(board, self.grid.rank, self._timeout_s)
 
-    def _blame_key(self, rank: int) -> str:
-        assert self.group is not None
-        call = self._call or f"barrier {self._barrier}"
-        return f"hybrid_ep/{self.group.group_name}/{call}/rank {rank} lost"
+    def _meet(self, generation: int, lost: set[int]) -> Meeting:
+        assert self._board is not None
+        meeting = meet(
+            self._board.at(f"generation {generation}"),
+            self.grid.rank,
+            self.active(range(self.grid.num_ranks)),
+            json.dumps(self._call_number),
+            timeout_s=self._timeout_s,
+            lost=lost,
+        )
+        if self.grid.rank in meeting.members:
+            self._generation = generation
+            self._call_number = max(json.loads(text) for text in meeting.texts.values())
+        return meeting
 
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()
+    def _meet_again(self, ranks: list[int]) -> None:
+        """Meets `ranks` under the first generation that has not been decided, and connects them."""
+        assert self._board is not None
+        self.close()
+        generation = self._generation + 1
+        try:
+            while self._board.at(f"generation {generation}").read("outcome") is not None:
+                generation += 1
+            meeting = self._meet(generation, set())
+        except StoreLostError as error:
+            detail = f"the store of the process group is lost ({error})"
+            self._lost = TransportError(self._label, self.grid.rank, None, detail)
+            raise self._lost from error
+        missing = [r for r in ranks if r not in meeting.members]
+        if missing:
+            self._lost = TimeoutError(
+                self._label, self.grid.rank, missing[0], "it did not come", timeout_s=self._timeout_s
+            )
+            raise self._lost
+        self._connect(meeting.members)
+
+
+def _stage(tensor: Tensor, link: Link) -> Tensor:
+    return tensor if link.device is None else tensor.to(link.device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.base import Engine
+from hybrid_ep.engine.board import Board, StoreLostError, meet
 from hybrid_ep.engine.torch_engine import TorchEngine
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 
 __all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
+_MIN_MEETING_S = 1.0  # processes that start together do not begin at the same millisecond
 _said: set[str] = set()
 
 
@@ -85,21 +88,23 @@ def make_engine(
     Raises:
         ConfigError: the engine cannot run at some rank, or ranks ask for different ones or for different domains.
         TopologyError: the domains do not divide the ranks.
+        TimeoutError: a rank makes no buffer.
+        TransportError: the store of the process group cannot be reached.
     """
     asked = env.ENGINE.get() if asked is None else asked
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0")
-    choice, grid = _agree(group, num_ranks_per_domain, asked)
+    choice, grid, number = _agree(group, num_ranks_per_domain, asked, timeout_s)
     if choice.name not in _said:
         _said.add(choice.name)
         is_slow = choice.name != "cuda" and asked != "torch" and torch.cuda.is_available()
         _LOG.log(logging.WARNING if is_slow else logging.INFO, "engine %s: %s", choice.name, choice.reason)
     if choice.name == "torch":
-        return TorchEngine(group, grid, timeout_s)
+        return TorchEngine(group, grid, timeout_s, number)
     from hybrid_ep.engine.cuda_engine import CudaEngine
 
-    return CudaEngine(group, grid, timeout_s)
+    return CudaEngine(group, grid, timeout_s, number)
 
 
 class _Vote(NamedTuple):
@@ -118,6 +123,12 @@ class _Vote(NamedTuple):
     choice: Choice | None
     refusal: str
     host: str
+
+    @classmethod
+    def of(cls, fields: list[Any]) -> _Vote:
+        """Returns the vote that JSON has made a list of."""
+        engine, num_ranks_per_domain, choice, refusal, host = fields
+        return cls(engine, num_ranks_per_domain, None if choice is None else Choice(*choice), refusal, host)
 
 
 def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
@@ -141,17 +152,20 @@ def _ranks_per_host(hosts: list[str]) -> int:
     return size if is_regular else len(hosts)
 
 
-def _agree(group: dist.ProcessGroup | None, num_ranks_per_domain: int | None, asked: str) -> tuple[Choice, RankGrid]:
+def _agree(
+    group: dist.ProcessGroup | None, num_ranks_per_domain: int | None, asked: str, timeout_s: float
+) -> tuple[Choice, RankGrid, int]:
     """Returns the same engine at every rank: cuda only where each could serve with it and all share one domain.
 
-    What a rank finds wrong it raises after the exchange, so that no other rank waits for it there.
+    What a rank finds wrong it raises after the exchange, so that no other rank waits for it there. The third result is
+    the number of the buffer on its group.
     """
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     grid = RankGrid(rank, num_ranks, num_ranks_per_domain or num_ranks)
     mine = _vote(num_ranks_per_domain, asked)
-    votes = [mine] * num_ranks
-    if num_ranks > 1:
-        dist.all_gather_object(votes, mine, group)
+    votes, number = [mine], 0
+    if group is not None and num_ranks > 1:
+        votes, number = _exchange_votes(Board.of(group), mine, rank, num_ranks, timeout_s)
     for rank, other in enumerate(votes):
         for name in ("engine", "num_ranks_per_domain"):
             ours, theirs = getattr(mine, name), getattr(other, name)
@@ -168,7 +182,29 @@ def _agree(group: dist.ProcessGroup | None, num_ranks_per_domain: int | None, as
     hosts = [vote.host for vote in votes]
     if num_ranks_per_domain is None and asked != "cuda":
         grid = RankGrid(grid.rank, num_ranks, _ranks_per_host(hosts))
-    return _choose(choices, hosts, grid, asked), grid
+    return _choose(choices, hosts, grid, asked), grid, number
+
+
+def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeout_s: float) -> tuple[list[_Vote], int]:
+    """Returns the votes of all ranks for one buffer, and its number: the ranks' first that none of them has given up.
+
+    Through the store, where a rank that makes no buffer can be named; a collective would wait for it without end.
+    """
+    where, timeout_s = "making a buffer", max(timeout_s, _MIN_MEETING_S)
+    try:
+        while True:
+            number = board.count(f"buffers of rank {rank}") - 1
+            meeting = meet(
+                board.at(f"buffer {number}/votes"), rank, range(num_ranks), json.dumps(mine), timeout_s=timeout_s
+            )
+            missing = sorted(set(range(num_ranks)) - set(meeting.members))
+            if rank not in meeting.members:
+                continue  # the others have given this one up before this rank came
+            if missing:
+                raise TimeoutError(where, rank, missing[0], "it has made none", timeout_s=timeout_s)
+            return [_Vote.of(json.loads(meeting.texts[r])) for r in range(num_ranks)], number
+    except StoreLostError as error:
+        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
 
 
 def _choose(choices: list[Choice], hosts: list[str], grid: RankGrid, asked: str) -> Choice:

@@ -22,6 +22,7 @@ from torch import Tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import Permutation, compute_layout, drop_duplicates, permutation_by_expert
 from hybrid_ep.core.quantize import Fp8Format
+from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import (
     Combined,
     Dispatched,
@@ -51,14 +52,14 @@ class _Route(NamedTuple):
         within: the hop within the domain.
         order: ``[N]`` int64; arrival position of each received row.
         num_recv: rows that really arrived; the result may have more.
-        call: the number of the dispatch, equal at all ranks.
+        number: of the dispatch, equal at all ranks and of no other, of any buffer of the group.
     """
 
     between: Hop
     within: Hop
     order: Tensor
     num_recv: int
-    call: int
+    number: int
 
 
 class TorchEngine(Engine):
@@ -68,14 +69,15 @@ class TorchEngine(Engine):
         group: any backend that sends and receives; None for a single rank.
         grid: geometry of the group.
         timeout_s: how long to wait for a peer (gloo; NCCL's own watchdog rules on GPUs).
+        number: of the buffer among those of the group, equal at all ranks.
     """
 
     name = "torch"
 
-    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int = 0) -> None:
         self.grid = grid
         self.device = None
-        self._exchange = Exchange(group, grid, timeout_s)
+        self._exchange = Exchange(group, grid, timeout_s, number)
         self.traffic = self._exchange.traffic
         self._low_latency = TorchLowLatency(self._exchange)
 
@@ -89,19 +91,38 @@ class TorchEngine(Engine):
         num_sms: int | None,
         room: int | None = None,
     ) -> Dispatched:
+        result = self._dispatch(rows, routing, expert_range, num_recv_bound, room, pad_multiple=0)
+        return result if num_recv_bound is None else _padded(result, num_recv_bound)
+
+    def _dispatch(
+        self,
+        rows: Rows,
+        routing: Routing,
+        expert_range: tuple[int, int],
+        num_recv_bound: int | None,
+        room: int | None,
+        *,
+        pad_multiple: int,
+    ) -> Dispatched:
+        """Receives exactly what arrives; the bound is only compared. `pad_multiple` > 0: rows will be permuted."""
         exchange, grid = self._exchange, self.grid
         topk_idx = drop_duplicates(routing.topk_idx)
         columns = self._columns(rows, topk_idx, routing.topk_weights)
         fmt = RecordFormat.of(columns)
-        same = {
-            "bytes of a record": fmt.num_bytes,
-            "num_experts": routing.num_experts,
-            "whether rows are bounded": int(num_recv_bound is not None),
-        }
-        call = self._begin("dispatch", rows.data.device, same)
-        num_local = routing.num_experts // grid.num_ranks
         layout = compute_layout(topk_idx, routing.num_experts, grid.num_ranks, grid.num_ranks_per_domain)
-        sent = exchange.all_gather("counts of all ranks", layout.num_tokens_per_rank, list(range(grid.num_ranks)))
+        same = _row_fields(rows) | {
+            "num_experts": routing.num_experts,
+            "num_topk": routing.topk_idx.shape[1],
+            "has_topk": int(routing.has_topk),
+            "has_weights": int(routing.topk_weights is not None),
+            "is_bounded": int(num_recv_bound is not None),
+            "pad_multiple": pad_multiple,
+        }
+        if num_recv_bound is not None and room is None:
+            same["num_worst_tokens"] = num_recv_bound
+        name = "dispatch_with_permute" if pad_multiple else "dispatch"
+        call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
+        num_local = routing.num_experts // grid.num_ranks
 
         # Hop 1: to every domain that needs the token.
         in_domain = layout.is_token_in_rank.view(-1, grid.num_domains, grid.num_ranks_per_domain).any(-1)
@@ -126,23 +147,21 @@ class TorchEngine(Engine):
         local, _ = _in_expert_range(global_topk, None, (first, first + num_local))
         counts = torch.bincount(local[local >= 0], minlength=num_local).to(torch.int32)
         handle = DispatchHandle(
-            rank_prefix_matrix=sent.cumsum(0, dtype=torch.int32),
+            rank_prefix_matrix=sent.to(rows.data.device).cumsum(0, dtype=torch.int32),
             num_tokens=topk_idx.shape[0],
             num_recv=num_recv,
             num_experts=routing.num_experts,
             num_topk=topk_idx.shape[1],
             grid=grid,
-            state=_Route(between, within, order, num_recv, call),
+            state=_Route(between, within, order, num_recv, exchange.handle_number(call)),
         )
-        result = Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
-        return result if num_recv_bound is None else _padded(result, num_recv_bound)
+        return Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
         route: _Route = handle.state
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
         fmt = RecordFormat.of(columns)
-        same = {"bytes of a record": fmt.num_bytes, "dispatch of the handle": route.call}
-        self._begin("cached dispatch", rows.data.device, same)
+        self._begin("dispatch along a handle", rows.data.device, _row_fields(rows) | {"handle": route.number})
         held = route.between.forward(self._exchange, fmt.pack(columns))
         arrived = fmt.unpack(route.within.forward(self._exchange, held))
         sorted_columns = [_pad(column[route.order], handle.num_recv) for column in arrived]
@@ -158,8 +177,8 @@ class TorchEngine(Engine):
         num_sms: int | None,
     ) -> Combined:
         route: _Route = handle.state
-        fmt = RecordFormat.of([data] if weights is None else [data, weights])
-        same = {"bytes of a record": fmt.num_bytes, "dispatch of the handle": route.call}
+        num_weights = 0 if weights is None else weights.shape[1]
+        same = _row_fields(Rows(data)) | {"num_weights": num_weights, "handle": route.number}
         self._begin("combine", data.device, same)
         arrived = data[: route.num_recv]
         partial = torch.empty_like(arrived).index_copy_(0, route.order, arrived)
@@ -186,9 +205,10 @@ class TorchEngine(Engine):
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
-        received = self.dispatch(
-            rows, routing, expert_range=(first, first + num_local), num_recv_bound=None, num_sms=num_sms
-        )
+        # A bound of permuted rows may differ between ranks.
+        expert_range = first, first + num_local
+        bounded = None if num_permuted_bound is None else 0
+        received = self._dispatch(rows, routing, expert_range, bounded, 0, pad_multiple=pad_multiple)
         permutation = permutation_by_expert(received.topk_idx, num_local, pad_multiple)
         needed = int(permutation.num_tokens_per_expert.sum())
         size = needed if num_permuted_bound is None else num_permuted_bound
@@ -276,6 +296,9 @@ class TorchEngine(Engine):
     ) -> Callable[[], None]:
         return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
 
+    def leave_out(self, peer: int) -> None:
+        self._exchange.leave_out(peer)
+
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         (self._exchange.masked.update if masked else self._exchange.masked.difference_update)(ranks)
 
@@ -289,10 +312,12 @@ class TorchEngine(Engine):
         """Nothing: each call raises what it comes upon."""
 
     def close(self) -> None:
-        """Nothing to give back: tensors belong to their users, the group to whoever made it."""
+        self._exchange.close()
 
-    def _begin(self, call: str, device: torch.device, same: dict[str, int]) -> int:
-        return self._exchange.begin(call, list(range(self.grid.num_ranks)), device, same)
+    def _begin(
+        self, call: str, device: torch.device, same: dict[str, int], counts: Tensor | None = None
+    ) -> tuple[int, Tensor]:
+        return self._exchange.begin(call, list(range(self.grid.num_ranks)), device, same, counts=counts)
 
     def _columns(self, rows: Rows, topk_idx: Tensor, weights: Tensor | None) -> list[Tensor]:
         """The parts of a record: the row, where it goes (int32 is enough), where it comes from, and what is
@@ -306,6 +331,14 @@ class TorchEngine(Engine):
         if rows.scales is not None:
             columns.append(rows.scales)
         return columns
+
+
+def _row_fields(rows: Rows) -> dict[str, int]:
+    """What ranks must agree on in rows."""
+    fields = {"hidden": rows.data.shape[1], "dtype": dtype_code(rows.data.dtype)}
+    if rows.scales is not None:
+        fields |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}
+    return fields
 
 
 def _in_expert_range(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid_ep.core.layout import compute_layout, drop_duplicates, permutation_by_expert
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
+from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
@@ -30,12 +31,14 @@ class _State:
     Attributes:
         topk_idx: ``[T, K]`` int64 without duplicates, as dispatched.
         ranks: the ranks that took part.
-        call: the number of the dispatch, equal at all ranks; set by its `finish`.
+        number: of the dispatch, equal at all ranks and of no other, of any buffer of the group.
+        is_finished: whether its `finish` has run.
     """
 
     topk_idx: Tensor
     ranks: list[int]
-    call: int = 0
+    number: int
+    is_finished: bool = False
 
 
 class TorchLowLatency:
@@ -57,12 +60,12 @@ class TorchLowLatency:
         num_local, capacity = num_experts // grid.num_ranks, num_max_tokens_per_rank * grid.num_ranks
         hidden, device = data.shape[1], data.device
         topk_idx = drop_duplicates(topk_idx)
-        ranks = exchange.active(range(grid.num_ranks))
         packed = _empty_packed(num_local, capacity, hidden, fp8, device)
         count = torch.zeros(num_local, dtype=torch.int32, device=device)
         src_info = torch.full((num_local, capacity), -1, dtype=torch.int32, device=device)
         layout_range = torch.zeros(num_local, grid.num_ranks, dtype=torch.int64, device=device)
-        state = _State(topk_idx, ranks)
+        call = exchange.take_number()
+        state = _State(topk_idx, [], exchange.handle_number(call))
         sizes = num_max_tokens_per_rank, hidden, num_experts
         handle = LowLatencyHandle(src_info, layout_range, *sizes, grid, count, state)
 
@@ -73,12 +76,19 @@ class TorchLowLatency:
             if rows.scales is not None:
                 columns.append(rows.scales)
             fmt = RecordFormat.of(columns)
+            ranks = state.ranks = exchange.active(range(grid.num_ranks))
             same = {
-                "bytes of a record": fmt.num_bytes,
                 "num_experts": num_experts,
-                "num_max_dispatch_tokens_per_rank": num_max_tokens_per_rank,
+                "num_topk": topk_idx.shape[1],
+                "hidden": hidden,
+                "dtype": dtype_code(rows.data.dtype),
+                "max_tokens": num_max_tokens_per_rank,
+                "masked": exchange.mask_bits(),
             }
-            state.call = exchange.begin("low_latency_dispatch", ranks, device, same, wait_stats)
+            if rows.scales is not None:
+                same |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}
+            exchange.begin("low_latency_dispatch", ranks, device, same, call_number=call, wait_stats=wait_stats)
+            state.is_finished = True
             layout = compute_layout(topk_idx, num_experts, grid.num_ranks, grid.num_ranks_per_domain)
             goes = layout.is_token_in_rank[:, ranks]
             hop = Hop.plan(exchange, "between ranks", ranks, goes)
@@ -119,13 +129,20 @@ class TorchLowLatency:
         sent = drop_duplicates(topk_idx)
         if not torch.equal(sent, state.topk_idx):
             raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")
-        if not state.call:
+        if not state.is_finished:
             raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
+
+        call = exchange.take_number()
 
         def finish() -> None:
             ranks = [r for r in state.ranks if r not in exchange.masked]
-            same = {"dispatch of the handle": state.call}
-            exchange.begin("low_latency_combine", ranks, data.device, same, wait_stats)
+            same = {
+                "num_topk": topk_idx.shape[1],
+                "hidden": handle.hidden,
+                "handle": state.number,
+                "masked": exchange.mask_bits(),
+            }
+            exchange.begin("low_latency_combine", ranks, data.device, same, call_number=call, wait_stats=wait_stats)
             # Both sides know the order of the rows between two ranks: by local expert, then by token.
             outgoing = {r: _rows_of_source(data, handle.layout_range, r) for r in ranks}
             owner = torch.where(sent >= 0, sent.div(num_local, rounding_mode="floor"), -1)

@@ -21,6 +21,9 @@ __all__ = [
     "check_refused_calls_leave_nothing_to_do",
 ]
 
+ROW_SIZE = {"cpu": "hidden", "cuda": "bytes of a record"}
+TOPK = {"cpu": "top-k", "cuda": "bytes of a record"}
+BOUND = {"cpu": "num_worst_tokens", "cuda": "whether rows are bounded"}
 _CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
 
 
@@ -50,8 +53,8 @@ def check_other_calls(device: str = "cpu") -> None:
     with make_buffer(_CASE) as buffer:
         for bound in (0, 64):
             for change, name in [
-                ({"hidden": 256}, "bytes of a record"),
-                ({"topk": 2}, "bytes of a record"),
+                ({"hidden": 256}, ROW_SIZE[device]),
+                ({"topk": 2}, TOPK[device]),
                 ({"num_experts": 16}, "num_experts"),
             ]:
                 case = _other(**change)
@@ -62,13 +65,11 @@ def check_other_calls(device: str = "cpu") -> None:
 
                 assert name in _is_refused(call, device)
         bound = 64 if rank == last else 0
-        assert "whether rows are bounded" in _is_refused(
-            lambda: dispatch(buffer, _CASE, inputs, num_worst_tokens=bound), device
-        )
+        assert BOUND[device] in _is_refused(lambda: dispatch(buffer, _CASE, inputs, num_worst_tokens=bound), device)
         # A combine learns it when it sends; what it returns then has no meaning.
         received, *_, handle, _ = dispatch(buffer, _CASE, inputs)
         rows = received.repeat(1, 2) if rank == last else received
-        assert "bytes of a record" in _is_refused(lambda: buffer.combine(rows, handle), device)
+        assert ROW_SIZE[device] in _is_refused(lambda: buffer.combine(rows, handle), device)
         combined, _, _ = buffer.combine(received, handle)
         _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, _CASE.num_experts)
         want = inputs.x.float() * in_rank.sum(1, keepdim=True)

@@ -431,7 +431,7 @@ def test_mistakes_between_ranks(run_ranks: RunRanks) -> None:
         indivisible, other_grid, other_size, overflow = seen
         assert "ConfigError: num_experts is 7; allowed: an integer ≥ 1 that is a multiple of 2" in indivisible
         assert "ConfigError: handle is made for" in other_grid
-        assert "ConfigError: bytes of a record is" in other_size
+        assert "ConfigError: hidden is " in other_size
         assert overflow.startswith(OverflowError.__name__)
         assert "allowed by the bound: 2" in overflow
 
@@ -470,10 +470,10 @@ def _at_odds() -> list[str]:
 def test_ranks_at_odds_are_told_so(run_ranks: RunRanks) -> None:
     for seen in run_ranks(2, _at_odds):
         assert [text.split(" is ")[0] for text in seen] == [
-            "bytes of a record",
-            "bytes of a record",
-            "dispatch of the handle",
-            "bytes of a record",
+            "hidden",
+            "weights of a row",
+            "number of the handle's dispatch",
+            "hidden",
             "num_experts",
             "num_experts",
             "num_max_dispatch_tokens_per_rank",

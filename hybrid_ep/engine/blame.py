@@ -1,0 +1,141 @@
+"""Which rank is to blame when bytes do not arrive.
+
+A rank that waits for long writes to the board whom it waits for, again and again, and a rank that has lost another
+writes whom. Who loses a peer reads what that peer has written. A peer that itself waits for somebody, or has lost
+somebody, is only the messenger, and the rank that it names is looked at next. The rank at the end writes nothing: it is
+dead, stopped, or does something else, and it is the one to name.
+
+What a rank wrote before it was killed or stopped is still there. Therefore a note that says "waits" counts only if it
+goes on being written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+from hybrid_ep.engine.board import Board, StoreLostError
+
+__all__ = ["Blame"]
+
+_GRACE_S = 1.0  # for how long a rank that says nothing is listened to
+_GRACE_SHARE = 0.25  # of the timeout, where that is less
+_BEATS = 10  # notes within the grace
+
+
+class Blame:
+    """What this rank writes, and how it reads what others have written.
+
+    Args:
+        board: of one connection of the group; None: no other rank can be asked.
+        rank: this rank.
+        timeout_s: the whole time of a wait, with the search for who is to blame.
+    """
+
+    def __init__(self, board: Board | None, rank: int, timeout_s: float) -> None:
+        self._board, self._rank = board, rank
+        self._grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
+        self.wait_s = timeout_s - self._grace_s
+        self._lock = threading.Lock()
+        self._peer: int | None = None
+        self._num_waits = 0
+        self._num_beats = 0
+        self._lost: int | None = None
+        self._is_watched = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin_wait(self, peer: int) -> None:
+        """Says that this rank waits for `peer` from now on."""
+        if self._board is None:
+            return
+        if self._thread is None:
+            weakref.finalize(self, self._is_watched.set).atexit = False  # type: ignore[misc]
+            arguments = weakref.ref(self), self._is_watched, self._grace_s / _BEATS
+            self._thread = threading.Thread(target=_watch, args=arguments, daemon=True, name="hybrid_ep waits")
+            self._thread.start()
+        self._peer = peer
+        self._num_waits += 1
+        if not self._is_watched.is_set():
+            self._is_watched.set()
+
+    def end_wait(self) -> None:
+        """Says that it does not wait any more."""
+        self._peer = None
+
+    def write_lost(self, peer: int) -> None:
+        """Writes that this rank has lost `peer`: at once, for others to read; it writes no more waits."""
+        if self._board is not None:
+            with self._lock:
+                self._peer, self._lost = None, peer
+                self._write(f"lost {peer}")
+
+    def find(self, suspect: int) -> int:
+        """Returns who is to blame, where `suspect` is the rank that this one has lost."""
+        if self._board is None:
+            return suspect
+        seen = {self._rank}
+        try:
+            while suspect not in seen:
+                seen.add(suspect)
+                named = self._named_by(suspect)
+                if named is None or named in seen:
+                    break
+                suspect = named
+        except StoreLostError:  # without notes the messenger is named: less exact, still an error
+            pass
+        return suspect
+
+    def _named_by(self, rank: int) -> int | None:
+        """Returns whom a rank has lost or waits for; None if it writes nothing for as long as it is listened to."""
+        assert self._board is not None
+        deadline = time.monotonic() + self._grace_s
+        first = self._board.read(self._key(rank))
+        note = first
+        while True:
+            verb, peer, *_ = note.split() if note is not None else ("", "-1")
+            if verb == "lost" or (verb == "waits" and note != first):
+                return int(peer)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(self._grace_s / _BEATS / 2)
+            note = self._board.read(self._key(rank))
+
+    def _beat(self, num_waits_before: int | None) -> int | None:
+        """Writes whom this rank waits for if it is the wait that was there before; returns which wait there is."""
+        with self._lock:
+            peer, num_waits = self._peer, self._num_waits
+            if peer is None or self._lost is not None:
+                return None
+            if num_waits == num_waits_before:
+                self._num_beats += 1
+                self._write(f"waits {peer} {self._num_beats}")
+            return num_waits
+
+    def _write(self, note: str) -> None:
+        assert self._board is not None
+        try:
+            self._board.write(self._key(self._rank), note)
+        except StoreLostError:
+            self._lost = self._rank if self._lost is None else self._lost  # nobody reads
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"rank {rank} waits"
+
+
+def _watch(blame: weakref.ref[Blame], is_watched: threading.Event, beat_s: float) -> None:
+    """Writes notes for as long as a wait lasts; sleeps while there is none, and ends with its `Blame`."""
+    num_waits: int | None = None
+    while True:
+        is_watched.wait()
+        alive = blame()
+        if alive is None:
+            return
+        num_waits = alive._beat(num_waits)
+        if num_waits is None:
+            is_watched.clear()
+            if alive._peer is not None:  # a wait that began meanwhile
+                is_watched.set()
+        del alive
+        time.sleep(beat_s)

@@ -1,0 +1,159 @@
+"""What ranks tell each other through the store of their process group: notes, and meetings with a deadline.
+
+The store reaches every rank without the connections that a lost rank has broken. The process that holds it may be lost
+as well, so no access waits for longer than it is told to.
+
+A meeting ends with one outcome that the store keeps: the ranks that had come when the first of them found it complete,
+or out of time. All who came read the same outcome, and who comes later reads that it is not in it. So ranks never go on
+in two parts that each take the other for lost.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+__all__ = ["Board", "Meeting", "StoreLostError", "meet"]
+
+T = TypeVar("T")
+_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
+_ACCESS_S = 5.0  # a store that does not answer for so long is lost
+
+
+class StoreLostError(Exception):
+    """The store does not answer: the process that holds it is lost, or stands still."""
+
+
+class Board:
+    """Notes under a name in the store of a group.
+
+    Args:
+        store: reaches every rank of the group.
+        name: equal at all ranks, and of nobody else.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name, self._is_lost = store, name, False
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Board:
+        """Returns the board of a group."""
+        store = dist.distributed_c10d._get_default_store()
+        ranks = dist.get_process_group_ranks(group)
+        return cls(store, f"hybrid_ep/{group.group_name}/{min(ranks)}-{max(ranks)}/{len(ranks)}")
+
+    def at(self, name: str) -> Board:
+        """Returns the notes under a name below this one."""
+        return Board(self._store, f"{self._name}/{name}")
+
+    def write(self, key: str, text: str | bytes) -> None:
+        """Writes a note; what stood there is replaced."""
+        self._access(lambda: self._store.set(self._path(key), text))  # type: ignore[arg-type]
+
+    def read(self, key: str) -> str | None:
+        """Returns a note, or None where there is none."""
+        note = self.read_bytes(key)
+        return None if note is None else note.decode()
+
+    def read_bytes(self, key: str) -> bytes | None:
+        """Likewise, of a note that is not text."""
+        path = self._path(key)
+        return self._access(lambda: self._store.get(path) if self._store.check([path]) else None)
+
+    def decide(self, key: str, text: str) -> str:
+        """Writes a note unless there is one, and returns the one that stands there."""
+        return self._access(lambda: self._store.compare_set(self._path(key), "", text).decode())
+
+    def count(self, key: str) -> int:
+        """Adds 1 to a number that begins at 0, and returns the sum."""
+        return self._access(lambda: self._store.add(self._path(key), 1))
+
+    def _path(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    def _access(self, access: Callable[[], T]) -> T:
+        """Runs an access in a thread that is left behind if it hangs, as it does where the store's process is stopped.
+
+        Raises:
+            StoreLostError: the store fails, or has not answered in time.
+        """
+        if self._is_lost:
+            raise StoreLostError("it has not answered before")
+        done: list[T] = []
+        failed: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                done.append(access())
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(_ACCESS_S)
+        if done:
+            return done[0]
+        self._is_lost = not failed
+        raise StoreLostError(str(failed[0]).splitlines()[0] if failed else f"no answer within {_ACCESS_S:g} s")
+
+
+class Meeting(NamedTuple):
+    """The outcome of a meeting.
+
+    Attributes:
+        members: the ranks that are in it, ascending; the same for all that read it.
+        texts: what each member has brought, by rank.
+    """
+
+    members: list[int]
+    texts: dict[int, str]
+
+
+def meet(
+    board: Board, rank: int, ranks: Iterable[int], text: str, *, timeout_s: float, lost: Collection[int] = ()
+) -> Meeting:
+    """Meets other ranks at a board that is used for this meeting only.
+
+    Args:
+        board: equal at all ranks.
+        rank: this rank.
+        ranks: that are awaited, this one included.
+        text: what this rank brings.
+        timeout_s: how long to wait.
+        lost: ranks that this one knows to be lost: nobody waits for them, and one that comes nevertheless is welcome.
+
+    Returns:
+        The outcome. This rank is not in it where the others had met before it came.
+
+    Raises:
+        StoreLostError: the store cannot be reached.
+    """
+    deadline, pause = time.monotonic() + timeout_s, _FIRST_POLL_S
+    ranks = set(ranks)
+    came: dict[int, tuple[str, list[int]]] = {}
+    board.write(f"rank {rank}", json.dumps([text, sorted(lost)]))
+    while (outcome := board.read("outcome")) is None:
+        _look(board, ranks, came)
+        known_lost = {r for _, their_lost in came.values() for r in their_lost}
+        if ranks - known_lost <= came.keys() or time.monotonic() >= deadline:
+            outcome = board.decide("outcome", json.dumps(sorted(came)))
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL_S)
+    members: list[int] = json.loads(outcome)
+    _look(board, members, came)
+    return Meeting(members, {member: came[member][0] for member in members})
+
+
+def _look(board: Board, ranks: Iterable[int], came: dict[int, tuple[str, list[int]]]) -> None:
+    """Adds to `came` the ranks whose notes have appeared."""
+    for rank in ranks:
+        if rank not in came and (note := board.read(f"rank {rank}")) is not None:
+            text, lost = json.loads(note)
+            came[rank] = text, lost
