@@ -1,5 +1,5 @@
 # The transports between domains. Their host code is compiled twice: into `_C`, where memory is the host's, and into
-# `_cuda`, where kernels write the commands.
+# `_cuda`, where kernels write the commands. `verbs` needs the headers of libibverbs and loads the library when it runs.
 find_package(Threads REQUIRED)
 
 # memory: host or cuda, the suffix of the files that allocate and copy.
@@ -8,6 +8,12 @@ function(hybrid_ep_add_transport module memory)
   list(REMOVE_ITEM others ${memory})
   file(GLOB sources CONFIGURE_DEPENDS transport/*.cpp)
   list(FILTER sources EXCLUDE REGEX "_${others}\\.cpp$")
+  if(HYBRID_EP_BUILD_VERBS STREQUAL "off" OR NOT HYBRID_EP_VERBS_INCLUDE)
+    list(FILTER sources EXCLUDE REGEX "verbs_(api|device|link)\\.cpp$")
+  else()
+    list(FILTER sources EXCLUDE REGEX "verbs_absent\\.cpp$")
+    target_include_directories(${module} SYSTEM PRIVATE ${HYBRID_EP_VERBS_INCLUDE})
+  endif()
   target_sources(${module} PRIVATE ${sources} layout/link_layout.cpp bindings/transport.cpp)
   target_link_libraries(${module} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 endfunction()

@@ -61,6 +61,16 @@ class Proxy:
     def counts(self) -> dict[str, int]: ...
     def close(self, timeout_s: float) -> bool: ...
 
+class Faults:
+    """What a link does wrong, for tests: csrc/transport/faulty_link.h."""
+
+    def __init__(self, *, seed: int = 0, max_delay_us: int = 0, lost_fraction: float = 0.0) -> None: ...
+
+has_verbs: bool
+
+def active_verbs_devices(port: int = 1) -> list[str]:
+    """Raises ConnectionError where libibverbs is not there."""
+
 def loopback_proxy(
     *,
     layout: LinkLayout,
@@ -69,6 +79,37 @@ def loopback_proxy(
     num_fifos: int = 8,
     device: int = 0,
     cpus: Sequence[int] = (),
+    faults: Faults = ...,
+) -> Proxy: ...
+def tcp_proxy(
+    *,
+    layout: LinkLayout,
+    host: str,
+    num_connections: int = 4,
+    timeout_s: float = 100.0,
+    num_fifos: int = 8,
+    device: int = 0,
+    cpus: Sequence[int] = (),
+    faults: Faults = ...,
+) -> Proxy: ...
+def verbs_proxy(
+    *,
+    layout: LinkLayout,
+    devices: Sequence[str],
+    port: int = 1,
+    gid_index: int = -1,
+    service_level: int = 0,
+    traffic_class: int = 0,
+    mtu_bytes: int = 0,
+    num_queue_pairs: int = 2,
+    relaxed_ordering: bool = True,
+    unordered: bool = False,
+    timeout_s: float = 100.0,
+    memory: int = 0,
+    num_fifos: int = 8,
+    device: int = 0,
+    cpus: Sequence[int] = (),
+    faults: Faults = ...,
 ) -> Proxy: ...
 
 class HostWriter:
@@ -82,6 +123,23 @@ class HostWriter:
     def poll_credit(self, ring: int, peer: int, group: int) -> int: ...
     def send_slot(self, ring: int, peer: int, slot: int) -> memoryview: ...
     def recv_slot(self, ring: int, peer: int, slot: int) -> memoryview: ...
+    def run_chunks(
+        self,
+        proxy: Proxy,
+        *,
+        ring: int,
+        num_out: int,
+        num_in: int,
+        num_bytes: int,
+        epoch: int,
+        verifies: bool,
+        timeout_s: float,
+    ) -> tuple[float, int, int, int]:
+        """Sends `num_out` chunks to each peer and takes `num_in` from each. Collective over the domains.
+
+        Returns seconds; chunks sent, received and wrong, of all peers.
+        """
+    def median_post_ns(self, peer: int, num: int) -> float: ...
     @property
     def num_pushed(self) -> int: ...
     @property

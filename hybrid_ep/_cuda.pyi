@@ -6,11 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid_ep._C import Faults as Faults
 from hybrid_ep._C import HostWriter as HostWriter
 from hybrid_ep._C import LinkLayout as LinkLayout
 from hybrid_ep._C import LinkView as LinkView
 from hybrid_ep._C import Proxy as Proxy
+from hybrid_ep._C import active_verbs_devices as active_verbs_devices
+from hybrid_ep._C import has_verbs as has_verbs
 from hybrid_ep._C import loopback_proxy as loopback_proxy
+from hybrid_ep._C import tcp_proxy as tcp_proxy
+from hybrid_ep._C import verbs_proxy as verbs_proxy
 
 version: str
 control_bytes: int

@@ -18,6 +18,7 @@ __all__ = [
     "BUILD_NVML",
     "CMAKE_ARGS",
     "ENGINE",
+    "GID_INDEX",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
     "LOCAL_RANK",
@@ -33,10 +34,18 @@ __all__ = [
     "NUM_RANKS_PER_DOMAIN",
     "NVML_STUB",
     "POOL_SLOTS",
+    "QUEUE_PAIRS",
     "RANK",
     "RDMA_CORE_HOME",
+    "RDMA_MTU",
+    "RELAXED_ORDERING",
+    "SERVICE_LEVEL",
     "TARGET_ROOT",
+    "TCP_ADDRESS",
+    "TCP_CONNECTIONS",
     "TIMEOUT_S",
+    "TRAFFIC_CLASS",
+    "TRANSPORT",
     "VARIABLES",
     "WORLD_SIZE",
     "Variable",
@@ -115,6 +124,16 @@ def _natural(text: str) -> int:
     return value
 
 
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
@@ -161,12 +180,76 @@ LOG_LEVEL = Variable(
     "How much the `hybrid-ep` command logs to stderr.",
 )
 
+TRANSPORT = Variable(
+    "HYBRID_EP_TRANSPORT",
+    "auto",
+    _choice("auto", "verbs", "tcp", "loopback"),
+    "auto, verbs, tcp or loopback",
+    "What joins domains of the cuda engine. `auto` takes loopback where all ranks are on one host, else verbs where "
+    "every rank has an active RDMA device, else tcp.",
+)
+GID_INDEX = Variable(
+    "HYBRID_EP_GID_INDEX",
+    -1,
+    _integer(-1, 255),
+    "-1 or an index into the port's GID table",
+    "verbs: the address of RDMA devices; -1 takes RoCE v2 over IPv4, else RoCE v2, else the first.",
+)
+SERVICE_LEVEL = Variable(
+    "HYBRID_EP_SERVICE_LEVEL",
+    0,
+    _integer(0, 15),
+    "an integer from 0 to 15",
+    "verbs: the service level of packets (the priority on RoCE).",
+)
+TRAFFIC_CLASS = Variable(
+    "HYBRID_EP_TRAFFIC_CLASS",
+    0,
+    _integer(0, 255),
+    "an integer from 0 to 255",
+    "verbs: the traffic class of packets (DSCP × 4 on RoCE v2), as the switches' flow control wants it.",
+)
+RDMA_MTU = Variable(
+    "HYBRID_EP_RDMA_MTU",
+    0,
+    _integer(0, 4096),
+    "0, 256, 512, 1024, 2048 or 4096 bytes",
+    "verbs: the largest packet; 0 takes what both ports have.",
+)
+QUEUE_PAIRS = Variable(
+    "HYBRID_EP_QUEUE_PAIRS",
+    2,
+    _integer(1, 4),
+    "an integer from 1 to 4",
+    "verbs: queue pairs per peer and NIC.",
+)
+RELAXED_ORDERING = Variable(
+    "HYBRID_EP_RELAXED_ORDERING",
+    "1",
+    _choice("0", "1"),
+    "0 or 1",
+    "verbs: whether the PCIe writes of rows may pass each other; flags never do.",
+)
+TCP_ADDRESS = Variable(
+    "HYBRID_EP_TCP_ADDRESS",
+    "",
+    str,
+    "a numeric IPv4 or IPv6 address of this host",
+    "tcp: where peers reach this rank; unset, the address of the way to rank 0's host.",
+)
+TCP_CONNECTIONS = Variable(
+    "HYBRID_EP_TCP_CONNECTIONS",
+    4,
+    _integer(1, 16),
+    "an integer from 1 to 16",
+    "tcp: connections per peer, the same at every rank.",
+)
 NICS: Variable[tuple[str, ...] | None] = Variable(
     "HYBRID_EP_NICS",
     None,
     _names,
     "names of RDMA devices, separated by commas",
-    "The NIC that `hybrid-ep topology` gives each GPU, by gpu_idx, starting over at the end; unset, a nearest one.",
+    "The NICs of each GPU, by gpu_idx, starting over at the end, several of one GPU joined by `+`; unset, the nearest.",
 )
 NVML_STUB = Variable(
     "HYBRID_EP_NVML_STUB",
@@ -271,6 +354,15 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NUM_RANKS_PER_DOMAIN,
     POOL_SLOTS,
     LOG_LEVEL,
+    TRANSPORT,
+    GID_INDEX,
+    SERVICE_LEVEL,
+    TRAFFIC_CLASS,
+    RDMA_MTU,
+    QUEUE_PAIRS,
+    RELAXED_ORDERING,
+    TCP_ADDRESS,
+    TCP_CONNECTIONS,
     NICS,
     NVML_STUB,
     RANK,

@@ -4,9 +4,13 @@
 
 #include "bindings/bindings.h"
 #include "common/check.h"
+#include "transport/faulty_link.h"
 #include "transport/host_writer.h"
+#include "transport/link_measure.h"
 #include "transport/loopback_link.h"
 #include "transport/proxy.h"
+#include "transport/tcp_link.h"
+#include "transport/verbs_link.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
@@ -22,11 +26,34 @@ LinkLayout link_layout(int num_domains, int domain_idx, const std::vector<Shape>
   return make_link_layout(num_domains, domain_idx, shapes.data(), static_cast<int>(shapes.size()));
 }
 
+// Of every transport: how the proxy runs, and the faults that tests ask for.
+std::unique_ptr<Proxy> make_proxy(std::unique_ptr<Link> link, int num_fifos, int device, std::vector<int> cpus,
+                                  const Faults& faults) {
+  if (faults.max_delay_us > 0 || faults.lost_fraction > 0) link = make_faulty_link(std::move(link), faults);
+  return std::make_unique<Proxy>(std::move(link), ProxyOptions{num_fifos, device, std::move(cpus)});
+}
+
 std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
                                       const std::vector<uintptr_t>& words, int num_fifos, int device,
-                                      std::vector<int> cpus) {
-  return std::make_unique<Proxy>(make_loopback_link(layout, {windows, words}),
-                                 ProxyOptions{num_fifos, device, std::move(cpus)});
+                                      std::vector<int> cpus, const Faults& faults) {
+  return make_proxy(make_loopback_link(layout, {windows, words}), num_fifos, device, std::move(cpus), faults);
+}
+
+std::unique_ptr<Proxy> tcp_proxy(const LinkLayout& layout, const std::string& host, int num_connections,
+                                 double timeout_s, int num_fifos, int device, std::vector<int> cpus,
+                                 const Faults& faults) {
+  return make_proxy(make_tcp_link(layout, {host, num_connections, timeout_s}), num_fifos, device, std::move(cpus),
+                    faults);
+}
+
+std::unique_ptr<Proxy> verbs_proxy(const LinkLayout& layout, std::vector<std::string> devices, int port, int gid_index,
+                                   int service_level, int traffic_class, int mtu_bytes, int num_queue_pairs,
+                                   bool relaxed_ordering, bool unordered, double timeout_s, uintptr_t memory,
+                                   int num_fifos, int device, std::vector<int> cpus, const Faults& faults) {
+  const VerbsOptions options{std::move(devices), port,      gid_index,       service_level,
+                             traffic_class,      mtu_bytes, num_queue_pairs, relaxed_ordering,
+                             unordered,          timeout_s, memory};
+  return make_proxy(make_verbs_link(layout, options), num_fifos, device, std::move(cpus), faults);
 }
 
 // Peers' addresses are bytes that may hold anything.
@@ -66,6 +93,19 @@ void require_slot(const LinkLayout& layout, int ring, int peer, int slot) {
   require(slot >= 0 && static_cast<uint32_t>(slot) < layout.rings[ring].num_slots, "slot", slot, "a slot of the ring");
 }
 
+py::tuple run_chunks_of(HostWriter& self, Proxy& proxy, int ring, int num_out, int num_in, uint32_t num_bytes,
+                        uint32_t epoch, bool verifies, double timeout_s) {
+  require_slot(self.view().layout, ring, self.view().layout.domain_idx == 0 ? 1 : 0, 0);
+  require(num_bytes <= self.view().layout.rings[ring].slot_bytes && num_bytes % 16 == 0, "num_bytes", num_bytes,
+          "multiples of 16 up to slot_bytes");
+  ChunkFigures figures{};
+  {
+    const py::gil_scoped_release release;
+    figures = run_chunks(self, proxy.link().failure(), {ring, num_out, num_in, num_bytes, epoch, verifies, timeout_s});
+  }
+  return py::make_tuple(figures.seconds, figures.num_sent, figures.num_received, figures.num_wrong);
+}
+
 void add_host_writer(py::module_& module) {
   py::class_<HostWriter>(module, "HostWriter", py::module_local())
       .def(py::init([](const Proxy& proxy, int fifo) { return HostWriter(proxy.view(), fifo); }), py::arg("proxy"),
@@ -99,6 +139,9 @@ void add_host_writer(py::module_& module) {
             return slot_memory(self, const_cast<uint8_t*>(self.recv_slot(ring, peer, slot)), ring, true);
           },
           py::arg("ring"), py::arg("peer"), py::arg("slot"))
+      .def("run_chunks", &run_chunks_of, py::arg("proxy"), py::kw_only(), py::arg("ring"), py::arg("num_out"),
+           py::arg("num_in"), py::arg("num_bytes"), py::arg("epoch"), py::arg("verifies"), py::arg("timeout_s"))
+      .def("median_post_ns", &median_post_ns, py::call_guard<py::gil_scoped_release>(), py::arg("peer"), py::arg("num"))
       .def_property_readonly("num_pushed", &HostWriter::num_pushed)
       .def_property_readonly("num_done", &HostWriter::num_done);
 }
@@ -130,9 +173,24 @@ void add_transport(py::module_& module) {
       .def_property_readonly("failure", &failure)
       .def_property_readonly("counts", &counts)
       .def("close", &close, py::arg("timeout_s"));
-  module.def("loopback_proxy", &loopback_proxy, py::kw_only(), py::arg("layout"),
-             py::arg("windows") = std::vector<uintptr_t>(), py::arg("words") = std::vector<uintptr_t>(),
-             py::arg("num_fifos") = 8, py::arg("device") = 0, py::arg("cpus") = std::vector<int>());
+  py::class_<Faults>(module, "Faults", py::module_local())
+      .def(py::init<uint64_t, int, double>(), py::kw_only(), py::arg("seed") = 0, py::arg("max_delay_us") = 0,
+           py::arg("lost_fraction") = 0.0);
+  const std::vector<uintptr_t> none;
+  module.def("loopback_proxy", &loopback_proxy, py::kw_only(), py::arg("layout"), py::arg("windows") = none,
+             py::arg("words") = none, py::arg("num_fifos") = 8, py::arg("device") = 0,
+             py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
+  module.def("tcp_proxy", &tcp_proxy, py::kw_only(), py::arg("layout"), py::arg("host"), py::arg("num_connections") = 4,
+             py::arg("timeout_s") = 100.0, py::arg("num_fifos") = 8, py::arg("device") = 0,
+             py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
+  module.def("verbs_proxy", &verbs_proxy, py::kw_only(), py::arg("layout"), py::arg("devices"), py::arg("port") = 1,
+             py::arg("gid_index") = -1, py::arg("service_level") = 0, py::arg("traffic_class") = 0,
+             py::arg("mtu_bytes") = 0, py::arg("num_queue_pairs") = 2, py::arg("relaxed_ordering") = true,
+             py::arg("unordered") = false, py::arg("timeout_s") = 100.0, py::arg("memory") = 0,
+             py::arg("num_fifos") = 8, py::arg("device") = 0, py::arg("cpus") = std::vector<int>(),
+             py::arg("faults") = Faults());
+  module.attr("has_verbs") = kHasVerbs;
+  module.def("active_verbs_devices", &active_verbs_devices, py::arg("port") = 1);
   add_host_writer(module);
 }
 

@@ -60,4 +60,15 @@ HYBRID_EP_HOST_DEVICE Command unpack(const PackedCommand& packed) {
   return command;
 }
 
+// Whether the layout has what a put or credit names.
+inline bool fits(const LinkLayout& layout, const Command& command) {
+  if (command.ring >= layout.num_rings || command.peer >= layout.num_domains || command.peer == layout.domain_idx) {
+    return false;
+  }
+  const RingShape& ring = layout.rings[command.ring];
+  const auto slot = static_cast<uint32_t>(command.slot);
+  if (command.kind == CommandKind::kCredit) return slot < ring.num_credits();
+  return slot < ring.num_slots && command.num_bytes <= ring.slot_bytes && command.num_bytes % 16 == 0;
+}
+
 }  // namespace hybrid_ep

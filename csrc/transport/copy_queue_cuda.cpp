@@ -7,6 +7,7 @@
 
 #include "common/cuda_check.h"
 #include "transport/copy_queue.h"
+#include "transport/cuda_driver.h"
 
 namespace hybrid_ep {
 namespace {
@@ -17,24 +18,9 @@ constexpr size_t kMaxInFlight = 256;  // batches
 
 using BatchMemOp = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
 
-// The driver's library is not linked.
-BatchMemOp find_batch_mem_op() {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-  check_cuda(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &entry, 12000, cudaEnableDefault, &found),
-             "cudaGetDriverEntryPointByVersion");
-#else
-  check_cuda(cudaGetDriverEntryPoint("cuStreamBatchMemOp", &entry, cudaEnableDefault, &found),
-             "cudaGetDriverEntryPoint");
-#endif
-  if (found != cudaDriverEntryPointSuccess) throw CudaError("the driver has no cuStreamBatchMemOp");
-  return reinterpret_cast<BatchMemOp>(entry);
-}
-
 class CudaCopyQueue final : public CopyQueue {
  public:
-  CudaCopyQueue() : batch_mem_op_(find_batch_mem_op()) {
+  CudaCopyQueue() : batch_mem_op_(find_driver_function<BatchMemOp>("cuStreamBatchMemOp")) {
     for (cudaStream_t& stream : streams_) {
       check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
     }

@@ -7,7 +7,7 @@
 // of the lap that it expects. Tickets wrap at 2³², a multiple of kFifoSlots.
 #pragma once
 
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "transport/command.h"

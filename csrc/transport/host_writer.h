@@ -2,6 +2,8 @@
 // measuring a link alone. It must be the only writer of its FIFO.
 #pragma once
 
+#include <cstddef>
+
 #include "transport/link_view.h"
 
 namespace hybrid_ep {

@@ -34,7 +34,7 @@ class Link {
   Link& operator=(const Link&) = delete;
 
   const LinkLayout& layout() const { return layout_; }
-  FailureReport& failure() { return failure_; }
+  virtual FailureReport& failure() { return failure_; }
 
   // This rank's memory, zero before the first call. Kernels use it through LinkView.
   virtual uint8_t* window() const = 0;

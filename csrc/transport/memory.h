@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace hybrid_ep {
 
@@ -18,6 +19,19 @@ using Memory = std::unique_ptr<uint8_t[], FreeMemory>;
 Memory allocate_pinned(size_t num_bytes);
 // Zeroed, on the calling thread's current GPU.
 Memory allocate_device(size_t num_bytes);
+
+// A range of GPU memory as other devices can import it.
+struct DmaBuf {
+  int file = -1;        // owned by whoever asked for it; −1: `reason` says why there is none
+  uint64_t offset = 0;  // of the range in the file
+  uint64_t address = 0, num_bytes = 0;
+  std::string reason;
+};
+DmaBuf export_dmabuf(uintptr_t memory, size_t num_bytes);
+
+// Makes what NICs have written to the current GPU's memory, as the calling thread knows, visible to kernels of that GPU
+// that see what the thread writes next.
+void flush_gpu_direct_writes();
 
 // Makes a GPU the calling thread's current one.
 void use_device(int device);

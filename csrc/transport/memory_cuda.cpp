@@ -1,8 +1,11 @@
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
 #include <cstring>
 
 #include "common/cuda_check.h"
+#include "transport/cuda_driver.h"
 #include "transport/memory.h"
 
 namespace hybrid_ep {
@@ -29,6 +32,32 @@ Memory allocate_device(size_t num_bytes) {
   check_cuda(cudaMemset(memory, 0, num_bytes), "cudaMemset");
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return owner;
+}
+
+DmaBuf export_dmabuf(uintptr_t memory, size_t num_bytes) {
+  using GetHandle = CUresult (*)(void*, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long);
+  DmaBuf buffer;
+  const auto get_handle = find_driver_function<GetHandle>("cuMemGetHandleForAddressRange");
+  // The driver exports whole pages.
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = memory / page * page, end = (memory + num_bytes + page - 1) / page * page;
+  int file = -1;
+  const CUresult status = get_handle(&file, begin, end - begin, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0);
+  if (status != CUDA_SUCCESS) {
+    buffer.reason = "cuMemGetHandleForAddressRange: error " + std::to_string(status);
+    return buffer;
+  }
+  buffer.file = file;
+  buffer.offset = memory - begin;
+  buffer.address = memory;
+  buffer.num_bytes = num_bytes;
+  return buffer;
+}
+
+void flush_gpu_direct_writes() {
+  check_cuda(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                                                cudaFlushGPUDirectRDMAWritesToOwner),
+             "cudaDeviceFlushGPUDirectRDMAWrites");
 }
 
 void use_device(int device) { check_cuda(cudaSetDevice(device), "cudaSetDevice"); }

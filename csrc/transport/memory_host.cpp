@@ -1,5 +1,3 @@
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -23,6 +21,12 @@ Memory allocate(size_t num_bytes, bool is_device) {
 void FreeMemory::operator()(uint8_t* memory) const { std::free(memory); }
 Memory allocate_pinned(size_t num_bytes) { return allocate(num_bytes, false); }
 Memory allocate_device(size_t num_bytes) { return allocate(num_bytes, true); }
+DmaBuf export_dmabuf(uintptr_t, size_t) {
+  DmaBuf buffer;
+  buffer.reason = "host memory has none";
+  return buffer;
+}
+void flush_gpu_direct_writes() {}
 void use_device(int) {}
 
 }  // namespace hybrid_ep

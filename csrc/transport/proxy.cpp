@@ -41,16 +41,6 @@ void pin_thread(const std::vector<int>& cpus) {
   (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
-bool fits(const LinkLayout& layout, const Command& command) {
-  if (command.ring >= layout.num_rings || command.peer >= layout.num_domains || command.peer == layout.domain_idx) {
-    return false;
-  }
-  const RingShape& ring = layout.rings[command.ring];
-  const auto slot = static_cast<uint32_t>(command.slot);
-  if (command.kind == CommandKind::kCredit) return slot < ring.num_credits();
-  return slot < ring.num_slots && command.num_bytes <= ring.slot_bytes && command.num_bytes % 16 == 0;
-}
-
 }  // namespace
 
 Proxy::Proxy(std::unique_ptr<Link> link, const ProxyOptions& options)

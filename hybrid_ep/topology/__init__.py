@@ -7,7 +7,7 @@ named in `Topology.missing`.
 
 from __future__ import annotations
 
-from hybrid_ep.topology.choice import choose_nic
+from hybrid_ep.topology.choice import choose_nic, choose_nics
 from hybrid_ep.topology.domains import DomainMember, find_domains, gather_domains
 from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Platform, Topology
 from hybrid_ep.topology.node_probe import probe
@@ -24,6 +24,7 @@ __all__ = [
     "Platform",
     "Topology",
     "choose_nic",
+    "choose_nics",
     "find_domains",
     "gather_domains",
     "probe",

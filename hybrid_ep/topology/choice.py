@@ -1,4 +1,4 @@
-"""Which NIC a GPU uses: a nearest one that is up, shared out evenly, unless the site says otherwise."""
+"""Which NICs a GPU uses: the nearest that are up, shared out evenly, unless the site says otherwise."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from hybrid_ep import env
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.topology.model import Nic, Topology
 
-__all__ = ["choose_nic"]
+__all__ = ["choose_nic", "choose_nics"]
 
 
 def choose_nic(topology: Topology, gpu_idx: int, names: Sequence[str] | None = None) -> Nic | None:
-    """Chooses the NIC that serves a GPU.
+    """Chooses the first of the NICs that serve a GPU; see `choose_nics`. None where no NIC is up."""
+    nics = choose_nics(topology, gpu_idx, names)
+    return nics[0] if nics else None
+
+
+def choose_nics(topology: Topology, gpu_idx: int, names: Sequence[str] | None = None) -> tuple[Nic, ...]:
+    """Chooses the NICs that serve a GPU.
 
     GPUs that have the same nearest NICs take them in turn, so that eight GPUs over four equally near NICs put two on
-    each. Every rank computes the same answer from the same node.
+    each, and two GPUs over four NICs have two each. Every rank computes the same answer from the same node.
 
     Args:
         topology: of this node.
         gpu_idx: the GPU.
-        names: the NIC of each GPU in the order of `gpu_idx`, starting over at the end; None takes ``HYBRID_EP_NICS``.
+        names: the NICs of each GPU in the order of `gpu_idx`, starting over at the end; several of one GPU are joined
+            by ``+``. None takes ``HYBRID_EP_NICS``.
 
     Returns:
-        None where no NIC is up.
+        Nothing where no NIC is up.
 
     Raises:
         TopologyError: there is no such GPU, or a NIC that was named is not there.
@@ -33,17 +40,23 @@ def choose_nic(topology: Topology, gpu_idx: int, names: Sequence[str] | None = N
         raise TopologyError(f"gpu_idx is {gpu_idx}; allowed: {sorted(rows) or 'none, this node has no GPU'}")
     names = env.NICS.get() if names is None else names
     if names:
-        name = names[sorted(rows).index(gpu_idx) % len(names)]
         by_name = {nic.name: nic for nic in topology.nics}
-        if name not in by_name:
-            raise TopologyError(f"NIC {name!r} was asked for GPU {gpu_idx}; this node has {sorted(by_name) or 'none'}")
-        return by_name[name]
+        wanted = names[sorted(rows).index(gpu_idx) % len(names)].split("+")
+        for name in wanted:
+            if name not in by_name:
+                raise TopologyError(
+                    f"NIC {name!r} was asked for GPU {gpu_idx}; this node has {sorted(by_name) or 'none'}"
+                )
+        return tuple(by_name[name] for name in wanted)
     nearest = {idx: _nearest(topology, idx) for idx in rows}
     choices = nearest[gpu_idx]
-    if not choices:
-        return None
     sharers = sorted(idx for idx in rows if nearest[idx] == choices)
-    return topology.nics[choices[sharers.index(gpu_idx) % len(choices)]]
+    place = sharers.index(gpu_idx)
+    if len(choices) < len(sharers):
+        return tuple(topology.nics[choice] for choice in choices[place % max(len(choices), 1) :][:1])
+    # As many for each, so that ranks agree on how many there are.
+    share = len(choices) // len(sharers)
+    return tuple(topology.nics[choice] for choice in choices[place : share * len(sharers) : len(sharers)])
 
 
 def _nearest(topology: Topology, gpu_idx: int) -> list[int]:

@@ -23,6 +23,14 @@ def as_cpp(source: str) -> str:
     return _DYNAMIC.sub(r"auto* \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
 
 
+def _transport_sources() -> list[Path]:
+    """The transports with memory of the host; verbs where its headers are."""
+    has_verbs = Path("/usr/include/infiniband/verbs.h").exists()
+    absent = {"verbs_absent"} if has_verbs else {"verbs_api", "verbs_device", "verbs_link"}
+    sources = sorted(CSRC.glob("transport/*.cpp"))
+    return [path for path in sources if not path.stem.endswith("_cuda") and path.stem not in absent]
+
+
 def build(out: Path) -> Path:
     """Compiles into a folder and returns the module's path."""
     out.mkdir(parents=True, exist_ok=True)
@@ -31,7 +39,7 @@ def build(out: Path) -> Path:
         sorted(CSRC.glob("kernels/*/*.cu"))
         + sorted(CSRC.glob("runtime/*.cpp"))
         + sorted(CSRC.glob("bindings/cuda/*.cpp"))
-        + [path for path in sorted(CSRC.glob("transport/*.cpp")) if not path.stem.endswith("_cuda")]
+        + _transport_sources()
         + [CSRC / "layout/link_layout.cpp", CSRC / "bindings/transport.cpp"]
     ):
         translated = out / f"{'_'.join(original.relative_to(CSRC).with_suffix('').parts)}.cpp"

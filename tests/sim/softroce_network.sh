@@ -4,6 +4,8 @@ set -e
 ip link set lo up
 ip link add bridge0 type bridge
 ip link set bridge0 up
+# Or the bridge answers for the devices' addresses with its own.
+echo 8 >/proc/sys/net/ipv4/conf/bridge0/arp_ignore
 # Packets between two addresses of one host take the loopback unless the table of local addresses comes last.
 ip rule add pref 30 lookup local
 ip rule del pref 0

@@ -1,0 +1,20 @@
+// A link whose network misbehaves, for tests of what uses links: it delays, reorders and loses what another link would
+// have sent at once, as a seed decides.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "transport/link.h"
+
+namespace hybrid_ep {
+
+struct Faults {
+  uint64_t seed = 0;
+  int max_delay_us = 0;      // each command waits for a time of its own, up to this
+  double lost_fraction = 0;  // of puts that never arrive, and nobody says so
+};
+
+std::unique_ptr<Link> make_faulty_link(std::unique_ptr<Link> link, const Faults& faults);
+
+}  // namespace hybrid_ep

@@ -1,0 +1,33 @@
+// Measures a link alone, with a thread of the host in the place of kernels: chunks to and from every peer at once, with
+// flags and credits as kernels use them.
+#pragma once
+
+#include <cstdint>
+
+#include "transport/host_writer.h"
+#include "transport/proxy.h"
+
+namespace hybrid_ep {
+
+struct ChunkRun {
+  int ring;
+  int num_out, num_in;  // chunks to each peer, and from each
+  uint32_t num_bytes;   // of a chunk
+  uint32_t epoch;       // not 0, another one in each run
+  bool verifies;        // fills chunks and compares what comes
+  double timeout_s;
+};
+
+struct ChunkFigures {
+  double seconds;
+  uint64_t num_sent, num_received, num_wrong;  // chunks; fewer than asked for where the link has failed or time is over
+};
+
+// Collective over the domains of the link; the writer's proxy has an open call.
+ChunkFigures run_chunks(HostWriter& writer, const FailureReport& failure, const ChunkRun& run);
+
+// Nanoseconds from a command in the FIFO until its work request is posted and the writer knows, the median of so many.
+// Sends flags without chunks to slot 0 of ring 0 of one peer.
+double median_post_ns(HostWriter& writer, int peer, int num);
+
+}  // namespace hybrid_ep

@@ -1,0 +1,324 @@
+#include "transport/tcp_link.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <set>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "common/check.h"
+#include "transport/tcp_connection.h"
+
+namespace hybrid_ep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kMaxEvents = 64;
+constexpr auto kGoodbye = std::chrono::seconds(2);  // for peers to answer it
+
+// The first bytes of a connection: who is there.
+struct Hello {
+  uint64_t secret;  // of the rank that listens
+  uint32_t domain_idx, number;
+};
+
+// A descriptor with an owner.
+class File {
+ public:
+  explicit File(int file = -1) : file_(file) {}
+  File(File&& other) noexcept : file_(other.release()) {}
+  File& operator=(File&& other) noexcept {
+    std::swap(file_, other.file_);
+    return *this;
+  }
+  ~File() {
+    if (file_ >= 0) ::close(file_);
+  }
+  int get() const { return file_; }
+  int release() { return std::exchange(file_, -1); }
+
+ private:
+  int file_;
+};
+
+std::string error_text(const std::string& what) { return what + ": " + std::strerror(errno); }
+
+// A numeric address, as the system wants it.
+struct Endpoint {
+  sockaddr_storage address{};
+  socklen_t length = 0;
+
+  Endpoint(int peer, const std::string& host, const std::string& port) {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+    addrinfo* found = nullptr;
+    const int status = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+    if (status != 0) throw LinkError(peer, "tcp: address '" + host + "' port '" + port + "': " + gai_strerror(status));
+    std::memcpy(&address, found->ai_addr, found->ai_addrlen);
+    length = found->ai_addrlen;
+    freeaddrinfo(found);
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
+};
+
+// Waits for a socket; false: the time is over.
+bool wait_for(int socket, short events, Clock::time_point deadline) {
+  while (true) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd waiter{socket, events, 0};
+    const int status = poll(&waiter, 1, static_cast<int>(std::max<int64_t>(left, 0)));
+    if (status > 0) return true;
+    if (status == 0 || errno != EINTR) return false;
+  }
+}
+
+class TcpLink final : public Link {
+ public:
+  TcpLink(const LinkLayout& layout, const TcpOptions& options)
+      : Link(layout),
+        options_(options),
+        memory_(allocate_pinned(layout.window_bytes + sizeof(uint64_t) * layout.num_words)),
+        connections_(layout.num_domains) {
+    require(options.num_connections >= 1 && options.num_connections <= 16, "num_connections", options.num_connections,
+            "1 to 16");
+    const Endpoint own(-1, options.host, "0");
+    listener_ = File(socket(own.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (listener_.get() < 0 || bind(listener_.get(), own.get(), own.length) != 0 ||
+        listen(listener_.get(), 1024) != 0) {
+      throw LinkError(-1, error_text("tcp: listen on " + options.host));
+    }
+    std::random_device random;
+    secret_ = static_cast<uint64_t>(random()) << 32 | random();
+    epoll_ = File(epoll_create1(EPOLL_CLOEXEC));
+    if (epoll_.get() < 0) throw LinkError(-1, error_text("tcp: epoll_create1"));
+  }
+
+  uint8_t* window() const override { return memory_.get(); }
+  uint64_t* words() const override { return reinterpret_cast<uint64_t*>(memory_.get() + layout().window_bytes); }
+  std::string describe() const override {
+    return "tcp from " + options_.host + ", " + std::to_string(options_.num_connections) +
+           " connections a peer, rings in pinned host memory";
+  }
+
+  std::string address() const override {
+    sockaddr_storage bound{};
+    socklen_t length = sizeof(bound);
+    getsockname(listener_.get(), reinterpret_cast<sockaddr*>(&bound), &length);
+    const uint16_t port = bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                                                      : reinterpret_cast<sockaddr_in*>(&bound)->sin_port;
+    std::ostringstream text;
+    text << options_.host << ' ' << ntohs(port) << ' ' << secret_ << ' ' << options_.num_connections;
+    return text.str();
+  }
+
+  // The higher domain of two connects to the lower one, which need not have begun to accept.
+  void connect(const std::vector<std::string>& addresses, double timeout_s) override {
+    const auto deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+    for (auto& of_peer : connections_) of_peer.resize(options_.num_connections);
+    for (int peer = 0; peer < layout().domain_idx; ++peer) {
+      std::istringstream text(addresses[peer]);
+      std::string host, port;
+      Hello hello{0, static_cast<uint32_t>(layout().domain_idx), 0};
+      int num_connections = 0;
+      text >> host >> port >> hello.secret >> num_connections;
+      if (num_connections != options_.num_connections) {
+        throw LinkError(peer, "tcp: its address is '" + addresses[peer] + "', with " + std::to_string(num_connections) +
+                                  " connections and not " + std::to_string(options_.num_connections));
+      }
+      for (; hello.number < static_cast<uint32_t>(num_connections); ++hello.number) {
+        keep(open_to(peer, Endpoint(peer, host, port), hello, deadline), peer, hello.number);
+      }
+    }
+    while (true) {
+      const int missing = first_missing();
+      if (missing < 0) break;
+      if (!wait_for(listener_.get(), POLLIN, deadline)) {
+        throw LinkError(missing, "tcp: it has not connected to " + options_.host + " in time");
+      }
+      accept_one(deadline);
+    }
+    listener_ = File();
+  }
+
+  bool post(const Command& command) override {
+    const int me = layout().domain_idx;
+    TcpConnection& connection = *connections_[command.peer][command.slot % options_.num_connections];
+    if (is_closed_.count(&connection) != 0) {
+      if (command.kind == CommandKind::kPut) fail(command.peer, name_of(connection), "the peer has closed its end");
+      return true;
+    }
+    if (!connection.has_room()) return false;
+    const uint8_t* payload = command.kind == CommandKind::kPut
+                                 ? window() + layout().send_offset(me, command.ring, command.peer, command.slot)
+                                 : nullptr;
+    connection.add(command, payload);
+    unflushed_.insert(&connection);
+    return true;
+  }
+
+  bool progress() override {
+    bool has_worked = false;
+    for (auto it = unflushed_.begin(); it != unflushed_.end();) {
+      TcpConnection* connection = *it;
+      const SocketState state = connection->flush(&has_worked);
+      if (state == SocketState::kOpen && connection->has_frames()) {
+        watch(*connection, EPOLLIN | EPOLLOUT, EPOLL_CTL_MOD);
+      }
+      it = unflushed_.erase(it);
+      settle(*connection, state);
+    }
+    epoll_event events[kMaxEvents];
+    const int num = epoll_wait(epoll_.get(), events, kMaxEvents, 0);
+    for (int i = 0; i < num; ++i) {
+      auto& connection = *static_cast<TcpConnection*>(events[i].data.ptr);
+      SocketState state = SocketState::kOpen;
+      if ((events[i].events & EPOLLOUT) != 0) {
+        state = connection.flush(&has_worked);
+        if (state == SocketState::kOpen && !connection.has_frames()) watch(connection, EPOLLIN, EPOLL_CTL_MOD);
+      }
+      if (state == SocketState::kOpen) {
+        state = connection.receive([&](const Command& command) { return target_of(connection.peer(), command); },
+                                   &has_worked);
+      }
+      settle(connection, state);
+    }
+    return has_worked;
+  }
+
+  bool is_quiet() const override {
+    for (const auto& of_peer : connections_) {
+      for (const auto& connection : of_peer) {
+        if (connection != nullptr && connection->has_frames() && is_closed_.count(connection.get()) == 0) return false;
+      }
+    }
+    return true;
+  }
+
+  int wait_fd() const override { return epoll_.get(); }
+
+  // A socket that is closed with something unread takes away what it has sent: so each end waits for the other's.
+  void close() override {
+    size_t num_open = 0;
+    for (const auto& of_peer : connections_) {
+      for (const auto& connection : of_peer) {
+        if (connection == nullptr || is_closed_.count(connection.get()) != 0) continue;
+        connection->say_goodbye();
+        ++num_open;
+      }
+    }
+    const auto deadline = Clock::now() + kGoodbye;
+    const size_t num_ended = is_closed_.size() + num_open;
+    while (is_closed_.size() < num_ended && wait_for(epoll_.get(), POLLIN, deadline)) progress();
+  }
+
+ private:
+  static std::string name_of(const TcpConnection& connection) { return "tcp to " + connection.address(); }
+
+  void keep(File socket, int peer, int number) {
+    auto& place = connections_[peer][number];
+    place = std::make_unique<TcpConnection>(socket.release(), peer, options_.timeout_s);
+    watch(*place, EPOLLIN, EPOLL_CTL_ADD);
+  }
+
+  File open_to(int peer, const Endpoint& endpoint, const Hello& hello, Clock::time_point deadline) const {
+    File file(socket(endpoint.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    int status = ::connect(file.get(), endpoint.get(), endpoint.length);
+    if (status != 0 && errno == EINPROGRESS) {
+      if (!wait_for(file.get(), POLLOUT, deadline)) throw LinkError(peer, "tcp: it cannot be reached in time");
+      socklen_t length = sizeof(status);
+      getsockopt(file.get(), SOL_SOCKET, SO_ERROR, &status, &length);
+      errno = status;
+    }
+    if (status != 0) throw LinkError(peer, error_text("tcp: connect"));
+    if (send(file.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+      throw LinkError(peer, error_text("tcp: send"));
+    }
+    return file;
+  }
+
+  // Whoever does not know the secret is dropped.
+  void accept_one(Clock::time_point deadline) {
+    File file(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (file.get() < 0) return;
+    Hello hello{};
+    size_t num_read = 0;
+    while (num_read < sizeof(hello)) {
+      const ssize_t more = recv(file.get(), reinterpret_cast<uint8_t*>(&hello) + num_read, sizeof(hello) - num_read, 0);
+      if (more > 0) {
+        num_read += static_cast<size_t>(more);
+      } else if (more == 0 || (errno != EAGAIN && errno != EINTR) || !wait_for(file.get(), POLLIN, deadline)) {
+        return;
+      }
+    }
+    const bool is_peer = hello.secret == secret_ && hello.domain_idx > static_cast<uint32_t>(layout().domain_idx) &&
+                         hello.domain_idx < static_cast<uint32_t>(layout().num_domains) &&
+                         hello.number < static_cast<uint32_t>(options_.num_connections);
+    if (is_peer && connections_[hello.domain_idx][hello.number] == nullptr) {
+      keep(std::move(file), static_cast<int>(hello.domain_idx), static_cast<int>(hello.number));
+    }
+  }
+
+  int first_missing() const {
+    for (int peer = layout().domain_idx + 1; peer < layout().num_domains; ++peer) {
+      for (const auto& connection : connections_[peer]) {
+        if (connection == nullptr) return peer;
+      }
+    }
+    return -1;
+  }
+
+  void watch(TcpConnection& connection, uint32_t events, int how) {
+    epoll_event event{};
+    event.events = events;
+    event.data.ptr = &connection;
+    (void)epoll_ctl(epoll_.get(), how, connection.socket(), &event);
+  }
+
+  void settle(TcpConnection& connection, SocketState state) {
+    if (state == SocketState::kOpen || !is_closed_.insert(&connection).second) return;
+    watch(connection, 0, EPOLL_CTL_DEL);
+    if (state == SocketState::kLost) {
+      fail(connection.peer(), name_of(connection), connection.error());
+    } else {
+      connection.say_goodbye();  // the peer waits for it
+    }
+  }
+
+  FrameTarget target_of(int peer, const Command& command) const {
+    const int me = layout().domain_idx, ring = command.ring, slot = command.slot;
+    Command received = command;
+    received.peer = peer;
+    if (!fits(layout(), received)) return {nullptr, nullptr};
+    if (command.kind == CommandKind::kCredit) return {nullptr, words() + layout().credit_idx(me, ring, peer, slot)};
+    return {window() + layout().recv_offset(me, ring, peer, slot), words() + layout().flag_idx(me, ring, peer, slot)};
+  }
+
+  const TcpOptions options_;
+  Memory memory_;
+  std::vector<std::vector<std::unique_ptr<TcpConnection>>> connections_;  // by domain and number
+  std::set<TcpConnection*> unflushed_, is_closed_;
+  File listener_, epoll_;
+  uint64_t secret_;
+};
+
+}  // namespace
+
+std::unique_ptr<Link> make_tcp_link(const LinkLayout& layout, const TcpOptions& options) {
+  return std::make_unique<TcpLink>(layout, options);
+}
+
+}  // namespace hybrid_ep

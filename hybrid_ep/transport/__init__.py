@@ -1,0 +1,24 @@
+"""Links between domains: which network carries them, how ranks meet, and what a lost peer or NIC becomes.
+
+The connections and the thread that feeds them are C++ (csrc/transport). Here a transport is chosen, every rank's
+address goes through the process group's store, and what the C++ side reports becomes a `TransportError` that names the
+rank.
+"""
+
+from __future__ import annotations
+
+from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, choose_transport, survey
+from hybrid_ep.transport.domain_link import DomainLink, Ring, open_link
+from hybrid_ep.transport.rendezvous import exchange
+
+__all__ = [
+    "DomainLink",
+    "Ring",
+    "TransportChoice",
+    "TransportState",
+    "agree_on_transport",
+    "choose_transport",
+    "exchange",
+    "open_link",
+    "survey",
+]

@@ -1,0 +1,133 @@
+"""Which transport joins the domains of a group, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybrid_ep import _C, env
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["TransportChoice", "TransportState", "agree_on_transport", "choose_transport", "survey"]
+
+# In the order in which `auto` takes them between hosts.
+_NAMES = ("verbs", "tcp", "loopback")
+
+
+@dataclass(frozen=True)
+class TransportState:
+    """One transport in this process.
+
+    Attributes:
+        name: ``verbs``, ``tcp`` or ``loopback``.
+        is_built: whether it was compiled.
+        obstacle: why it cannot be used here; None where it can.
+        detail: what it would use, for people.
+    """
+
+    name: str
+    is_built: bool
+    obstacle: str | None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """The transport that is used.
+
+    Attributes:
+        name: ``verbs``, ``tcp`` or ``loopback``.
+        reason: why.
+        others: each other transport, and why it is not the one.
+    """
+
+    name: str
+    reason: str
+    others: dict[str, str]
+
+
+def survey() -> tuple[TransportState, ...]:
+    """Looks which transports this process could use. Opens the NICs for a moment, and connects to nobody."""
+    tcp = TransportState("tcp", True, None, "sockets; rings in host memory")
+    loopback = TransportState("loopback", True, None, "copies between ranks of one host")
+    return (_verbs_state(), tcp, loopback)
+
+
+def _verbs_state() -> TransportState:
+    if not _C.has_verbs:
+        return TransportState("verbs", False, "built without the headers of libibverbs (HYBRID_EP_MULTINODE=1)")
+    try:
+        devices = _C.active_verbs_devices()
+    except ConnectionError as error:
+        return TransportState("verbs", True, error.args[1])
+    if not devices:
+        return TransportState("verbs", True, "no RDMA device has an active port")
+    return TransportState("verbs", True, None, ", ".join(devices))
+
+
+def choose_transport(
+    states: Sequence[TransportState] | None = None, *, asked: str | None = None, is_one_host: bool = False
+) -> TransportChoice:
+    """Chooses for one process.
+
+    Args:
+        states: of every transport; None looks at this process.
+        asked: ``auto`` or a name; None = ``HYBRID_EP_TRANSPORT``.
+        is_one_host: whether all ranks are on one host, which makes copies the nearest way.
+
+    Raises:
+        ConfigError: the transport that was asked for cannot be used here.
+    """
+    by_name = {state.name: state for state in (survey() if states is None else states)}
+    asked = env.TRANSPORT.get() if asked is None else asked
+    if asked != "auto":
+        if asked not in by_name:
+            raise ConfigError(f"transport is {asked!r}; allowed: auto, {', '.join(_NAMES)}")
+        if obstacle := by_name[asked].obstacle:
+            usable = [name for name in _NAMES if by_name[name].obstacle is None]
+            raise ConfigError(f"transport is {asked!r}, but {obstacle}; allowed here: auto, {', '.join(usable)}")
+        name, reason = asked, "asked for by name"
+    elif is_one_host:
+        name, reason = "loopback", "all ranks are on one host"
+    else:
+        name = next(name for name in _NAMES if by_name[name].obstacle is None)
+        reason = by_name[name].detail if name == "verbs" else f"verbs cannot be used: {by_name['verbs'].obstacle}"
+    others = {other: _why_not(by_name[other], name, asked) for other in _NAMES if other != name}
+    return TransportChoice(name, reason, others)
+
+
+def _why_not(state: TransportState, chosen: str, asked: str) -> str:
+    if state.obstacle is not None:
+        return state.obstacle
+    if asked != "auto":
+        return f"usable; {chosen} is asked for by name"
+    if state.name == "loopback":
+        return "usable where all ranks are on one host"
+    return f"usable; {chosen} comes first"
+
+
+def agree_on_transport(
+    by_rank: Sequence[Sequence[TransportState]], hosts: Sequence[str], asked: str
+) -> TransportChoice:
+    """Chooses for a group, alike at every rank.
+
+    Args:
+        by_rank: what `survey` says at each rank.
+        hosts: the name of each rank's host.
+        asked: ``auto`` or a name.
+
+    Raises:
+        ConfigError: the transport that was asked for cannot be used at some rank, or not between hosts.
+    """
+    is_one_host = len(set(hosts)) == 1
+    if asked == "loopback" and not is_one_host:
+        raise ConfigError(f"transport is 'loopback', but the ranks are on {len(set(hosts))} hosts; allowed: one host")
+    states = []
+    for columns in zip(*by_rank, strict=True):
+        worst = next(((rank, state) for rank, state in enumerate(columns) if state.obstacle is not None), None)
+        if worst is None:
+            states.append(columns[0])
+        else:
+            rank, state = worst
+            states.append(TransportState(state.name, state.is_built, f"rank {rank}: {state.obstacle}"))
+    return choose_transport(states, asked=asked, is_one_host=is_one_host)

@@ -1,0 +1,206 @@
+"""A rank's link to its peers in the other domains, as the engine holds it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import env
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.errors import ClosedError, TransportError
+from hybrid_ep.topology import probe
+from hybrid_ep.transport.choice import TransportChoice, agree_on_transport, survey
+from hybrid_ep.transport.rendezvous import exchange, refuse
+from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names, proxy_cpus
+
+if TYPE_CHECKING:
+    from hybrid_ep._C import Faults, LinkView, Proxy
+
+__all__ = ["DomainLink", "Ring", "open_link"]
+
+# Of each group, how many links it has had: a name for the next that its ranks agree on.
+_num_links: collections.Counter[str] = collections.Counter()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The slots that chunks of one kind pass through, per peer and direction.
+
+    Attributes:
+        slot_bytes: of a chunk at most; a multiple of 128.
+        num_slots: chunks on their way to a peer at most.
+        slots_per_credit: chunks that the receiver reads before it says so; divides `num_slots`.
+    """
+
+    slot_bytes: int
+    num_slots: int
+    slots_per_credit: int
+
+
+class DomainLink:
+    """Connections to the peers and the proxy thread that feeds them; made by `open_link`.
+
+    Attributes:
+        choice: which transport it is, and why.
+        proxy: the native object; `proxy.view()` is for kernels.
+    """
+
+    def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, keep: Any = None) -> None:
+        self.choice = choice
+        self.proxy = proxy
+        self._grid = grid
+        self._keep = keep  # memory that the transport uses
+        self._is_closed = False
+
+    @property
+    def description(self) -> str:
+        """What carries the link, for people: devices, connections, where the rings are."""
+        return self.proxy.describe
+
+    def view(self) -> LinkView:
+        """Returns what kernels get."""
+        self._require_open()
+        return self.proxy.view()
+
+    def begin_call(self) -> None:
+        """Opens a call: once before the launch of each kernel that gives commands."""
+        self._require_open()
+        self.proxy.begin_call()
+
+    def check(self, where: str) -> None:
+        """Raises what the transport has met.
+
+        Args:
+            where: the call, for the error.
+
+        Raises:
+            TransportError: a peer or a NIC is lost; it names the rank, the device and what the device says.
+        """
+        if (failure := self.proxy.failure) is not None:
+            domain_idx, device, detail = failure
+            peer = None if domain_idx < 0 else self._grid.peers[domain_idx]
+            raise TransportError(where, self._grid.rank, peer, f"{device}: {detail}")
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Completes what is on its way, for so long at most, and ends the connections. May be called again."""
+        self._is_closed = True
+        self.proxy.close(timeout_s)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the link between domains is closed")
+
+
+def open_link(
+    group: dist.ProcessGroup,
+    grid: RankGrid,
+    rings: Sequence[Ring],
+    *,
+    device: torch.device,
+    timeout_s: float,
+    native: Any,
+    asked: str | None = None,
+    map_symmetric: Callable[[int], Sequence[int]] | None = None,
+    faults: Faults | None = None,
+) -> DomainLink:
+    """Connects this rank to its peers. Collective: every rank of the group calls it with the same rings.
+
+    Args:
+        group: the process group.
+        grid: the ranks' domains; two and more.
+        rings: up to 4.
+        device: of the kernels that use the link.
+        timeout_s: how long to wait for ranks here; half of it later, until a silent peer is lost.
+        native: the module whose kernels use the link: ``_cuda``, or ``_C`` without kernels.
+        asked: ``auto`` or a transport; None = ``HYBRID_EP_TRANSPORT``.
+        map_symmetric: allocates so many bytes of GPU memory at every rank and returns where those of `grid.peers` are
+            in this process; loopback on GPUs needs it.
+        faults: what the network does wrong, for tests.
+
+    Raises:
+        ConfigError: the transport that was asked for cannot be used at some rank.
+        TimeoutError: a rank has not come in time.
+        TransportError: a connection could not be made.
+    """
+    asked = env.TRANSPORT.get() if asked is None else asked
+    votes: list[Any] = [None] * grid.num_ranks
+    dist.all_gather_object(votes, (survey(), socket.gethostname()), group)
+    choice = agree_on_transport([states for states, _ in votes], [host for _, host in votes], asked)
+    layout = native.LinkLayout(
+        num_domains=grid.num_domains,
+        domain_idx=grid.domain_idx,
+        rings=[(ring.slot_bytes, ring.num_slots, ring.slots_per_credit) for ring in rings],
+    )
+    where = f"transport {choice.name}"
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"hybrid_ep/{group.group_name}/link {_num_links[group.group_name]}"
+    _num_links[group.group_name] += 1
+    step = "address"
+    try:
+        proxy, keep = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
+        addresses = exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, proxy.address(), timeout_s, where=where)
+        step = "ready"
+        proxy.connect([addresses[peer] for peer in grid.peers], timeout_s)
+        # Nobody sends before all can receive.
+        exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, b"", timeout_s, where=where)
+    except ConnectionError as error:
+        domain_idx, what = error.args
+        with contextlib.suppress(RuntimeError):  # the others then wait until their deadline
+            refuse(store, f"{prefix}/{step}", grid.rank, what)
+        raise TransportError(where, grid.rank, None if domain_idx < 0 else grid.peers[domain_idx], what) from error
+    return DomainLink(choice, proxy, grid, keep)
+
+
+def _make_proxy(
+    name: str,
+    native: Any,
+    layout: Any,
+    device: torch.device,
+    timeout_s: float,
+    map_symmetric: Callable[[int], Sequence[int]] | None,
+    faults: Faults | None,
+) -> tuple[Proxy, Any]:
+    """Returns the proxy, and the tensor that its rings lie in."""
+    on_gpu = device.type == "cuda"
+    topology = probe()
+    gpu_idx = gpu_idx_of(topology, device)
+    options: dict[str, Any] = {
+        "layout": layout,
+        "device": (device.index or 0) if on_gpu else 0,
+        "cpus": proxy_cpus(topology, gpu_idx),
+    }
+    if faults is not None:
+        options["faults"] = faults
+    num_bytes = layout.window_bytes + 8 * layout.num_words
+    if name == "loopback":
+        if on_gpu:
+            assert map_symmetric is not None, "loopback on GPUs needs symmetric memory"
+            windows = list(map_symmetric(num_bytes))
+            options |= {"windows": windows, "words": [window + layout.window_bytes for window in windows]}
+        return native.loopback_proxy(**options), None
+    if name == "tcp":
+        options |= {"host": local_address(), "num_connections": env.TCP_CONNECTIONS.get(), "timeout_s": timeout_s}
+        return native.tcp_proxy(**options), None
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if on_gpu else None
+    if memory is not None:
+        torch.cuda.synchronize(device)
+    proxy = native.verbs_proxy(
+        devices=nic_names(topology, gpu_idx),
+        gid_index=env.GID_INDEX.get(),
+        service_level=env.SERVICE_LEVEL.get(),
+        traffic_class=env.TRAFFIC_CLASS.get(),
+        mtu_bytes=env.RDMA_MTU.get(),
+        num_queue_pairs=env.QUEUE_PAIRS.get(),
+        relaxed_ordering=env.RELAXED_ORDERING.get() == "1",
+        timeout_s=timeout_s,
+        memory=0 if memory is None else memory.data_ptr(),
+        **options,
+    )
+    return proxy, memory

@@ -1,0 +1,93 @@
+"""What a rank's link uses: its NICs, its address, and the CPUs of its proxy thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_ep import _C, env
+from hybrid_ep.topology import Topology, choose_nics
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["gpu_idx_of", "local_address", "nic_names", "proxy_cpus"]
+
+_DOCUMENTATION_HOST = "192.0.2.1"  # RFC 5737: reached by the default route, and by no host
+_LOG = logging.getLogger("hybrid_ep")
+
+
+def gpu_idx_of(topology: Topology, device: torch.device) -> int | None:
+    """Returns which GPU of the node a torch device is; None for the CPU, and where the probe has not seen it."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return next((gpu.gpu_idx for gpu in topology.gpus if gpu.uuid.removeprefix("GPU-") == uuid), None)
+
+
+def nic_names(topology: Topology, gpu_idx: int | None) -> list[str]:
+    """Returns the NICs of a rank: those of its GPU, or all that are active where it has none."""
+    nics = () if gpu_idx is None else choose_nics(topology, gpu_idx)
+    if nics:
+        return [nic.name for nic in nics]
+    named = env.NICS.get()
+    return [part for name in named for part in name.split("+")] if named else _C.active_verbs_devices()
+
+
+def proxy_cpus(topology: Topology, gpu_idx: int | None) -> list[int]:
+    """Returns the CPUs next to a GPU that this process may use; empty: anywhere."""
+    gpu = next((gpu for gpu in topology.gpus if gpu.gpu_idx == gpu_idx), None)
+    if gpu is None or gpu.numa_node < 0:
+        return []
+    file = Path(f"/sys/devices/system/node/node{gpu.numa_node}/cpulist")
+    try:
+        near = _parse_cpus(file.read_text())
+    except (OSError, ValueError) as error:
+        _LOG.debug("CPUs of NUMA node %d: %s", gpu.numa_node, error)
+        return []
+    return sorted(near & os.sched_getaffinity(0))
+
+
+def _parse_cpus(text: str) -> set[int]:
+    """``0-3,8`` → {0, 1, 2, 3, 8}."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def local_address() -> str:
+    """Returns the numeric address at which the other hosts reach this one.
+
+    ``HYBRID_EP_TCP_ADDRESS``, else the address of the way to rank 0's host; where that leads through the loopback
+    interface although rank 0's host has a name, the address of the default route.
+    """
+    if named := env.TCP_ADDRESS.get():
+        return named
+    master = env.MASTER_ADDR.get()
+    address = _source_address(master)
+    if address is None or (_is_loopback(address) and not _is_loopback(master)):
+        address = _source_address(_DOCUMENTATION_HOST)
+    return address or "127.0.0.1"
+
+
+def _source_address(host: str) -> str | None:
+    """The address that packets to a host would have; sends none."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as datagrams:
+            datagrams.connect(target)
+            return str(datagrams.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

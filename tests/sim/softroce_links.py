@@ -1,0 +1,170 @@
+"""Runs inside the Soft-RoCE machine: the `verbs` transport between its NICs, whole and with a port taken down.
+
+One process holds all ends, because starting Python is what takes long in an emulated machine. Prints a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hybrid_ep import _C
+
+CHUNK_BYTES = 16 * 14464  # 16 records of a BF16 row of 7168, top-8 and what goes with it
+RINGS = [(CHUNK_BYTES, 8, 2), (256, 4, 1)]
+SMALL_RINGS = [(4096, 4, 2), (256, 4, 1)]  # Soft-RoCE loses packets, and connections, where many ends send much
+
+
+class Ends:
+    """Ranks of as many domains, each on a NIC of its own."""
+
+    def __init__(self, num: int, rings: list[tuple[int, int, int]] = RINGS, **options: Any) -> None:
+        self.rings = rings
+        self.proxies: list[_C.Proxy] = []
+        for i in range(num):
+            layout = _C.LinkLayout(num_domains=num, domain_idx=i, rings=rings)
+            self.proxies.append(_C.verbs_proxy(layout=layout, devices=[f"rxe{i}"], num_fifos=2, **options))
+        addresses = [proxy.address() for proxy in self.proxies]
+        for proxy in self.proxies:
+            proxy.connect(addresses, 10.0)
+        self.writers = [_C.HostWriter(proxy, 0) for proxy in self.proxies]
+        self.epoch = 0
+
+    def run(
+        self, num_chunks: int, *, ring: int = 0, verifies: bool = True, one_way: bool = False, limit_s: float = 60
+    ) -> list[Any]:
+        """Chunks between all of them, or from the first end alone; returns seconds, chunks sent, received and wrong."""
+        self.epoch += 1
+
+        def run(i: int) -> Any:
+            self.proxies[i].begin_call()
+            figures = self.writers[i].run_chunks(
+                self.proxies[i],
+                ring=ring,
+                num_out=num_chunks if not one_way or i == 0 else 0,
+                num_in=num_chunks if not one_way or i > 0 else 0,
+                num_bytes=self.rings[ring][0],
+                epoch=self.epoch,
+                verifies=verifies,
+                timeout_s=limit_s,
+            )
+            self.writers[i].end_call()
+            return figures
+
+        return together(run, len(self.proxies))
+
+    def failures(self) -> list[Any]:
+        return [proxy.failure for proxy in self.proxies]
+
+    def close(self) -> list[bool]:
+        return together(lambda i: self.proxies[i].close(5.0), len(self.proxies))
+
+
+def together(function: Callable[[int], Any], num: int) -> list[Any]:
+    """Runs it in as many threads and returns the results."""
+    results: list[Any] = [None] * num
+
+    def run(i: int) -> None:
+        results[i] = function(i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def whole(num: int, **options: Any) -> dict[str, Any]:
+    """Every chunk arrives, and the ends close in order."""
+    ends = Ends(num, **options)
+    figures = [ends.run(12), ends.run(9, ring=1)]
+    described = ends.proxies[0].describe
+    return {"figures": figures, "describe": described, "failures": ends.failures(), "closed": ends.close()}
+
+
+def port_down(timeout_s: float) -> dict[str, Any]:
+    """A port goes down in the middle of a run; how long it takes until an end says so, and what it says."""
+    ends = Ends(2, timeout_s=timeout_s)
+    before = ends.run(4)
+    cut = threading.Timer(0.5, lambda: subprocess.run(["ip", "link", "set", "nic1", "down"], check=True))
+    cut.start()
+    begun = time.monotonic()
+    figures = ends.run(100_000, verifies=False, limit_s=3 * timeout_s)
+    seconds = time.monotonic() - begun - 0.5
+    cut.join()
+    failures = ends.failures()
+    ends.close()
+    subprocess.run(["ip", "link", "set", "nic1", "up"], check=True)
+    return {"before": before, "figures": figures, "seconds": seconds, "failures": failures}
+
+
+def refusals() -> dict[str, str]:
+    """What cannot be opened, and how that is told."""
+    layout = _C.LinkLayout(num_domains=2, domain_idx=0, rings=RINGS)
+    said = {}
+    for name, options in {
+        "device": {"devices": ["rxe9"]},
+        "gid": {"devices": ["rxe0"], "gid_index": 200},
+        "port": {"devices": ["rxe0"], "port": 3},
+    }.items():
+        try:
+            _C.verbs_proxy(layout=layout, **options)  # type: ignore[arg-type]
+        except ConnectionError as error:
+            said[name] = error.args[1]
+    return said
+
+
+def speed() -> dict[str, Any]:
+    """A link beside ib_write_bw with messages of a chunk."""
+    ends = Ends(2, num_queue_pairs=1)
+    ends.run(4, verifies=False)
+    num = 60
+    seconds = max(figures[0] for figures in ends.run(num, verifies=False, one_way=True))
+    ends.proxies[0].begin_call()
+    post_ns = ends.writers[0].median_post_ns(1, 200)
+    ends.writers[0].end_call()
+    ends.close()
+    command = f"ib_write_bw -x 1 -s {CHUNK_BYTES} -n {num} -F -m 4096".split()
+    server = subprocess.Popen([*command, "-d", "rxe1"], stdout=subprocess.DEVNULL)
+    time.sleep(2)
+    client = subprocess.run(
+        [*command, "-d", "rxe0", "10.77.0.2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    server.wait(10)
+    line = next((line for line in client.stdout.splitlines() if line.split()[:1] == [str(CHUNK_BYTES)]), "")
+    return {
+        "link_mb_s": num * CHUNK_BYTES / seconds / 1e6,
+        "perftest_mib_s": float(line.split()[3]) if line else None,
+        "perftest": client.stdout[-300:] + client.stderr[-300:] if not line else "",
+        "post_ns": post_ns,
+    }
+
+
+STEPS: dict[str, Callable[[], Any]] = {
+    "devices": _C.active_verbs_devices,
+    "two": lambda: whole(2),
+    "two-pairs": lambda: whole(2, num_queue_pairs=4, relaxed_ordering=False, mtu_bytes=1024),
+    "four": lambda: whole(4, rings=SMALL_RINGS),
+    "unordered": lambda: whole(2, unordered=True),
+    "refusals": refusals,
+    "port-down": lambda: port_down(8.0),
+    "speed": speed,
+}
+
+if __name__ == "__main__":
+    results = {}
+    for name in sys.argv[1:] or STEPS:
+        begun = time.monotonic()
+        results[name] = STEPS[name]()
+        print(f"{name}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+    print(json.dumps(results))
