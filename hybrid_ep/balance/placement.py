@@ -273,7 +273,6 @@ class DevicePlacement:
             dtypes=(torch.int64,),
             shape=(None, None),
             device=self.replicas.device,
-            contiguous=False,
         )
         require_expert_indices(topk_idx, num_experts)
         expert = topk_idx.clamp_min(0)

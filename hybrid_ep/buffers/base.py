@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
-from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, packed, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.core.streams import CommStream
@@ -170,7 +170,7 @@ def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
 
 
 def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.device | None) -> Rows:
-    """Checks token rows and returns them with row-major scales.
+    """Checks token rows, of any strides, and returns them in the engine's form.
 
     Args:
         name: of the argument, for messages.
@@ -183,7 +183,7 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.
     """
     if scales is None:
         require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, None), device=device)
-        return Rows(data)
+        return as_rows(data, None)
     require_tensor(name, data, dtypes=_FP8_DTYPES, shape=(None, None), device=device)
     num_tokens, size = data.shape
     require(size % CHANNELS_PER_SCALE == 0, f"hidden of {name}", size, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
@@ -196,11 +196,10 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.
         dtypes=(torch.float32, torch.int32),
         shape=(num_tokens, num_scales),
         device=data.device,
-        contiguous=False,
     )
     return as_rows(data, scales)
 
 
 def as_rows(data: Tensor, scales: Tensor | None) -> Rows:
-    """Checked rows in the engine's form: with row-major scales."""
-    return Rows(data, None if scales is None else scales.contiguous())
+    """Checked rows in the engine's form: row-major, without gaps."""
+    return Rows(data.contiguous(), packed(scales))

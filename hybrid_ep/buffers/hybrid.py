@@ -18,7 +18,7 @@ from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
 from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
@@ -280,7 +280,9 @@ class HybridEPBuffer(BaseBuffer):
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
             picked = probs.gather(1, handle.recv_topk_idx.clamp_min(0))
             weights = torch.where(handle.recv_topk_idx >= 0, picked, 0.0)
-        combined = engine.combine(hidden, handle.dispatch, weights=weights, bias=(), num_sms=self._num_sms_combine)
+        combined = engine.combine(
+            hidden.contiguous(), handle.dispatch, weights=weights, bias=(), num_sms=self._num_sms_combine
+        )
         return combined.data, self._to_experts(combined.weights, handle.topk_idx, handle.dispatch.num_experts)
 
     @plain_tensors
@@ -453,9 +455,9 @@ class HybridEPBuffer(BaseBuffer):
         if probs is not None:
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=(num_permuted,), device=hidden.device)
         combined = engine.combine_permuted(
-            hidden,
+            hidden.contiguous(),
             permute,
-            probs=probs,
+            probs=packed(probs),
             num_sms=self._num_sms_combine,
             num_expert_sms=self._num_sms_unpermute,
         )
@@ -482,7 +484,8 @@ class HybridEPBuffer(BaseBuffer):
         if given in self._passed:
             assert topk_idx is not None
             data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
-            return as_rows(data, scaling_factor), as_bytes, Routing(topk_idx, topk_weights, num_experts)
+            routing = Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+            return as_rows(data, scaling_factor), as_bytes, routing
         rows, as_bytes = self._rows(hidden, scaling_factor)
         routing = self._routing(rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync)
         if topk_idx is not None and topk_idx.is_cuda:
@@ -528,7 +531,7 @@ class HybridEPBuffer(BaseBuffer):
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
-        return Routing(topk_idx, topk_weights, num_experts)
+        return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
 
     def _check_handle(self, handle: DispatchHandle, rows: Rows) -> None:
         self._check_geometry(handle.grid)
@@ -572,7 +575,7 @@ class HybridEPBuffer(BaseBuffer):
         if topk_weights is not None:
             shape = known_idx.shape
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
-        return topk_weights
+        return packed(topk_weights)
 
     @staticmethod
     def _to_experts(weights: Tensor | None, topk_idx: Tensor, num_experts: int) -> Tensor | None:

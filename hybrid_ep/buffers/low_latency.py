@@ -125,8 +125,8 @@ class LowLatencyCalls(BaseBuffer):
 
         with self._comm_stream.scope(None, async_finish):
             rows, counts, handle, finish = self.engine.low_latency_dispatch(
-                x,
-                topk_idx,
+                x.contiguous(),
+                topk_idx.contiguous(),
                 num_max_tokens_per_rank=max_tokens,
                 num_experts=num_experts,
                 fp8=fp8,
@@ -216,9 +216,9 @@ class LowLatencyCalls(BaseBuffer):
 
         with self._comm_stream.scope(None, async_finish):
             finish = self.engine.low_latency_combine(
-                x,
-                topk_idx,
-                topk_weights,
+                x.contiguous(),
+                topk_idx.contiguous(),
+                topk_weights.contiguous(),
                 handle,
                 out=out,
                 min_tokens_to_sum=NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
@@ -284,7 +284,7 @@ class LowLatencyCalls(BaseBuffer):
             TimeoutError: a rank was lost in a call on another stream; masked as in `low_latency_dispatch`.
         """
         self._require_shrink()
-        require_tensor("mask_status", mask_status, dtypes=(torch.int32,), shape=(self.group_size,))
+        require_tensor("mask_status", mask_status, dtypes=(torch.int32,), shape=(self.group_size,), contiguous=True)
 
         def query() -> None:
             mask_status.copy_(self.engine.masked())
@@ -352,7 +352,9 @@ class LowLatencyCalls(BaseBuffer):
         num_tokens = topk_idx.shape[0]
         require(num_tokens <= most, "rows of topk_idx", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {most}")
         if out is not None:
-            require_tensor("out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
+            require_tensor(
+                "out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device, contiguous=True
+            )
 
     @staticmethod
     def _check_return(async_finish: bool, return_recv_hook: bool) -> None:
@@ -376,7 +378,7 @@ class LowLatencyCalls(BaseBuffer):
     @staticmethod
     def _check_stats(stats: Tensor | None, name: str, dtype: torch.dtype, size: int, device: torch.device) -> None:
         if stats is not None:
-            require_tensor(name, stats, dtypes=(dtype,), shape=(size,), device=device)
+            require_tensor(name, stats, dtypes=(dtype,), shape=(size,), device=device, contiguous=True)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_ep.buffers.base import as_rows, check_rows
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, MAX_TOPK, Passed, require, require_int, require_tensor, traits
+from hybrid_ep.core.checks import MAX_BYTES, MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, map_to_indices, widest_token
@@ -214,7 +214,7 @@ class Buffer(LowLatencyCalls):
         self._num_local_experts(num_experts)
         self._check_topk(topk_idx, None, num_experts, device=None)
         with self._comm_stream.scope(previous_event, async_finish):
-            layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
+            layout = compute_layout(topk_idx.contiguous(), num_experts, self.group_size, self.grid.num_ranks_per_domain)
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
         per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
         return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
@@ -360,7 +360,13 @@ class Buffer(LowLatencyCalls):
         for term in biases:
             require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, x.shape[1]), device=x.device)
         with self._comm_stream.scope(previous_event, async_finish):
-            combined = engine.combine(x, handle, weights=topk_weights, bias=biases, num_sms=num_sms)
+            combined = engine.combine(
+                x.contiguous(),
+                handle,
+                weights=packed(topk_weights),
+                bias=tuple(term.contiguous() for term in biases),
+                num_sms=num_sms,
+            )
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
@@ -384,7 +390,8 @@ class Buffer(LowLatencyCalls):
         if given in self._passed:
             assert topk_idx is not None
             assert num_tokens_per_expert is not None
-            return as_rows(data, scales), Routing(topk_idx, topk_weights, num_tokens_per_expert.shape[0])
+            num_experts = num_tokens_per_expert.shape[0]
+            return as_rows(data, scales), Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
         rows = check_rows("x", data, scales, device=self.engine.device)
         routing = self._routing(rows, topk_idx, topk_weights, *layout)
         if topk_idx is not None and topk_idx.is_cuda:
@@ -425,10 +432,10 @@ class Buffer(LowLatencyCalls):
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
         if topk_idx.is_cpu:
-            layout = compute_layout(topk_idx, num_experts, self.group_size, self.grid.num_ranks_per_domain)
+            layout = compute_layout(topk_idx.contiguous(), num_experts, self.group_size, self.grid.num_ranks_per_domain)
             same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
             require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
-        return Routing(topk_idx, topk_weights, num_experts)
+        return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_INT",
     "MAX_TOPK",
     "Passed",
+    "packed",
     "require",
     "require_expert_indices",
     "require_int",
@@ -53,9 +54,12 @@ def require_tensor(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | None],
     device: torch.device | None = None,
-    contiguous: bool = True,
+    contiguous: bool = False,
 ) -> Tensor:
-    """Returns `tensor` if its dtype is one of `dtypes` and its shape fits (None = any size)."""
+    """Returns `tensor` if its dtype is one of `dtypes` and its shape fits (None = any size).
+
+    Only what a call writes to must be `contiguous`; what it reads may have any strides, and is copied by `packed`.
+    """
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} is {type(tensor).__name__}; allowed: a torch.Tensor")
     # Calls are checked on every step of a training loop, so messages are only made where one is needed.
@@ -69,6 +73,11 @@ def require_tensor(
     if contiguous and not tensor.is_contiguous():
         require(False, f"{name}.stride()", tensor.stride(), "a contiguous (row-major) tensor")
     return tensor
+
+
+def packed(tensor: Tensor | None) -> Tensor | None:
+    """The tensor in rows without gaps, as engines read it; copied on the current stream where it is not."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def traits(*tensors: object) -> tuple[object, ...]:

@@ -73,7 +73,7 @@ class _Dispatch(torch.autograd.Function):
         (recv_idx,) = ctx.saved_tensors
         # A weight that is reported as 0 because its expert lives elsewhere does not depend on its source.
         grad_weights = torch.where(recv_idx >= 0, grad_weights, 0.0)
-        x, weights, _ = ctx.buffer.combine(grad_x.contiguous(), ctx.handle, topk_weights=grad_weights)
+        x, weights, _ = ctx.buffer.combine(grad_x, ctx.handle, topk_weights=grad_weights)
         return None, None, x, None, weights
 
 
@@ -86,7 +86,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        received, *_ = ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.handle)
+        received, *_ = ctx.buffer.dispatch(grads[0], handle=ctx.handle)
         return None, None, received
 
 

@@ -67,10 +67,6 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         lambda b: b.dispatch(X.float(), **layout_of(b), topk_idx=TOPK),
         "x.dtype is torch.float32; allowed: torch.bfloat16",
     ),
-    "dispatch: not contiguous": (
-        lambda b: b.dispatch(torch.ones(H, T, dtype=BF16).t(), **layout_of(b), topk_idx=TOPK),
-        r"x.stride\(\)",
-    ),
     "dispatch: no layout": (lambda b: b.dispatch(X, topk_idx=TOPK), "num_tokens_per_rank, .* not all given"),
     "dispatch: rows of topk": (
         lambda b: b.dispatch(X[:4], **(layout_of(b, TOPK[:4])), topk_idx=TOPK),
