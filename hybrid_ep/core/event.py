@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
+
+from hybrid_ep.errors import ConfigError
 
 __all__ = ["EventHandle", "EventOverlap"]
 
@@ -28,7 +32,7 @@ class EventOverlap:
     """An `EventHandle` and the tensors that must live until it has passed.
 
     Used as a context manager, the block runs first and the current stream waits for the event at its end, so that what
-    the block launches overlaps with the communication.
+    the block launches overlaps with the communication. ``with event(release_handle=True):`` lets go of the event there.
 
     Args:
         event: the point to wait for; None = nothing to wait for.
@@ -38,13 +42,50 @@ class EventOverlap:
     def __init__(
         self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor | None, ...] | None = None
     ) -> None:
+        for name, value, kind in (("event", event, EventHandle), ("extra_tensors", extra_tensors, tuple)):
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name} is {type(value).__name__}; allowed: {kind.__name__} or None")
         self.event = event
         self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Makes the current stream wait for the event; the host goes on."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Makes the current stream wait for the event; the host goes on.
+
+        Args:
+            release_handle: let go of the event and of the tensors afterwards.
+
+        Returns:
+            What the hook of `register_hook_after_wait` returns; None without one.
+        """
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        result = None if hook is None else hook()
+        if release_handle:
+            self.event = self.extra_tensors = None
+        return result
+
+    def wait(self) -> Any:
+        """The same as `current_stream_wait()`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """Calls `hook` once, after the next wait.
+
+        Raises:
+            ConfigError: a hook is registered already, or it cannot be called.
+        """
+        if not callable(hook):
+            raise ConfigError(f"hook is {type(hook).__name__}; allowed: a function without arguments")
+        if self._hook is not None:
+            raise ConfigError("a hook is registered already; allowed: one for each wait")
+        self._hook = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -52,4 +93,5 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.current_stream_wait()
+        releases, self._releases = self._releases, False
+        self.current_stream_wait(release_handle=releases)

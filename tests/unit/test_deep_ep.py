@@ -28,6 +28,14 @@ def test_its_names_are_ours(deep_ep: ModuleType) -> None:
         assert getattr(deep_ep, name) is getattr(hybrid_ep, name)
 
 
+@pytest.mark.parametrize("module", ["buffer", "utils", "utils.event", "hybrid_ep_buffer"])
+def test_its_modules_have_our_names(deep_ep: ModuleType, module: str) -> None:
+    found = importlib.import_module(f"{deep_ep.__name__}.{module}")
+    home = importlib.import_module("hybrid_ep.core.layout")
+    for name in found.__all__:
+        assert getattr(found, name) is getattr(hybrid_ep, name, getattr(home, name, None))
+
+
 @pytest.mark.parametrize("name", ["ElasticBuffer", "EPHandle"])
 def test_classes_of_the_second_version_are_known_to_be_missing(deep_ep: ModuleType, name: str) -> None:
     """Callers look for them with `hasattr`, or import them where an ImportError leads to another way."""

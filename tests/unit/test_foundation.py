@@ -172,3 +172,25 @@ assert Buffer is hybrid_ep.Buffer
 def test_nn_and_quantize_are_reachable_without_an_import() -> None:
     script = "import hybrid_ep; hybrid_ep.nn.MoELayer, hybrid_ep.quantize.cast_to_fp8"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_hook_runs_once_after_the_wait_and_gives_the_result() -> None:
+    event = EventOverlap(hybrid_ep.EventHandle(), (torch.zeros(1),))
+    event.register_hook_after_wait(lambda: "epilogue")
+    with pytest.raises(ConfigError, match="a hook is registered already"):
+        event.register_hook_after_wait(lambda: None)
+    assert event.wait() == "epilogue"
+    assert event.wait() is None
+    with event():
+        pass
+    assert event.event is not None
+    with event(release_handle=True):
+        assert event.event is not None
+    assert event.event is None
+    assert event.extra_tensors is None
+
+
+@pytest.mark.parametrize("given", [{"event": "x"}, {"extra_tensors": [torch.zeros(1)]}])
+def test_an_event_of_another_kind_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"allowed: .* or None"):
+        EventOverlap(**given)  # type: ignore[arg-type]

@@ -118,7 +118,9 @@ SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
     (Config.get_nvl_buffer_size_hint, of("self hidden_bytes num_ranks")),
     (Config.get_rdma_buffer_size_hint, of("self hidden_bytes num_ranks")),
     (EventOverlap.__init__, of("self event extra_tensors", event=NONE, extra_tensors=NONE)),
-    (EventOverlap.current_stream_wait, of("self")),
+    (EventOverlap.current_stream_wait, of("self release_handle", release_handle=False)),
+    (EventOverlap.wait, of("self")),
+    (EventOverlap.__call__, of("self release_handle", release_handle=False)),
     (
         HybridEPBuffer.__init__,
         of("self group hidden_dim max_num_of_tokens_per_rank num_local_experts")

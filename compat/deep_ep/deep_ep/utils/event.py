@@ -1,0 +1,5 @@
+"""The names that callers import from `deep_ep.utils.event`."""
+
+from hybrid_ep import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap"]
