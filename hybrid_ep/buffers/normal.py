@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.buffers.base import as_rows, check_rows
+from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
@@ -41,7 +42,7 @@ DispatchResult = tuple[
 ]
 
 
-class Buffer(LowLatencyCalls):
+class Buffer(LoadBalanceCalls, LowLatencyCalls):
     """Dispatch and combine for training, prefill and (with `low_latency_mode`) decoding.
 
     A call runs on the current stream or, with `previous_event` or `async_finish`, on the communication stream; a hook

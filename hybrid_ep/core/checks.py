@@ -115,12 +115,12 @@ def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:
     return True
 
 
-def require_expert_indices(topk_idx: Tensor, num_experts: int) -> None:
+def require_expert_indices(topk_idx: Tensor, num_experts: int, name: str = "topk_idx") -> None:
     """Checks that every index is −1 or an expert. On a GPU this would cost a host sync, so kernels check there."""
     if not topk_idx.is_cpu or topk_idx.numel() == 0:
         return
     low, high = (int(v) for v in topk_idx.aminmax())
-    require(low >= -1 and high < num_experts, "topk_idx", low if low < -1 else high, f"−1 … {num_experts - 1}")
+    require(low >= -1 and high < num_experts, name, low if low < -1 else high, f"−1 … {num_experts - 1}")
 
 
 def unsupported(**arguments: object) -> None:

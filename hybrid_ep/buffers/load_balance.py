@@ -1,0 +1,271 @@
+"""Weights of experts to the ranks that hold replicas, and gradients home: DeepEP's `lb_prefetch_weights` and
+`lb_reduce_grads`.
+
+Weights and gradients travel as rows of a dispatch, bit for bit: a row is a piece of one expert's tensor, read as bf16,
+and goes to the ranks that hold a replica. So they take the path of tokens, on every engine, with its errors and its
+timeouts; only sums are made here.
+
+    weights   experts[LE, …] ─ rows ─► dispatch to the ranks of the replicas ─► spare[B, …]
+    gradients spare[B, …] ─ rows ─► dispatch to the home ranks ─► added in fp32: the own rank's first, then by rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.config import Config
+from hybrid_ep.core.event import EventHandle, EventOverlap
+from hybrid_ep.core.layout import map_to_indices
+
+if TYPE_CHECKING:
+    from hybrid_ep.buffers.normal import Buffer
+
+__all__ = ["LoadBalanceCalls", "add_gradients", "copy_weights", "gather_counts"]
+
+_ROW_ELEMENTS = 4096  # bf16; a row is at most so long
+_ROW_MULTIPLE = 8  # 16 bytes
+
+
+class LoadBalanceCalls(BaseBuffer):
+    """The calls; a part of `Buffer`."""
+
+    def lb_prefetch_weights(
+        self,
+        redundant_expert_weights: Tensor | Sequence[Tensor],
+        expert_weights: Tensor | Sequence[Tensor],
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: EventOverlap | None = None,
+    ) -> EventOverlap:
+        """Fills spare slots with the weights of their experts. Collective over the buffer's group.
+
+        Args:
+            redundant_expert_weights: ``[B, *shape]`` of any dtype, or several; written where the mapping names an
+                expert.
+            expert_weights: ``[LE, *shape]`` of the same dtypes: those of this rank's experts.
+            redundancy_mapping: ``[ranks of the domain, B]`` int32 or int64, the same on all ranks of the domain: the
+                expert in each spare slot, counted within the domain, −1 where it is empty.
+            num_sms: SMs to use; 0 = the engine's choice.
+            previous_event: the current stream waits for it first.
+
+        Returns:
+            An event on the current stream, behind the copies.
+
+        Raises:
+            ConfigError: an argument does not fit.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        spare = _tensors("redundant_expert_weights", redundant_expert_weights)
+        experts = _tensors("expert_weights", expert_weights)
+        self._move(copy_weights, spare, experts, redundancy_mapping, num_sms, previous_event)
+        return EventOverlap(EventHandle())
+
+    def lb_reduce_grads(
+        self,
+        redundant_expert_grads: Tensor | Sequence[Tensor],
+        expert_grads: Tensor | Sequence[Tensor],
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: EventOverlap | None = None,
+    ) -> EventOverlap:
+        """Adds the gradients of replicas to those of their experts, in fp32. Collective over the buffer's group.
+
+        The order of additions is fixed: the home rank's own replicas, then those of the other ranks in ascending
+        order. The host waits for how many replicas there are.
+
+        Args:
+            redundant_expert_grads: ``[B, *shape]`` float32, or several.
+            expert_grads: ``[LE, *shape]`` float32, added to.
+            redundancy_mapping: as in `lb_prefetch_weights`.
+            num_sms: SMs to use; 0 = the engine's choice.
+            previous_event: the current stream waits for it first.
+
+        Returns:
+            An event on the current stream, behind the sums.
+
+        Raises:
+            ConfigError: an argument does not fit.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        spare = _tensors("redundant_expert_grads", redundant_expert_grads)
+        homes = _tensors("expert_grads", expert_grads)
+        self._move(add_gradients, spare, homes, redundancy_mapping, num_sms, previous_event)
+        return EventOverlap(EventHandle())
+
+    def lb_get_theoretical_num_sms(self) -> int:
+        """Returns how many SMs the two calls need to keep the wire busy: those of a dispatch."""
+        return cast("Buffer", self).num_sms
+
+    def _move(
+        self,
+        move: Callable[..., None],
+        spare: list[Tensor],
+        homes: list[Tensor],
+        mapping: Tensor,
+        num_sms: int,
+        previous_event: EventOverlap | None,
+    ) -> None:
+        """Checks what both calls share, and moves one pair of tensors after another."""
+        require(len(spare) == len(homes), "tensors of spare slots", len(spare), f"{len(homes)}, as of the experts")
+        shape = (self.grid.num_ranks_per_domain, spare[0].shape[0] if spare else None)
+        require_tensor("redundancy_mapping", mapping, dtypes=(torch.int32, torch.int64), shape=shape)
+        num_experts = self.grid.num_ranks_per_domain * (homes[0].shape[0] if homes else 0)
+        require_expert_indices(mapping, num_experts, name="redundancy_mapping")
+        require_int("num_sms", num_sms, minimum=0)
+        if previous_event is not None:
+            previous_event.current_stream_wait()
+        config = Config(num_sms) if num_sms else None
+        for ours, theirs in zip(spare, homes, strict=True):
+            _require_alike(ours, theirs, (spare[0].shape[0], homes[0].shape[0]))
+            move(cast("Buffer", self), ours, theirs, mapping.long(), self.grid.domain.start, config)
+
+
+def copy_weights(
+    buffer: Buffer, spare: Tensor, experts: Tensor, mapping: Tensor, first_rank: int, config: Config | None = None
+) -> None:
+    """Fills ``spare[B, *shape]`` from the ``experts[LE, *shape]`` of other ranks. Collective over the buffer's group.
+
+    Args:
+        buffer: moves the rows.
+        spare: contiguous, written where the mapping names an expert.
+        experts: contiguous.
+        mapping: ``[ranks, B]`` int64, the same on these ranks: experts, counted from those of `first_rank`, or −1.
+        first_rank: that it begins with.
+        config: SMs to use.
+    """
+    num_slots, num_local = spare.shape[0], experts.shape[0]
+    if num_slots == 0:
+        return
+    mapping = mapping.to(experts.device)
+    rows, num_pieces = _as_rows(experts)
+    # [LE, R]: which ranks hold a replica of each of this rank's experts.
+    local = mapping - (buffer.rank - first_rank) * num_local
+    wanted = (local.unsqueeze(0) == torch.arange(num_local, device=mapping.device).view(-1, 1, 1)).any(2)
+    ranks = torch.zeros(num_local, buffer.group_size, dtype=torch.bool, device=rows.device)
+    ranks[:, first_rank : first_rank + mapping.shape[0]] = wanted
+    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, config)
+    # Rows come by rank and expert: slots of one expert share them.
+    mine = mapping[buffer.rank - first_rank]
+    is_first = (mine.unsqueeze(1) == mine).tril(-1).logical_not().all(1)
+    place = ((mine < mine.unsqueeze(1)) & is_first & (mine >= 0)).sum(1)
+    found = _as_tensors(arrived, (num_slots, *spare.shape[1:]), spare.dtype)[place]
+    is_used = (mine >= 0).view(-1, *[1] * (spare.dim() - 1))
+    spare.copy_(torch.where(is_used, found, spare))
+
+
+def add_gradients(
+    buffer: Buffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, config: Config | None = None
+) -> None:
+    """Adds float32 ``spare[B, *shape]`` of all ranks to ``homes[LE, *shape]``; arguments as of `copy_weights`."""
+    require(homes.dtype == torch.float32, "dtype of gradients", homes.dtype, "torch.float32")
+    num_local = homes.shape[0]
+    if spare.shape[0] == 0:
+        return
+    rows, num_pieces = _as_rows(spare)
+    mine = mapping[buffer.rank - first_rank].to(rows.device)
+    home = torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1)
+    ranks = home.unsqueeze(1) == torch.arange(buffer.group_size, device=rows.device)
+    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), None, config)
+    local = (mapping - (buffer.rank - first_rank) * num_local).tolist()
+    source = [
+        (rank + first_rank != buffer.rank, expert)
+        for rank, slots in enumerate(local)
+        for expert in slots
+        if 0 <= expert < num_local
+    ]
+    found = _as_tensors(arrived, (len(source), *homes.shape[1:]), homes.dtype)
+    for i in sorted(range(len(source)), key=lambda i: source[i][0]):
+        homes[source[i][1]] += found[i]
+
+
+def gather_counts(buffer: Buffer, counts: Tensor) -> Tensor:
+    """``[n]`` int64 of each rank → ``[R, n]`` int64 of all, on every rank. Collective."""
+    num_counts = counts.shape[0]
+    rows, num_pieces = _as_rows(counts.unsqueeze(0))
+    everyone = torch.ones(num_pieces, buffer.group_size, dtype=torch.bool, device=rows.device)
+    arrived = _send(buffer, rows, everyone, buffer.group_size * num_pieces, None)
+    return _as_tensors(arrived, (buffer.group_size, num_counts), torch.int64)
+
+
+def _send(buffer: Buffer, rows: Tensor, ranks: Tensor, bound: int | None, config: Config | None) -> Tensor:
+    """Sends each of ``[T, W]`` rows to the ranks that ``[T, R]`` names.
+
+    Returns what arrived, by source rank, then row; with `bound`, so many rows, of which the last may be of no use.
+    """
+    num_ranks = buffer.group_size
+    result = None
+    # A row goes to at most so many ranks in one dispatch.
+    for first in range(0, num_ranks, MAX_TOPK):
+        some = torch.zeros_like(ranks)
+        some[:, first : first + MAX_TOPK] = ranks[:, first : first + MAX_TOPK]
+        indices, _ = map_to_indices(some, None)
+        layout = buffer.get_dispatch_layout(indices, num_ranks)
+        received, *_ = buffer.dispatch(
+            rows,
+            num_tokens_per_rank=layout[0],
+            num_tokens_per_rdma_rank=layout[1],
+            is_token_in_rank=layout[3],
+            num_tokens_per_expert=layout[2],
+            topk_idx=indices,
+            num_worst_tokens=bound or 0,
+            config=config,
+        )
+        if first <= buffer.rank < first + MAX_TOPK:
+            result = received
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _as_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """``[n, *shape]`` of any dtype → bf16 rows of the same bits, and how many there are of each of n."""
+    flat = tensor.detach().contiguous().view(tensor.shape[0], -1).view(torch.uint8)
+    num_bytes = flat.shape[1]
+    width = _row_bytes(num_bytes)
+    num_pieces = -(-num_bytes // width)
+    if num_pieces * width != num_bytes:
+        flat = torch.nn.functional.pad(flat, (0, num_pieces * width - num_bytes))
+    return flat.view(tensor.shape[0] * num_pieces, width).view(torch.bfloat16), num_pieces
+
+
+def _as_tensors(rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The reverse of `_as_rows`."""
+    num_elements = 1
+    for size in shape[1:]:
+        num_elements *= size
+    num_bytes = num_elements * dtype.itemsize
+    width = _row_bytes(num_bytes)
+    num_pieces = -(-num_bytes // width)
+    flat = rows[: shape[0] * num_pieces].contiguous().view(torch.uint8).view(shape[0], num_pieces * width)
+    return flat[:, :num_bytes].contiguous().view(dtype).view(shape)
+
+
+def _row_bytes(num_bytes: int) -> int:
+    """Bytes of a row: the most that divide an expert's bytes, so that nothing need be copied, or else a full row."""
+    least, most = 2 * _ROW_MULTIPLE, 2 * _ROW_ELEMENTS
+    for num_pieces in range(max(1, -(-num_bytes // most)), -(-4 * num_bytes // most) + 1):
+        if num_bytes % (num_pieces * least) == 0:
+            return num_bytes // num_pieces
+    return min(most, -(-num_bytes // least) * least)
+
+
+def _tensors(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    tensors = [given] if isinstance(given, Tensor) else list(given)
+    for tensor in tensors:
+        require(isinstance(tensor, Tensor), name, type(tensor).__name__, "a tensor, or a sequence of tensors")
+        require(tensor.dim() >= 2 and tensor[:1].numel() > 0, f"shape of {name}", list(tensor.shape), "[n, *shape]")
+        require(tensor.is_contiguous(), f"strides of {name}", tensor.stride(), "a contiguous (row-major) tensor")
+    return tensors
+
+
+def _require_alike(spare: Tensor, homes: Tensor, lengths: tuple[int, int]) -> None:
+    found, wanted = [*spare.shape, spare.dtype, spare.device], [lengths[0], *homes.shape[1:], homes.dtype, homes.device]
+    require(
+        found == wanted, "shape, dtype and device of a tensor of spare slots", found, f"{wanted}, as of the experts"
+    )
+    require(homes.shape[0] == lengths[1], "experts of a tensor", homes.shape[0], f"{lengths[1]}, as of the first")

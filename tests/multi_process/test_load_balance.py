@@ -1,0 +1,147 @@
+"""`lb_prefetch_weights` and `lb_reduce_grads`: the right bits in the right slots, and sums in the stated order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybrid_ep
+from hybrid_ep.buffers import load_balance
+from hybrid_ep.buffers.load_balance import gather_counts
+from hybrid_ep.errors import ConfigError
+from tests.conftest import RunRanks
+
+NUM_RANKS, NUM_LOCAL, NUM_SPARE = 4, 3, 3
+SHAPES = {  # of one expert; sizes that divide into rows, that do not, and that are less than one
+    "one row": ((16, 8), torch.float32),
+    "rows": ((96, 128), torch.bfloat16),
+    "odd": ((5, 7), torch.float32),
+    "odd rows": ((101, 211), torch.bfloat16),
+    "bytes": ((3,), torch.uint8),
+    "fp8": ((64, 64), torch.float8_e4m3fn),
+}
+
+
+def weights(rank: int, name: str) -> Tensor:
+    """``[LE, *shape]``: random bits."""
+    shape, dtype = SHAPES[name]
+    generator = torch.Generator().manual_seed(100 * rank + list(SHAPES).index(name))
+    flat = torch.randint(0, 256, (NUM_LOCAL, torch.Size(shape).numel() * dtype.itemsize), generator=generator)
+    return flat.to(torch.uint8).view(dtype).view(NUM_LOCAL, *shape)
+
+
+def mapping_of(domain: int, per_domain: int) -> Tensor:
+    """Other experts in each domain; the last expert also on its own, the last rank, behind another one's replica."""
+    num_experts = per_domain * NUM_LOCAL
+    mapping = torch.arange(per_domain * NUM_SPARE).mul(5).add(4 + domain).remainder(num_experts).view(per_domain, -1)
+    mapping[0] = torch.tensor([num_experts - 1, 0, 4])
+    mapping[1] = torch.tensor([1, 1, 4])  # one expert in two slots
+    mapping[-1] = torch.tensor([num_experts - 1, -1, 0])
+    return mapping.to(torch.int32)
+
+
+def _prefetch(per_domain: int) -> None:
+    rank = dist.get_rank()
+    first = rank // per_domain * per_domain
+    mapping = mapping_of(rank // per_domain, per_domain)
+    with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
+        experts = [weights(rank, name) for name in SHAPES]
+        spare = [torch.ones(NUM_SPARE, *shape).to(dtype) for shape, dtype in SHAPES.values()]
+        event = buffer.lb_prefetch_weights(spare, experts, mapping, num_sms=8, previous_event=buffer.capture())
+        event.current_stream_wait()
+    for name, got in zip(SHAPES, spare, strict=True):
+        for slot, expert in enumerate(mapping[rank - first].tolist()):
+            home = weights(first + expert // NUM_LOCAL, name)[expert % NUM_LOCAL] if expert >= 0 else None
+            want = torch.ones(got.shape[1:]).to(got.dtype) if home is None else home
+            assert torch.equal(got[slot].view(torch.uint8), want.view(torch.uint8)), (name, slot)
+
+
+@pytest.mark.parametrize("per_domain", [4, 2])
+def test_spare_slots_get_the_bits_of_their_experts(run_ranks: RunRanks, per_domain: int) -> None:
+    run_ranks(NUM_RANKS, _prefetch, per_domain)
+
+
+def gradients(rank: int, num: int) -> Tensor:
+    """Values of very different sizes: another order of additions gives another sum."""
+    generator = torch.Generator().manual_seed(rank + 10 * num)
+    return torch.randn(num, 37, generator=generator) * 10 ** (6 * torch.rand(num, 37, generator=generator))
+
+
+def _reduce(per_domain: int) -> None:
+    rank = dist.get_rank()
+    first = rank // per_domain * per_domain
+    mapping = mapping_of(rank // per_domain, per_domain)
+    got = gradients(rank, NUM_LOCAL)
+    with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
+        buffer.lb_reduce_grads(gradients(rank, NUM_SPARE), got, mapping)
+    want = gradients(rank, NUM_LOCAL)
+    others = [r for r in range(per_domain) if r + first != rank]
+    for source in [rank - first, *others]:
+        for slot, expert in enumerate(mapping[source].tolist()):
+            if expert >= 0 and expert // NUM_LOCAL == rank - first:
+                want[expert % NUM_LOCAL] += gradients(first + source, NUM_SPARE)[slot]
+    assert torch.equal(got, want)
+    assert not torch.equal(got, gradients(rank, NUM_LOCAL)) or not bool((mapping // NUM_LOCAL == rank - first).any())
+
+
+@pytest.mark.parametrize("per_domain", [4, 2])
+def test_gradients_are_added_home_first_then_by_rank(run_ranks: RunRanks, per_domain: int) -> None:
+    run_ranks(NUM_RANKS, _reduce, per_domain)
+
+
+def _counts() -> list[list[int]]:
+    with hybrid_ep.Buffer() as buffer:
+        mine = torch.arange(5) + (dist.get_rank() << 40)
+        result: list[list[int]] = gather_counts(buffer, mine).tolist()
+    return result
+
+
+def test_counts_of_all_ranks(run_ranks: RunRanks) -> None:
+    for result in run_ranks(3, _counts):
+        assert result == [[(rank << 40) + i for i in range(5)] for rank in range(3)]
+
+
+def _to_many() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    spare = torch.zeros(1, 8)
+    experts, mapping = torch.full((1, 8), float(rank)), torch.full((num_ranks, 1), 1, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch, hybrid_ep.Buffer() as buffer:
+        patch.setattr(load_balance, "MAX_TOPK", 3)
+        buffer.lb_prefetch_weights(spare, experts, mapping)
+        assert gather_counts(buffer, torch.tensor([rank])).flatten().tolist() == list(range(num_ranks))
+    assert torch.equal(spare, torch.full((1, 8), 1.0))
+
+
+def test_more_ranks_than_a_row_may_go_to(run_ranks: RunRanks) -> None:
+    run_ranks(4, _to_many)
+
+
+BAD = {
+    "redundancy_mapping is 3": {"redundancy_mapping": torch.full((1, 1), 3, dtype=torch.int32)},
+    "redundancy_mapping.dtype": {"redundancy_mapping": torch.zeros(1, 1)},
+    r"redundancy_mapping.shape is \[2, 1\]": {"redundancy_mapping": torch.zeros(2, 1, dtype=torch.int32)},
+    "tensors of spare slots is 2": {"redundant_expert_weights": [torch.zeros(1, 4)] * 2},
+    "shape, dtype and device of a tensor of spare slots": {"redundant_expert_weights": torch.zeros(1, 5)},
+    "redundant_expert_weights is int": {"redundant_expert_weights": [1]},
+    "strides of expert_weights": {"expert_weights": torch.zeros(4, 3).t()},
+    "num_sms is -1": {"num_sms": -1},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_does_not_fit(message: str) -> None:
+    given = {
+        "redundant_expert_weights": torch.zeros(1, 4),
+        "expert_weights": torch.zeros(3, 4),
+        "redundancy_mapping": torch.zeros(1, 1, dtype=torch.int32),
+    }
+    with hybrid_ep.Buffer(None) as buffer, pytest.raises(ConfigError, match=message):
+        buffer.lb_prefetch_weights(**(given | BAD[message]))  # type: ignore[arg-type]
+
+
+def test_gradients_must_be_float32() -> None:
+    half = torch.zeros(1, 4, dtype=torch.bfloat16)
+    with hybrid_ep.Buffer(None) as buffer, pytest.raises(ConfigError, match=r"dtype of gradients is torch.bfloat16"):
+        buffer.lb_reduce_grads(half, half, torch.zeros(1, 1, dtype=torch.int32))
