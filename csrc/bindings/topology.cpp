@@ -1,6 +1,9 @@
 // Topology facts as plain dictionaries; hybrid_ep/topology/model.py gives them their types.
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <map>
+
 #include "bindings/bindings.h"
 #include "topology/distance.h"
 #include "topology/sysfs.h"
@@ -13,8 +16,11 @@ using py::arg;
 
 py::dict to_dict(const topology::PciDevice& device) {
   using namespace py::literals;
-  return py::dict("address"_a = device.address, "vendor"_a = device.vendor, "class_code"_a = device.class_code,
-                  "numa_node"_a = device.numa_node, "path"_a = device.path);
+  const topology::PciLink& link = device.link;
+  return py::dict("address"_a = device.address, "vendor"_a = device.vendor, "device_id"_a = device.device_id,
+                  "class_code"_a = device.class_code, "numa_node"_a = device.numa_node, "path"_a = device.path,
+                  "link"_a = py::dict("width"_a = link.width, "max_width"_a = link.max_width, "gts"_a = link.gts,
+                                      "max_gts"_a = link.max_gts));
 }
 
 py::dict to_dict(const topology::NicPort& port) {
@@ -36,7 +42,8 @@ py::dict to_dict(const topology::Nic& nic) {
 py::dict scan_sysfs(const std::string& sysroot) {
   using namespace py::literals;
   const std::vector<topology::PciDevice> devices = topology::scan_pci(sysroot);
-  const int num_numa_nodes = topology::count_numa_nodes(sysroot);
+  const std::map<int, std::string> numa_nodes = topology::scan_numa_nodes(sysroot);
+  const int num_numa_nodes = std::max<int>(1, static_cast<int>(numa_nodes.size()));
   py::list pci;
   py::dict distances;
   for (const topology::PciDevice& device : devices) {
@@ -50,7 +57,7 @@ py::dict scan_sysfs(const std::string& sysroot) {
   }
   py::list nics;
   for (const topology::Nic& nic : topology::scan_nics(sysroot)) nics.append(to_dict(nic));
-  return py::dict("pci"_a = pci, "nics"_a = nics, "distances"_a = distances, "num_numa_nodes"_a = num_numa_nodes);
+  return py::dict("pci"_a = pci, "nics"_a = nics, "distances"_a = distances, "numa_nodes"_a = numa_nodes);
 }
 
 }  // namespace

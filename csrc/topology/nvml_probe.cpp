@@ -7,6 +7,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "topology/text.h"
+
 // Younger than the oldest driver that we run on: the loader leaves them null there instead of refusing the module.
 extern "C" {
 nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t, nvmlGpuFabricInfoV_t*) __attribute__((weak));
@@ -32,6 +34,7 @@ class Session {
 // NVML writes "00000000:18:00.0"; /sys writes "0000:18:00.0", with more digits only where the domain needs them.
 std::string sysfs_address(std::string bus_id) {
   std::transform(bus_id.begin(), bus_id.end(), bus_id.begin(), [](unsigned char c) { return std::tolower(c); });
+  bus_id = printable(bus_id);
   return bus_id.rfind("0000", 0) == 0 && bus_id.find(':') == 8 ? bus_id.substr(4) : bus_id;
 }
 
@@ -109,7 +112,7 @@ std::optional<Platform> read_platform(nvmlDevice_t device) {
   info.version = nvmlPlatformInfo_v2;
   if (nvmlDeviceGetPlatformInfo(device, &info) != NVML_SUCCESS) return std::nullopt;
   const auto* serial = reinterpret_cast<const char*>(info.chassisSerialNumber);
-  return Platform{std::string(serial, strnlen(serial, sizeof info.chassisSerialNumber)), info.slotNumber,
+  return Platform{printable(std::string(serial, strnlen(serial, sizeof info.chassisSerialNumber))), info.slotNumber,
                   info.trayIndex, info.hostId, info.moduleId};
 }
 
@@ -117,8 +120,8 @@ Gpu read_gpu(nvmlDevice_t device, int gpu_idx) {
   Gpu gpu;
   gpu.gpu_idx = gpu_idx;
   char text[NVML_DEVICE_NAME_V2_BUFFER_SIZE] = {};
-  if (nvmlDeviceGetName(device, text, sizeof text) == NVML_SUCCESS) gpu.name = text;
-  if (nvmlDeviceGetUUID(device, text, sizeof text) == NVML_SUCCESS) gpu.uuid = text;
+  if (nvmlDeviceGetName(device, text, sizeof text) == NVML_SUCCESS) gpu.name = printable(text);
+  if (nvmlDeviceGetUUID(device, text, sizeof text) == NVML_SUCCESS) gpu.uuid = printable(text);
   nvmlPciInfo_t pci{};
   if (nvmlDeviceGetPciInfo_v3(device, &pci) == NVML_SUCCESS) gpu.pci_address = sysfs_address(pci.busId);
   nvmlMemory_t memory{};
@@ -135,14 +138,15 @@ NvmlNode probe_nvml() {
   const Session session;
   NvmlNode node;
   char text[NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE] = {};
-  if (nvmlSystemGetDriverVersion(text, sizeof text) == NVML_SUCCESS) node.driver_version = text;
-  if (nvmlSystemGetNVMLVersion(text, sizeof text) == NVML_SUCCESS) node.nvml_version = text;
+  if (nvmlSystemGetDriverVersion(text, sizeof text) == NVML_SUCCESS) node.driver_version = printable(text);
+  if (nvmlSystemGetNVMLVersion(text, sizeof text) == NVML_SUCCESS) node.nvml_version = printable(text);
   nvmlSystemGetCudaDriverVersion_v2(&node.cuda_driver_version);
   unsigned count = 0;
   const nvmlReturn_t status = nvmlDeviceGetCount_v2(&count);
   if (status != NVML_SUCCESS) throw std::runtime_error(nvmlErrorString(status));
+  constexpr unsigned kMostGpus = 64;  // of one node; a count beyond that is garbage
   std::vector<nvmlDevice_t> handles;
-  for (unsigned i = 0; i < count; ++i) {
+  for (unsigned i = 0; i < std::min(count, kMostGpus); ++i) {
     nvmlDevice_t device = nullptr;
     if (nvmlDeviceGetHandleByIndex_v2(i, &device) != NVML_SUCCESS) continue;  // lost: the doctor names it
     handles.push_back(device);

@@ -5,18 +5,32 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <string>
 #include <vector>
 
 namespace hybrid_ep::topology {
 
+// A number that a file should hold and does not, where −1 has a meaning of its own.
+inline constexpr int kUnreadable = -2;
+
+// The PCIe link that a function hangs at, as it trained and as this end of it could; 0 where not known.
+struct PciLink {
+  int width = 0;
+  int max_width = 0;
+  double gts = 0;  // GT/s per lane: 32 is generation 5
+  double max_gts = 0;
+};
+
 // A PCI function of interest: an NVIDIA GPU, an RDMA NIC's function, or a bridge.
 struct PciDevice {
-  std::string address;            // "0000:18:00.0": domain of four digits, lower case
-  int vendor = -1;                // 0x10de is NVIDIA
+  std::string address;  // "0000:18:00.0": domain of four digits, lower case
+  int vendor = -1;      // 0x10de is NVIDIA
+  int device_id = -1;
   int class_code = -1;            // base class and subclass, e.g. 0x0302 for a 3D controller
-  int numa_node = -1;             // −1: the firmware does not say
+  int numa_node = -1;             // −1: the firmware does not say; kUnreadable: the file could not be read
   std::vector<std::string> path;  // host bridge first, the device itself last; only itself where /sys hides the tree
+  PciLink link;
 };
 
 bool is_gpu(const PciDevice& device);
@@ -41,13 +55,14 @@ struct Nic {
   std::vector<NicPort> ports;
 };
 
-// GPUs (vendor 0x10de, class 0x0300 or 0x0302), NICs' functions and bridges, ordered by address.
+// GPUs (vendor 0x10de, class 0x0300 or 0x0302), NICs' functions and bridges, ordered by address; NVIDIA functions whose
+// class cannot be read as well.
 std::vector<PciDevice> scan_pci(const std::filesystem::path& sysroot);
 
 // Every device of class/infiniband, ordered by name with numbers compared as numbers (mlx5_2 before mlx5_10).
 std::vector<Nic> scan_nics(const std::filesystem::path& sysroot);
 
-// Number of NUMA nodes that are online; 1 where /sys does not say.
-int count_numa_nodes(const std::filesystem::path& sysroot);
+// NUMA nodes that are online with their CPUs ("0-55,112-167"); empty where /sys does not say.
+std::map<int, std::string> scan_numa_nodes(const std::filesystem::path& sysroot);
 
 }  // namespace hybrid_ep::topology

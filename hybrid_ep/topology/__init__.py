@@ -9,10 +9,23 @@ from __future__ import annotations
 
 from hybrid_ep.topology.choice import choose_nic, choose_nics
 from hybrid_ep.topology.domains import DomainMember, find_domains, gather_domains
-from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Platform, Topology
+from hybrid_ep.topology.model import (
+    UNREADABLE,
+    Distance,
+    Fabric,
+    Gpu,
+    Nic,
+    NicPort,
+    NvLink,
+    PciDevice,
+    PciLink,
+    Platform,
+    Topology,
+)
 from hybrid_ep.topology.node_probe import probe
 
 __all__ = [
+    "UNREADABLE",
     "Distance",
     "DomainMember",
     "Fabric",
@@ -21,6 +34,7 @@ __all__ = [
     "NicPort",
     "NvLink",
     "PciDevice",
+    "PciLink",
     "Platform",
     "Topology",
     "choose_nic",

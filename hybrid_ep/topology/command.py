@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.node_probe import probe
 from hybrid_ep.topology.render import render
 from hybrid_ep.topology.svg import draw
@@ -18,13 +20,14 @@ __all__ = ["topology"]
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tree and the matrix.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the node into this file.")
+@click.option("--nccl", type=click.Path(dir_okay=False, path_type=Path), help="Write an NCCL topology file (XML).")
 @click.option(
     "--sysroot",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path("/"),
     help="Read /sys below this folder: a recorded or simulated node.",
 )
-def topology(as_json: bool, svg: Path | None, sysroot: Path) -> None:
+def topology(as_json: bool, svg: Path | None, nccl: Path | None, sysroot: Path) -> None:
     """Print which GPU sits next to which NIC, and what NVLink joins.
 
     A node without GPUs, NICs or drivers is a normal answer: what could not be asked is listed with the reason.
@@ -34,5 +37,9 @@ def topology(as_json: bool, svg: Path | None, sysroot: Path) -> None:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         Console().print(render(found))
-    if svg is not None:
-        svg.write_text(draw(found))
+    for path, text in ((svg, draw(found)), (nccl, to_nccl_xml(found))):
+        if path is not None:
+            try:
+                path.write_text(text)
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

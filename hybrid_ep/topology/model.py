@@ -7,7 +7,22 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Distance", "Fabric", "Gpu", "Nic", "NicPort", "NvLink", "PciDevice", "Platform", "Topology"]
+__all__ = [
+    "UNREADABLE",
+    "Distance",
+    "Fabric",
+    "Gpu",
+    "Nic",
+    "NicPort",
+    "NvLink",
+    "PciDevice",
+    "PciLink",
+    "Platform",
+    "Topology",
+]
+
+
+UNREADABLE = -2  # a number that a file should hold and does not, where −1 has a meaning of its own
 
 
 class Distance(enum.IntEnum):
@@ -21,6 +36,38 @@ class Distance(enum.IntEnum):
     SYS = 5  # across NUMA nodes
 
 
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
+
+
+def _name_link(width: int, gts: float) -> str:
+    speed = f"Gen{_GENERATIONS[gts]}" if gts in _GENERATIONS else f"{gts:g} GT/s"
+    return f"{speed} x{width}" if width and gts else ""
+
+
+@dataclass(frozen=True)
+class PciLink:
+    """The PCIe link that a function hangs at: as it trained, and as this end of it could; 0 where not known.
+
+    Attributes:
+        width, max_width: lanes.
+        gts, max_gts: GT/s of a lane: 16 is generation 4, 32 generation 5, 64 generation 6.
+    """
+
+    width: int = 0
+    max_width: int = 0
+    gts: float = 0.0
+    max_gts: float = 0.0
+
+    def __str__(self) -> str:
+        """``Gen5 x16`` as it trained; empty where that is not known."""
+        return _name_link(self.width, self.gts)
+
+    @property
+    def possible(self) -> str:
+        """``Gen5 x16`` with the speed that it could reach: an idle GPU's link is slow on purpose."""
+        return _name_link(self.width, self.max_gts)
+
+
 @dataclass(frozen=True)
 class PciDevice:
     """A GPU, a NIC's function or a bridge, as /sys shows it.
@@ -29,8 +76,10 @@ class PciDevice:
         address: ``0000:18:00.0``.
         vendor: PCI vendor, 0x10de for NVIDIA; −1 where unreadable.
         class_code: base class and subclass, e.g. 0x0302; −1 where unreadable.
-        numa_node: −1 where the firmware does not say.
+        numa_node: −1 where the firmware does not say, −2 where unreadable.
         path: host bridge first, the device last; only the device where /sys hides the tree.
+        link: towards the device above it.
+        device_id: PCI device; −1 where unreadable.
     """
 
     address: str
@@ -38,10 +87,17 @@ class PciDevice:
     class_code: int
     numa_node: int
     path: tuple[str, ...]
+    link: PciLink = PciLink()
+    device_id: int = -1
 
     @property
     def is_gpu(self) -> bool:
         return self.vendor == 0x10DE and self.class_code in (0x0300, 0x0302)
+
+    @property
+    def may_be_gpu(self) -> bool:
+        """Whether it is NVIDIA's and its class cannot be read."""
+        return self.vendor == 0x10DE and self.class_code < 0
 
     @property
     def is_bridge(self) -> bool:
@@ -196,7 +252,7 @@ class Topology:
         pci: GPUs, network functions and bridges as /sys lists them, whether a driver has them or not.
         nic_distances: ``[gpu][nic]``, in the order of `gpus` and `nics`.
         gpu_distances: ``[gpu][gpu]`` over PCIe; NVLink is in `Gpu.nvlink_peers`.
-        num_numa_nodes: NUMA nodes online.
+        numa_cpus: NUMA node → its CPUs, ``0-55,112-167``; empty where /sys does not say.
         driver_version, nvml_version: empty without NVML.
         cuda_driver_version: 13000 for 13.0; 0 without NVML.
         verbs_reader: which reader gave the verbs attributes (`verbs_readers`); empty where none could.
@@ -208,7 +264,7 @@ class Topology:
     pci: tuple[PciDevice, ...]
     nic_distances: tuple[tuple[Distance, ...], ...]
     gpu_distances: tuple[tuple[Distance, ...], ...]
-    num_numa_nodes: int
+    numa_cpus: dict[int, str]
     driver_version: str
     nvml_version: str
     cuda_driver_version: int
@@ -216,12 +272,22 @@ class Topology:
     verbs_reader: str = ""
 
     @property
+    def num_numa_nodes(self) -> int:
+        return max(1, len(self.numa_cpus))
+
+    @property
     def pci_gpus(self) -> tuple[PciDevice, ...]:
         return tuple(device for device in self.pci if device.is_gpu)
+
+    def pci_device(self, address: str) -> PciDevice:
+        """The device at a PCI address; one of which nothing is known where /sys does not list it."""
+        unknown = PciDevice(address, -1, -1, -2, (address,))
+        return next((device for device in self.pci if device.address == address), unknown)
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain values; distances by name, bridges left out."""
         tree = dataclasses.asdict(self)
+        tree["num_numa_nodes"] = self.num_numa_nodes
         tree["pci"] = [dataclasses.asdict(device) for device in self.pci if not device.is_bridge]
         for key in ("nic_distances", "gpu_distances"):
             tree[key] = [[distance.name for distance in row] for row in tree[key]]

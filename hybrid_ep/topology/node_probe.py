@@ -7,31 +7,37 @@ part stays empty and `Topology.missing` says why.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, Platform, Topology
+from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, PciLink, Platform, Topology
 from hybrid_ep.topology.recording import read_facts
-from hybrid_ep.topology.verbs_readers import VerbsDevice, read_verbs
+from hybrid_ep.topology.verbs_readers import VerbsDevice, VerbsPort, read_verbs
 
 __all__ = ["probe"]
 
 
-def probe(sysroot: str | Path = "/") -> Topology:
+def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda source: None) -> Topology:
     """Reads a node.
 
     Args:
+        before: is told which source is asked next; what it raises for NVML or libibverbs is the reason in `missing`.
         sysroot: /sys is read below this folder. NVML comes from whichever ``libnvidia-ml.so.1`` the loader finds; of
             any root but ``/`` the verbs part comes from the recording's facts.
     """
     from hybrid_ep import _C
 
     root = Path(sysroot)
+    before("/sys")
     raw = _C.scan_sysfs(sysroot=str(root))
     missing: dict[str, str] = {}
-    nvml = _ask_nvml(missing)
-    verbs_reader, verbs = _ask_verbs(root, missing)
-    pci = tuple(PciDevice(**{**device, "path": tuple(device["path"])}) for device in raw["pci"])
+    nvml = _ask_nvml(missing, before)
+    verbs_reader, verbs = _ask_verbs(root, missing, before)
+    pci = tuple(
+        PciDevice(**{**device, "path": tuple(device["path"]), "link": PciLink(**device.get("link", {}))})
+        for device in raw["pci"]
+    )
     numa_nodes = {device.address: device.numa_node for device in pci}
     known = nvml.get("gpus")
     gpus = tuple(_gpu(gpu, numa_nodes) for gpu in known) if known else _gpus_without_nvml(pci)
@@ -46,7 +52,7 @@ def probe(sysroot: str | Path = "/") -> Topology:
         pci=pci,
         nic_distances=tuple(tuple(distance(gpu, nic.pci_address) for nic in nics) for gpu in gpus),
         gpu_distances=tuple(tuple(distance(gpu, other.pci_address) for other in gpus) for gpu in gpus),
-        num_numa_nodes=raw["num_numa_nodes"],
+        numa_cpus=raw.get("numa_nodes", {}),
         driver_version=nvml.get("driver_version", ""),
         nvml_version=nvml.get("nvml_version", ""),
         cuda_driver_version=nvml.get("cuda_driver_version", 0),
@@ -55,28 +61,39 @@ def probe(sysroot: str | Path = "/") -> Topology:
     )
 
 
-def _ask_nvml(missing: dict[str, str]) -> dict[str, Any]:
+def _ask_nvml(missing: dict[str, str], before: Callable[[str], None]) -> dict[str, Any]:
     """What `_nvml` says, or nothing and the reason in `missing`."""
     try:
+        before("NVML")
         found: dict[str, Any] = importlib.import_module("hybrid_ep._nvml").probe()
     except ModuleNotFoundError:
         missing["nvml"] = "hybrid_ep._nvml was not built (see `hybrid-ep info`)"
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:  # `before` may refuse in its caller's words
         missing["nvml"] = str(error)
     else:
         return found
     return {}
 
 
-def _ask_verbs(root: Path, missing: dict[str, str]) -> tuple[str, list[VerbsDevice]]:
+def _ask_verbs(root: Path, missing: dict[str, str], before: Callable[[str], None]) -> tuple[str, list[VerbsDevice]]:
     """The reader and what it says; of a recorded node, what was recorded."""
     if root != Path("/"):
-        return "recorded", read_facts(root).get("verbs", [])
+        try:
+            return "recorded", [_recorded_verbs(device) for device in read_facts(root).get("verbs", [])]
+        except (KeyError, TypeError, AttributeError) as error:
+            missing["verbs"] = f"the recorded facts are damaged: {error!r}"
+            return "", []
     try:
+        before("libibverbs")
         return read_verbs()
-    except RuntimeError as error:
+    except Exception as error:  # as above
         missing["verbs"] = str(error)
         return "", []
+
+
+def _recorded_verbs(device: dict[str, Any]) -> VerbsDevice:
+    ports = [VerbsPort(port=port["port"], active_mtu_bytes=port["active_mtu_bytes"]) for port in device["ports"]]
+    return VerbsDevice(name=str(device["name"]), dmabuf=device["dmabuf"], ports=ports)
 
 
 def _gpu(raw: dict[str, Any], numa_nodes: dict[str, int]) -> Gpu:

@@ -67,7 +67,11 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Writes the recording as one JSON file."""
-        path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
+        path.write_text(self.to_text())
+
+    def to_text(self) -> str:
+        """The recording as JSON."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> Recording:

@@ -1,8 +1,9 @@
-"""The topology for people: a tree of localities and a GPU × NIC matrix."""
+"""The topology for people: a tree of localities, a GPU × GPU and a NIC × GPU matrix."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -10,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from hybrid_ep.topology.choice import choose_nic
-from hybrid_ep.topology.model import Distance, Gpu, Nic, Topology
+from hybrid_ep.topology.choice import choose_nics
+from hybrid_ep.topology.model import Distance, Gpu, Nic, PciLink, Topology
+from hybrid_ep.topology.nccl import nic_variables
 
 __all__ = ["Locality", "describe_gpu", "describe_nic", "localities", "numa_name", "render"]
 
@@ -24,8 +26,8 @@ _STYLES = {
     Distance.SYS: "red",
 }
 _LEGEND = (
-    "PIX one PCIe switch · PXB several switches · PHB one host bridge · NODE one NUMA node · SYS across NUMA nodes · "
-    "* the NIC this GPU uses"
+    "NVn n NVLinks · PIX one PCIe switch · PXB several switches · PHB one host bridge · NODE one NUMA node · "
+    "SYS across NUMA nodes · * the NIC this GPU uses"
 )
 
 
@@ -69,24 +71,31 @@ def numa_name(topology: Topology, numa_node: int) -> str:
     return "the only NUMA node" if topology.num_numa_nodes == 1 else "NUMA node not given by the firmware"
 
 
-def describe_gpu(gpu: Gpu) -> str:
-    """One line: index, name, address and links that are up."""
-    links = f", NVLink {gpu.num_active_links}/{len(gpu.links)} up" if gpu.links else ""
+def describe_gpu(gpu: Gpu, link: PciLink | None = None) -> str:
+    """One line: index, name, address, PCIe link and NVLinks that are up."""
+    links = f", NVLink {gpu.num_active_links}/{len(gpu.links)}" if gpu.links else ""
     module = f", module {gpu.platform.module_id}" if gpu.platform else ""
-    return f"GPU {gpu.gpu_idx}  {gpu.name or 'NVIDIA GPU (no NVML)'}  {gpu.pci_address}{module}{links}"
+    pcie = f", {link.possible}" if link and link.possible else ""
+    return f"GPU {gpu.gpu_idx}  {gpu.name or 'NVIDIA GPU (no NVML)'}  {gpu.pci_address}{module}{pcie}{links}"
 
 
-def describe_nic(nic: Nic) -> str:
-    """One line: name, address, and each port's layer, rate and state."""
+def describe_nic(nic: Nic, link: PciLink | None = None) -> str:
+    """One line: name, address, PCIe link, and each port's layer, rate and state."""
     ports = ", ".join(f"{port.link_layer} {port.rate_gbps:g} Gb/s {port.state}" for port in nic.ports)
-    return f"NIC {nic.name}  {nic.pci_address or 'no PCI function'}  {ports}"
+    pcie = f", {link}" if link and str(link) else ""
+    return f"NIC {nic.name}  {nic.pci_address or 'no PCI function'}  {ports}{pcie}"
 
 
 def render(topology: Topology) -> RenderableType:
-    """Tree, matrix, and what could not be asked."""
+    """Tree, one matrix over GPUs and one over NICs, the variables that name the NICs, and what could not be asked."""
     parts: list[RenderableType] = [_tree(topology)]
-    if topology.gpus and (topology.nics or len(topology.gpus) > 1):
-        parts += [_matrix(topology), Text(_LEGEND, style="dim")]
+    if len(topology.gpus) > 1:
+        parts.append(_gpu_matrix(topology))
+    if topology.gpus and topology.nics:
+        parts.append(_nic_matrix(topology))
+    if len(parts) > 1:
+        parts.append(Text(_LEGEND, style="dim"))
+    parts += [Text(f"{name}={value}") for name, value in nic_variables(topology).items()]
     parts += [Text(f"not asked: {source}: {reason}", style="yellow") for source, reason in topology.missing.items()]
     return Group(*parts)
 
@@ -102,12 +111,19 @@ def _tree(topology: Topology) -> Tree:
     branches: dict[int, Tree] = {}
     for locality in localities(topology):
         if locality.numa_node not in branches:
-            branches[locality.numa_node] = tree.add(numa_name(topology, locality.numa_node))
-        branch = branches[locality.numa_node].add(f"PCIe {locality.root}" if locality.root else "no PCI function")
+            cpus = topology.numa_cpus.get(locality.numa_node, "")
+            name = numa_name(topology, locality.numa_node) + (f"  CPUs {cpus}" if cpus else "")
+            branches[locality.numa_node] = tree.add(Text(name))
+        root = topology.pci_device(locality.root).link
+        speed = f"  {root}" if str(root) else ""
+        branch = branches[locality.numa_node].add(
+            Text(f"PCIe {locality.root}{speed}" if locality.root else "no PCI function")
+        )
         for gpu in locality.gpus:
-            branch.add(Text(describe_gpu(gpu), style="green"))
+            branch.add(Text(describe_gpu(gpu, topology.pci_device(gpu.pci_address).link), style="green"))
         for nic in locality.nics:
-            branch.add(Text(describe_nic(nic), style="cyan" if nic.is_active else "red"))
+            link = topology.pci_device(nic.pci_address).link
+            branch.add(Text(describe_nic(nic, link), style="cyan" if nic.is_active else "red"))
     return tree
 
 
@@ -125,19 +141,31 @@ def _place_in_rack(topology: Topology) -> str:
     return places.pop() if len(places) == 1 else ""
 
 
-def _matrix(topology: Topology) -> Table:
-    table = Table("", title="distance of each GPU, over PCIe and NVLink")
-    for gpu in topology.gpus:
-        table.add_column(f"GPU{gpu.gpu_idx}", justify="center")
-    for nic in topology.nics:
-        table.add_column(nic.name, justify="center")
+def _table(title: str, columns: Iterable[str]) -> Table:
+    """A matrix under its title, without lines between its cells: eight GPUs and ten NICs fit 80 columns."""
+    table = Table(title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="center", no_wrap=True)
+    return table
+
+
+def _gpu_matrix(topology: Topology) -> Table:
+    table = _table("GPU–GPU", (f"GPU{gpu.gpu_idx}" for gpu in topology.gpus))
     for row, gpu in enumerate(topology.gpus):
-        chosen = choose_nic(topology, gpu.gpu_idx)
-        cells = [_gpu_cell(topology, row, column) for column in range(len(topology.gpus))]
-        for nic, distance in zip(topology.nics, topology.nic_distances[row], strict=True):
-            mark = "*" if nic is chosen else ""
-            cells.append(Text(distance.name + mark, style=_STYLES[distance]))
-        table.add_row(f"GPU{gpu.gpu_idx}", *cells)
+        table.add_row(f"GPU{gpu.gpu_idx}", *(_gpu_cell(topology, row, column) for column in range(len(topology.gpus))))
+    return table
+
+
+def _nic_matrix(topology: Topology) -> Table:
+    """GPUs in columns, which are few, and NICs in rows, whose names are long."""
+    table = _table("NIC–GPU", (f"GPU{gpu.gpu_idx}" for gpu in topology.gpus))
+    chosen = [choose_nics(topology, gpu.gpu_idx) for gpu in topology.gpus]
+    for column, nic in enumerate(topology.nics):
+        cells = []
+        for row in range(len(topology.gpus)):
+            distance = topology.nic_distances[row][column]
+            cells.append(Text(distance.name + ("*" if nic in chosen[row] else ""), style=_STYLES[distance]))
+        table.add_row(nic.name, *cells)
     return table
 
 
