@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import platform
 import sys
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from rich.table import Table
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
+from hybrid_ep.doctor import Node, Unreadable, WatchedNode
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Info", "collect", "env_table", "info"]
 
+_LIMIT_S = 30.0  # for torch to be imported, and for CUDA to answer
 _DISTRIBUTIONS = ("numpy", "click", "rich", "matplotlib", "nvidia-ml-py", "mpi4py")
 
 
@@ -50,6 +55,22 @@ class Info:
     package: str
 
 
+def _collect_in_time() -> Info:
+    """As `collect`, from a child process: a driver that hangs costs what it knows, and no more than a limit of time."""
+    with closing(WatchedNode(limit_s=_LIMIT_S)) as node:
+        try:
+            return node.run(_collect_watched)
+        except Unreadable as error:
+            return Info(_versions(), "", "", None, str(error), [], sys.executable, _package())
+
+
+def _collect_watched(node: Node) -> Info:
+    node.watch("import of torch")
+    importlib.import_module("torch")
+    node.watch("CUDA")
+    return collect()
+
+
 def collect() -> Info:
     """Looks at this process. Touches no GPU beyond asking for its name."""
     import torch
@@ -63,27 +84,37 @@ def collect() -> Info:
     except ConfigError as error:
         reason = str(error)
     has_gpu = torch.cuda.is_available()
-    versions = {
-        "hybrid_ep": __version__,
-        "python": platform.python_version(),
+    of_torch = {
         "torch": torch.__version__,
         "CUDA (torch)": torch.version.cuda,
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else None,
-        "NVSHMEM": _nvshmem_version(),
         "compiler of _C": _C.compiler,
-        **{name: _distribution_version(name) for name in _DISTRIBUTIONS},
-        "linux": platform.release(),
     }
     return Info(
-        versions=versions,
+        versions=_versions(of_torch),
         built=_C.built,
         left_out=_C.left_out.rstrip("; "),
         engine=engine,
         reason=reason,
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if has_gpu else [],
         python=sys.executable,
-        package=str(Path(__file__).resolve().parent),
+        package=_package(),
     )
+
+
+def _versions(of_torch: Mapping[str, str | None] | None = None) -> dict[str, str | None]:
+    return {
+        "hybrid_ep": __version__,
+        "python": platform.python_version(),
+        **(of_torch or {}),
+        "NVSHMEM": _nvshmem_version(),
+        **{name: _distribution_version(name) for name in _DISTRIBUTIONS},
+        "linux": platform.release(),
+    }
+
+
+def _package() -> str:
+    return str(Path(__file__).resolve().parent)
 
 
 def _distribution_version(name: str) -> str | None:
@@ -107,7 +138,7 @@ def info(ctx: click.Context, as_json: bool) -> None:
 
     Exits with 1 if the engine that HYBRID_EP_ENGINE asks for cannot run here.
     """
-    found = collect()
+    found = _collect_in_time()
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
     else:

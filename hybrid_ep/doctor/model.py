@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from hybrid_ep.doctor.node import Node
     from hybrid_ep.doctor.profile import Profile
 
-__all__ = ["Check", "Counters", "Finding", "Report", "Result", "Severity", "Status"]
+__all__ = ["Check", "Counters", "Finding", "Report", "Result", "Severity", "Status", "clean"]
+
+_MOST_SHOWN = 2000  # characters of one text in a report
+
+
+def clean(text: str) -> str:
+    """The text on one line for terminals and XML: what is not printable is escaped, and what is too long is cut."""
+    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text)} characters)"
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in shown)
 
 
 class Status(str, enum.Enum):
@@ -43,6 +53,12 @@ class Severity(str, enum.Enum):
 
     ERROR = "error"
     WARNING = "warning"
+
+
+def _clean_texts(item: Any) -> None:
+    for name, value in vars(item).items():
+        if type(value) is str:
+            object.__setattr__(item, name, clean(value))
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Check:
         quick: part of ``--quick``: no second sample, no other program.
         examine: for plain checks: reads and judges.
         sample: for counters: reads them; the runner reads twice and judges the rise.
-        rise_per_s: for counters: key of the profile with the names of those that may rise, and by how much a second.
+        rise: for counters: section of the profile with the names of those that may rise (`error_rise_per_s`, `_per_h`).
     """
 
     id: str
@@ -99,7 +115,7 @@ class Check:
     quick: bool
     examine: Examine | None = None
     sample: Sample | None = None
-    rise_per_s: str = ""
+    rise: str = ""
     zero_is_wish: bool = False
 
     @property
@@ -109,7 +125,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """One check's outcome on one node; plain values, as in the JSON report."""
+    """One check's outcome on one node; plain values, as in the JSON report. Its texts are `clean`."""
 
     id: str
     group: str
@@ -120,6 +136,9 @@ class Result:
     expected: str
     source: str
     remedy: str
+
+    def __post_init__(self) -> None:
+        _clean_texts(self)
 
     @property
     def shown_as(self) -> str:
@@ -150,6 +169,9 @@ class Report:
     results: tuple[Result, ...]
     not_applicable: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _clean_texts(self)
 
     @property
     def status(self) -> Status:

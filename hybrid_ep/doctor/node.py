@@ -14,21 +14,24 @@ import shlex
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from hybrid_ep.doctor.dcb import DcbState, read_dcb
 from hybrid_ep.doctor.nvml import Nvml
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Topology, probe
 from hybrid_ep.topology.recording import read_facts
 
-__all__ = ["ClockState", "CudaDevice", "Node", "Unreadable"]
+__all__ = ["ClockState", "Container", "CudaDevice", "LogLine", "Node", "Unreadable"]
 
-_COMMAND_TIMEOUT_S = 5
+T = TypeVar("T")
+_COMMAND_TIMEOUT_S = 4  # shorter than what a `WatchedNode` waits for
+_MOST_BYTES = 16 << 20  # of one file; /proc and /sys hold none near that
 _PACKAGES = re.compile(r"(hybrid[-_]ep|deep[-_]ep|torch|triton|nvidia[-_](nccl|nvshmem)[-_]cu\d+|nvshmem4py[-_]cu\d+)")
 
 
@@ -58,6 +61,32 @@ class CudaDevice:
     fabric_handles: bool
 
 
+@dataclass(frozen=True)
+class LogLine:
+    """One line of the kernel's log: seconds after the boot, and the message."""
+
+    seconds: float
+    message: str
+
+
+@dataclass(frozen=True)
+class Container:
+    """Whether the doctor runs inside a container, and which GPUs that was given.
+
+    Attributes:
+        inside: it does.
+        visible_devices: NVIDIA_VISIBLE_DEVICES, by which the container toolkit was asked; empty where it was not.
+    """
+
+    inside: bool
+    visible_devices: str
+
+    @property
+    def may_see_few(self) -> bool:
+        """Whether fewer GPUs than the node has are no fault: a container that was not given all of them."""
+        return self.inside and self.visible_devices != "all"
+
+
 class Node:
     """One node.
 
@@ -66,18 +95,24 @@ class Node:
 
     Attributes:
         listed: folders that were looked into, so that a recording can say that the rest was not there.
+        watch: is told what will be read next; may refuse it by raising Unreadable.
     """
 
     def __init__(self, sysroot: Path = Path("/")) -> None:
         self.root = sysroot
+        self.watch: Callable[[str], None] = lambda source: None
         self.is_live = sysroot == Path("/")
         self.listed: set[str] = set()
         self._facts = {} if self.is_live else read_facts(sysroot)
 
+    def run(self, task: Callable[..., T], *arguments: Any) -> T:
+        """Returns ``task(self, *arguments)``, as `WatchedNode.run` does from another process."""
+        return task(self, *arguments)
+
     @cached_property
     def topology(self) -> Topology:
         """GPUs, NICs and distances."""
-        return probe(self.root)
+        return probe(self.root, before=self.watch)
 
     @cached_property
     def nvml(self) -> Nvml:
@@ -90,7 +125,7 @@ class Node:
     def _nvml_or_reason(self) -> Nvml | Unreadable:
         """NVML is started once; if it does not, every check gets the same reason."""
         try:
-            return Nvml()
+            return Nvml(self.watch)
         except Unreadable as error:
             return error
 
@@ -106,12 +141,13 @@ class Node:
 
     def link(self, path: str) -> str | None:
         """Name that a symbolic link points at; None where there is none."""
+        self.watch(path)
         try:
             return os.path.basename(os.readlink(self._place(path)))
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise Unreadable(f"{path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file; Unreadable where its folder cannot be seen: nothing can be concluded then."""
@@ -119,21 +155,25 @@ class Node:
 
     def read(self, path: str) -> str:
         """Text of a file without the last newline."""
-        try:
-            return self._place(path).read_text(errors="replace").rstrip("\n")
-        except OSError as error:
-            raise Unreadable(f"{path}: {error.strerror}") from None
+        return self.read_bytes(path).decode(errors="replace").rstrip("\n")
 
     def read_or_none(self, path: str) -> str | None:
         """Text of a file, or None where there is none; Unreadable where that cannot be told."""
         return self.read(path) if self.exists(path) else None
 
     def read_bytes(self, path: str) -> bytes:
-        """Content of a file."""
+        """Content of a regular file; anything else is Unreadable, since a FIFO or a device could block."""
+        self.watch(path)
         try:
-            return self._place(path).read_bytes()
-        except OSError as error:
-            raise Unreadable(f"{path}: {error.strerror}") from None
+            with open(self._place(path), "rb", opener=_open_without_waiting) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise Unreadable(f"{path}: not a regular file")
+                content = file.read(_MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
+        if len(content) > _MOST_BYTES:
+            raise Unreadable(f"{path}: more than {_MOST_BYTES >> 20} MiB")
+        return content
 
     def read_int(self, path: str) -> int:
         """The number that a file holds."""
@@ -141,14 +181,15 @@ class Node:
         try:
             return int(text, 0)
         except ValueError:
-            raise Unreadable(f"{path} holds {text!r}, not a number") from None
+            raise Unreadable(f"{path} holds {text[:40]!r}, not a number") from None
 
     def names(self, path: str) -> list[str]:
         """Names in a folder, sorted; Unreadable where it cannot be listed."""
+        self.watch(path)
         try:
             found = sorted(os.listdir(self._place(path)))
-        except OSError as error:
-            raise Unreadable(f"{path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
         self.listed.add(path)
         return found
 
@@ -160,28 +201,54 @@ class Node:
         """(major, minor) of a character device; None where the path is none. Recorded as text ``char MAJOR:MINOR``."""
         if not self.exists(path):
             return None
-        place = self._place(path)
-        found = place.stat()
+        self.watch(path)
+        try:
+            found = self._place(path).stat()
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
         if stat.S_ISCHR(found.st_mode):
             return os.major(found.st_rdev), os.minor(found.st_rdev)
-        recorded = re.fullmatch(r"char (\d+):(\d+)", place.read_text().strip()) if not self.is_live else None
+        recorded = None if self.is_live else re.fullmatch(r"char (\d{1,9}):(\d{1,9})", self.read(path))
         return (int(recorded[1]), int(recorded[2])) if recorded else None
 
-    def kernel_log(self) -> Iterator[tuple[int, str]]:
-        """Records of /dev/kmsg as (sequence number, message), oldest first.
+    def kernel_log(self) -> list[LogLine]:
+        """The kernel's log since the boot, oldest first.
 
-        Sequence numbers start at 0 with the boot, so the first one tells whether older records were overwritten.
+        From /dev/kmsg; where that cannot be read or no longer reaches back to the boot (its records are numbered from
+        0), from the journal. What is left of /dev/kmsg has to do where there is no journal.
+
+        Raises:
+            Unreadable: neither can be read, or what is left of the log is empty.
         """
+        lines: list[LogLine] = []
+        reason = "/dev/kmsg no longer reaches back to the boot"
         try:
-            descriptor = os.open(self._place("/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK)
+            numbered = list(self._kmsg())
+            lines = [line for _, line in numbered]
+            if numbered and numbered[0][0] == 0:
+                return lines
+        except Unreadable as error:
+            reason = str(error)
+        try:
+            text = self.command("journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager")
+        except Unreadable as error:
+            raise Unreadable(f"{reason}; {error}", log=tuple(lines)) from None
+        return [line for line in map(_journal_line, text.splitlines()) if line]
+
+    def _kmsg(self) -> Iterator[tuple[int, LogLine]]:
+        """Records of /dev/kmsg, ``level,number,microseconds,flags;message``, with their numbers."""
+        self.watch("/dev/kmsg")
+        try:
+            descriptor = _open_without_waiting(self._place("/dev/kmsg"))
         except OSError as error:
-            raise Unreadable(f"/dev/kmsg: {error.strerror}") from None
+            raise _unreadable("/dev/kmsg", error) from None
         try:
             for record in self._kmsg_records(descriptor):
                 prefix, _, message = record.partition(";")
                 fields = prefix.split(",")
-                if len(fields) >= 2 and fields[1].isdigit():
-                    yield int(fields[1]), message
+                numbers = [int(text) for text in fields[1:3] if re.fullmatch(r"[0-9]{1,18}", text)]
+                if len(numbers) == 2:
+                    yield numbers[0], LogLine(numbers[1] / 1e6, message)
         finally:
             os.close(descriptor)
 
@@ -204,16 +271,21 @@ class Node:
     # ---- what no file holds ----
 
     def command(self, *words: str) -> str:
-        """Standard output of another program; Unreadable where it is missing, fails or takes more than 5 s."""
+        """Standard output of another program; Unreadable where it is missing, fails or takes more than 4 s."""
         line = shlex.join(words)
+        self.watch(line)
         if not self.is_live:
             return str(self._recorded("commands", line))
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+            done = subprocess.run(
+                words, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
+            )
         except FileNotFoundError:
             raise Unreadable(f"{words[0]} is not installed") from None
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unreadable(f"{line}: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise Unreadable(f"{line}: no answer in {_COMMAND_TIMEOUT_S} s") from None
+        except OSError as error:
+            raise _unreadable(line, error) from None
         if done.returncode:
             raise Unreadable(f"{line}: exit status {done.returncode}: {done.stderr.strip()[:200]}")
         return done.stdout
@@ -221,22 +293,66 @@ class Node:
     def clock(self) -> ClockState:
         """The kernel's view of its clock, from adjtimex(2), which needs no privilege to read."""
         if not self.is_live:
-            return ClockState(**self._recorded("clock"))
+            synchronized, max_error_us = (
+                self._recorded("clock", "synchronized"),
+                self._recorded("clock", "max_error_us"),
+            )
+            return ClockState(bool(synchronized), _number("clock max_error_us", max_error_us))
+        self.watch("adjtimex")
         return _read_clock()
 
     def cuda(self) -> CudaDevice:
         """Attributes of GPU 0 from libcuda."""
         if not self.is_live:
-            return CudaDevice(**self._recorded("cuda"))
+            return CudaDevice(*(bool(self._recorded("cuda", name)) for name in ("dmabuf", "fabric_handles")))
+        self.watch("libcuda")
         return _read_cuda()
+
+    def dcb(self, netdev: str) -> DcbState:
+        """Priority flow control and packet sorting of a network interface."""
+        if not self.is_live:
+            recorded = self._recorded("dcb", netdev)
+            if not isinstance(recorded, dict):
+                raise Unreadable(f"dcb {netdev}: recorded as something else than a table")
+            return DcbState(
+                _number("pfc_priorities", recorded.get("pfc_priorities")), bool(recorded.get("sorts_by_dscp"))
+            )
+        self.watch(f"DCB of {netdev}")
+        return read_dcb(netdev)
+
+    def free_mib(self, path: str) -> int:
+        """Free space of a file system in MiB."""
+        if not self.is_live:
+            return _number(f"free_mib {path}", self._recorded("free_mib", path))
+        self.watch(path)
+        try:
+            found = os.statvfs(path)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        return found.f_bavail * found.f_frsize >> 20
+
+    def container(self) -> Container:
+        """Whether this is a container, by /.dockerenv, /run/.containerenv or the environment."""
+        if not self.is_live:
+            recorded = self._facts.get("container")
+            if not isinstance(recorded, dict):
+                return Container(False, "")
+            return Container(bool(recorded.get("inside")), str(recorded.get("visible_devices", "")))
+        marks = ("KUBERNETES_SERVICE_HOST", "container", "NVIDIA_VISIBLE_DEVICES")
+        inside = any(os.environ.get(mark) for mark in marks)
+        inside = inside or any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
+        return Container(inside, os.environ.get("NVIDIA_VISIBLE_DEVICES", ""))
 
     def torch_cuda(self) -> str | None:
         """CUDA version that torch was built for, e.g. 13.0; None without CUDA. Read without importing it."""
         if not self.is_live:
             recorded = self._recorded("torch_cuda")
             return None if recorded is None else str(recorded)
+        self.watch("torch/version.py")
         try:
-            version = metadata.distribution("torch").locate_file("torch/version.py").read_text()
+            version = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(
+                errors="replace"
+            )
         except metadata.PackageNotFoundError:
             raise Unreadable("torch is not installed, see software.packages") from None
         except OSError as error:
@@ -249,7 +365,11 @@ class Node:
     def packages(self) -> dict[str, str]:
         """Versions of the installed distributions that have to agree across a group, without importing any."""
         if not self.is_live:
-            return dict(self._recorded("packages"))
+            recorded = self._recorded("packages")
+            if not isinstance(recorded, dict):
+                raise Unreadable("packages: recorded as something else than a table")
+            return {str(name): str(version) for name, version in recorded.items()}
+        self.watch("installed Python packages")
         found = ((item.metadata["Name"] or "", item.version) for item in metadata.distributions())
         return {name.lower().replace("_", "-"): version for name, version in found if _PACKAGES.fullmatch(name.lower())}
 
@@ -264,6 +384,26 @@ class Node:
                 raise Unreadable(f"{' '.join(keys)}: not recorded")
             value = value[key]
         return value
+
+
+def _journal_line(text: str) -> LogLine | None:
+    """``[   12.345678] host kernel: NVRM: Xid …``."""
+    found = re.match(r"\[ *([0-9]{1,12}\.[0-9]{1,9})\] \S+ kernel: (.*)", text)
+    return LogLine(float(found[1]), found[2]) if found else None
+
+
+def _open_without_waiting(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _unreadable(what: str, error: OSError | ValueError) -> Unreadable:
+    return Unreadable(f"{what}: {getattr(error, 'strerror', None) or error}")
+
+
+def _number(what: str, value: Any) -> int:
+    if type(value) is not int:
+        raise Unreadable(f"{what}: recorded as {value!r:.40}, not as a number")
+    return value
 
 
 class _Timex(ctypes.Structure):

@@ -38,6 +38,21 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     ),
     "row_remap_pending": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[2],
     "row_remap_failed": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[3],
+    "row_remap_corrected": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[0],
+    "row_remap_uncorrected": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[1],
+    "row_remap_banks_without_spares": lambda gpu: pynvml.nvmlDeviceGetRowRemapperHistogram(gpu).none,
+    "ecc_errors.0.0": lambda gpu: pynvml.nvmlDeviceGetTotalEccErrors(
+        gpu, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_VOLATILE_ECC
+    ),
+    "pcie_replay": pynvml.nvmlDeviceGetPcieReplayCounter,
+    "mig_mode": lambda gpu: pynvml.nvmlDeviceGetMigMode(gpu)[0],
+    "compute_mode": pynvml.nvmlDeviceGetComputeMode,
+    "power_limit": pynvml.nvmlDeviceGetPowerManagementLimit,
+    "power_limit_default": pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
+    "vbios": pynvml.nvmlDeviceGetVbiosVersion,
+    "inforom": pynvml.nvmlDeviceGetInforomImageVersion,
+    "memory_used_bytes": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "num_processes": lambda gpu: len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)),
     "persistence_mode": pynvml.nvmlDeviceGetPersistenceMode,
     "clocks_event_reasons": pynvml.nvmlDeviceGetCurrentClocksEventReasons,
     "utilization": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
@@ -55,6 +70,9 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "platform.host_id": lambda gpu: ord(_platform(gpu).hostId),
     "platform.module_id": lambda gpu: ord(_platform(gpu).moduleId),
 }
+
+
+_MOST_GPUS = 64  # of one node; a count beyond that is garbage
 
 
 def _error_counter(counter: int, gpu: Any, link: int) -> Any:
@@ -93,13 +111,18 @@ def _platform(gpu: Any) -> Any:
 class Nvml:
     """One open NVML session.
 
+    Args:
+        watch: is told before NVML is asked; may refuse by raising Unreadable.
+
     Raises:
         Unreadable: the library is not there or does not start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[str], None] = lambda source: None) -> None:
+        self._watch = watch
         self._answers: dict[str, list[str]] = {}
         self._handles: dict[int, Any] = {}
+        watch("NVML")
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -117,7 +140,7 @@ class Nvml:
     @property
     def gpus(self) -> range:
         """Indices of the GPUs that the driver counts."""
-        return range(self.system("gpu_count"))
+        return range(min(self.system("gpu_count"), _MOST_GPUS))
 
     def system(self, key: str) -> Any:
         """A value of the node: ``driver_version`` …"""
@@ -151,6 +174,8 @@ class Nvml:
             value = pynvml.nvmlDeviceGetFieldValues(self._handle(gpu_idx), [(field_id, scope)])[0]
             if value.nvmlReturn != pynvml.NVML_SUCCESS:
                 raise pynvml.NVMLError(value.nvmlReturn)
+            if value.valueType >= len(_FIELD_MEMBERS):
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
             return int(getattr(value.value, _FIELD_MEMBERS[value.valueType]))
 
         result: int = self._ask(f"gpu.{gpu_idx}.field.{field_id}.{scope}", ask)
@@ -172,12 +197,15 @@ class Nvml:
         return self._handles[gpu_idx]
 
     def _ask(self, key: str, call: Callable[[], Any]) -> Any:
+        self._watch("NVML")
         try:
             value = call()
         except pynvml.NVMLError as error:
             self._answers.setdefault(key, []).append(f"!{error.value}")
             raise Unreadable(f"NVML {key}: {error}", nvml_code=error.value) from None
-        value = value.decode() if isinstance(value, bytes) else value
+        except (UnicodeError, AttributeError) as error:  # no text, or a function that nvidia-ml-py does not have
+            raise Unreadable(f"NVML {key}: {error}") from None
+        value = value.decode(errors="replace") if isinstance(value, bytes) else value
         self._answers.setdefault(key, []).append(str(value))
         return value
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["Unreadable"]
 
 
@@ -10,8 +12,13 @@ class Unreadable(Exception):  # noqa: N818 - a fact about the node, not an error
 
     Attributes:
         nvml_code: the nvmlReturn_t, where NVML refused.
+        log: of a log that does not reach back far enough, what is left.
     """
 
-    def __init__(self, reason: str, *, nvml_code: int | None = None) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, nvml_code: int | None = None, log: tuple[Any, ...] = ()) -> None:
+        super().__init__(reason, nvml_code, log)  # all of them, so that it can be pickled
         self.nvml_code = nvml_code
+        self.log = log
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -6,7 +6,8 @@
  *
  * A value "100+5" rises by 5 at each reading; "!13" makes the call return that nvmlReturn_t; a key that is not there
  * means NVML_ERROR_NOT_SUPPORTED. Without the variable there is no driver: nvmlInit says NVML_ERROR_DRIVER_NOT_LOADED.
- * Not thread safe; a handle is the GPU's index plus one.
+ * A line "hang 1" makes nvmlInit never return, as a driver in trouble does. Not thread safe; a handle is the GPU's
+ * index plus one.
  */
 #include <nvml.h>
 #include <stdarg.h>
@@ -14,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define MAX_LINE 512
 
@@ -58,6 +60,9 @@ static nvmlReturn_t load(void) {
     entries[num_entries++] = (struct entry){strdup(line), strdup(space + 1), 0};
   }
   fclose(file);
+  for (size_t i = 0; i < num_entries; ++i) {
+    while (strcmp(entries[i].key, "hang") == 0) pause();
+  }
   sessions = 1;
   return NVML_SUCCESS;
 }
@@ -227,6 +232,7 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t* pci) {
 
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t* memory) {
   memset(memory, 0, sizeof *memory);
+  get_number(&memory->used, "gpu.%d.memory_used_bytes", index_of(device));
   return get_number(&memory->total, "gpu.%d.memory_bytes", index_of(device));
 }
 
@@ -249,8 +255,58 @@ nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryErrorTyp
 nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned* correctable, unsigned* uncorrectable,
                                        unsigned* pending, unsigned* failed) {
   *correctable = *uncorrectable = 0;
+  get_unsigned(device, "row_remap_corrected", correctable);
+  get_unsigned(device, "row_remap_uncorrected", uncorrectable);
   const nvmlReturn_t status = get_unsigned(device, "row_remap_pending", pending);
   return status == NVML_SUCCESS ? get_unsigned(device, "row_remap_failed", failed) : status;
+}
+
+nvmlReturn_t nvmlDeviceGetRowRemapperHistogram(nvmlDevice_t device, nvmlRowRemapperHistogramValues_t* values) {
+  memset(values, 0, sizeof *values);
+  return get_unsigned(device, "row_remap_banks_without_spares", &values->none);
+}
+
+nvmlReturn_t nvmlDeviceGetPcieReplayCounter(nvmlDevice_t device, unsigned* count) {
+  return get_unsigned(device, "pcie_replay", count);
+}
+
+nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned* current, unsigned* pending) {
+  const nvmlReturn_t status = get_unsigned(device, "mig_mode", current);
+  *pending = *current;
+  return status;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t* mode) {
+  unsigned number = 0;
+  const nvmlReturn_t status = get_unsigned(device, "compute_mode", &number);
+  *mode = (nvmlComputeMode_t)number;
+  return status;
+}
+
+nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t device, unsigned* milliwatts) {
+  return get_unsigned(device, "power_limit", milliwatts);
+}
+nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t device, unsigned* milliwatts) {
+  return get_unsigned(device, "power_limit_default", milliwatts);
+}
+
+nvmlReturn_t nvmlDeviceGetVbiosVersion(nvmlDevice_t device, char* text, unsigned length) {
+  return get_text(text, length, "gpu.%d.vbios", index_of(device));
+}
+nvmlReturn_t nvmlDeviceGetInforomImageVersion(nvmlDevice_t device, char* text, unsigned length) {
+  return get_text(text, length, "gpu.%d.inforom", index_of(device));
+}
+
+/* As many processes as the file counts, without a life of their own. */
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned* count, nvmlProcessInfo_t* infos) {
+  unsigned number = 0;
+  const nvmlReturn_t status = get_unsigned(device, "num_processes", &number);
+  if (status != NVML_SUCCESS) return status;
+  const unsigned room = *count;
+  *count = number;
+  if (number > room) return NVML_ERROR_INSUFFICIENT_SIZE;
+  if (number > 0) memset(infos, 0, number * sizeof *infos);
+  return NVML_SUCCESS;
 }
 
 nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t* mode) {

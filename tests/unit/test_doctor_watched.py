@@ -1,0 +1,109 @@
+"""A node that is read by a child process: what hangs or kills the child costs one answer, and never the doctor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep.doctor import Node, Unreadable, WatchedNode
+from hybrid_ep.errors import ConfigError
+
+_LIMIT_S = 0.4
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[WatchedNode]:
+    with closing(WatchedNode(tmp_path, limit_s=_LIMIT_S)) as found:
+        yield found
+
+
+def _answer(node: Node, value: int) -> tuple[int, int]:
+    return value, os.getpid()
+
+
+def _hang(node: Node, source: str) -> None:
+    node.watch(source)
+    time.sleep(60)
+
+
+def _die(node: Node, source: str) -> None:
+    node.watch(source)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _work(node: Node) -> str:
+    """Takes longer than the limit, and always has something new to read."""
+    for _ in range(8):
+        node.watch("a counter")
+        time.sleep(_LIMIT_S / 4)
+    return "done"
+
+
+def _mistake(node: Node) -> None:
+    raise KeyError("gpu")
+
+
+def _refuse(node: Node) -> None:
+    raise ConfigError("facts.json holds a list; allowed: an object")
+
+
+def _cannot_tell(node: Node) -> None:
+    raise Unreadable("closed", 4)
+
+
+def test_answers_come_from_another_process(node: WatchedNode) -> None:
+    value, pid = node.run(_answer, 7)
+    assert value == 7
+    assert pid != os.getpid()
+    assert node.run(_answer, 8)[1] == pid
+
+
+def test_source_that_hangs_is_named_and_not_asked_again(node: WatchedNode) -> None:
+    with pytest.raises(Unreadable, match=r"^NVML: no answer in 0.4 s$"):
+        node.run(_hang, "NVML")
+    started = time.monotonic()
+    with pytest.raises(Unreadable, match=r"^NVML: no answer in 0.4 s$"):
+        node.run(_hang, "NVML")
+    assert time.monotonic() - started < _LIMIT_S
+    assert node.run(_answer, 1)[0] == 1
+
+
+def test_source_that_kills_the_reader_is_named(node: WatchedNode) -> None:
+    with pytest.raises(Unreadable, match=r"^/sys: ended the process that read it$"):
+        node.run(_die, "/sys")
+    assert node.run(_answer, 1)[0] == 1
+
+
+def test_slow_is_not_silent(node: WatchedNode) -> None:
+    assert node.run(_work) == "done"
+
+
+def test_node_on_which_much_hangs_is_given_up(node: WatchedNode) -> None:
+    for source in "abcd":
+        with pytest.raises(Unreadable, match="no answer"):
+            node.run(_hang, source)
+    with pytest.raises(Unreadable, match="not asked: 4 sources of this node did not answer"):
+        node.run(_answer, 1)
+
+
+def test_errors_keep_their_kind(node: WatchedNode) -> None:
+    with pytest.raises(RuntimeError, match="KeyError: 'gpu'"):
+        node.run(_mistake)
+    with pytest.raises(ConfigError, match="holds a list"):
+        node.run(_refuse)
+    with pytest.raises(Unreadable, match="closed") as caught:
+        node.run(_cannot_tell)
+    assert caught.value.nvml_code == 4
+
+
+def test_no_child_is_left(tmp_path: Path) -> None:
+    with closing(WatchedNode(tmp_path)) as node:
+        pid = node.run(_answer, 1)[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
