@@ -1,0 +1,188 @@
+"""The active checks: the measurements on tensors of the CPU, and the judgement of machines with one thing wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_ep.doctor import Node, Profile, Result, Status, Unreadable, load_profile
+from hybrid_ep.doctor.active import TorchMachine, examine_actively
+from hybrid_ep.doctor.active.judge import ACTIVE_CHECKS, judge_burn, judge_rates, judge_rdma
+from hybrid_ep.doctor.active.measure import Burn, write_over_rdma
+
+_SOUND = Burn(tflops=700.0, checksums=(1234,), celsius=70, watts=690, mhz=1700)
+
+
+class _Machine:
+    """Four GPUs that reach the same figures, but for what a test changes."""
+
+    def __init__(self, **wrong: Any) -> None:
+        self._wrong = wrong
+        self.num_gpus = 4
+
+    def _value(self, name: str, key: object, usual: float) -> float:
+        return float(self._wrong.get(name, {}).get(key, usual))
+
+    def host_copy(self, gpu_idx: int, *, to_gpu: bool) -> float:
+        return self._value("host", gpu_idx, 55.0)
+
+    def device_copy(self, gpu_idx: int) -> float:
+        return self._value("device", gpu_idx, 3000.0)
+
+    def pair_copy(self, source: int, target: int) -> float:
+        return self._value("pair", (source, target), 390.0)
+
+    def ring_copy(self) -> list[float]:
+        return [self._value("ring", i, 370.0) for i in range(self.num_gpus)]
+
+    def burn(self, seconds: float) -> list[Burn]:
+        return [self._wrong.get("burn", {}).get(i, _SOUND) for i in range(self.num_gpus)]
+
+    def count_bad_words(self, gpu_idx: int, fraction: float) -> tuple[int, int]:
+        return int(self._value("memory", gpu_idx, 0)), 1 << 30
+
+    def all_to_all(self) -> float:
+        if "nccl" in self._wrong:
+            raise RuntimeError(self._wrong["nccl"])
+        return 310.0
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return load_profile("hgx-h200")
+
+
+def _results(node: Node, profile: Profile, machine: Any) -> dict[str, Result]:
+    found = examine_actively(node, profile, seconds=1.0, make_machine=lambda: machine)
+    assert [result.id for result in found] == [check.id for check in ACTIVE_CHECKS]
+    return {result.id: result for result in found}
+
+
+def test_sound_machine_passes(tmp_path: Path, profile: Profile) -> None:
+    found = _results(Node(tmp_path), profile, _Machine())
+    rdma = found.pop("active.rdma")
+    assert (rdma.status, rdma.seen) == (Status.UNKNOWN, "no GPU has a NIC that is up")
+    assert {result.status for result in found.values()} == {Status.PASS}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check_id", "seen"),
+    [
+        ({"host": {2: 26.0}}, "active.host", "GPU 2 from host: 26.0 of 55.0 GB/s (the median)"),
+        ({"device": {1: 2000.0}}, "active.device", "GPU 1: 2000.0 of 3000.0 GB/s (the median)"),
+        ({"pair": {(3, 1): 195.0}}, "active.pairs", "GPU 3 → GPU 1: 195.0 of 390.0 GB/s (the profile's)"),
+        ({"ring": {0: 180.0}}, "active.links", "GPU 0 → GPU 1, all at once: 180.0 of 390.0 GB/s (the profile's)"),
+        ({"burn": {3: replace(_SOUND, checksums=(99,))}}, "active.burn", "GPU 3: other bits than the other GPUs"),
+        ({"burn": {0: replace(_SOUND, checksums=(1234, 7))}}, "active.burn", "GPU 0: 2 different results"),
+        ({"burn": {1: replace(_SOUND, celsius=97)}}, "active.burn", "GPU 1: 97 °C, allowed: 90"),
+        ({"burn": {1: replace(_SOUND, mhz=900)}}, "active.burn", "GPU 1: 900.0 of 1700.0 MHz (the median)"),
+        ({"memory": {2: 3}}, "active.memory", "GPU 2: 3 of 1073741824 words wrong"),
+    ],
+)
+def test_fault_is_found_by_its_check_alone(
+    tmp_path: Path, profile: Profile, wrong: dict[str, Any], check_id: str, seen: str
+) -> None:
+    found = _results(Node(tmp_path), profile, _Machine(**wrong))
+    assert [result.id for result in found.values() if result.status is Status.FAIL] == [check_id]
+    assert seen in found[check_id].seen
+    assert found[check_id].remedy
+
+
+def test_what_breaks_is_unknown(tmp_path: Path, profile: Profile) -> None:
+    found = _results(Node(tmp_path), profile, _Machine(nccl="unhandled cuda error"))
+    assert found["active.nccl"].status is Status.UNKNOWN
+    assert "RuntimeError: unhandled cuda error" in found["active.nccl"].seen
+
+
+def test_figure_without_anything_to_compare_with_confirms_nothing() -> None:
+    with pytest.raises(Unreadable, match=r"52.0 GB/s, and neither a figure of the profile nor another one"):
+        judge_rates({"GPU 0": 52.0}, None, 0.9)
+    assert judge_rates({"GPU 0": 52.0}, 55.0, 0.9).status is Status.PASS
+    assert judge_rates({"GPU 0": 40.0}, 55.0, 0.9).status is Status.FAIL
+
+
+def test_two_gpus_with_different_bits_are_both_suspect(profile: Profile) -> None:
+    found = judge_burn([_SOUND, replace(_SOUND, checksums=(5,))], profile)
+    assert (found.status, "GPU 0 and GPU 1 compute different bits" in found.seen) == (Status.FAIL, True)
+
+
+def test_measurements_run_on_tensors_of_the_cpu() -> None:
+    machine = TorchMachine(["cpu", "cpu"], copy_bytes=1 << 16, size=64)
+    assert machine.num_gpus == 2
+    rates = [machine.host_copy(0, to_gpu=True), machine.device_copy(1), machine.pair_copy(0, 1), *machine.ring_copy()]
+    assert all(rate > 0 for rate in rates)
+    first, second = machine.burn(0.05)
+    assert first.checksums == second.checksums
+    assert len(first.checksums) == 1
+    assert machine.count_bad_words(0, 0.5) == (0, 2 * (1 << 13) * 2)
+    with pytest.raises(Unreadable, match="NCCL needs GPUs"):
+        machine.all_to_all()
+
+
+def test_memory_pattern_sees_a_bit_that_sticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that loses its lowest bit after it was written."""
+    import torch
+
+    machine = TorchMachine(["cpu"], copy_bytes=1 << 12, size=8)
+    add = torch.add
+
+    def broken(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
+        add(*arguments, out=out)
+        out[7] &= ~1
+        return out
+
+    monkeypatch.setattr(torch, "add", broken)
+    bad, _ = machine.count_bad_words(0, 0.5)
+    assert bad > 0
+
+
+def test_rdma_without_perftest_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unreadable, match="ib_write_bw is not installed"):
+        write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], None, bidirectional=False)
+    _program(tmp_path, "echo 'Usage: ib_write_bw [options]'")
+    with pytest.raises(Unreadable, match="built without CUDA: it cannot use GPU memory"):
+        write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], None, bidirectional=False)
+
+
+_FIGURES = "printf ' #bytes #iterations BW peak[Gb/sec] average MsgRate\\n 1048576 9000 0.00 %s 0.04\\n'"
+
+
+@pytest.mark.parametrize(("script", "expected"), [(f"{_FIGURES} 392.40", 49.05), (f"{_FIGURES} 97.60", 12.2)])
+def test_rdma_reads_perftests_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, expected: float
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    _program(tmp_path, f'case "$*" in *--help*) echo "--use_cuda=<gpu> --use_cuda_dmabuf";; *) {script};; esac')
+    assert write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], 3, bidirectional=False) == [pytest.approx(expected)]
+
+
+def test_rdma_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    _program(tmp_path, 'case "$*" in *--help*) echo --use_cuda;; *) echo "Couldn\'t allocate MR"; exit 1;; esac')
+    with pytest.raises(Unreadable, match=r"exit status 1, said \"Couldn't allocate MR\""):
+        write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], None, bidirectional=True)
+
+
+def test_slow_nic_is_named(tmp_path: Path, profile: Profile) -> None:
+    from tests.sim.platforms import healthy
+
+    healthy("hgx-h200").write(tmp_path)
+
+    def write(pairs: list[tuple[int, str, int, str]], gid_index: int | None, *, bidirectional: bool) -> list[float]:
+        assert gid_index == 3
+        return [(20.0 if pair[3] == "mlx5_5" else 49.0) * (2 if bidirectional else 1) for pair in pairs]
+
+    found = judge_rdma(Node(tmp_path), profile, write)
+    assert found.status is Status.FAIL
+    assert "GPU 5 mlx5_5 → GPU 4 mlx5_4: 20.0 of 50.0 GB/s (the profile's)" in found.seen
+    assert "mlx5_6 →" not in found.seen
+
+
+def _program(folder: Path, script: str) -> None:
+    place = folder / "ib_write_bw"
+    place.write_text(f"#!/bin/sh\n{script}\n")
+    place.chmod(0o755)
