@@ -1,0 +1,151 @@
+"""Which NICs are the GPUs': those are judged. A server has more, for storage, management and services of its own.
+
+A NIC is told by where it hangs and what it is. Of those within the profile's distance of a GPU, as many as the profile
+counts are taken: first the ones that have the profile's rate and link layer, or are of the same model as one that has
+(so that a broken one is not mistaken for another's), then the nearest. A second port or function without a cable is no
+NIC of its own. Everything else is named with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from hybrid_ep.doctor.checks.gpu import sees_few
+from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.profile import Profile
+from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.topology import UNREADABLE, Distance, Nic, NicPort
+
+__all__ = [
+    "Port",
+    "Roles",
+    "active_ports",
+    "assign_roles",
+    "blind_devices",
+    "judged_ports",
+    "required_nics",
+    "wanted_nics",
+]
+
+Port = tuple[Nic, NicPort]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The NICs of a node.
+
+    Attributes:
+        compute: the GPUs', by name.
+        others: name of every other one → why it is not judged.
+    """
+
+    compute: tuple[Nic, ...]
+    others: Mapping[str, str]
+
+
+def wanted_nics(node: Node, profile: Profile) -> int | None:
+    """How many NICs the profile counts; a container that was given some of the GPUs is held to their share."""
+    want: int | None = profile["nic.count"]
+    if want and sees_few(node, profile):
+        return -(-want * len(node.topology.gpus) // int(profile["gpu.count"]))
+    return want
+
+
+def assign_roles(node: Node, profile: Profile) -> Roles:
+    """Tells the GPUs' NICs from the others.
+
+    Where no NIC is near a GPU, as in a virtual machine that hides the PCIe tree, all of them may be the GPUs'.
+    """
+    named = [nic for nic in node.topology.nics if any(fnmatch(nic.name, pattern) for pattern in profile["nic.devices"])]
+    most = profile["affinity.max_distance"]
+    columns = zip(node.topology.nics, *node.topology.nic_distances, strict=True)
+    nearest = {nic.name: min(distances, default=Distance.SYS) for nic, *distances in columns}
+    near = [nic for nic in named if most and nearest[nic.name] <= Distance[most]]
+    candidates = near or named
+    others = {nic.name: "near no GPU" for nic in named if nic not in candidates}
+    want = wanted_nics(node, profile)
+    if want is None or len(candidates) <= want:
+        return Roles(tuple(candidates), others)
+    fitting = [nic for nic in candidates if any(_fits(port, profile) for port in nic.ports)]
+    models = {_model(node, nic) for nic in fitting}
+    cards = {_card(nic) for nic in fitting}
+
+    def rank(nic: Nic) -> tuple[bool, bool, int]:
+        spare = nic not in fitting and _card(nic) in cards  # the other function of a card that is in use
+        return spare, nic not in fitting and _model(node, nic) not in models, int(nearest[nic.name])
+
+    chosen = _one_for_each_gpu(node, candidates, rank, want)
+    for nic in candidates:
+        if nic not in chosen:
+            spare, foreign, _ = rank(nic)
+            others[nic.name] = "unused port" if spare else "another rate or link layer" if foreign else "further away"
+    return Roles(tuple(nic for nic in candidates if nic in chosen), others)
+
+
+def _one_for_each_gpu(
+    node: Node, candidates: list[Nic], rank: Callable[[Nic], tuple[bool, bool, int]], want: int
+) -> list[Nic]:
+    """Every GPU takes its best NIC that is left, in turns; then the best of all that are left."""
+    position = {nic.name: column for column, nic in enumerate(node.topology.nics)}
+    chosen: list[Nic] = []
+    rows = list(node.topology.nic_distances)
+    while len(chosen) < want:
+        left = [nic for nic in candidates if nic not in chosen]
+        for row in rows or [()]:
+            if len(chosen) == want:
+                break
+            left = [nic for nic in left if nic not in chosen]
+            if left:
+                chosen.append(min(left, key=lambda nic: (*rank(nic)[:2], row[position[nic.name]] if row else 0)))
+        if not left:
+            break
+    return chosen
+
+
+def blind_devices(node: Node) -> list[str]:
+    """GPUs and NICs whose class or NUMA node cannot be read, so that it is not known how near they are."""
+    nics = {nic.pci_address for nic in node.topology.nics}
+    ours = [device for device in node.topology.pci if device.is_gpu or device.may_be_gpu or device.address in nics]
+    return [device.address for device in ours if device.may_be_gpu or device.numa_node == UNREADABLE]
+
+
+def _fits(port: NicPort, profile: Profile) -> bool:
+    rate, layers = profile["nic.rate_gbps"], profile["nic.link_layer"]
+    right_rate = port.rate_gbps == rate if rate else True
+    return port.state == "ACTIVE" and right_rate and (not layers or port.link_layer in layers)
+
+
+def _model(node: Node, nic: Nic) -> int:
+    return node.topology.pci_device(nic.pci_address).device_id
+
+
+def _card(nic: Nic) -> str:
+    """The slot of a NIC: its PCI address without the function; a NIC that is not on PCI is a card of its own."""
+    return nic.pci_address.rpartition(".")[0] or nic.name
+
+
+def required_nics(node: Node, profile: Profile) -> tuple[Nic, ...]:
+    """The GPUs' NICs; Unreadable where there are none: a check that looked at nothing has confirmed nothing."""
+    found = assign_roles(node, profile).compute
+    if not found:
+        raise Unreadable("no NIC to examine, see nic.count")
+    return found
+
+
+def judged_ports(node: Node, profile: Profile) -> list[Port]:
+    """The ports of the GPUs' NICs; a port without a link is left out where another one of its NIC is in use."""
+    found = []
+    for nic in required_nics(node, profile):
+        in_use = any(_fits(port, profile) for port in nic.ports)
+        found += [(nic, port) for port in nic.ports if not in_use or port.state != "DOWN"]
+    return found
+
+
+def active_ports(node: Node, profile: Profile) -> list[Port]:
+    """Ports that are up; those that are down are named by nic.state alone."""
+    found = [(nic, port) for nic, port in judged_ports(node, profile) if port.state == "ACTIVE"]
+    if not found:
+        raise Unreadable("no port is up, see nic.state")
+    return found

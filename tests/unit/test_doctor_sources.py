@@ -1,0 +1,176 @@
+"""What the doctor reads beside files and NVML: the kernel's log, DCB by netlink, and its own memory of the last run."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep.doctor import Node, Unreadable
+from hybrid_ep.doctor.dcb import DcbState, parse_ieee, read_dcb
+from hybrid_ep.doctor.node import LogLine
+from hybrid_ep.doctor.rises import Limits, Memory, judge_rise
+from hybrid_ep.doctor.xid import ACTIONS, catalogue, read_incidents
+
+_GPU = "PCI:0000:23:00"
+
+
+# ---- Xids ----
+
+
+def _actions(*messages: str) -> dict[str, str]:
+    lines = [LogLine(60.0 * (number + 1), message) for number, message in enumerate(messages)]
+    return {incident.name: incident.action for incident in read_incidents(lines, {109: "restart_app"})}
+
+
+def test_catalogue_is_complete_and_consistent() -> None:
+    assert {46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 145, 149, 154, 155, 158} <= set(catalogue())
+    for number, entry in catalogue().items():
+        assert set(entry) <= {"what", "action", "gpus", "note"}, number
+        assert entry["action"] in ACTIONS
+        assert entry["gpus"]
+        assert set(entry["gpus"]) <= set("AHBG")
+
+
+@pytest.mark.parametrize(
+    ("message", "action"),
+    [
+        (f"NVRM: Xid ({_GPU}): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.", "reboot the node"),
+        ("NVRM: Xid (0000:23:00): 46, Channel 00000001", "reset the GPU"),
+        (f"NVRM: Xid ({_GPU}.0): 48, DBE", "reset the GPU"),
+        (f"NVRM: Xid ({_GPU}): 13, Graphics Exception", ""),
+        (f"NVRM: Xid ({_GPU}): 109, pid=1, CTX SWITCH TIMEOUT", ""),  # the site's own word
+        (f"NVRM: Xid ({_GPU}): 149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x0)", "reset the GPU"),
+        (f"NVRM: Xid ({_GPU}): 145, RLW_CTRL Nonfatal XC0 i0 Link 01 (0x1 0x80000000)", ""),
+        (f"NVRM: Xid ({_GPU}): 145, RLW_CTRL Non-fatal XC0 i0 Link 01 (0x1 0x80000000)", ""),
+        (
+            f"NVRM: Xid ({_GPU}): 154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)",
+            "drain and reset",
+        ),
+        (f"NVRM: Xid ({_GPU}): 999, from the future", ""),
+    ],
+)
+def test_xid_is_judged_by_the_catalogue(message: str, action: str) -> None:
+    assert list(_actions(message).values()) == [action]
+
+
+@pytest.mark.parametrize("message", ["NVRM: Xid (invalid): 79, x", "Xid error: xyz", "eth0: link up"])
+def test_other_lines_are_no_xid(message: str) -> None:
+    assert _actions(message) == {}
+
+
+def test_reset_clears_what_stood_before() -> None:
+    fatal = f"NVRM: Xid ({_GPU}): 95, Uncontained"
+    other = "NVRM: Xid (PCI:0000:33:00): 95, Uncontained"
+    cleared = f"NVRM: Xid ({_GPU}): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+    assert _actions(fatal, cleared) == {}
+    assert _actions(fatal, other, cleared) == {"Xid 95": "reset the GPU"}  # of the other GPU
+    assert _actions(fatal, other, "NVRM: loading NVIDIA UNIX Open Kernel Module") == {}
+    assert _actions(cleared, fatal) == {"Xid 95": "reset the GPU"}
+
+
+def test_incident_says_when_and_how_often() -> None:
+    lines = [LogLine(3600.0 * hour, f"NVRM: Xid ({_GPU}): 119, GSP RPC timeout") for hour in (1, 5)]
+    (incident,) = read_incidents(lines, {})
+    assert str(incident) == (
+        "Xid 119 on 0000:23:00 (GSP RPC timeout), 2 times, last 5 h 0 min after the boot; reset the GPU"
+    )
+
+
+def test_journal_steps_in_where_the_log_lost_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "kmsg").write_text("6,500,7000000,-;late\n")
+    node = Node(tmp_path)
+    with pytest.raises(Unreadable, match=r"no longer reaches back to the boot; .*not recorded") as caught:
+        node.kernel_log()
+    assert caught.value.log == (LogLine(7.0, "late"),)
+    journal = "[    1.500000] host kernel: early\n-- no entry --\n[ 9000.000001] host kernel: late\n"
+    monkeypatch.setattr(Node, "command", lambda self, *words: journal)
+    assert node.kernel_log() == [LogLine(1.5, "early"), LogLine(9000.000001, "late")]
+
+
+# ---- DCB ----
+
+
+def _attribute(kind: int, content: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(content), kind) + content + b"\0" * (-len(content) % 4)
+
+
+def test_dcb_answer_is_read() -> None:
+    """As linux/dcbnl.h lays it out: nested attributes, struct ieee_pfc, struct dcb_app (selector 5 is DSCP)."""
+    pfc = _attribute(2, bytes([8, 0b1000, 0, 0]) + b"\0" * 132)
+    by_dscp = _attribute(3, _attribute(1, struct.pack("=BBH", 5, 3, 26)))
+    by_vlan = _attribute(3, _attribute(1, struct.pack("=BBH", 1, 3, 0x8915)))
+    name = _attribute(1, b"eth0\0")
+    assert parse_ieee(name + _attribute(13 | 0x8000, pfc + by_dscp)) == DcbState(0b1000, True)
+    assert parse_ieee(name + _attribute(13, pfc + by_vlan)) == DcbState(0b1000, False)
+    assert parse_ieee(name) == DcbState(0, False)
+    assert parse_ieee(b"\x02\0\x0d\0" * 3) == DcbState(0, False)  # a length that is too small
+
+
+def test_dcb_of_no_interface_is_unreadable() -> None:
+    with pytest.raises(Unreadable, match="DCB of nothing0: "):
+        read_dcb("nothing0")
+
+
+# ---- memory between runs ----
+
+
+def test_memory_survives_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    memory = Memory.load(path)
+    assert (memory.elapsed_s(), memory.complaint) == (0.0, "")
+    memory.note("nic.errors", {("mlx5_0/1", "link_downed"): 3})
+    memory.save()
+    memory = Memory.load(path)
+    assert memory.counters == {"nic.errors": {("mlx5_0/1", "link_downed"): 3}}
+    assert 0 < memory.elapsed_s() < 60
+    memory.note("gpu.errors", {("GPU 0", "pcie_replay"): 1})
+    memory.save()
+    assert set(Memory.load(path).counters) == {"nic.errors", "gpu.errors"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["doctor.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "unix_time_s": 1, "counters": {"a": 5}}']
+)
+def test_damaged_memory_starts_over(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "doctor.json"
+    path.write_text(text)
+    memory = Memory.load(path)
+    assert memory.counters == {}
+    assert "is not used" in memory.complaint
+    memory.save()
+    assert json.loads(path.read_text())["counters"] == {}
+
+
+def test_memory_that_cannot_be_written_is_said() -> None:
+    memory = Memory(Path("/proc/nothing/doctor.json"))
+    memory.save()
+    assert "cannot be written" in memory.complaint
+
+
+@pytest.mark.parametrize(
+    ("value", "hours", "status"),
+    [(10, 0.1, "pass"), (11, 0.1, "fail"), (100, 10, "pass"), (101, 10, "fail"), (0, 10, "pass")],
+)
+def test_limit_holds_per_hour(value: int, hours: float, status: str) -> None:
+    """Ten an hour; in less than an hour as many as in one."""
+    key = ("mlx5_0/1", "symbol_error")
+    now = {key: 1000 + value}
+    found = judge_rise(now, now, 1.0, Limits({}, {"symbol_error": 10}), {key: 1000}, hours * 3600)
+    assert found.status.value == status
+
+
+def test_counter_that_started_over_counts_from_zero() -> None:
+    key = ("GPU 0 link 1", "replay")
+    now = {key: 2}
+    found = judge_rise(now, now, 1.0, Limits({}, {}), {key: 900}, 3600.0)
+    assert "rose by 2 in 1.0 h since the last run, allowed: 0" in found.seen
+
+
+def test_clock_that_went_back_is_no_interval() -> None:
+    assert Memory(Path("x"), time.time() + 3600).elapsed_s() == 0.0
