@@ -4,6 +4,7 @@
     registry.py   the list of checks; checks/ holds them, one file per group
     profile.py    what a platform should look like (profiles/*.yaml), never in code
     node.py       everything a check may read: files, NVML, commands, topology, live or below --sysroot
+    watched.py    the same from a child process, so that nothing it reads can hang or kill the doctor
     runner.py     chooses and runs checks; counters are sampled twice
     compare.py    what only several nodes together can show
     command.py    `hybrid-ep doctor`
@@ -17,6 +18,7 @@ from hybrid_ep.doctor.model import Check, Finding, Report, Result, Severity, Sta
 from hybrid_ep.doctor.node import Node, Unreadable
 from hybrid_ep.doctor.profile import Profile, load_profile, propose_profile
 from hybrid_ep.doctor.runner import Selection, examine
+from hybrid_ep.doctor.watched import WatchedNode
 
 __all__ = [
     "Check",
@@ -29,6 +31,7 @@ __all__ = [
     "Severity",
     "Status",
     "Unreadable",
+    "WatchedNode",
     "examine",
     "load_profile",
     "propose_profile",

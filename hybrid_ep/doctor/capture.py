@@ -8,18 +8,30 @@ built it where. It stays well below 1 MB.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.node import LogLine, Node
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.topology.recording import Recording, encode
 
 __all__ = ["capture"]
 
-_PCI = ("vendor", "class", "numa_node", "current_link_width", "current_link_speed", "max_link_width", "max_link_speed")
+_AER = tuple(f"aer_dev_{kind}" for kind in ("correctable", "nonfatal", "fatal"))
+_PCI = (
+    "vendor",
+    "device",
+    "class",
+    "numa_node",
+    "current_link_width",
+    "current_link_speed",
+    "max_link_width",
+    "max_link_speed",
+    *_AER,
+)
 _PORT = ("state", "phys_state", "link_layer", "rate", "sm_lid", "counters/*", "hw_counters/*", "gids/*")
 _FILES = (
     *(f"/sys/class/infiniband/*/{name}" for name in ("node_guid", "fw_ver")),
@@ -33,20 +45,23 @@ _FILES = (
     "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
     "/proc/driver/nvidia/params",
     "/proc/sys/kernel/numa_balancing",
+    "/proc/sys/kernel/osrelease",
+    "/etc/nvidia-container-runtime/config.toml",
+    "/sys/devices/system/node/node*/cpulist",
 )
 _EXCERPTS = {
     "/proc/cpuinfo": r"^flags\s*:",
     "/proc/devices": r"nvidia",
     "/proc/driver/nvidia/version": r"^NVRM version",
     "/proc/meminfo": r"^MemTotal:",
-    "/proc/self/limits": r"^Max locked memory",
+    "/proc/self/limits": r"^Max (locked memory|open files)",
     "/proc/self/mounts": r"^\S+ /dev/shm ",
 }
 # Folders that matter by being there, beside those that a check looked into.
 _FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nvidia_peermem", "/sys/devices/system/node/node*")
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
-_LOG_WORDS = ("NVRM", "nvidia", "SXid")
+_LOG_WORDS = ("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core")
 _LOG_LINES_KEPT = 400
 _ASKED_BY_TOPOLOGY = (
     *("name", "uuid", "pci_address", "memory_bytes", "fabric.state", "fabric.status"),
@@ -64,7 +79,8 @@ def capture(node: Node) -> Recording:
     _add_pci(recording, node)
     _add_excerpts(recording, node)
     folders = node.listed.union(*(_glob(node, pattern) for pattern in _FOLDERS))
-    recording.folders.extend(sorted(folders))
+    # What is below a link is a folder of the link's target.
+    recording.folders.extend(sorted(path for path in folders if not _below(path, recording.links)))
     for pattern in _DEVICES:
         for path in _glob(node, pattern):
             _add_device(recording, node, path)
@@ -72,6 +88,10 @@ def capture(node: Node) -> Recording:
     recording.nvml.update(_nvml_answers(node))
     recording.facts.update(_facts(node))
     return recording
+
+
+def _below(path: str, links: Mapping[str, str]) -> bool:
+    return any(str(part) in links for part in (Path(path), *Path(path).parents))
 
 
 def _glob(node: Node, pattern: str) -> Iterator[str]:
@@ -95,6 +115,8 @@ def _add_pci(recording: Recording, node: Node) -> None:
         link = f"/sys/bus/pci/devices/{device.address}"
         place = "/sys/devices/" + "/".join(device.path)
         recording.links[link] = "../../../devices/" + "/".join(device.path)
+        if (group := node.link(f"{link}/iommu_group")) is not None:
+            recording.links[f"{place}/iommu_group"] = f"../../../kernel/iommu_groups/{group}"
         physical = node.link(f"{link}/physfn")
         if physical is not None:
             recording.links[f"{place}/physfn"] = f"../{physical}"
@@ -103,9 +125,10 @@ def _add_pci(recording: Recording, node: Node) -> None:
                 recording.files[f"{place}/{name}"] = node.read(f"{link}/{name}") + "\n"
             except Unreadable:
                 continue
+    paths = {device.address: device.path for device in node.topology.pci}
     for nic in node.topology.nics:
         if nic.pci_address:
-            path = next(device.path for device in node.topology.pci if device.address == nic.pci_address)
+            path = paths.get(nic.pci_address, (nic.pci_address,))
             recording.links[f"/sys/class/infiniband/{nic.name}/device"] = "../../../devices/" + "/".join(path)
             for netdev in nic.netdevs:
                 mtu = f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu"
@@ -142,15 +165,21 @@ def _add_device(recording: Recording, node: Node, path: str) -> None:
 
 
 def _add_kernel_log(recording: Recording, node: Node) -> None:
-    """The first record, which tells whether the log reaches back to the boot, and the driver's lines."""
+    """The driver's and the devices' lines, as /dev/kmsg would have them since the boot."""
     try:
-        records = list(node.kernel_log())
-    except Unreadable:
-        return
-    kept = [record for record in records[1:] if any(word in record[1] for word in _LOG_WORDS)][-_LOG_LINES_KEPT:]
-    first = [(records[0][0], "first record")] if records else []
+        lines = node.kernel_log()
+    except Unreadable as error:
+        if not error.log:
+            return
+        lines = list(error.log)
+        first = 1  # the beginning is missing, and stays so
+    else:
+        first = 0
+    kept = [line for line in lines if any(word in line.message for word in _LOG_WORDS)][-_LOG_LINES_KEPT:]
+    records = [LogLine(0.0, "first record"), *kept]
     recording.files["/dev/kmsg"] = "".join(
-        f"6,{number},0,-;{_without_builder(message)}\n" for number, message in [*first, *kept]
+        f"6,{first + number},{line.seconds * 1e6:.0f},-;{_without_builder(line.message)}\n"
+        for number, line in enumerate(records)
     )
 
 
@@ -190,6 +219,8 @@ def _facts(node: Node) -> dict[str, Any]:
         "cuda": lambda: asdict(node.cuda()),
         "packages": node.packages,
         "torch_cuda": node.torch_cuda,
+        "free_mib": lambda: {"/dev/shm": node.free_mib("/dev/shm")},
+        "container": lambda: asdict(node.container()),
     }
     for name, read in readers.items():
         try:
@@ -205,10 +236,25 @@ def _facts(node: Node) -> dict[str, Any]:
         for nic in node.topology.nics
         if nic.dmabuf is not None or any(port.active_mtu_bytes for port in nic.ports)
     ]
+    facts["dcb"] = {
+        netdev: found
+        for nic in node.topology.nics
+        for netdev in nic.netdevs
+        if (found := _dcb(node, netdev)) is not None
+    }
     facts["commands"] = {
-        line: text for line in ("nvidia-imex-ctl -N -j",) if (text := _command(node, line)) is not None
+        line: text
+        for line in ("nvidia-imex-ctl -N -j", "nv-fabricmanager --version")
+        if (text := _command(node, line)) is not None
     }
     return facts
+
+
+def _dcb(node: Node, netdev: str) -> dict[str, Any] | None:
+    try:
+        return asdict(node.dcb(netdev))
+    except Unreadable:
+        return None
 
 
 def _command(node: Node, line: str) -> str | None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -13,16 +19,36 @@ from hybrid_ep.doctor.capture import capture
 from hybrid_ep.doctor.compare import compare
 from hybrid_ep.doctor.model import Report, Status
 from hybrid_ep.doctor.node import Node
-from hybrid_ep.doctor.profile import load_profile, propose_profile, shipped_profiles
+from hybrid_ep.doctor.profile import Profile, load_profile, propose_profile, shipped_profiles
 from hybrid_ep.doctor.registry import GROUPS
 from hybrid_ep.doctor.render import render, to_junit
+from hybrid_ep.doctor.rises import Memory
 from hybrid_ep.doctor.runner import Selection, examine
 from hybrid_ep.doctor.unreadable import Unreadable
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.doctor.watched import WatchedNode
+from hybrid_ep.errors import ConfigError, HybridEPError
 
 __all__ = ["doctor"]
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
+    """Exit status 1 means a confirmed fault of the node, so nothing that goes wrong here may end with it."""
+
+    @functools.wraps(command)
+    def guarded(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except (click.exceptions.Exit, click.ClickException, HybridEPError):
+            raise
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+        except Exception as error:
+            click.echo(f"hybrid-ep doctor: internal error: {type(error).__name__}: {error}", err=True)
+            raise click.exceptions.Exit(2) from error
+
+    return guarded
 
 
 @click.group(invoke_without_command=True)
@@ -39,8 +65,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of the table.")
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.option("--record", type=_FILE, help="Also write everything that was read, so that it can be replayed.")
+@click.option("--state", type=_FILE, help="Remember counters in this file, to judge what rose since the last run.")
+@click.option("--asked-at", type=float, metavar="SECONDS", help="The caller's Unix time, to measure this node's clock.")
+@click.option("--active", is_flag=True, help="Also load the GPUs and measure them: minutes, for idle nodes.")
+@click.option("--burn-seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="With --active.")
 @click.option("--accept-unknown", is_flag=True, help="Exit with 0 where only unreadable things are left, as in a Pod.")
 @click.pass_context
+@_never_a_verdict
 def doctor(
     context: click.Context,
     quick: bool,
@@ -51,21 +82,38 @@ def doctor(
     as_json: bool,
     junit: Path | None,
     record: Path | None,
+    state: Path | None,
+    asked_at: float | None,
+    active: bool,
+    burn_seconds: float,
     accept_unknown: bool,
 ) -> None:
     """Check whether this node is fit to run hybrid_ep.
 
-    Exit status: 0 = every check passed, 1 = a fault was confirmed, 2 = no fault, but something could not be read.
-    Warnings do not count.
+    Exit status: 0 = every check passed, 1 = a fault was confirmed, 2 = no fault, but something could not be read or
+    written. Warnings do not count.
     """
     if context.invoked_subcommand is not None:
         return
-    with closing(Node(sysroot)) as node:
-        name, source = (profile, "given") if profile else _propose(node)
-        report = examine(node, load_profile(name), source, Selection(groups, ids, quick))
-        if record is not None:
-            capture(node).save(record)
-    _show(context, report, as_json, junit, accept_unknown=accept_unknown)
+    exchange = {"asked_s": asked_at, "started_s": round(time.time(), 3)} if asked_at is not None else {}
+    selection = Selection(groups, ids, quick)
+    memory = Memory.load(state) if state is not None else None
+    expected = load_profile(profile) if profile else None
+    with closing(WatchedNode(sysroot)) as node:
+        source = "given"
+        if expected is None:
+            name, source = node.run(_propose)
+            expected = load_profile(name)
+        report = examine(node, expected, source, selection, memory=memory)
+        recording = node.run(capture).to_text() if record is not None else ""
+    if active:
+        report = _with_active(report, expected, sysroot, burn_seconds)
+    report.facts.update(exchange)
+    if memory is not None:
+        memory.save()
+        if memory.complaint:
+            click.echo(f"hybrid-ep doctor: {memory.complaint}", err=True)
+    _show(context, report, as_json, {junit: to_junit(report), record: recording}, accept_unknown=accept_unknown)
 
 
 @doctor.command("compare")
@@ -73,9 +121,19 @@ def doctor(
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of the table.")
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.pass_context
+@_never_a_verdict
 def compare_command(context: click.Context, files: tuple[Path, ...], as_json: bool, junit: Path | None) -> None:
     """Compare the JSON reports of several nodes: versions, cliques, complete domains, clocks."""
-    _show(context, compare([_load(path) for path in files]), as_json, junit)
+    report = compare([_load(path) for path in files])
+    _show(context, report, as_json, {junit: to_junit(report)})
+
+
+def _with_active(report: Report, profile: Profile, sysroot: Path, seconds: float) -> Report:
+    """The report with the active checks' results, from a child that may load torch and CUDA."""
+    from hybrid_ep.doctor.active import examine_actively
+
+    with closing(WatchedNode(sysroot, limit_s=seconds + 180)) as node:
+        return replace(report, results=report.results + examine_actively(node, profile, seconds=seconds))
 
 
 def _propose(node: Node) -> tuple[str, str]:
@@ -83,7 +141,10 @@ def _propose(node: Node) -> tuple[str, str]:
         names = [str(node.nvml.gpu(gpu_idx, "name")) for gpu_idx in node.nvml.gpus]
     except Unreadable:
         names = []
-    return propose_profile(names, len(node.topology.pci_gpus))
+    try:
+        return propose_profile(names, len(node.topology.pci_gpus))
+    except Unreadable as error:
+        return propose_profile(names, 0)[0], f"PCI cannot be seen: {error}"
 
 
 def _load(path: Path) -> Report:
@@ -94,12 +155,25 @@ def _load(path: Path) -> Report:
 
 
 def _show(
-    context: click.Context, report: Report, as_json: bool, junit: Path | None, *, accept_unknown: bool = False
+    context: click.Context,
+    report: Report,
+    as_json: bool,
+    files: dict[Path | None, str],
+    *,
+    accept_unknown: bool = False,
 ) -> None:
+    """Prints the report, writes the files that were asked for, and exits; one that cannot be written is no fault."""
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         Console().print(render(report))
-    if junit is not None:
-        junit.write_text(to_junit(report))
-    context.exit(0 if accept_unknown and report.status is Status.UNKNOWN else report.exit_code)
+    sys.stdout.flush()
+    exit_code = 0 if accept_unknown and report.status is Status.UNKNOWN else report.exit_code
+    for path, text in files.items():
+        if path is not None:
+            try:
+                path.write_text(text)
+            except OSError as error:
+                click.echo(f"hybrid-ep doctor: {path} cannot be written: {error.strerror}", err=True)
+                exit_code = exit_code or 2
+    context.exit(exit_code)

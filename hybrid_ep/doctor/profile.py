@@ -100,7 +100,9 @@ def is_profile_file(name_or_file: str) -> bool:
 
 
 def propose_profile(gpu_names: list[str], num_pci_gpus: int) -> tuple[str, str]:
-    """Proposes the profile that fits this node's GPUs: by their model, else what holds for any GPU.
+    """Proposes the profile that fits most of this node's GPUs, else what holds for any GPU.
+
+    A single board of another model is a fault that ``gpu.model`` names, and not another platform.
 
     Returns:
         The name, and why.
@@ -109,8 +111,9 @@ def propose_profile(gpu_names: list[str], num_pci_gpus: int) -> tuple[str, str]:
         return _CPU, "no NVIDIA GPU on this node"
     for name in shipped_profiles():
         pattern = load_profile(name)["match.gpu_name"]
-        if gpu_names and pattern and all(re.search(pattern, gpu) for gpu in gpu_names):
-            return name, f"proposed by GPU model {gpu_names[0]!r}"
+        fitting = [gpu for gpu in gpu_names if pattern and re.search(pattern, gpu)]
+        if 2 * len(fitting) > len(gpu_names):
+            return name, f"proposed by GPU model {fitting[0]!r}"
     if not gpu_names:
         return _ANY_GPUS, f"{num_pci_gpus} GPUs on PCI, and NVML names none"
     return _ANY_GPUS, f"no other profile is for {', '.join(sorted(set(gpu_names)))}"

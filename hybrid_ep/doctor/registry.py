@@ -45,13 +45,13 @@ def check(
 
 
 def counters(
-    id: str, *, title: str, source: str, expectation: str, remedy: str, wants: str, rise_per_s: str
+    id: str, *, title: str, source: str, expectation: str, remedy: str, wants: str, rise: str
 ) -> Callable[[Sample], Sample]:
-    """Registers a function that reads counters; `rise_per_s` is the profile's key for the rises that are no fault."""
+    """Registers a function that reads counters; `rise` is the profile's section with the rises that are no fault."""
 
     def register(sample: Sample) -> Sample:
         facts = (id, title, Severity.ERROR, "", source, expectation, remedy, tuple(wants.split()))
-        _add(Check(*facts, quick=False, sample=sample, rise_per_s=rise_per_s))
+        _add(Check(*facts, quick=False, sample=sample, rise=rise))
         return sample
 
     return register

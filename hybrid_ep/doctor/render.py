@@ -18,7 +18,8 @@ STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "unknown": "mag
 
 def render(report: Report) -> RenderableType:
     """Table of all results, the remedies of those that did not pass, and one line that sums it up."""
-    table = Table(title=f"{report.host}: profile {report.profile} ({report.profile_source})", title_justify="left")
+    title = Text(f"{report.host}: profile {report.profile} ({report.profile_source})")
+    table = Table(title=title, title_justify="left")
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("seen")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from hybrid_ep._version import __version__
 from hybrid_ep.doctor.facts import collect_facts
@@ -12,12 +13,14 @@ from hybrid_ep.doctor.model import Check, Counters, Finding, Report, Result, Sev
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import GROUPS, all_checks
-from hybrid_ep.doctor.survey import shorten
+from hybrid_ep.doctor.rises import Limits, Memory, judge_rise
 from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Selection", "examine"]
 
+T = TypeVar("T")
 _SAMPLE_INTERVAL_S = 1.0
 Readings = Mapping[str, "Counters | Unreadable"]
 
@@ -59,20 +62,22 @@ def _wait(since: float) -> float:
 
 
 def examine(
-    node: Node,
+    node: Node | WatchedNode,
     profile: Profile,
     profile_source: str,
     selection: Selection | None = None,
     *,
+    memory: Memory | None = None,
     wait: Callable[[float], float] = _wait,
 ) -> Report:
-    """Runs the chosen checks.
+    """Runs the chosen checks. Whatever a check does, it ends in a finding: an error of ours is `unknown`, too.
 
     Args:
-        node: what to examine.
+        node: what to examine; a `WatchedNode` also bounds the time that reading takes.
         profile: what to expect.
         profile_source: why this profile, for the report.
         selection: None = every check.
+        memory: the counters of the last run, to see what rose since; takes those of this run, and is not saved here.
         wait: waits before counters are read again; takes when they were read first, returns the seconds since then.
     """
     started = time.monotonic()
@@ -86,66 +91,53 @@ def examine(
         after = _read_counters(node, profile, applicable)
         for check in applicable:
             if check.sample is not None:
-                rise_per_s = profile[check.rise_per_s]
-                findings[check.id] = _judge_rise(before[check.id], after[check.id], rise_per_s, interval_s)
+                earlier, elapsed_s = (memory.counters.get(check.id, {}), memory.elapsed_s()) if memory else ({}, 0.0)
+                limits = Limits.of(profile, check.rise)
+                readings = before[check.id], after[check.id]
+                findings[check.id] = judge_rise(*readings, interval_s, limits, earlier, elapsed_s if earlier else 0.0)
+                if memory and not isinstance(after[check.id], Unreadable):
+                    memory.note(check.id, after[check.id])  # type: ignore[arg-type]
     return Report(
         hybrid_ep=__version__,
-        host=node.hostname(),
+        host=_known(_guard(node, Node.hostname)) or "unknown",
         profile=profile.name,
         profile_source=profile_source,
         duration_s=round(time.monotonic() - started, 3),
         results=tuple(_result(check, findings[check.id], profile) for check in applicable),
         not_applicable=tuple(check.id for check in chosen if check not in applicable),
-        facts=collect_facts(node, profile),
+        facts=_known(_guard(node, collect_facts, profile)) or {},
     )
 
 
 def _applies(check: Check, profile: Profile) -> bool:
     if profile.severity_of(check.id) == "off":
         return False
-    return all(profile[key] or (check.zero_is_wish and profile[key] == 0) for key in check.wants)
+    return all(profile[key] or profile[key] == {} or (check.zero_is_wish and profile[key] == 0) for key in check.wants)
 
 
-def _examine(check: Check, node: Node, profile: Profile) -> Finding:
-    assert check.examine is not None
+def _guard(node: Node | WatchedNode, task: Callable[..., T], *arguments: Any) -> T | Unreadable:
+    """The one guard around everything that looks at a node."""
     try:
-        return check.examine(node, profile)
+        return node.run(task, *arguments)
     except Unreadable as error:
-        return Finding(Status.UNKNOWN, str(error))
+        return error
+    except Exception as error:
+        what = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+        return Unreadable(f"internal error: {what}")
 
 
-def _read_counters(node: Node, profile: Profile, checks: list[Check]) -> Readings:
-    readings: dict[str, Counters | Unreadable] = {}
-    for check in checks:
-        if check.sample is not None:
-            try:
-                readings[check.id] = check.sample(node, profile)
-            except Unreadable as error:
-                readings[check.id] = error
-    return readings
+def _known(answer: T | Unreadable) -> T | None:
+    return None if isinstance(answer, Unreadable) else answer
 
 
-def _judge_rise(
-    before: Counters | Unreadable, after: Counters | Unreadable, rise_per_s: Mapping[str, int], interval_s: float
-) -> Finding:
-    """Fails on a counter that rose faster than the profile allows; one that it does not name must not rise at all."""
-    for reading in (before, after):
-        if isinstance(reading, Unreadable):
-            return Finding(Status.UNKNOWN, str(reading))
-    assert not isinstance(before, Unreadable)
-    assert not isinstance(after, Unreadable)
-    rises = {key: after[key] - value for key, value in before.items() if key in after}
-    faults = []
-    most: dict[str, int] = {}
-    for (thing, counter), rise in rises.items():
-        allowed = rise_per_s.get(counter, 0)
-        if rise > allowed * interval_s:
-            faults.append(f"{thing} {counter} rose by {rise} in {interval_s:.1f} s, allowed: {allowed}/s")
-        elif rise > 0:
-            most[counter] = max(rise, most.get(counter, 0))
-    tolerated = "".join(f"; {counter} by {rise} at most, which is normal" for counter, rise in most.items())
-    seen = f"{len(rises)} counters in {interval_s:.1f} s: no fault{tolerated}"
-    return Finding(Status.FAIL, shorten(faults)) if faults else Finding(Status.PASS, seen)
+def _examine(check: Check, node: Node | WatchedNode, profile: Profile) -> Finding:
+    assert check.examine is not None
+    found = _guard(node, check.examine, profile)
+    return Finding(Status.UNKNOWN, str(found)) if isinstance(found, Unreadable) else found
+
+
+def _read_counters(node: Node | WatchedNode, profile: Profile, checks: list[Check]) -> Readings:
+    return {check.id: _guard(node, check.sample, profile) for check in checks if check.sample is not None}
 
 
 def _result(check: Check, finding: Finding, profile: Profile) -> Result:

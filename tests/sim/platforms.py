@@ -41,6 +41,10 @@ class Platform:
         profile: that fits; empty: the platform's own name.
         storage: there is one more NIC with two ports, one of them without a cable.
         virtual: NICs are virtual functions, and the physical ones are not RDMA devices here.
+        near: one more NIC below the first GPU's switch: ``dpu`` (another model and rate), ``same`` (same model and
+            rate, further away), ``spare`` (each NIC has a second function without a cable).
+        memory_gib: of a GPU.
+        generation: of PCIe.
     """
 
     gpu_name: str
@@ -57,28 +61,87 @@ class Platform:
     profile: str = ""
     storage: bool = False
     virtual: bool = False
+    near: str = ""
+    memory_gib: float = 79.6
+    generation: int = 5
 
 
 PLATFORMS = {
     "dgx-a100": Platform(
-        "NVIDIA A100-SXM4-80GB", 8, 12, 25000, False, "535.216.03", 12020, "200 Gb/sec (4X HDR)", "InfiniBand", False
+        "NVIDIA A100-SXM4-80GB",
+        8,
+        12,
+        25000,
+        False,
+        "535.216.03",
+        12020,
+        "200 Gb/sec (4X HDR)",
+        "InfiniBand",
+        False,
+        memory_gib=80.0,
+        generation=4,
     ),
     "hgx-h100": Platform(
         "NVIDIA H100 80GB HBM3", 8, 18, 26562, False, "550.144.03", 12040, "400 Gb/sec (4X NDR)", "InfiniBand"
     ),
-    "hgx-h200": Platform("NVIDIA H200", 8, 18, 26562, False, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet"),
-    "hgx-b200": Platform("NVIDIA B200", 8, 18, 53125, True, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet"),
+    "hgx-h200": Platform(
+        "NVIDIA H200", 8, 18, 26562, False, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet", memory_gib=140.4
+    ),
+    "hgx-h800": Platform("NVIDIA H800", 8, 8, 26562, False, "550.144.03", 12040, "400 Gb/sec (4X NDR)", "InfiniBand"),
+    "hgx-h20": Platform(
+        "NVIDIA H20", 8, 18, 26562, False, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet", memory_gib=95.6
+    ),
+    "hgx-b300": Platform(
+        "NVIDIA B300 SXM6 AC",
+        8,
+        18,
+        53125,
+        True,
+        "580.95.05",
+        13000,
+        "800 Gb/sec (4X XDR)",
+        "Ethernet",
+        memory_gib=275.0,
+        generation=6,
+    ),
+    "hgx-b200": Platform(
+        "NVIDIA B200", 8, 18, 53125, True, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "Ethernet", memory_gib=179.1
+    ),
     "gb200-nvl72": Platform(
-        "NVIDIA GB200", 4, 18, 53125, True, "580.95.05", 13000, "400 Gb/sec (4X NDR)", "InfiniBand", tray=True
+        "NVIDIA GB200",
+        4,
+        18,
+        53125,
+        True,
+        "580.95.05",
+        13000,
+        "400 Gb/sec (4X NDR)",
+        "InfiniBand",
+        tray=True,
+        memory_gib=185.0,
     ),
     "gb300-nvl72": Platform(
-        "NVIDIA GB300", 4, 18, 53125, True, "580.95.05", 13000, "800 Gb/sec (4X XDR)", "Ethernet", tray=True
+        "NVIDIA GB300",
+        4,
+        18,
+        53125,
+        True,
+        "580.95.05",
+        13000,
+        "800 Gb/sec (4X XDR)",
+        "Ethernet",
+        tray=True,
+        memory_gib=277.5,
+        generation=6,
     ),
     "l40s": Platform("NVIDIA L40S", 4, 0, 0, False, "550.144.03", 12040, "", "", fabric=False, profile="gpu-server"),
 }
 PLATFORMS |= {
     "hgx-h100 with storage": replace(PLATFORMS["hgx-h100"], profile="hgx-h100", storage=True),
     "hgx-h200 with virtual functions": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", virtual=True),
+    "hgx-h200 with a DPU": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", near="dpu"),
+    "hgx-h200 with a storage NIC of the same model": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", near="same"),
+    "hgx-h100 with spare ports": replace(PLATFORMS["hgx-h100"], profile="hgx-h100", near="spare"),
 }
 
 
@@ -116,18 +179,24 @@ def _add_host(node: Recording) -> None:
         "/proc/cpuinfo": "flags\t\t: fpu sse2 avx512f\n",
         "/proc/devices": "Character devices:\n  1 mem\n",
         "/proc/meminfo": "MemTotal:       2113000000 kB\n",
-        "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes     \n",
+        "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes     \n"
+        "Max open files            1048576              1048576              files     \n",
         "/proc/self/mounts": "tmpfs /dev/shm tmpfs rw,nosuid,nodev 0 0\n",
         "/proc/sys/kernel/numa_balancing": "0\n",
+        "/proc/sys/kernel/osrelease": "6.8.0-1021-nvidia\n",
+        "/proc/812/comm": "sshd\n",
         "/proc/sys/kernel/random/boot_id": "6d2a3c1e-0000-4000-8000-000000000001\n",
         "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "0\n",
         "/sys/module/ib_core/.present": "",
-        "/dev/kmsg": "6,0,0,-;Linux version 6.8.0\n6,1,9,-;nvidia: loading out-of-tree module\n",
+        "/dev/kmsg": "6,0,0,-;Linux version 6.8.0\n6,1,9,-;nvidia: loading out-of-tree module\n"
+        "6,2,9000000,-;NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64\n",
         "/sys/fs/cgroup/cgroup.controllers": "cpu memory pids\n",
         "/sys/fs/cgroup/system.slice/sshd.service/cgroup.procs": "812\n",
     }
     for numa_node in range(2):
-        node.files[f"/sys/devices/system/node/node{numa_node}/cpulist"] = ""
+        node.files[f"/sys/devices/system/node/node{numa_node}/cpulist"] = ("0-55,112-167\n", "56-111,168-223\n")[
+            numa_node
+        ]
     for cpu in range(4):
         node.files[f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"] = "performance\n"
     node.facts |= {
@@ -138,21 +207,36 @@ def _add_host(node: Recording) -> None:
         "torch_cuda": None,
         "commands": {},
         "verbs": [],
+        "free_mib": {"/dev/shm": 1030000},
+        "container": {"inside": False, "visible_devices": ""},
+        "dcb": {},
     }
 
 
-def _add_pci(node: Recording, path: list[str], class_code: str, vendor: str, numa_node: int) -> None:
+_GTS = {4: "16.0 GT/s PCIe\n", 5: "32.0 GT/s PCIe\n", 6: "64.0 GT/s PCIe\n"}
+
+
+def _add_pci(
+    node: Recording, path: list[str], class_code: str, ids: tuple[str, str], numa_node: int, generation: int = 5
+) -> None:
     place = "/sys/devices/" + "/".join(path)
     node.links[f"/sys/bus/pci/devices/{path[-1]}"] = "../../../devices/" + "/".join(path)
     node.files |= {
         f"{place}/class": f"{class_code}\n",
-        f"{place}/vendor": f"{vendor}\n",
+        f"{place}/vendor": f"{ids[0]}\n",
+        f"{place}/device": f"{ids[1]}\n",
         f"{place}/numa_node": f"{numa_node}\n",
         f"{place}/current_link_width": "16\n",
         f"{place}/max_link_width": "16\n",
-        f"{place}/current_link_speed": "32.0 GT/s PCIe\n",
-        f"{place}/max_link_speed": "32.0 GT/s PCIe\n",
+        # The link of an idle GPU slows down.
+        f"{place}/current_link_speed": "2.5 GT/s PCIe\n" if class_code == "0x030200" else _GTS[generation],
+        f"{place}/max_link_speed": _GTS[generation],
+        f"{place}/aer_dev_correctable": "RxErr 4\nBadTLP 0\nTOTAL_ERR_COR 4\n",
+        f"{place}/aer_dev_nonfatal": "Undefined 0\nTOTAL_ERR_NONFATAL 0\n",
+        f"{place}/aer_dev_fatal": "Undefined 0\nTOTAL_ERR_FATAL 0\n",
     }
+    if class_code.startswith("0x02"):
+        node.files[f"{place}/config"] = nic_config(read_request=512, relaxed_ordering=True)
     if class_code == "0x060400":
         node.files[f"{place}/config"] = bridge_config(acs_control=0)
 
@@ -166,31 +250,69 @@ def bridge_config(acs_control: int) -> str:
     return "base64:" + base64.b64encode(bytes(config)).decode()
 
 
+def nic_config(*, read_request: int, relaxed_ordering: bool) -> str:
+    """Configuration space of a NIC: the PCI Express capability at 0x60 follows power management at 0x40."""
+    config = bytearray(256)
+    config[0x34] = 0x40
+    config[0x40:0x42] = bytes([0x01, 0x60])
+    config[0x60:0x62] = bytes([0x10, 0x00])
+    control = (read_request // 128).bit_length() - 1 << 12 | relaxed_ordering << 4
+    config[0x68:0x6A] = control.to_bytes(2, "little")
+    return "base64:" + base64.b64encode(bytes(config)).decode()
+
+
 def _add_devices(node: Recording, platform: Platform, idx: int) -> None:
     numa_node = _numa_node(platform, idx)
     gpu = gpu_address(platform, idx)
     if platform.tray:
         trees = [[f"pci{domain:04x}:00", f"{domain:04x}:00:00.0"] for domain in (8 + idx, idx)]
         for tree in trees:
-            _add_pci(node, tree, "0x060400", "0x10de", numa_node)
+            _add_pci(node, tree, "0x060400", ("0x10de", "0x22b1"), numa_node, platform.generation)
         gpu_path, nic_path = [*trees[0], gpu], [*trees[1], f"{idx:04x}:03:00.0"]
     else:
         bus = 0x10 + 0x10 * idx
         trunk = [f"pci0000:{bus:02x}", f"0000:{bus:02x}:01.0", f"0000:{bus + 1:02x}:00.0"]
         ports = [[*trunk, f"0000:{bus + 2:02x}:{port:02x}.0"] for port in (0, 1)]
         for path in (trunk[:2], trunk, *ports):
-            _add_pci(node, path, "0x060400", "0x1000", numa_node)
+            _add_pci(node, path, "0x060400", ("0x1000", "0xc030"), numa_node, platform.generation)
         gpu_path, nic_path = [*ports[0], gpu], [*ports[1], f"0000:{bus + 4:02x}:00.0"]
-    _add_pci(node, gpu_path, "0x030200", "0x10de", numa_node)
+    _add_pci(node, gpu_path, "0x030200", ("0x10de", "0x2330"), numa_node, platform.generation)
     _add_gpu(node, platform, idx)
     if platform.link_layer:
         _add_nic(node, platform, idx, nic_path, numa_node)
+        if platform.near and idx == 0:
+            _add_near(node, platform, nic_path)
+
+
+def _add_near(node: Recording, platform: Platform, first: list[str]) -> None:
+    """More NICs near a GPU that are not the GPUs'."""
+    if platform.near == "spare":
+        for idx in range(platform.num_gpus):
+            bus = 0x10 + 0x10 * idx
+            trunk = [
+                f"pci0000:{bus:02x}",
+                f"0000:{bus:02x}:01.0",
+                f"0000:{bus + 1:02x}:00.0",
+                f"0000:{bus + 2:02x}:01.0",
+            ]
+            _add_nic(node, platform, 8 + idx, [*trunk, f"0000:{bus + 4:02x}:00.1"], _numa_node(platform, idx))
+            port = f"/sys/class/infiniband/mlx5_{8 + idx}/ports/1"
+            node.files |= {f"{port}/state": "1: DOWN\n", f"{port}/phys_state": "3: Disabled\n"}
+            node.files[f"{port}/rate"] = "10 Gb/sec (4X SDR)\n"
+        return
+    # Below a second switch of the first tree: further from the GPU than its own NIC.
+    trunk = [*first[:3], "0000:12:02.0", "0000:17:00.0", "0000:18:00.0"]
+    for depth in (4, 5, 6):
+        _add_pci(node, trunk[:depth], "0x060400", ("0x1000", "0xc030"), 0, platform.generation)
+    other = platform if platform.near == "same" else replace(platform, rate="200 Gb/sec (2X NDR)")
+    model = "0x1021" if platform.near == "same" else "0xa2dc"
+    _add_nic(node, other, 8, [*trunk, "0000:19:00.0"], 0, model)
 
 
 def _add_storage(node: Recording, platform: Platform) -> None:
     """A NIC far from every GPU, with its two ports as two functions."""
     trunk = ["pci0000:04", "0000:04:01.0"]
-    _add_pci(node, trunk, "0x060400", "0x8086", 0)
+    _add_pci(node, trunk, "0x060400", ("0x8086", "0x347a"), 0)
     ethernet = replace(platform, link_layer="Ethernet", rate="200 Gb/sec (4X HDR)")
     for function in (0, 1):
         _add_nic(node, ethernet, platform.num_gpus + function, [*trunk, f"0000:05:00.{function}"], numa_node=0)
@@ -198,22 +320,24 @@ def _add_storage(node: Recording, platform: Platform) -> None:
     node.files |= {f"{port}/state": "1: DOWN\n", f"{port}/phys_state": "3: Disabled\n"}
 
 
-def _add_function(node: Recording, platform: Platform, path: list[str], numa_node: int) -> list[str]:
+def _add_function(node: Recording, platform: Platform, path: list[str], numa_node: int, model: str) -> list[str]:
     """The NIC's function on PCI; returns the path of the one that is the RDMA device."""
     class_code = "0x020700" if platform.link_layer == "InfiniBand" else "0x020000"
-    _add_pci(node, path, class_code, "0x15b3", numa_node)
+    _add_pci(node, path, class_code, ("0x15b3", model), numa_node, platform.generation)
     if not platform.virtual:
         return path
     virtual = [*path[:-1], path[-1].replace(".0", ".1")]
-    _add_pci(node, virtual, class_code, "0x15b3", numa_node)
+    _add_pci(node, virtual, class_code, ("0x15b3", "0x101e"), numa_node, platform.generation)
     place = "/sys/devices/" + "/".join(virtual)
     node.links[f"{place}/physfn"] = f"../{path[-1]}"
     node.files |= {f"{place}/current_link_width": "0\n", f"{place}/current_link_speed": "Unknown\n"}
     return virtual
 
 
-def _add_nic(node: Recording, platform: Platform, idx: int, path: list[str], numa_node: int) -> None:
-    path = _add_function(node, platform, path, numa_node)
+def _add_nic(
+    node: Recording, platform: Platform, idx: int, path: list[str], numa_node: int, model: str = "0x1021"
+) -> None:
+    path = _add_function(node, platform, path, numa_node, model)
     device = f"/sys/class/infiniband/mlx5_{idx}"
     port = f"{device}/ports/1"
     infiniband = platform.link_layer == "InfiniBand"
@@ -242,6 +366,7 @@ def _add_nic(node: Recording, platform: Platform, idx: int, path: list[str], num
         node.files[f"{port}/gids/{index}"] = f"{address}\n"
         node.files[f"{port}/gid_attrs/types/{index}"] = "RoCE v2\n" if index % 2 else "IB/RoCE v1\n"
     node.files[f"{port}/gid_attrs/ndevs/0"] = f"{netdev}\n"
+    node.facts["dcb"][netdev] = {"pfc_priorities": 1 << 3, "sorts_by_dscp": True}
     node.devices[f"/dev/infiniband/uverbs{idx}"] = f"char 231:{192 + idx}\n"
     if infiniband:
         node.files[f"/sys/class/infiniband_mad/umad{idx}/ibdev"] = f"mlx5_{idx}\n"
@@ -258,9 +383,22 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         f"{gpu}.name": platform.gpu_name,
         f"{gpu}.uuid": f"GPU-00000000-0000-0000-0000-{idx:012d}",
         f"{gpu}.pci_address": gpu_address(platform, idx),
-        f"{gpu}.memory_bytes": str(80 << 30),
+        f"{gpu}.memory_bytes": str(int(platform.memory_gib * 2**30)),
+        f"{gpu}.memory_used_bytes": str(560 << 20),
+        f"{gpu}.num_processes": "0",
+        f"{gpu}.mig_mode": "0",
+        f"{gpu}.compute_mode": "0",
+        f"{gpu}.power_limit": "700000",
+        f"{gpu}.power_limit_default": "700000",
+        f"{gpu}.vbios": "96.00.89.00.01",
+        f"{gpu}.inforom": "G520.0200.00.05",
         f"{gpu}.ecc_mode": "1",
+        f"{gpu}.ecc_errors.0.0": "2",
         f"{gpu}.ecc_errors.1.0": "0",
+        f"{gpu}.row_remap_corrected": "1",
+        f"{gpu}.row_remap_uncorrected": "0",
+        f"{gpu}.row_remap_banks_without_spares": "0",
+        f"{gpu}.pcie_replay": "5",
         f"{gpu}.row_remap_pending": "0",
         f"{gpu}.row_remap_failed": "0",
         f"{gpu}.persistence_mode": "1",
@@ -269,7 +407,7 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         f"{gpu}.pcie_width": "16",
         f"{gpu}.pcie_width_max": "16",
         f"{gpu}.pcie_generation": "1",  # an idle link slows down
-        f"{gpu}.pcie_generation_max": "5",
+        f"{gpu}.pcie_generation_max": str(platform.generation),
     }
     if platform.links:
         node.nvml[f"{gpu}.field.91.0"] = str(platform.links)
@@ -323,8 +461,10 @@ def _add_driver(node: Recording, platform: Platform) -> None:
         node.devices["/dev/nvidia-caps-imex-channels/channel0"] = "char 501:0\n"
         node.facts["cuda"]["fabric_handles"] = True
         node.facts["commands"]["nvidia-imex-ctl -N -j"] = (
-            '{"nodes": {"0": {"status": "READY", "host": "10.0.0.1"}, "1": {"status": "READY", "host": "10.0.0.2"}}, '
-            '"status": "UP"}'
+            '{"nodes": {'
+            + ", ".join(f'"{tray}": {{"status": "READY", "host": "10.0.0.{tray + 1}"}}' for tray in range(18))
+            + '}, "status": "UP"}'
         )
     elif platform.links:
         node.files["/sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"] = "2101\n"
+        node.facts["commands"]["nv-fabricmanager --version"] = f"Fabric Manager version is : {platform.driver}\n"

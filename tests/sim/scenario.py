@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ import yaml
 
 from hybrid_ep.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
 from hybrid_ep.doctor.capture import capture
+from hybrid_ep.doctor.rises import Memory
 from hybrid_ep.topology.recording import Recording, decode
-from tests.sim.platforms import PLATFORMS, bridge_config, healthy, profile_of
+from tests.sim.platforms import PLATFORMS, bridge_config, healthy, nic_config, profile_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = Path(__file__).parent / "recordings"  # of real nodes, written by `hybrid-ep doctor --record`
@@ -50,7 +52,10 @@ class Scenario:
     facts: dict[str, Any] = field(default_factory=dict)
     remove: tuple[str, ...] = ()
     acs_on: str = ""
+    links: dict[str, str] = field(default_factory=dict)
+    nic_config: dict[str, Any] = field(default_factory=dict)
     driver: bool = True
+    remembered: dict[str, Any] = field(default_factory=dict)
     site: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -61,6 +66,17 @@ class Scenario:
             **{check_id: Status.UNKNOWN for check_id in self.unknown.split()},
         }
 
+    def memory(self) -> Memory | None:
+        """The last run's counters, as ``remembered`` has them: hours ago, and check → thing → counter → value."""
+        if not self.remembered:
+            return None
+        counters = {
+            check_id: {(thing, name): value for thing, values in things.items() for name, value in values.items()}
+            for check_id, things in self.remembered.items()
+            if check_id != "hours_ago"
+        }
+        return Memory(Path("/nowhere"), time.time() - 3600 * float(self.remembered["hours_ago"]), counters)
+
     def build(self) -> Recording:
         """The healthy platform with this scenario's fault."""
         node = healthy(self.platform)
@@ -68,7 +84,10 @@ class Scenario:
             for path in [path for path in table if any(f"{path}/".startswith(f"{gone}/") for gone in self.remove)]:
                 del table[path]
         changes = {**self.files, **({self.acs_on: bridge_config(acs_control=0x1D)} if self.acs_on else {})}
-        for table, change in ((node.nvml, self.nvml), (node.files, changes), (node.devices, self.devices)):
+        for path, settings in self.nic_config.items():
+            changes[path] = nic_config(**{"read_request": 512, "relaxed_ordering": True, **settings})
+        tables = (node.nvml, self.nvml), (node.files, changes), (node.devices, self.devices), (node.links, self.links)
+        for table, change in tables:
             for key, value in change.items():
                 if value is None:
                     del table[key]
@@ -107,7 +126,7 @@ def run(scenario: Scenario, root: Path) -> Report:
             site = root / "site.yaml"
             site.write_text(yaml.safe_dump({"extends": name, **scenario.site}))
             name = str(site)
-        return examine(node, load_profile(name), source, wait=wait)
+        return examine(node, load_profile(name), source, memory=scenario.memory(), wait=wait)
 
 
 def build_stub(folder: Path, *, without: tuple[str, ...] = ()) -> Path:

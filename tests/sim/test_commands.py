@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,9 +31,11 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _hybrid_ep(stub: Path, node: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def _hybrid_ep(
+    stub: Path, node: Path, *words: str, given: str = "", columns: int = 160
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", *words]
-    environment = {**stub_environment(stub, node / "hybrid_ep" / "nvml.conf"), "COLUMNS": "160"}
+    environment = {**stub_environment(stub, node / "hybrid_ep" / "nvml.conf"), "COLUMNS": str(columns)}
     return subprocess.run(command, env=environment, input=given, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -79,6 +82,49 @@ def test_doctor_takes_a_profile_from_standard_input(stub: Path, node: Path) -> N
     assert (refused.returncode, "on standard input holds a list" in refused.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("words", [["--quick"], ["--group", "gpu", "--group", "nvlink", "--record", "node.json"]])
+def test_driver_that_hangs_is_unknown(stub: Path, tmp_path: Path, words: list[str]) -> None:
+    recording = healthy("hgx-h200")
+    recording.nvml["hang"] = "1"
+    recording.write(tmp_path)
+    words = [str(tmp_path / word) if word == "node.json" else word for word in words]
+    started = time.monotonic()
+    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(tmp_path), "--json", "--profile", "hgx-h200", *words)
+    assert time.monotonic() - started < 30
+    assert done.returncode == 2, done.stderr
+    silent = [result for result in json.loads(done.stdout)["results"] if result["status"] == "unknown"]
+    assert {"gpu.count", "nvlink.links"} <= {result["id"] for result in silent}
+    assert {"NVML: no answer in 5 s"} == {result["seen"] for result in silent if result["group"] == "nvlink"}
+
+
+def test_output_that_cannot_be_written_is_no_fault(stub: Path, node: Path, tmp_path: Path) -> None:
+    words = ["doctor", "--sysroot", str(node), "--check", "gpu.count", "--json"]
+    for option in ("--junit", "--record"):
+        done = _hybrid_ep(stub, node, *words, option, str(tmp_path / "missing" / "file"))
+        assert done.returncode == 2
+        assert json.loads(done.stdout)["status"] == "pass"
+        assert "cannot be written: No such file or directory" in done.stderr
+    broken = [*words, "--profile", "hgx-h200", "--check", "nvlink.speed", "--profile", "hgx-b200"]
+    assert _hybrid_ep(stub, node, *broken, "--junit", "/proc/nothing").returncode == 1  # the fault is what counts
+
+
+def test_internal_error_is_no_verdict(stub: Path, node: Path) -> None:
+    """Standard output that is full stands for whatever goes wrong in the command itself."""
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "doctor", "--check", "host.memlock"]
+    environment = stub_environment(stub, node / "hybrid_ep" / "nvml.conf")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--sysroot", str(node)],
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert b"internal error: OSError" in done.stderr
+
+
 def test_doctor_refuses_what_it_does_not_know(stub: Path, node: Path) -> None:
     done = _hybrid_ep(stub, node, "doctor", "--check", "gpu.speed")
     assert done.returncode == 2
@@ -113,7 +159,7 @@ def test_topology_says_where_a_rack_holds_the_tray(stub: Path, tmp_path: Path) -
     healthy("gb200-nvl72").write(tmp_path)
     text = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path)).stdout
     assert "rack 1820000000001 slot 14 compute tray 4" in text
-    assert "0008:01:00.0, module 1, NVLink 18/18 up" in text
+    assert "0008:01:00.0, module 1, Gen5 x16, NVLink 18/18" in text
     page = (ROOT / "docs" / "topology.md").read_text()
     assert [line for line in page.split("```")[3].splitlines() if line.rstrip() not in text] == []
 
@@ -122,7 +168,7 @@ def test_topology_names_no_rack_where_there_is_none(stub: Path, tmp_path: Path) 
     healthy("hgx-b200").write(tmp_path)
     text = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path)).stdout
     assert "rack" not in text
-    assert "0000:13:00.0, module 1, NVLink 18/18 up" in text
+    assert "0000:13:00.0, module 1, Gen5 x16, NVLink 18/18" in text
 
 
 def test_topology(stub: Path, node: Path, tmp_path: Path) -> None:
@@ -134,6 +180,65 @@ def test_topology(stub: Path, node: Path, tmp_path: Path) -> None:
     assert [sum(link["active"] for link in gpu["links"]) for gpu in shown["gpus"]] == [18] * 8
     assert shown["gpus"][3]["nvlink_peers"] == [0, 1, 2, 4, 5, 6, 7]
     assert "GPU 7" in (tmp_path / "node.svg").read_text()
+
+
+def test_topology_of_a_large_node_fits_80_columns(stub: Path, tmp_path: Path) -> None:
+    healthy("hgx-h100 with storage").write(tmp_path)
+    done = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path), columns=80)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    (header,) = [number for number, line in enumerate(lines) if line.startswith("NIC–GPU")]
+    assert lines[header].split() == ["NIC–GPU", *(f"GPU{i}" for i in range(8))]
+    rows = [line.split() for line in lines[header + 1 : header + 11]]
+    assert [row[0] for row in rows] == [f"mlx5_{i}" for i in range(10)]
+    assert {len(row) for row in rows} == {9}
+    assert [row[1 + i] for i, row in enumerate(rows[:8])] == ["PIX*"] * 8
+    nics = ",".join(f"mlx5_{i}" for i in range(8))
+    assert f"NCCL_IB_HCA=={nics}" in lines
+    assert f"HYBRID_EP_NICS={nics}" in lines
+    assert "NUMA node 1  CPUs 56-111,168-223" in done.stdout
+
+
+def test_topology_writes_a_file_for_nccl(stub: Path, node: Path, tmp_path: Path) -> None:
+    file = tmp_path / "topo.xml"
+    assert _hybrid_ep(stub, node, "topology", "--sysroot", str(node), "--nccl", str(file)).returncode == 0
+    system = ElementTree.parse(file).getroot()
+    assert [cpu.attrib["numaid"] for cpu in system] == ["0", "1"]
+    # CPUs 0-55 and 112-167, as the kernel writes masks.
+    assert system[0].attrib["affinity"] == "000000ff,ffffffff,ffff0000,00000000,00ffffff,ffffffff"
+    path = [system[0]]
+    while len(path[-1]):
+        path.append(path[-1][0])
+    assert [part.attrib["busid"] for part in path[1:]] == [
+        "0000:10:01.0",
+        "0000:11:00.0",
+        "0000:12:00.0",
+        "0000:13:00.0",
+    ]
+    assert path[-1].attrib["class"] == "0x030200"
+    assert (path[-1].attrib["link_speed"], path[-1].attrib["link_width"]) == ("32.0 GT/s PCIe", "16")
+    devices = [part.attrib["busid"] for part in system.iter("pci") if not len(part)]
+    assert len(devices) == 16
+    refused = _hybrid_ep(stub, node, "topology", "--sysroot", str(node), "--nccl", str(tmp_path / "no" / "x"))
+    assert (refused.returncode, "cannot be written" in refused.stderr) == (2, True)
+
+
+def test_memory_between_runs(stub: Path, node: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    words = ["doctor", "--sysroot", str(node), "--check", "nic.errors", "--json", "--state", str(state)]
+    assert _hybrid_ep(stub, node, *words).returncode == 0
+    tree = json.loads(state.read_text())
+    tree["unix_time_s"] -= 7200
+    for row in tree["counters"]["nic.errors"]:
+        row[2] -= 2 if row[:2] == ["mlx5_3/1", "link_downed"] else 0
+    state.write_text(json.dumps(tree))
+    done = _hybrid_ep(stub, node, *words)
+    assert done.returncode == 1
+    assert "mlx5_3/1 link_downed rose by 2 in 2.0 h since the last run" in done.stdout
+    assert _hybrid_ep(stub, node, *words).returncode == 0  # told once
+    state.write_text("damaged")
+    done = _hybrid_ep(stub, node, *words)
+    assert (done.returncode, "is not used" in done.stderr) == (0, True)
 
 
 def test_compare(stub: Path, node: Path, tmp_path: Path) -> None:

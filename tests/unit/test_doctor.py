@@ -23,6 +23,7 @@ from hybrid_ep.doctor import (
     Severity,
     Status,
     Unreadable,
+    examine,
     load_profile,
     propose_profile,
 )
@@ -39,6 +40,17 @@ ROOT = Path(__file__).resolve().parents[2]
 _CLUSTER = "0123456789abcdef0123456789abcdef"
 
 
+_GPU = {
+    "name": "NVIDIA GB200",
+    "uuid": "",
+    "cluster_uuid": _CLUSTER,
+    "clique": 1,
+    "memory_bytes": 185 << 30,
+    "power_limit": 1200000,
+}
+_PORT = {"nic": "mlx5_0", "port": 1, "link_layer": "InfiniBand", "rate_gbps": 400.0, "mtu": 4096, "gid": None}
+
+
 def _result(status: Status, severity: Severity = Severity.ERROR) -> Result:
     return Result("gpu.count", "gpu", "number of GPUs", status, severity, "7", "8", "NVML", "reseat it")
 
@@ -48,10 +60,14 @@ def _report(host: str, *results: Result, **facts: Any) -> Report:
         "driver": "580.95.05",
         "cuda": 13000,
         "packages": {"torch": "2.11.0"},
-        "gpus": [
-            {"name": "NVIDIA GB200", "uuid": f"{host}-{i}", "cluster_uuid": _CLUSTER, "clique": 1} for i in range(4)
-        ],
+        "gpus": [{**_GPU, "uuid": f"{host}-{i}"} for i in range(4)],
         "nic_firmware": ["28.43.2026"],
+        "ports": [
+            _PORT,
+        ],
+        "kernel": "6.8.0",
+        "boot_id": f"boot of {host}",
+        "tree": ["GPU 0 0008:01:00.0 NUMA 0", "mlx5_0 0000:03:00.0 NUMA 0", "GPU 0 → mlx5_0 NODE"],
         "clock": {"synchronized": True, "max_error_us": 2000},
         "domain_gpus": 8,
         "clock_error_ms": 500,
@@ -92,6 +108,26 @@ def test_junit_never_shows_a_fault_as_passed() -> None:
     assert suite.attrib["errors"] == "1"
     inside = [[child.tag for child in case] for case in suite]
     assert inside == [[], [], ["failure"], ["system-out"], ["error"], ["system-out"]]
+
+
+def test_texts_of_a_report_are_fit_for_terminals_and_xml() -> None:
+    odd = "\x1b[31mred\x00\ud800\u202e" + "x" * 5000
+    report = _report("a\x07", replace(_result(Status.FAIL), seen=odd))
+    assert report.host == r"a\x07"
+    assert report.results[0].seen.startswith(r"\x1b[31mred\x00\ud800\u202e")
+    assert report.results[0].seen.endswith(f"({len(odd)} characters)")
+    assert ElementTree.fromstring(to_junit(report)).attrib["failures"] == "1"
+
+
+def test_check_that_breaks_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(node: Node) -> dict[str, str]:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr(Node, "packages", broken)
+    report = examine(Node(tmp_path), load_profile("cpu"), "given", Selection(ids=("software.packages",)))
+    assert report.results[0].status is Status.UNKNOWN
+    assert report.results[0].seen == r"internal error: ZeroDivisionError: by\nzero"
+    assert report.exit_code == 2
 
 
 def test_survey_keeps_faults_and_what_could_not_be_read_apart() -> None:
@@ -149,12 +185,14 @@ def test_selection_takes() -> None:
     both = Selection(groups=("gdr",), ids=("gpu.xid",))
     assert taken(both) == taken(Selection(groups=("gdr",))) | {"gpu.xid"}
     slow: set[str] = everything - taken(Selection(quick=True))
-    assert slow == {"gpu.xid", "nvlink.errors", "mnnvl.imex_daemon", "nic.errors"}
+    counters = {"gpu.errors", "nvlink.errors", "nic.errors", "host.aer"}
+    assert slow == counters | {"gpu.xid", "nvlink.fabric_version", "mnnvl.imex_daemon", "host.kernel_log"}
 
 
-def test_page_is_not_stale() -> None:
-    """Run `python -m hybrid_ep.doctor.document > docs/doctor.md` when this fails."""
-    assert (ROOT / "docs" / "doctor.md").read_text() == document()
+@pytest.mark.parametrize(("page", "file"), [("guide", "doctor.md"), ("checks", "doctor_checks.md")])
+def test_page_is_not_stale(page: str, file: str) -> None:
+    """Run `python -m hybrid_ep.doctor.document PAGE > docs/FILE` when this fails."""
+    assert (ROOT / "docs" / file).read_text() == document(page)
 
 
 # ---- profiles ----
@@ -174,6 +212,10 @@ def test_shipped_profile_follows_the_schema(name: str) -> None:
         ("NVIDIA B200", "hgx-b200"),
         ("NVIDIA GB200", "gb200-nvl72"),
         ("NVIDIA GB300", "gb300-nvl72"),
+        ("NVIDIA H20", "hgx-h20"),
+        ("NVIDIA H20-3e", "hgx-h20"),
+        ("NVIDIA H800", "hgx-h800"),
+        ("NVIDIA B300 SXM6 AC", "hgx-b300"),
     ],
 )
 def test_profile_is_proposed_by_gpu_model(gpu_name: str, profile: str) -> None:
@@ -189,6 +231,7 @@ def test_profile_is_proposed_by_gpu_model(gpu_name: str, profile: str) -> None:
         (["NVIDIA H200 NVL"], "gpu-server", "no other profile is for NVIDIA H200 NVL"),
         (["NVIDIA GH200 480GB"], "gpu-server", "no other profile is for NVIDIA GH200 480GB"),
         (["NVIDIA L4", "NVIDIA H200"], "gpu-server", "no other profile is for NVIDIA H200, NVIDIA L4"),
+        (["NVIDIA L4"] + ["NVIDIA H200"] * 7, "hgx-h200", "proposed by GPU model 'NVIDIA H200'"),
     ],
 )
 def test_other_gpus_are_held_to_what_any_gpu_must_do(gpu_names: list[str], profile: str, source: str) -> None:
@@ -330,6 +373,18 @@ def test_equal_nodes_agree() -> None:
             "compare.clock",
             "at most 602.0 ms, between b and a",
         ),
+        ({"kernel": "5.15.0"}, "compare.kernel", "5.15.0: b; 6.8.0: a"),
+        ({"boot_id": "boot of a"}, "compare.boot", "one node under several names: a, b"),
+        (
+            {"tree": ["GPU 0 0008:01:00.0 NUMA 0", "mlx5_0 0000:03:00.0 NUMA 1", "GPU 0 → mlx5_0 SYS"]},
+            "compare.tree",
+            "b has mlx5_0 0000:03:00.0 NUMA 1, has GPU 0 → mlx5_0 SYS, lacks mlx5_0 0000:03:00.0 NUMA 0",
+        ),
+        ({"ports": [{**_PORT, "link_layer": "Ethernet"}]}, "compare.network", "1× Ethernet 400 Gb/s MTU 4096: b"),
+        ({"ports": [{**_PORT, "mtu": 1024}]}, "compare.network", "1× InfiniBand 400 Gb/s MTU 1024: b"),
+        ({"ports": [{**_PORT, "gid": "IB/RoCE v1"}]}, "compare.network", "MTU 4096 IB/RoCE v1: b"),
+        ({"gpus": [{**_GPU, "power_limit": 900000}] * 4}, "compare.gpus", "4× NVIDIA GB200 185 GiB 900 W: b"),
+        ({"gpus": [{**_GPU, "memory_bytes": 92 << 30}] * 4}, "compare.gpus", "4× NVIDIA GB200 92 GiB 1200 W: b"),
     ],
 )
 def test_difference_is_found_by_its_check_alone(change: dict[str, Any], check_id: str, seen: str) -> None:
@@ -338,11 +393,27 @@ def test_difference_is_found_by_its_check_alone(change: dict[str, Any], check_id
     assert [(result.id, result.status) for result in failed] == [(check_id, Status.FAIL)]
     assert seen in failed[0].seen
     assert failed[0].remedy
-    assert report.exit_code == 1
+    assert report.exit_code == (0 if failed[0].severity is Severity.WARNING else 1)
+
+
+def test_clocks_are_measured_by_an_exchange() -> None:
+    """The caller asked at 1000 and had the answer at 1004; the node's clock showed its start and its report."""
+
+    def report(host: str, ahead_s: float) -> Report:
+        exchange = {"asked_s": 1000.0, "received_s": 1004.0}
+        return _report(host, **exchange, started_s=1001.0 + ahead_s, unix_time_s=1003.0 + ahead_s)
+
+    def clock(*reports: Report) -> Result:
+        return {result.id: result for result in compare(reports).results}["compare.clock"]
+
+    assert clock(report("a", 0), report("b", 1.5)).status is Status.PASS  # within what the exchanges took
+    found = clock(report("a", 0), report("b", 60))
+    assert (found.status, found.shown_as) == (Status.FAIL, "warn")
+    assert found.seen == "at least 58000.0 ms apart, b ahead of a"
 
 
 def test_another_clique_in_the_cluster() -> None:
-    gpus = [{"name": "", "uuid": str(i), "cluster_uuid": _CLUSTER, "clique": 2} for i in range(4)]
+    gpus = [{**_GPU, "uuid": str(i), "clique": 2} for i in range(4)]
     outcomes = _outcomes(_report("a"), _report("b", gpus=gpus))
     assert outcomes["compare.clique"] == outcomes["compare.domain_complete"] == "fail"
 
@@ -369,7 +440,7 @@ def test_unknown_stays_unknown() -> None:
     report = compare([_report("a", clock=None, driver=None), _report("b")])
     unknown = {result.id for result in report.results if result.status is Status.UNKNOWN}
     assert unknown == {"compare.clock", "compare.driver"}
-    assert report.exit_code == 2
+    assert report.exit_code == 2  # by the driver; clocks only warn
 
 
 def test_comparison_needs_two_nodes() -> None:

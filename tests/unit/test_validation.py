@@ -22,6 +22,7 @@ from hybrid_ep.cli import main
 from hybrid_ep.doctor import Profile, Report, Severity, Status, load_profile
 from hybrid_ep.doctor import Result as CheckResult
 from hybrid_ep.doctor.compare import compare
+from hybrid_ep.doctor.model import clean
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.validation.cluster import REPORTED, Cluster, load_cluster
 from hybrid_ep.validation.judge import Job, Profiles, judge
@@ -46,7 +47,10 @@ def _report(host: str, *results: CheckResult) -> Report:
         "driver": "580.95.05",
         "cuda": 13000,
         "packages": {"torch": "2.11.0"},
-        "gpus": [],
+        "gpus": [{"name": "NVIDIA H200", "uuid": host, "cluster_uuid": None, "clique": None}] * 8,
+        "kernel": "6.8.0",
+        "boot_id": f"boot of {host}",
+        "tree": ["GPU 0 0000:13:00.0 NUMA 0"],
         "nic_firmware": ["28.43.2026"],
         "clock": {"synchronized": True, "max_error_us": 2000},
         "domain_gpus": None,
@@ -532,7 +536,7 @@ def test_hostile_text_is_only_text(results: Path) -> None:
     assert "<script>alert" not in page
     assert "<b>" not in page.replace('<b class="', "")
     data = page.split('id="data">')[1].split("</script>")[0]
-    assert _HOSTILE in json.loads(data)["texts"]
+    assert clean(_HOSTILE) in json.loads(data)["texts"]
     row = next(line for line in to_markdown(cluster).splitlines() if line.startswith("| b |"))
     assert row.count("|") == 5
     assert "<" not in row

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hybrid_ep.doctor.checks.gpu import gpus_are_missing
-from hybrid_ep.doctor.checks.nic import required_nics
 from hybrid_ep.doctor.model import Finding, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check
+from hybrid_ep.doctor.roles import blind_devices, required_nics, wanted_nics
 from hybrid_ep.topology import Distance
 
 
@@ -29,7 +29,7 @@ def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
         return Finding(Status.UNKNOWN, "no GPU to measure from, see gpu.count")
     faults = []
     # Something that is missing is named by its own count; what is left over without a partner is no second fault.
-    if len(columns) >= profile["nic.count"]:
+    if len(columns) >= (wanted_nics(node, profile) or 0):
         for gpu, row in zip(topology.gpus, topology.nic_distances, strict=True):
             nearest = min(row[column] for column in columns)
             faults += [f"GPU {gpu.gpu_idx}: nearest NIC at {nearest.name}"] if nearest > most else []
@@ -38,4 +38,6 @@ def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
             nearest = min(row[column] for row in topology.nic_distances)
             name = topology.nics[column].name
             faults += [f"{name}: nearest GPU at {nearest.name}"] if nearest > most else []
+    if faults and (blind := blind_devices(node)):
+        return Finding(Status.UNKNOWN, f"class or NUMA node of {', '.join(blind)} cannot be read")
     return Finding.judge(faults, f"all at {most.name} or nearer")

@@ -8,10 +8,14 @@ from hybrid_ep.doctor.model import Finding, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check
+from hybrid_ep.doctor.unreadable import Unreadable
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text))
+    numbers = tuple(int(part) for part in re.findall(r"\d{1,9}", text))
+    if not numbers:
+        raise Unreadable(f"{text!r:.40} is no version")
+    return numbers
 
 
 def _at_least(seen: str, least: str) -> Finding:

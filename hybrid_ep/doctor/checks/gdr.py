@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from hybrid_ep.doctor.checks.nic import required_nics
 from hybrid_ep.doctor.model import Finding, Severity, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check
+from hybrid_ep.doctor.roles import required_nics
 from hybrid_ep.doctor.unreadable import Unreadable
 
 

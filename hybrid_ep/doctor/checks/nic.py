@@ -1,20 +1,27 @@
-"""The RDMA NICs that the profile counts: present, up, fast, addressable, and not losing packets.
-
-They are the GPUs' NICs. A server has more, for storage and management; those are named and not judged.
-"""
+"""The GPUs' RDMA NICs (`hybrid_ep.doctor.roles`): present, up, fast, addressable, and not losing packets."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
+from collections.abc import Iterable
 
-from hybrid_ep.doctor.checks.gpu import gpus_are_missing
-from hybrid_ep.doctor.model import Counters, Finding, Status
+from hybrid_ep.doctor.checks.gpu import gpus_are_missing, sees_few
+from hybrid_ep.doctor.model import Counters, Finding, Severity, Status
 from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.pcie import bandwidth_gbps, link_faults, links_above
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check, counters
+from hybrid_ep.doctor.roles import (
+    Port,
+    active_ports,
+    assign_roles,
+    blind_devices,
+    judged_ports,
+    required_nics,
+    wanted_nics,
+)
 from hybrid_ep.doctor.survey import survey
 from hybrid_ep.doctor.unreadable import Unreadable
-from hybrid_ep.topology import Distance, Nic, NicPort
+from hybrid_ep.topology import Nic
 
 _CLASS = "/sys/class/infiniband"
 # The kernel takes these headers off the network interface's MTU and rounds down to a power of two (iboe_get_mtu).
@@ -31,46 +38,6 @@ _HW_LOSSES = (
     "retry_exceeded_err",
     "rcvd_seq_err",
 )
-
-Port = tuple[Nic, NicPort]
-
-
-def _named_nics(node: Node, profile: Profile) -> list[Nic]:
-    """The NICs that the profile's patterns name."""
-    return [nic for nic in node.topology.nics if any(fnmatch(nic.name, pattern) for pattern in profile["nic.devices"])]
-
-
-def compute_nics(node: Node, profile: Profile) -> list[Nic]:
-    """The NICs that the profile counts: of those that it names, the ones near a GPU, by its own measure of near.
-
-    All of them where that tells nothing apart: no NIC is near a GPU, as in a virtual machine that hides the PCIe tree.
-    """
-    named = _named_nics(node, profile)
-    most = profile["affinity.max_distance"]
-    columns = zip(node.topology.nics, *node.topology.nic_distances, strict=True)
-    nearest = {nic.name: min(distances, default=Distance.SYS) for nic, *distances in columns}
-    near = [nic for nic in named if most and nearest[nic.name] <= Distance[most]]
-    return near or named
-
-
-def required_nics(node: Node, profile: Profile) -> list[Nic]:
-    """The same; Unreadable where there are none: a check that looked at nothing has confirmed nothing."""
-    found = compute_nics(node, profile)
-    if not found:
-        raise Unreadable("no NIC to examine, see nic.count")
-    return found
-
-
-def _ports(node: Node, profile: Profile) -> list[Port]:
-    return [(nic, port) for nic in required_nics(node, profile) for port in nic.ports]
-
-
-def _active_ports(node: Node, profile: Profile) -> list[Port]:
-    """Ports that are up; those that are down are named by nic.state alone."""
-    found = [(nic, port) for nic, port in _ports(node, profile) if port.state == "ACTIVE"]
-    if not found:
-        raise Unreadable("no port is up, see nic.state")
-    return found
 
 
 def _nic_name(nic: Nic) -> str:
@@ -89,20 +56,29 @@ def _port_folder(port: Port) -> str:
     "nic.count",
     title="number of RDMA NICs",
     source=_CLASS,
-    expectation="{nic.count} near a GPU ({affinity.max_distance}), named {nic.devices}",
+    expectation="{nic.count} for the GPUs: within {affinity.max_distance} of one, of the profile's rate and link "
+    "layer, named {nic.devices}",
     remedy="Compare with lspci: a NIC on the bus without a device needs its driver (mlx5_ib, bnxt_re, irdma, efa); one "
     "that is not on the bus needs service. Other counts or names belong into a profile of the site.",
     wants="nic.count",
     zero_is_wish=True,
 )
 def nic_count(node: Node, profile: Profile) -> Finding:
-    found, want = compute_nics(node, profile), profile["nic.count"]
-    others = [nic.name for nic in _named_nics(node, profile) if nic not in found]
-    seen = f"{len(found)}: {', '.join(nic.name for nic in found) or 'none'}"
-    seen += f"; near no GPU, so not judged: {', '.join(others)}" if others else ""
-    if len(found) < want <= len(found) + len(others) and gpus_are_missing(node, profile):
+    roles, want = assign_roles(node, profile), wanted_nics(node, profile)
+    assert want is not None
+    seen = f"{len(roles.compute)}: {', '.join(nic.name for nic in roles.compute) or 'none'}"
+    for reason in sorted(set(roles.others.values())):
+        seen += f"; {reason}, so not judged: {', '.join(name for name, why in roles.others.items() if why == reason)}"
+    if len(roles.compute) == want:
+        return Finding(Status.PASS, seen)
+    may_be_theirs = len(roles.compute) < want <= len(roles.compute) + len(roles.others)
+    if may_be_theirs and gpus_are_missing(node, profile):
         return Finding(Status.UNKNOWN, f"{seen}; some may belong to the missing GPUs, see gpu.count")
-    return Finding(Status.PASS if len(found) == want else Status.FAIL, seen)
+    if may_be_theirs and (blind := blind_devices(node)):
+        return Finding(Status.UNKNOWN, f"{seen}; class or NUMA node of {', '.join(blind)} cannot be read")
+    if len(roles.compute) < want and sees_few(node, profile):
+        return Finding(Status.UNKNOWN, f"{seen} of {want}; a container that was given few cannot tell")
+    return Finding(Status.FAIL, f"{seen}; wanted {want}")
 
 
 @check(
@@ -116,13 +92,14 @@ def nic_count(node: Node, profile: Profile) -> Finding:
 def nic_state(node: Node, profile: Profile) -> Finding:
     def fault(port: Port) -> str | None:
         it = port[1]
-        if not it.state:
-            raise Unreadable(f"{_port_folder(port)}/state")
+        for name, value in (("state", it.state), ("phys_state", it.phys_state)):
+            if not value:
+                raise Unreadable(f"{_port_folder(port)}/{name} cannot be read")
         if it.state != "ACTIVE" or it.phys_state != "LinkUp":
-            return f"{it.state}, {it.phys_state or 'no physical state'}"
+            return f"{it.state}, {it.phys_state}"
         return "no subnet manager (sm_lid 0)" if it.link_layer == "InfiniBand" and it.sm_lid == 0 else None
 
-    ports = _ports(node, profile)
+    ports = judged_ports(node, profile)
     return survey(ports, _port_name, fault, f"{len(ports)} ports ACTIVE, LinkUp")
 
 
@@ -138,9 +115,11 @@ def nic_rate(node: Node, profile: Profile) -> Finding:
     want = profile["nic.rate_gbps"]
 
     def fault(port: Port) -> str | None:
+        if not port[1].rate_gbps:
+            raise Unreadable(f"{_port_folder(port)}/rate cannot be read")
         return None if port[1].rate_gbps == want else f"{port[1].rate_gbps:g} Gb/s"
 
-    return survey(_active_ports(node, profile), _port_name, fault, f"{want} Gb/s")
+    return survey(active_ports(node, profile), _port_name, fault, f"{want} Gb/s")
 
 
 @check(
@@ -152,10 +131,13 @@ def nic_rate(node: Node, profile: Profile) -> Finding:
     wants="nic.count nic.link_layer",
 )
 def nic_link_layer(node: Node, profile: Profile) -> Finding:
-    layers = sorted({port.link_layer for _, port in _ports(node, profile)})
-    wrong = [layer for layer in layers if layer not in profile["nic.link_layer"]]
-    faults = [f"{layer or 'unreadable'} is not allowed" for layer in wrong]
+    ports = judged_ports(node, profile)
+    layers = sorted({port.link_layer for _, port in ports if port.link_layer})
+    faults = [f"{layer} is not allowed" for layer in layers if layer not in profile["nic.link_layer"]]
     faults += [f"mixed: {', '.join(layers)}"] if len(layers) > 1 else []
+    silent = [_port_name(port) for port in ports if not port[1].link_layer]
+    if silent and not faults:
+        return Finding(Status.UNKNOWN, f"cannot be read of {', '.join(silent)}")
     return Finding.judge(faults, ", ".join(layers))
 
 
@@ -173,7 +155,7 @@ def nic_mtu(node: Node, profile: Profile) -> Finding:
         mtu = port[1].active_mtu_bytes or _mtu_of_netdev(node, port)
         return None if mtu == profile["nic.mtu"] else f"{mtu} bytes"
 
-    return survey(_active_ports(node, profile), _port_name, fault, f"{profile['nic.mtu']} bytes")
+    return survey(active_ports(node, profile), _port_name, fault, f"{profile['nic.mtu']} bytes")
 
 
 def _mtu_of_netdev(node: Node, port: Port) -> int:
@@ -213,7 +195,7 @@ def nic_gid(node: Node, profile: Profile) -> Finding:
         kind = node.read(f"{folder}/gid_attrs/types/{index}")
         return None if kind == "RoCE v2" else f"GID {index} is {kind}"
 
-    ports = [port for port in _ports(node, profile) if port[1].link_layer == "Ethernet"]
+    ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "Ethernet"]
     return survey(ports, _port_name, fault, f"RoCE v2 at index {index}", if_none="no Ethernet port")
 
 
@@ -221,58 +203,152 @@ def nic_gid(node: Node, profile: Profile) -> Finding:
     "nic.firmware",
     title="firmware",
     source=f"{_CLASS}/*/fw_ver",
-    expectation="{nic.firmware}",
+    expectation="one version on all NICs of a model; of those that are allowed: {nic.firmware}",
     remedy="Update the firmware (mlxfwmanager or the vendor's tool) and reset the NIC.",
-    wants="nic.count nic.firmware",
+    wants="nic.count",
 )
 def nic_firmware(node: Node, profile: Profile) -> Finding:
+    nics, allowed = required_nics(node, profile), profile["nic.firmware"]
+    versions: dict[int, set[str]] = {}
+    for nic in nics:
+        if nic.firmware:
+            versions.setdefault(node.topology.pci_device(nic.pci_address).device_id, set()).add(nic.firmware)
+    mixed = [", ".join(sorted(found)) for found in versions.values() if len(found) > 1]
+
     def fault(nic: Nic) -> str | None:
         if not nic.firmware:
-            raise Unreadable(f"{_CLASS}/{nic.name}/fw_ver")
-        return None if nic.firmware in profile["nic.firmware"] else nic.firmware
+            raise Unreadable(f"{_CLASS}/{nic.name}/fw_ver cannot be read")
+        return None if not allowed or nic.firmware in allowed else nic.firmware
 
-    nics = required_nics(node, profile)
-    return survey(nics, _nic_name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
+    found = survey(nics, _nic_name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
+    return Finding(Status.FAIL, f"mixed: {'; '.join(mixed)}") if mixed and found.status is not Status.FAIL else found
 
 
 @check(
     "nic.pcie",
-    title="PCIe link of the NICs",
-    source="/sys/bus/pci/devices/*/current_link_width, current_link_speed and max_link_*; a virtual function has the "
-    "link of its physfn",
-    expectation="width and speed = maximum",
+    title="PCIe link of the NICs and the path above them",
+    source="/sys/bus/pci/devices/*/current_link_width, current_link_speed and max_link_* of the NIC and every bridge "
+    "above; a virtual function has the link of its physfn",
+    expectation="width and speed = maximum of the NIC; enough for the rate of its ports; links of switches as wide and "
+    "fast as both ends can",
     remedy="Reseat the NIC or riser; check the slot's bifurcation in the BIOS. Where the physical function cannot be "
     'seen, only the host can tell: severity {nic.pcie: "off"} in a profile of the site.',
     wants="nic.count",
 )
 def nic_pcie(node: Node, profile: Profile) -> Finding:
+    devices = {device.address: device for device in node.topology.pci}
+    of_gpus = {lower.address for gpu in node.topology.pci_gpus for _, lower in links_above(gpu, devices)}
+
     def fault(nic: Nic) -> str | None:
-        physical = node.link(f"/sys/bus/pci/devices/{nic.pci_address}/physfn")
-        folder = f"/sys/bus/pci/devices/{physical or nic.pci_address}"
-        faults = []
-        for what in ("width", "speed"):
-            now, most = (node.read(f"{folder}/{which}_link_{what}") for which in ("current", "max"))
-            if now == "0" or now.startswith("Unknown"):
-                raise Unreadable("a virtual function, whose physical function cannot be seen here")
-            faults += [f"{what} {now} of {most}"] if now != most else []
+        device = devices.get(node.link(f"/sys/bus/pci/devices/{nic.pci_address}/physfn") or nic.pci_address)
+        link = device.link if device else None
+        if device is None or link is None or not link.width or not link.gts:
+            raise Unreadable("a virtual function, whose physical function cannot be seen here, or an unreadable link")
+        faults = [f"width {link.width} of {link.max_width}"] if link.width < link.max_width else []
+        faults += [f"speed {link.gts:g} of {link.max_gts:g} GT/s"] if link.gts < link.max_gts else []
+        rate = max((port.rate_gbps for port in nic.ports if port.state == "ACTIVE"), default=0)
+        if not faults and bandwidth_gbps(device) < rate:
+            faults = [f"{link} carries {bandwidth_gbps(device):.0f} Gb/s, the port {rate:g}"]
+        # Links that a GPU uses as well are named by gpu.pcie alone.
+        faults += link_faults(device, devices, without=of_gpus)
         return ", ".join(faults) or None
 
     nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
     return survey(nics, _nic_name, fault, "full width and speed", if_none="no NIC on PCIe")
 
 
+@check(
+    "nic.pcie_settings",
+    title="PCIe read requests and relaxed ordering",
+    source="configuration space of the NICs: MaxReadReq and relaxed ordering in Device Control",
+    expectation="MaxReadReq ≥ {nic.max_read_request} bytes; relaxed ordering enabled",
+    remedy="BIOS, or at each boot: setpci -s NIC CAP_EXP+8.w sets MaxReadReq (bits 12–14), relaxed ordering (bit 4).",
+    wants="nic.count nic.max_read_request",
+    privilege="root, to read beyond the first 64 bytes of configuration space",
+    severity=Severity.WARNING,
+)
+def nic_pcie_settings(node: Node, profile: Profile) -> Finding:
+    def fault(nic: Nic) -> str | None:
+        config = node.read_bytes(f"/sys/bus/pci/devices/{nic.pci_address}/config")
+        control = _device_control(config)
+        size = 128 << (control >> 12 & 0b111)
+        faults = [f"MaxReadReq {size}"] if size < profile["nic.max_read_request"] else []
+        faults += ["relaxed ordering is off"] if not control & 1 << 4 else []
+        return ", ".join(faults) or None
+
+    nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
+    return survey(nics, _nic_name, fault, "large requests, relaxed ordering", if_none="no NIC on PCIe")
+
+
+def _device_control(config: bytes) -> int:
+    """Device Control of the PCI Express capability; capabilities are a list that starts at 0x34."""
+    if len(config) < 256:
+        raise Unreadable(f"configuration space needs root (got {len(config)} of 256 bytes)")
+    offset, steps = config[0x34] & ~3, 0
+    while 0x40 <= offset <= 0xF4 and steps < 48:
+        if config[offset] == 0x10:
+            return int.from_bytes(config[offset + 8 : offset + 10], "little")
+        offset, steps = config[offset + 1] & ~3, steps + 1
+    raise Unreadable("configuration space has no PCI Express capability")
+
+
+@check(
+    "nic.qos",
+    title="RoCE quality of service",
+    source="DCB netlink (IEEE PFC and application table); /sys/class/net/*/ecn; counters np_cnp_sent, rp_cnp_handled",
+    expectation="Ethernet: packets are sorted by DSCP, PFC and ECN are on for priority {nic.roce_priority}",
+    remedy="mlnx_qos -i IFACE --trust dscp --pfc with a 1 at the priority, or dcb app and dcb pfc; ECN: "
+    "/sys/class/net/IFACE/ecn/roce_{np,rp}/enable/PRIORITY; the same on the switches.",
+    wants="nic.count nic.roce_priority",
+)
+def nic_qos(node: Node, profile: Profile) -> Finding:
+    priority = profile["nic.roce_priority"]
+
+    def fault(port: Port) -> str | None:
+        netdev = _netdev(node, port)
+        dcb = node.dcb(netdev)
+        faults = [] if dcb.sorts_by_dscp else ["trusts no DSCP"]
+        faults += [] if dcb.pfc_priorities & 1 << priority else [f"no PFC for priority {priority}"]
+        for side in ("roce_np", "roce_rp"):
+            # Only NVIDIA's own driver package shows this file; without it, the firmware's default (on) holds.
+            folder = f"/sys/class/net/{netdev}/ecn/{side}/enable"
+            if _is_there(node, folder) and node.read(f"{folder}/{priority}") == "0":
+                faults.append(f"no ECN ({side})")
+        return ", ".join(faults) or None
+
+    ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "Ethernet"]
+    sent, handled = (_sum(node, ports, name) for name in ("np_cnp_sent", "rp_cnp_handled"))
+    good = f"DSCP, PFC and ECN for priority {priority}; CNPs sent {sent}, handled {handled}"
+    return survey(ports, _port_name, fault, good, if_none="no Ethernet port")
+
+
+def _is_there(node: Node, path: str) -> bool:
+    try:
+        return node.exists(path)
+    except Unreadable:
+        return False
+
+
+def _sum(node: Node, ports: Iterable[Port], counter: str) -> int:
+    total = 0
+    for port in ports:
+        path = f"{_port_folder(port)}/hw_counters/{counter}"
+        total += node.read_int(path) if _is_there(node, path) else 0
+    return total
+
+
 @counters(
     "nic.errors",
     title="link and transport error counters, read twice",
     source=f"{_CLASS}/*/ports/*/counters, hw_counters",
-    expectation="no counter rises, but for these and so much a second on one port: {nic.error_rise_per_s}",
+    expectation="no counter rises, but for these and so much an hour on one port: {nic.error_rise_per_h}",
     remedy="Clean or replace cable and transceiver; on Ethernet check PFC and ECN from host to switch.",
     wants="nic.count",
-    rise_per_s="nic.error_rise_per_s",
+    rise="nic",
 )
 def nic_errors(node: Node, profile: Profile) -> Counters:
     found: dict[tuple[str, str], int] = {}
-    for port in _ports(node, profile):
+    for port in judged_ports(node, profile):
         for folder, names in (("counters", _LOSSES), ("hw_counters", _HW_LOSSES)):
             place = f"{_port_folder(port)}/{folder}"
             there = node.names_or_none(place)
@@ -332,5 +408,5 @@ def nic_umad(node: Node, profile: Profile) -> Finding:
         there = node.exists("/dev/infiniband") and node.char_device(f"/dev/infiniband/{name}")
         return None if there else f"no /dev/infiniband/{name}"
 
-    ports = [port for port in _ports(node, profile) if port[1].link_layer == "InfiniBand"]
+    ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "InfiniBand"]
     return survey(ports, _port_name, fault, f"{len(ports)} devices", if_none="no InfiniBand port")

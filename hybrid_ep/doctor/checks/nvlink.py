@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from itertools import permutations
 
 import pynvml
@@ -16,6 +18,8 @@ from hybrid_ep.doctor.unreadable import Unreadable
 
 _LINK_COUNT = int(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT)  # field 91
 _LINK_SPEED = int(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)  # field 164, MB/s per direction, scope = link
+# systemd's services: cgroup v2, v1, and both at once.
+_SERVICES = tuple(f"/sys/fs/cgroup/{tree}system.slice" for tree in ("", "systemd/", "unified/"))
 _FABRIC_STATES = {1: "not started", 2: "in progress", 3: "completed"}
 # NVLink 5 counts per link in fields; earlier generations answer nvmlDeviceGetNvLinkErrorCounter instead. Left out of
 # 206–222: 213 and 215 count successful recoveries with 214, and 216–218, 220, 222 are error rates, not counters.
@@ -55,7 +59,7 @@ def _active_links(node: Node, gpu_idx: int) -> list[int]:
     "nvlink.links",
     title="links up",
     source="NVML DeviceGetNvLinkState per link; field 91 (link count)",
-    expectation="{nvlink.links} links of every GPU are up",
+    expectation="{nvlink.links} links of every GPU are up (any: as many as the driver counts)",
     remedy="Reset the GPUs and restart the fabric manager; a link that stays down needs service (baseboard, NVSwitch).",
     wants="nvlink.links",
 )
@@ -65,12 +69,17 @@ def nvlink_links(node: Node, profile: Profile) -> Finding:
     def fault(gpu_idx: int) -> str | None:
         there, up = node.nvml.links(gpu_idx), _active_links(node, gpu_idx)
         down = [str(link) for link in there if link not in up]
+        if want == "any" and not up:  # of PCIe boards without a bridge, no link is up, and none should be
+            return None
         if down:
-            return f"{len(up)} of {want} links up, down: {', '.join(down)}"
+            return f"{len(up)} of {len(there) if want == 'any' else want} links up, down: {', '.join(down)}"
         counted = node.nvml.field(gpu_idx, _LINK_COUNT)
+        if want == "any":
+            return None if len(up) == counted else f"{len(up)} links up, {counted} by the driver's count"
         return None if len(up) == counted == want else f"{len(up)} links up, {counted} by the driver's count"
 
-    return survey(node.nvml.gpus, _name, fault, f"{want} links up on every GPU")
+    good = "all that are there" if want == "any" else f"{want} links up on every GPU"
+    return survey(node.nvml.gpus, _name, fault, good)
 
 
 @check(
@@ -96,18 +105,19 @@ def nvlink_speed(node: Node, profile: Profile) -> Finding:
     "nvlink.errors",
     title="link error counters, read twice",
     source="NVML fields 206–212, 214, 215, 219, 221 (NVLink 5) or DeviceGetNvLinkErrorCounter (before)",
-    expectation="no counter rises, but for these and so much a second on one link: {nvlink.error_rise_per_s}",
+    expectation="no counter rises, but for these on one link: a second {nvlink.error_rise_per_s}; an hour "
+    "{nvlink.error_rise_per_h}",
     remedy="Replay, recovery, or CRC errors at such a rate mean a bad link: reset the GPUs, then have baseboard, "
     "NVSwitch or cable serviced.",
     wants="nvlink.links",
-    rise_per_s="nvlink.error_rise_per_s",
+    rise="nvlink",
 )
 def nvlink_errors(node: Node, profile: Profile) -> Counters:
     found: dict[tuple[str, str], int] = {}
     for gpu_idx in node.nvml.gpus:
         for link in _active_links(node, gpu_idx):
             found.update(_link_counters(node, gpu_idx, link))
-    return found
+    return found  # empty where no link is up: nvlink.links says whether that is right
 
 
 def _link_counters(node: Node, gpu_idx: int, link: int) -> Counters:
@@ -147,7 +157,10 @@ def nvlink_pairs(node: Node, profile: Profile) -> Finding:
         return None if status == P2P_OK else f"NVLink P2P status {status}"
 
     pairs = list(permutations(node.nvml.gpus, 2))
-    return survey(pairs, lambda pair: f"GPU {pair[0]} → GPU {pair[1]}", fault, f"{len(pairs)} pairs OK")
+    if profile["nvlink.links"] == "any" and not any(_active_links(node, gpu_idx) for gpu_idx in node.nvml.gpus):
+        return Finding(Status.PASS, "no GPU has an NVLink that is up")
+    name = "GPU {} → GPU {}".format
+    return survey(pairs, lambda pair: name(*pair), fault, f"{len(pairs)} pairs OK", if_none="one GPU")
 
 
 @check(
@@ -170,29 +183,69 @@ def nvlink_remote(node: Node, profile: Profile) -> Finding:
 @check(
     "nvlink.fabric_manager",
     title="fabric manager",
-    source="systemd's cgroup of nvidia-fabricmanager.service; where that cannot be seen, DeviceGetGpuFabricInfoV",
-    expectation="running, here or on the host of this container or virtual machine",
+    source="systemd's cgroup of nvidia-fabricmanager.service (v2 or v1); /proc/*/comm; DeviceGetGpuFabricInfoV",
+    expectation="running: as a service, in another container (GPU operator), or on the host of this virtual machine",
     remedy="systemctl enable --now nvidia-fabricmanager (its version must be the driver's).",
     wants="nvlink.fabric_manager",
 )
 def nvlink_fabric_manager(node: Node, profile: Profile) -> Finding:
-    services = "/sys/fs/cgroup/system.slice"
-    if not node.exists(services):
-        return _judge_from_inside(node, f"the service cannot be seen here (no {services})")
-    unit = f"{services}/nvidia-fabricmanager.service"
-    running = node.exists(unit) and node.read(f"{unit}/cgroup.procs").split()
-    return Finding(Status.PASS, "running") if running else Finding(Status.FAIL, "not running")
-
-
-def _judge_from_inside(node: Node, why: str) -> Finding:
-    """In a container or virtual machine the service runs outside; only it completes the fabric of an HGX board."""
+    if (name := _running_service(node)) is not None:
+        return Finding(Status.PASS, f"running, {name}")
+    services = [folder for folder in _SERVICES if _is_there(node, folder)]
+    why = "no such service" if services else "services cannot be seen here"
     try:
         completed = all(_fabric_fault(node, gpu_idx) is None for gpu_idx in node.nvml.gpus)
     except Unreadable as error:
+        if services:
+            return Finding(Status.FAIL, "not running")
         return Finding(Status.UNKNOWN, f"{why}; {error}")
-    if completed:
+    if completed:  # only it completes the fabric of an HGX board, wherever it runs
         return Finding(Status.PASS, f"{why}; the fabric that it completes is complete")
+    if services:
+        return Finding(Status.FAIL, "not running")
     return Finding(Status.UNKNOWN, f"{why}; the fabric is not complete, see nvlink.fabric_state")
+
+
+def _running_service(node: Node) -> str | None:
+    """Where the fabric manager runs: as a service, by cgroup v2 or v1, or as a process of another container."""
+    for folder in _SERVICES:
+        unit = f"{folder}/nvidia-fabricmanager.service"
+        if _is_there(node, unit) and node.read(f"{unit}/cgroup.procs").split():
+            return "as a service"
+    for name in node.names("/proc"):
+        if name.isdigit() and _is_there(node, f"/proc/{name}/comm"):
+            with contextlib.suppress(Unreadable):  # the process may have ended
+                if node.read(f"/proc/{name}/comm") == "nv-fabricmanage":  # the kernel keeps 15 characters
+                    return f"as process {name}"
+    return None
+
+
+def _is_there(node: Node, path: str) -> bool:
+    try:
+        return node.exists(path)
+    except Unreadable:
+        return False
+
+
+@check(
+    "nvlink.fabric_version",
+    title="fabric manager's version",
+    source="nv-fabricmanager --version; NVML SystemGetDriverVersion",
+    expectation="the driver's",
+    remedy="Install the nvidia-fabricmanager package of the driver's version; another one refuses to start.",
+    wants="nvlink.fabric_manager",
+    quick=False,
+)
+def nvlink_fabric_version(node: Node, profile: Profile) -> Finding:
+    try:
+        text = node.command("nv-fabricmanager", "--version")
+    except Unreadable as error:
+        return Finding(Status.PASS, f"not on this system, see nvlink.fabric_manager ({error})")
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    if found is None:
+        raise Unreadable(f"nv-fabricmanager said {text.strip()[:80]!r}")
+    driver = str(node.nvml.system("driver_version"))
+    return Finding(Status.PASS if found[0] == driver else Status.FAIL, f"{found[0]}, driver {driver}")
 
 
 @check(

@@ -1,0 +1,54 @@
+"""Writes docs/doctor_scenarios.md from scenarios.yaml: ``python -m tests.sim.document > docs/doctor_scenarios.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from tests.sim.platforms import profile_of
+from tests.sim.scenario import HEALTHY, Scenario, load_scenarios
+
+__all__ = ["document"]
+
+_INTRODUCTION = """# Which fault is found by which check
+
+<!-- Written by `python -m tests.sim.document`; a test compares. Change tests/sim/scenarios.yaml, not this page. -->
+
+Every row is a simulated node that the tests examine: a sound platform with one thing changed. The doctor must say
+what stands here and nothing else, so a fault raises no second alarm, and a sound node none. Every check fails in at
+least one row. Beside these, `tests/sim/damage.py` breaks files, NVML answers and facts at random, and asks that every
+check ends in a finding.
+"""
+
+
+def document() -> str:
+    """Returns the page as Markdown."""
+    return "\n".join([_INTRODUCTION, *_faults(), *_sound()]) + "\n"
+
+
+def _faults() -> Iterator[str]:
+    faults = [scenario for scenario in load_scenarios() if scenario.expected]
+    yield f"## Faults and what cannot be told ({len(faults)})\n"
+    yield "| fault | node | fails | unknown | words |\n|---|---|---|---|---|"
+    for item in faults:
+        unknown = item.unknown.split()
+        listed = ", ".join(unknown) if len(unknown) <= 4 else f"{', '.join(unknown[:3])} and {len(unknown) - 3} more"
+        finds = ", ".join(item.finds.split())
+        yield f"| {item.name} | {item.platform} | {finds or '–'} | {listed or '–'} | {_cell(item.seen)} |"
+    yield ""
+
+
+def _sound() -> Iterator[str]:
+    sound = [*(Scenario(name, name) for name in HEALTHY), *(item for item in load_scenarios() if not item.expected)]
+    yield f"## Sound nodes ({len(sound)})\n"
+    yield "| node | platform | profile | verdict |\n|---|---|---|---|"
+    for item in sound:
+        yield f"| {item.name} | {item.platform} | {profile_of(item.platform)} | pass |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

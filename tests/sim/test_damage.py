@@ -1,0 +1,25 @@
+"""Damaged nodes end in findings: no exception, no check that only the guard saved, nothing that hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.sim.damage import FILE_DAMAGES, PLACE_DAMAGES
+from tests.sim.scenario import ROOT, build_stub, stub_environment
+
+_SEED, _NODES = 20261123, 120
+
+
+def test_no_damage_crashes_the_doctor(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.sim.damage", str(_SEED), str(_NODES)]
+    environment = stub_environment(build_stub(tmp_path))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["nodes"] == _NODES
+    assert found["crashes"] == []
+    assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact"} <= set(found["damages"])
+    assert set(found["statuses"]) >= {"pass", "fail", "unknown"}
