@@ -9,9 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch, require_buffer
+from hybrid_ep.nn.replicas import make_balancer
 
 __all__ = ["MoELayer"]
 
@@ -30,6 +32,11 @@ class MoELayer(nn.Module):
         num_experts: E, a multiple of the ranks.
         topk: K.
         seed: of the initial weights; expert e is the same whatever the number of ranks.
+        balance: None: each expert is on its home rank alone. A placement: replicas where it says; their weights are
+            fetched in each forward pass. ``"online"``: replicas for each micro-batch, planned from its routing; the
+            same on all ranks. Parameters are those of home experts with every policy.
+        layer: of the placement.
+        num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
 
     Attributes:
         balance_loss: of the last forward: E × Σ (share of tokens × mean probability), 1 when balanced (source: Switch
@@ -42,7 +49,17 @@ class MoELayer(nn.Module):
     balance_loss: Tensor
 
     def __init__(
-        self, buffer: Buffer, *, hidden: int, ffn_hidden: int, num_experts: int, topk: int, seed: int = 0
+        self,
+        buffer: Buffer,
+        *,
+        hidden: int,
+        ffn_hidden: int,
+        num_experts: int,
+        topk: int,
+        seed: int = 0,
+        balance: ExpertPlacement | str | None = None,
+        layer: int = 0,
+        num_spare: int = 2,
     ) -> None:
         super().__init__()
         require_buffer(buffer)
@@ -52,7 +69,8 @@ class MoELayer(nn.Module):
         limit = min(MAX_TOPK, num_experts)
         require(require_int("topk", topk, minimum=1) <= limit, "topk", topk, f"1 … {limit}")
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
-        self.dispatch = MoEDispatch(buffer, num_experts)
+        self._balancer = make_balancer(buffer, num_experts, balance, layer=layer, num_spare=num_spare)
+        self.dispatch = MoEDispatch(buffer, self._balancer.num_slots * buffer.group_size)
         self.combine = MoECombine(buffer)
         self.router = nn.Parameter(_normal(seed, (num_experts, hidden), hidden))
         num_local = num_experts // buffer.group_size
@@ -69,8 +87,9 @@ class MoELayer(nn.Module):
         """
         require_tensor("x", x, dtypes=(torch.float32, torch.bfloat16), shape=(None, self.hidden))
         topk_idx, topk_weights = self.route(x)
-        tokens = self.dispatch(x.to(torch.bfloat16).contiguous(), topk_idx, topk_weights)
-        combined: Tensor = self.combine(self.experts(tokens), tokens.handle)
+        routed = self._balancer.route(topk_idx, self.up, self.down)
+        tokens = self.dispatch(x.to(torch.bfloat16).contiguous(), routed.slots, topk_weights)
+        combined: Tensor = self.combine(self.experts(tokens, *routed.weights), tokens.handle)
         return combined.to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,13 +101,20 @@ class MoELayer(nn.Module):
         self.balance_loss = self.num_experts * (share * mean).sum()
         return topk_idx, weights / weights.sum(-1, keepdim=True)
 
-    def experts(self, tokens: DispatchedTokens) -> Tensor:
-        """Applies the local experts to received rows; a row's experts are weighted and summed: ``[N, H]`` bf16."""
+    @staticmethod
+    def experts(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
+        """Applies experts to received rows; a row's experts are weighted and summed: ``[N, H]`` bf16.
+
+        Args:
+            tokens: received; `topk_idx` counts the slots of this rank.
+            up: ``[slots, ffn_hidden, H]``.
+            down: ``[slots, H, ffn_hidden]``.
+        """
         total = torch.zeros(tokens.x.shape, dtype=torch.float32, device=tokens.x.device)
-        for expert in range(self.up.shape[0]):
+        for expert in range(up.shape[0]):
             row, column = torch.nonzero(tokens.topk_idx == expert, as_tuple=True)
-            inner = F.gelu(tokens.x[row].float() @ self.up[expert].t())
-            weighted = inner @ self.down[expert].t() * tokens.topk_weights[row, column].unsqueeze(1)
+            inner = F.gelu(tokens.x[row].float() @ up[expert].t())
+            weighted = inner @ down[expert].t() * tokens.topk_weights[row, column].unsqueeze(1)
             total = torch.index_add(total, 0, row, weighted)
         return total.to(torch.bfloat16)
 

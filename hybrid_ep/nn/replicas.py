@@ -1,0 +1,136 @@
+"""Replicas of experts inside a layer: where a layer's tokens go, and the weights that are there.
+
+Weights of replicas are fetched in each forward pass, because the optimiser has changed them since the last. Backward
+sends the gradients of replicas home. So parameters, optimiser state and checkpoints are those of home experts alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.balance.online import map_online, plan_online
+from hybrid_ep.balance.placement import ExpertPlacement
+from hybrid_ep.buffers.load_balance import add_gradients, copy_weights, gather_counts
+from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["Routed", "make_balancer"]
+
+
+class Routed(NamedTuple):
+    """A layer's tokens and weights after balancing.
+
+    Attributes:
+        slots: ``[T, K]`` int64: the slot of each copy, for a dispatch to `Balancer.num_slots` slots of each rank.
+        weights: for each parameter, ``[slots of this rank, *shape]``.
+    """
+
+    slots: Tensor
+    weights: tuple[Tensor, ...]
+
+
+class Balancer(Protocol):
+    """A policy.
+
+    Attributes:
+        num_slots: of each rank.
+    """
+
+    num_slots: int
+
+    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
+        """Maps ``[T, K]`` experts to slots and gives ``[LE, *shape]`` weights to the slots. Collective."""
+        ...
+
+
+def make_balancer(
+    buffer: Buffer, num_experts: int, balance: ExpertPlacement | str | None, *, layer: int, num_spare: int
+) -> Balancer:
+    """Makes the policy that `balance` names; arguments as of `MoELayer`."""
+    num_local = num_experts // buffer.group_size
+    if balance is None:
+        return _AtHome(num_local)
+    if isinstance(balance, ExpertPlacement):
+        return _Placed(buffer, num_experts, balance, layer)
+    if balance != "online":
+        raise ConfigError(f"balance is {balance!r}; allowed: None, an ExpertPlacement or 'online'")
+    require_int("num_spare", num_spare, minimum=0)
+    return _Online(buffer, num_experts, num_spare)
+
+
+class _AtHome:
+    """No replicas."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
+        return Routed(topk_idx, weights)
+
+
+class _Placed:
+    """A placement that was made before."""
+
+    def __init__(self, buffer: Buffer, num_experts: int, placement: ExpertPlacement, layer: int) -> None:
+        require_int("layer", layer, minimum=0, maximum=placement.num_layers - 1)
+        found = (placement.num_experts, placement.num_ranks, placement.num_ranks_per_domain)
+        wanted = (num_experts, buffer.group_size, buffer.grid.num_ranks_per_domain)
+        require(found == wanted, "experts, ranks and ranks per domain of balance", found, str(wanted))
+        self.num_slots = placement.num_slots
+        self._buffer, self._layer, self._placement = buffer, layer, placement
+        self._mapper = placement.on("cpu", buffer.rank)
+
+    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
+        if self._mapper.phy2log.device != topk_idx.device:
+            self._mapper = self._placement.on(topk_idx.device, self._buffer.rank)
+        mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
+        placed = _Replicate.apply(self._buffer, mapping, False, *weights)  # type: ignore[no-untyped-call]
+        return Routed(self._mapper.map_topk(self._layer, topk_idx), placed)
+
+
+class _Online:
+    """Replicas for this micro-batch, in spare slots behind the home experts."""
+
+    def __init__(self, buffer: Buffer, num_experts: int, num_spare: int) -> None:
+        self.num_slots = num_experts // buffer.group_size + num_spare
+        self._buffer, self._num_experts, self._num_spare = buffer, num_experts, num_spare
+
+    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
+        chosen = topk_idx.flatten()
+        mine = chosen.new_zeros(self._num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = gather_counts(self._buffer, mine)
+        per_domain = self._buffer.grid.num_ranks_per_domain
+        plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare)
+        placed = _Replicate.apply(self._buffer, plan.spare, True, *weights)  # type: ignore[no-untyped-call]
+        return Routed(map_online(plan, counts, topk_idx, self._buffer.rank), placed)
+
+
+class _Replicate(torch.autograd.Function):
+    """``[LE, *shape]`` home weights → those of all slots; backwards the gradients of all slots → home."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Buffer, mapping: Tensor, keeps_home: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.buffer, ctx.keeps_home, ctx.num_local = buffer, keeps_home, weights[0].shape[0]
+        ctx.save_for_backward(mapping)
+        placed = []
+        for home in weights:
+            replicas = home.new_zeros(mapping.shape[1], *home.shape[1:])
+            copy_weights(buffer, replicas, home.contiguous(), mapping, 0)
+            placed.append(torch.cat([home, replicas]) if keeps_home else replicas)
+        return tuple(placed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (mapping,) = ctx.saved_tensors
+        sums = []
+        for grad in grads:
+            num_home = ctx.num_local if ctx.keeps_home else 0
+            home = torch.zeros(ctx.num_local, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+            home[:num_home] = grad[:num_home]
+            add_gradients(ctx.buffer, grad[num_home:].float().contiguous(), home, mapping, 0)
+            sums.append(home.to(grad.dtype))
+        return None, None, None, *sums

@@ -1,0 +1,128 @@
+"""`MoELayer` with replicas of experts: the same mixture, forwards and backwards, and equal work for all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import hybrid_ep
+from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.nn import MoELayer
+from tests.conftest import RunRanks
+
+BF16_STEP = 2.0**-8  # half the distance between neighbouring bf16 values, relative
+NUM_RANKS, HIDDEN, WIDTH, EXPERTS, TOPK, TOKENS = 4, 32, 48, 8, 2, 40
+SIZES = {"hidden": HIDDEN, "ffn_hidden": WIDTH, "num_experts": EXPERTS, "topk": TOPK, "seed": 3}
+LOADS = torch.tensor([[9.0, 1, 1, 1, 8, 1, 1, 1], [1.0] * 8])
+
+
+def placement(num_ranks_per_domain: int) -> ExpertPlacement:
+    return ExpertPlacement.from_loads(LOADS, 16, NUM_RANKS, num_ranks_per_domain=num_ranks_per_domain)
+
+
+POLICIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "none": (4, {}),
+    "placement": (4, {"balance": placement(4)}),
+    "placement of layer 1": (4, {"balance": placement(4), "layer": 1}),
+    "placement, two domains": (2, {"balance": placement(2)}),
+    "online, 2 spare slots": (4, {"balance": "online"}),
+    "online, 1 spare slot": (4, {"balance": "online", "num_spare": 1}),
+    "online, no spare slot": (4, {"balance": "online", "num_spare": 0}),
+    "online, more spare slots than experts": (4, {"balance": "online", "num_spare": 3}),
+    "online, two domains": (2, {"balance": "online"}),
+}
+
+
+def tokens(rank: int) -> Tensor:
+    """Tokens that lean towards one direction, so that some experts get most of them; rank 2 has none."""
+    num_tokens = 0 if rank == 2 else TOKENS
+    noise = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(50 + rank))
+    return (noise + 2 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5))).bfloat16().float()
+
+
+def pull(rank: int) -> Tensor:
+    return torch.randn(len(tokens(rank)), HIDDEN, generator=torch.Generator().manual_seed(90 + rank))
+
+
+def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
+    rank = dist.get_rank()
+    x = tokens(rank).requires_grad_()
+    received = []
+    with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
+        layer = MoELayer(buffer, **SIZES, **options)
+        layer.dispatch.register_forward_hook(lambda module, given, got: received.append(int((got.topk_idx >= 0).sum())))
+        y = layer(x)
+        (y * pull(rank)).sum().backward()
+        again = layer(x.detach())
+    assert torch.equal(again, y)
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    return {"y": y.detach(), "x": x.grad, "copies": received[0], "shapes": shapes, **grads}
+
+
+def dense() -> dict[str, Tensor]:
+    """The same on one process in float64."""
+    with hybrid_ep.Buffer(None) as alone:
+        layer = MoELayer(alone, **SIZES).double()  # type: ignore[arg-type]
+    x = torch.cat([tokens(rank) for rank in range(NUM_RANKS)]).double().requires_grad_()
+    probs = F.softmax(x @ layer.router.t(), dim=-1)
+    weights, topk_idx = probs.topk(TOPK, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    outputs = torch.stack([F.gelu(x @ layer.up[e].t()) @ layer.down[e].t() for e in range(EXPERTS)])
+    y = (outputs[topk_idx, torch.arange(len(x)).unsqueeze(1)] * weights.unsqueeze(-1)).sum(1)
+    (y * torch.cat([pull(rank) for rank in range(NUM_RANKS)]).double()).sum().backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    load = torch.bincount(topk_idx.flatten(), minlength=EXPERTS)
+    return {"y": y.detach(), "x": x.grad, "load": load, **grads}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> None:
+    per_domain, options = POLICIES[policy]
+    results = run_ranks(NUM_RANKS, _run, per_domain, options)
+    truth = dense()
+    for name in ("y", "x", "up", "down"):
+        got, want = torch.cat([result[name] for result in results]).double(), truth[name]
+        assert ((got - want).norm() / want.norm()).item() < 8 * BF16_STEP, name
+    router = sum(result["router"] for result in results).double()
+    assert ((router - truth["router"]).norm() / truth["router"].norm()).item() < 8 * BF16_STEP
+    num_local = EXPERTS // NUM_RANKS
+    shapes = {"router": (EXPERTS, HIDDEN), "up": (num_local, WIDTH, HIDDEN), "down": (num_local, HIDDEN, WIDTH)}
+    assert all(result["shapes"] == shapes for result in results)
+
+
+def test_online_gives_ranks_equal_work_where_a_skewed_router_does_not(run_ranks: RunRanks) -> None:
+    mean = 3 * TOKENS * TOPK / NUM_RANKS
+    most = {
+        policy: max(result["copies"] for result in run_ranks(NUM_RANKS, _run, *POLICIES[policy]))
+        for policy in ("none", "online, 2 spare slots")
+    }
+    assert most["none"] > 1.5 * mean
+    assert most["online, 2 spare slots"] == mean
+
+
+@pytest.mark.parametrize("options", [{"balance": "online"}, {"balance": placement(4)}], ids=["online", "placement"])
+def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str, Any]) -> None:
+    first, again = (run_ranks(NUM_RANKS, _run, 4, options) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in ("y", "x", "up", "down", "router"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balance": "offline"}, "balance is 'offline'"),
+        ({"balance": "online", "num_spare": -1}, "num_spare is -1"),
+        ({"balance": placement(4)}, "experts, ranks and ranks per domain of balance"),
+        ({"balance": ExpertPlacement.contiguous(1, EXPERTS, 1), "layer": 1}, "layer is 1"),
+    ],
+)
+def test_what_is_not_allowed(options: dict[str, Any], message: str) -> None:
+    with hybrid_ep.Buffer(None) as buffer, pytest.raises(ConfigError, match=message):
+        MoELayer(buffer, **SIZES, **options)
