@@ -31,12 +31,16 @@ class Blame:
         board: of one connection of the group; None: no other rank can be asked.
         rank: this rank.
         timeout_s: the whole time of a wait, with the search for who is to blame.
+
+    Attributes:
+        grace_s: for how long a rank that writes nothing is listened to.
+        wait_s: what is left of the timeout for the wait.
     """
 
     def __init__(self, board: Board | None, rank: int, timeout_s: float) -> None:
         self._board, self._rank = board, rank
-        self._grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
-        self.wait_s = timeout_s - self._grace_s
+        self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
+        self.wait_s = timeout_s - self.grace_s
         self._lock = threading.Lock()
         self._peer: int | None = None
         self._num_waits = 0
@@ -51,7 +55,7 @@ class Blame:
             return
         if self._thread is None:
             weakref.finalize(self, self._is_watched.set).atexit = False  # type: ignore[misc]
-            arguments = weakref.ref(self), self._is_watched, self._grace_s / _BEATS
+            arguments = weakref.ref(self), self._is_watched, self.grace_s / _BEATS
             self._thread = threading.Thread(target=_watch, args=arguments, daemon=True, name="hybrid_ep waits")
             self._thread.start()
         self._peer = peer
@@ -89,7 +93,7 @@ class Blame:
     def _named_by(self, rank: int) -> int | None:
         """Returns whom a rank has lost or waits for; None if it writes nothing for as long as it is listened to."""
         assert self._board is not None
-        deadline = time.monotonic() + self._grace_s
+        deadline = time.monotonic() + self.grace_s
         first = self._board.read(self._key(rank))
         note = first
         while True:
@@ -98,7 +102,7 @@ class Blame:
                 return int(peer)
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(self._grace_s / _BEATS / 2)
+            time.sleep(self.grace_s / _BEATS / 2)
             note = self._board.read(self._key(rank))
 
     def _beat(self, num_waits_before: int | None) -> int | None:

@@ -323,13 +323,21 @@ class Exchange:
         assert self._group is not None
         board = self._board.at(f"connections {self._generation}")
         self._lost = None
-        try:
-            self._link = Link(self._group, members, self.grid.rank, board, self._timeout_s)
-        except RuntimeError as error:
-            detail = str(error).splitlines()[0]
-            self._lost = TransportError("connecting", self.grid.rank, None, detail)
-            raise self._lost from error
         self._blame = Blame(board, self.grid.rank, self._timeout_s)
+        try:
+            self._link = Link(self._group, members, self.grid.rank, board, self._blame.wait_s)
+        except (RuntimeError, StoreLostError) as error:
+            peer = self._absent(board, members)
+            self._lost = TransportError("connecting", self.grid.rank, peer, str(error).splitlines()[0])
+            raise self._lost from error
+
+    def _absent(self, board: Board, members: list[int]) -> int | None:
+        """Returns the first rank that does not tell within the grace that it could not connect, or None."""
+        try:
+            meeting = meet(board.at("failed"), self.grid.rank, members, "", timeout_s=self._blame.grace_s)
+        except StoreLostError:
+            return None
+        return min(set(members) - set(meeting.members), default=None)
 
     def _meet(self, generation: int, lost: set[int]) -> Meeting:
         assert self._board is not None

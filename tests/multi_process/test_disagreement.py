@@ -200,7 +200,7 @@ def _send_beside() -> bool:
     rank, group = dist.get_rank(), dist.group.WORLD
     mine, theirs = torch.full((64,), float(rank)), torch.zeros(64)
     with Buffer(timeout_s=10) as buffer:
-        for tag in (0, 1, 16, 17, 18, 33):
+        for tag in (17, 18, 33, 0, 1):
             work = dist.isend(mine, 1 - rank, group, tag)
             assert _round_trip(buffer, 3.0)
             dist.recv(theirs, 1 - rank, group, tag)
