@@ -16,10 +16,14 @@ from hybrid_ep.errors import (
     ConfigError,
     CudaError,
     HybridEPError,
-    OverflowError,
-    TimeoutError,
     TopologyError,
     TransportError,
+)
+from hybrid_ep.errors import (
+    OverflowError as OverflowError,
+)
+from hybrid_ep.errors import (
+    TimeoutError as TimeoutError,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +45,6 @@ __all__ = [
     "HybridEPBuffer",
     "HybridEPError",
     "HybridEpConfigInstance",
-    "OverflowError",
-    "TimeoutError",
     "TopologyError",
     "TransportError",
     "__version__",
@@ -60,6 +62,7 @@ _HOME = {
     "HybridEpConfigInstance": "buffers.hybrid_config",
     "indices_to_map": "core.layout",
 }
+_BY_NAME = ("OverflowError", "TimeoutError")  # `import *` would replace the built-in ones
 _SUBMODULES = ("nn", "quantize")
 
 _moved.install()
@@ -74,4 +77,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_SUBMODULES])
+    return sorted([*__all__, *_BY_NAME, *_SUBMODULES])

@@ -25,6 +25,7 @@ __all__ = [
     "LOG_LEVEL",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "MAX_TIMEOUT_S",
     "MPI_LOCAL_RANK",
     "MPI_RANK",
     "MPI_SIZE",
@@ -103,9 +104,12 @@ def _choice(*values: str) -> Callable[[str], str]:
     return parse
 
 
-def _positive_float(text: str) -> float:
+MAX_TIMEOUT_S = 1e7  # what every layer below can count in milliseconds
+
+
+def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < value <= MAX_TIMEOUT_S:
         raise ValueError(text)
     return value
 
@@ -152,8 +156,8 @@ ENGINE = Variable(
 TIMEOUT_S = Variable(
     "HYBRID_EP_TIMEOUT_S",
     100.0,
-    _positive_float,
-    "a number of seconds > 0",
+    _seconds,
+    "a number of seconds > 0 and ≤ 10000000",
     "How long a rank waits for another before it raises TimeoutError; a buffer's `timeout_s` overrides it.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(

@@ -58,6 +58,9 @@ class TransportError(HybridEPError):
     peer: int | None
     detail: str
 
+    def __post_init__(self) -> None:
+        self.args = astuple(self)  # also where the fields were given by name
+
     def __str__(self) -> str:
         who = "an unknown rank" if self.peer is None else f"rank {self.peer}"
         return f"{self.where}: rank {self.rank} lost {who}: {self.detail}"

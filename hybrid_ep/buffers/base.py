@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,15 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
-from hybrid_ep.core.checks import MAX_TOPK, packed, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import (
+    MAX_TOPK,
+    packed,
+    require,
+    require_expert_indices,
+    require_int,
+    require_no_grad,
+    require_tensor,
+)
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.core.streams import CommStream
@@ -53,6 +62,7 @@ class BaseBuffer:
         num_ranks_per_domain: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        self._process_id = os.getpid()
         self.group = _resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
@@ -69,10 +79,19 @@ class BaseBuffer:
         """The engine underneath.
 
         Raises:
-            ClosedError: the buffer is closed.
+            ClosedError: the buffer is closed, its process group is destroyed, or this is a forked child.
         """
         if self._engine is None:
             raise ClosedError(f"{type(self).__name__} of rank {self.rank} was used after it was closed")
+        if os.getpid() != self._process_id:
+            raise ClosedError(
+                f"{type(self).__name__} of rank {self.rank} was made in process {self._process_id} and used in its "
+                f"forked child {os.getpid()}; allowed: a process group and a buffer made in the child"
+            )
+        if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
+            raise ClosedError(
+                f"{type(self).__name__} of rank {self.rank} was used after its process group was destroyed"
+            )
         return self._engine
 
     @property
@@ -116,6 +135,16 @@ class BaseBuffer:
         with contextlib.suppress(HybridEPError):  # one error is enough
             self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A buffer stands for connections: a copy of a module that holds it shares it."""
+        return self
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(f"{type(self).__name__} cannot be pickled; allowed: making one in each process")
+
     def _num_local_experts(self, num_experts: int) -> int:
         return require_int("num_experts", num_experts, minimum=1, multiple_of=self.group_size) // self.group_size
 
@@ -135,6 +164,7 @@ class BaseBuffer:
         if topk_weights is not None:
             shape = tuple(topk_idx.shape)
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
+            require_no_grad("topk_weights", topk_weights)
 
 
 def _resolve_group(group: dist.ProcessGroup | None, comm: Any) -> dist.ProcessGroup | None:
@@ -181,6 +211,8 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.
     Raises:
         ConfigError: dtype, shape or device does not fit.
     """
+    if isinstance(data, Tensor):
+        require_no_grad(name, data)
     if scales is None:
         require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, None), device=device)
         return as_rows(data, None)

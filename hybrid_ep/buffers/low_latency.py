@@ -16,7 +16,18 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor, traits, unsupported
+from hybrid_ep.core.checks import (
+    MAX_INT,
+    MAX_TOPK,
+    Passed,
+    require,
+    require_bool,
+    require_int,
+    require_no_grad,
+    require_tensor,
+    traits,
+    unsupported,
+)
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, LowLatencyHandle
@@ -112,6 +123,11 @@ class LowLatencyCalls(BaseBuffer):
         self._require_low_latency()
         max_tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
         num_local = self._num_local_experts(num_experts)
+        most = MAX_INT // (num_local * self.group_size)
+        if max_tokens > most:  # packed rows are counted in 32 bits
+            require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
+        for name, value in (("use_fp8", use_fp8), ("round_scale", round_scale), ("use_ue8m0", use_ue8m0)):
+            require_bool(name, value)
         fp8 = _fp8_format(use_fp8, round_scale, use_ue8m0)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         given = (traits(x, topk_idx, stats, waits), max_tokens, num_experts, use_fp8)
@@ -332,6 +348,7 @@ class LowLatencyCalls(BaseBuffer):
         self, x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, fp8: Fp8Format | None
     ) -> None:
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
+        require_no_grad("x", x)
         num_tokens, hidden = x.shape
         require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
         if fp8 is not None:
@@ -347,6 +364,7 @@ class LowLatencyCalls(BaseBuffer):
         device = self.engine.device or handle.src_info.device
         shape = (num_experts // self.group_size, most * self.group_size, hidden)
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape, device=device)
+        require_no_grad("x", x)
         require(isinstance(topk_weights, Tensor), "topk_weights", type(topk_weights).__name__, "a torch.Tensor")
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         num_tokens = topk_idx.shape[0]

@@ -16,8 +16,10 @@ __all__ = [
     "Passed",
     "packed",
     "require",
+    "require_bool",
     "require_expert_indices",
     "require_int",
+    "require_no_grad",
     "require_tensor",
     "traits",
     "unsupported",
@@ -70,6 +72,10 @@ def require_tensor(
         require(False, f"{name}.shape", list(tensor.shape), wanted)
     if device is not None and tensor.device != device:
         require(False, f"{name}.device", tensor.device, str(device))
+    if tensor.is_meta:
+        require(False, f"{name}.device", tensor.device, "a device that holds values")
+    if tensor.layout is not torch.strided:
+        require(False, f"{name}.layout", tensor.layout, "torch.strided")
     if contiguous and not tensor.is_contiguous():
         require(False, f"{name}.stride()", tensor.stride(), "a contiguous (row-major) tensor")
     return tensor
@@ -80,11 +86,33 @@ def packed(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def require_no_grad(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose gradient would be lost: no call of a buffer has a backward pass."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            f"{name}.requires_grad is True, and this call has no backward pass; allowed: hybrid_ep.nn.MoEDispatch and "
+            "MoECombine, an autograd.Function around it, torch.no_grad(), or detach()"
+        )
+
+
+def require_bool(name: str, value: object) -> bool:
+    """Returns `value` if it is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; allowed: True or False")
+    return value
+
+
 def traits(*tensors: object) -> tuple[object, ...]:
     """All that checks of these tensors look at but their values: where the traits are equal, so is the outcome."""
     return tuple(
         [
-            (tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous())
+            (
+                tensor.dtype,
+                tensor.shape,
+                tensor.device,
+                tensor.is_contiguous(),
+                tensor.requires_grad and torch.is_grad_enabled(),
+            )
             if isinstance(tensor, Tensor)
             else type(tensor)
             for tensor in tensors

@@ -20,16 +20,18 @@ rows, M the most tokens that a rank may send in low-latency mode.
 from __future__ import annotations
 
 import abc
+import functools
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import Fp8Format
-from hybrid_ep.errors import OverflowError
+from hybrid_ep.errors import ConfigError, OverflowError
 
 __all__ = [
     "MIN_TOKENS_TO_SUM",
@@ -45,13 +47,36 @@ __all__ = [
     "Routing",
     "Rows",
     "Traffic",
+    "one_at_a_time",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 # From how many tokens on low-latency combine sums a token's rows on one rank before they cross: below it, waiting for
 # the weights costs more than the bytes that it saves (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
 NO_SUMS = 2**31 - 1
+
+
+def one_at_a_time(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuses a call of an engine while another thread is in one: ranks could not agree on their order."""
+
+    @functools.wraps(call)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        busy = cast("Engine", args[0]).busy
+        if not busy.acquire(blocking=False):
+            raise ConfigError(
+                f"{call.__name__} is called while another thread is in a call of the same buffer; allowed: one at a "
+                "time, in an order that is equal on every rank, or a buffer for each thread"
+            )
+        try:
+            return call(*args, **kwargs)
+        finally:
+            busy.release()
+
+    return guarded
 
 
 class Rows(NamedTuple):
@@ -231,6 +256,9 @@ class Engine(abc.ABC):
     device: torch.device | None  # where tensors must be; None = anywhere
     traffic: Traffic
 
+    def __init__(self) -> None:
+        self.busy = threading.RLock()  # held by the thread that is in a call
+
     @abc.abstractmethod
     def dispatch(
         self,
@@ -317,6 +345,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         """Sends ``[E]`` int32 counts to the experts' ranks; returns the sum over sources, ``[LE]`` int32."""
+
+    @abc.abstractmethod
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Returns the sum of a tensor that every rank has, in ascending order of the ranks; equal at all."""
 
     def room_of(self, handle: DispatchHandle) -> int:
         """Local: the `room` of a dispatch that goes where that of `handle` went."""

@@ -40,7 +40,7 @@ class Blame:
     def __init__(self, board: Board | None, rank: int, timeout_s: float) -> None:
         self._board, self._rank = board, rank
         self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
-        self.wait_s = timeout_s - self.grace_s
+        self.wait_s = timeout_s - 1.5 * self.grace_s  # a messenger or two are asked before the grace begins
         self._lock = threading.Lock()
         self._peer: int | None = None
         self._num_waits = 0

@@ -69,6 +69,7 @@ class CudaEngine(Engine):
                 f"grid is {grid.num_domains} domains of {grid.num_ranks_per_domain} ranks; allowed with the cuda "
                 f"engine: one domain of at most {_cuda.max_ranks}"
             )
+        super().__init__()
         self.grid = grid
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
@@ -208,6 +209,9 @@ class CudaEngine(Engine):
 
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         return self._torch.exchange_expert_counts(num_tokens_per_expert)
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return self._torch.sum_over_ranks(tensor)
 
     def low_latency_dispatch(
         self,

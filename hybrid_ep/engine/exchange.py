@@ -72,6 +72,8 @@ class Exchange:
         self._link: Link | None = None
         self._blame = Blame(None, grid.rank, timeout_s)
         self._generation = 0  # of the connections
+        self._members: list[int] = []  # that were connected last
+        self._may_go_on = False  # whether connections of this generation were lost in a call
         self._lost: TransportError | None = None  # why there are no connections
         self._board: Board | None = None
         if group is not None and grid.num_ranks > 1:
@@ -183,11 +185,14 @@ class Exchange:
         """Goes on without a lost rank: meets the other survivors, agrees with them on who is left, and connects them.
 
         All survivors come here from the call that was lost, each within the timeout. Who does not is left out by the
-        others and is told so by its next call.
+        others and is told so by its next call. It does not go on by itself: only `barrier` brings it back.
         """
         if self._board is None or self._link is not None:
             self.masked.add(peer)  # over NCCL, whose connections outlive this
             return
+        if not self._may_go_on:
+            return
+        self._may_go_on = False
         try:
             meeting = self._meet(self._generation + 1, {peer})
         except StoreLostError as error:
@@ -314,6 +319,7 @@ class Exchange:
             error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=self._timeout_s)
         if self._board is not None and self._link is not None and self._link.device is not None:
             self.close()
+            self._may_go_on = True
             self._lost = type(error)(**{**vars(error), "detail": f"lost in an earlier call ({where}): {detail}"})
         raise error from first.error
 
@@ -322,7 +328,7 @@ class Exchange:
         assert self._board is not None
         assert self._group is not None
         board = self._board.at(f"connections {self._generation}")
-        self._lost = None
+        self._lost, self._members = None, members
         self._blame = Blame(board, self.grid.rank, self._timeout_s)
         try:
             self._link = Link(self._group, members, self.grid.rank, board, self._blame.wait_s)
@@ -358,6 +364,7 @@ class Exchange:
         """Meets `ranks` under the first generation that has not been decided, and connects them."""
         assert self._board is not None
         self.close()
+        self._may_go_on = False
         generation = self._generation + 1
         try:
             while self._board.at(f"generation {generation}").read("outcome") is not None:
@@ -368,12 +375,15 @@ class Exchange:
             self._lost = TransportError(self._label, self.grid.rank, None, detail)
             raise self._lost from error
         missing = [r for r in ranks if r not in meeting.members]
+        came = set(meeting.members) & set(self._members)
+        if 2 * len(came) > len(self._members):
+            # More than half of those who were together: no others can have met without them.
+            self.masked |= set(missing)
+            self._connect(meeting.members)
         if missing:
-            self._lost = TimeoutError(
-                self._label, self.grid.rank, missing[0], "it did not come", timeout_s=self._timeout_s
-            )
-            raise self._lost
-        self._connect(meeting.members)
+            late = TimeoutError(self._label, self.grid.rank, missing[0], "it did not come", timeout_s=self._timeout_s)
+            self._lost = late if self._link is None else None
+            raise late
 
 
 def _stage(tensor: Tensor, link: Link) -> Tensor:

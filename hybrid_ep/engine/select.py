@@ -93,8 +93,9 @@ def make_engine(
     """
     asked = env.ENGINE.get() if asked is None else asked
     timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0")
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= env.MAX_TIMEOUT_S:
+        raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0 and ≤ {env.MAX_TIMEOUT_S:.0f}")
     choice, grid, number = _agree(group, num_ranks_per_domain, asked, timeout_s)
     if choice.name not in _said:
         _said.add(choice.name)

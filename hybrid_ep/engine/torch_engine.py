@@ -12,6 +12,7 @@ A call begins with a header that all ranks compare, so that ranks at odds are to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from hybrid_ep.engine.base import (
     PermuteHandle,
     Routing,
     Rows,
+    one_at_a_time,
 )
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
@@ -75,12 +77,14 @@ class TorchEngine(Engine):
     name = "torch"
 
     def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int = 0) -> None:
+        super().__init__()
         self.grid = grid
         self.device = None
         self._exchange = Exchange(group, grid, timeout_s, number)
         self.traffic = self._exchange.traffic
         self._low_latency = TorchLowLatency(self._exchange)
 
+    @one_at_a_time
     def dispatch(
         self,
         rows: Rows,
@@ -157,6 +161,7 @@ class TorchEngine(Engine):
         )
         return Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
 
+    @one_at_a_time
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
         route: _Route = handle.state
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
@@ -167,6 +172,7 @@ class TorchEngine(Engine):
         sorted_columns = [_pad(column[route.order], handle.num_recv) for column in arrived]
         return Rows(*sorted_columns)
 
+    @one_at_a_time
     def combine(
         self,
         data: Tensor,
@@ -192,6 +198,7 @@ class TorchEngine(Engine):
             total += term.float()
         return Combined(total.to(data.dtype), weights)
 
+    @one_at_a_time
     def dispatch_permuted(
         self,
         rows: Rows,
@@ -226,12 +233,14 @@ class TorchEngine(Engine):
         permuted = _permute_rows(received.rows, handle)
         return Permuted(permuted, probs, permutation.num_tokens_per_expert, handle)
 
+    @one_at_a_time
     def dispatch_permuted_cached(
         self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
     ) -> Rows:
         received = self.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
         return _permute_rows(received, handle)
 
+    @one_at_a_time
     def combine_permuted(
         self,
         data: Tensor,
@@ -257,6 +266,7 @@ class TorchEngine(Engine):
             weights[row, column] = probs[place]
         return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=(), num_sms=num_sms)
 
+    @one_at_a_time
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         num_ranks = self.grid.num_ranks
         same = {"num_experts": num_tokens_per_expert.numel()}
@@ -270,6 +280,14 @@ class TorchEngine(Engine):
         )
         return received.sum(0, dtype=torch.int32)
 
+    @one_at_a_time
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        exchange, ranks = self._exchange, list(range(self.grid.num_ranks))
+        self._begin("sum over ranks", tensor.device, {"numel": tensor.numel()})
+        total: Tensor = exchange.all_gather("terms", tensor, ranks).sum(0)
+        return total
+
+    @one_at_a_time
     def low_latency_dispatch(
         self,
         data: Tensor,
@@ -281,8 +299,10 @@ class TorchEngine(Engine):
         wait_stats: Tensor | None,
         return_recv_hook: bool,
     ) -> LowLatencyDispatched:
-        return self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
+        sent = self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
+        return sent._replace(finish=functools.partial(self._receive, sent.finish))
 
+    @one_at_a_time
     def low_latency_combine(
         self,
         data: Tensor,
@@ -294,8 +314,14 @@ class TorchEngine(Engine):
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
-        return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
+        finish = self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
+        return functools.partial(self._receive, finish)
 
+    @one_at_a_time
+    def _receive(self, finish: Callable[[], None]) -> None:
+        finish()
+
+    @one_at_a_time
     def leave_out(self, peer: int) -> None:
         self._exchange.leave_out(peer)
 
@@ -305,6 +331,7 @@ class TorchEngine(Engine):
     def masked(self) -> Tensor:
         return torch.tensor([int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32)
 
+    @one_at_a_time
     def barrier(self) -> None:
         self._exchange.barrier()
 

@@ -5,13 +5,12 @@ trains.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch, require_buffer
 from hybrid_ep.nn.replicas import make_balancer
 
@@ -63,6 +62,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         require_buffer(buffer)
+        require_int("seed", seed, minimum=-MAX_INT)
         require_int("hidden", hidden, minimum=1)
         require_int("ffn_hidden", ffn_hidden, minimum=1)
         require_int("num_experts", num_experts, minimum=1, multiple_of=buffer.group_size)
@@ -120,11 +120,15 @@ class MoELayer(nn.Module):
 
     def sync_router_gradients(self) -> None:
         """Averages the router's gradient over the ranks. Collective; call it between backward and the optimizer's
-        step.
+        step. A rank without a gradient counts as zero, and gets the average.
+
+        Raises:
+            TimeoutError, TransportError: a rank was lost, or did not come within the buffer's `timeout_s`.
         """
-        if self.buffer.group is not None and self.router.grad is not None:
-            dist.all_reduce(self.router.grad, group=self.buffer.group)
-            self.router.grad /= self.buffer.group_size
+        if self.router.grad is None:
+            self.router.grad = torch.zeros_like(self.router)
+        total = self.buffer.engine.sum_over_ranks(self.router.grad)
+        self.router.grad.copy_(total / self.buffer.group_size)
 
 
 def _normal(seed: int, shape: tuple[int, int], fan_in: int) -> Tensor:

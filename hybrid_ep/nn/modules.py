@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_int, require_tensor
@@ -68,6 +69,7 @@ class _Dispatch(torch.autograd.Function):
         return recv_x, recv_idx, recv_weights, counts, handle
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad_x, _, grad_weights = grads[:3]
         (recv_idx,) = ctx.saved_tensors
@@ -85,6 +87,7 @@ class _Combine(torch.autograd.Function):
         return combined
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         received, *_ = ctx.buffer.dispatch(grads[0], handle=ctx.handle)
         return None, None, received

@@ -1,0 +1,204 @@
+"""The end of buffers, of their groups and of processes: destroyed groups, forked children, threads, late ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import Buffer, ClosedError, ConfigError, TimeoutError, TransportError
+from hybrid_ep.nn import MoELayer
+from hybrid_ep.testing.cluster import VirtualCluster
+from tests.battery import normal
+from tests.battery.cases import Case
+from tests.multi_process.test_failures import check_masked
+
+TIMEOUT_S = 3.0
+CASE = Case("life", 2, 8)
+
+
+@pytest.fixture
+def two() -> Iterator[VirtualCluster]:
+    with VirtualCluster(2, variables={"HYBRID_EP_TIMEOUT_S": str(TIMEOUT_S)}) as made:
+        yield made
+
+
+def _destroy_group() -> tuple[str, str]:
+    inputs = CASE.inputs(dist.get_rank())
+    subgroup = dist.new_group([0, 1])
+    told = []
+    for group in (subgroup, dist.group.WORLD):
+        buffer = Buffer(group)
+        normal.dispatch(buffer, CASE, inputs)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        with pytest.raises(ClosedError, match="used after its process group was destroyed") as error:
+            normal.dispatch(buffer, CASE, inputs)
+        told.append(str(error.value))
+        buffer.close()
+        buffer.close()
+    return told[0], told[1]
+
+
+def test_a_destroyed_group_closes_its_buffers(two: VirtualCluster) -> None:
+    for rank, told in enumerate(two.run(_destroy_group)):
+        assert told == (f"Buffer of rank {rank} was used after its process group was destroyed",) * 2
+
+
+def _fork() -> tuple[int, str, bool]:
+    """A forked child uses the buffer, is told so, and ends; the parent goes on."""
+    inputs = CASE.inputs(dist.get_rank())
+    with Buffer() as buffer:
+        normal.dispatch(buffer, CASE, inputs)
+        readable, writable = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                normal.dispatch(buffer, CASE, inputs)
+            except ClosedError as error:
+                os.write(writable, str(error).encode())
+            del buffer
+            os._exit(7)
+        os.close(writable)
+        _, status = os.waitpid(child, 0)
+        told = os.read(readable, 4096).decode()
+        received, _, _, _, handle, _ = normal.dispatch(buffer, CASE, inputs)
+        buffer.combine(received, handle)
+    return os.waitstatus_to_exitcode(status), told, bool(handle.num_recv)
+
+
+def test_a_forked_child_is_told_so(two: VirtualCluster) -> None:
+    for rank, (code, told, goes_on) in enumerate(two.run(_fork)):
+        assert code == 7
+        assert told.startswith(f"Buffer of rank {rank} was made in process")
+        assert "allowed: a process group and a buffer made in the child" in told
+        assert goes_on
+
+
+def _two_threads() -> tuple[str, bool]:
+    """A second thread calls while the first waits for another rank."""
+    inputs = CASE.inputs(dist.get_rank())
+    told = ""
+    with Buffer() as buffer:
+        if dist.get_rank() == 0:
+            first = threading.Thread(target=normal.dispatch, args=(buffer, CASE, inputs))
+            first.start()
+            time.sleep(0.5)
+            with pytest.raises(ConfigError) as error:
+                normal.dispatch(buffer, CASE, inputs)
+            told = str(error.value)
+            dist.barrier()
+            first.join()
+        else:
+            dist.barrier()
+            normal.dispatch(buffer, CASE, inputs)
+        received, *_ = normal.dispatch(buffer, CASE, inputs)
+    return told, received.shape[0] > 0
+
+
+def test_a_buffer_serves_one_thread_at_a_time(two: VirtualCluster) -> None:
+    (told, goes_on), (_, goes_on_there) = two.run(_two_threads)
+    assert told.startswith("dispatch is called while another thread is in a call of the same buffer; allowed: one at a")
+    assert goes_on
+    assert goes_on_there
+
+
+def test_a_buffer_is_shared_by_copies_and_not_pickled() -> None:
+    with Buffer(None) as buffer:
+        layer = MoELayer(buffer, hidden=32, ffn_hidden=8, num_experts=2, topk=1)
+        assert copy.deepcopy(layer).buffer is buffer
+        assert copy.copy(buffer) is buffer
+        with pytest.raises(ConfigError, match="Buffer cannot be pickled; allowed: making one in each process"):
+            pickle.dumps(layer)
+
+
+def _sync_late(timeout_s: float) -> tuple[str, float]:
+    """Rank 1 does not come to the sum of the gradients."""
+    with Buffer(timeout_s=timeout_s) as buffer:
+        layer = MoELayer(buffer, hidden=32, ffn_hidden=8, num_experts=2, topk=1)
+        layer.router.grad = torch.ones_like(layer.router) * (1 + dist.get_rank())
+        layer.sync_router_gradients()
+        assert bool((layer.router.grad == 1.5).all())
+        if dist.get_rank() == 1:
+            time.sleep(timeout_s + 3)
+            return "", 0.0
+        began = time.monotonic()
+        with pytest.raises(TimeoutError) as error:
+            layer.sync_router_gradients()
+        return str(error.value), time.monotonic() - began
+
+
+def test_router_gradients_wait_for_the_timeout_and_name_the_rank(two: VirtualCluster) -> None:
+    (told, took), _ = two.run(_sync_late, 2.0)
+    assert told.startswith("sum over ranks: header: rank 0 waited 2 s for rank 1")
+    assert 1 < took < 2.5
+
+
+FOUR = Case("shrink", 4, 16)
+VICTIM = 2
+
+
+def _go_on_without(case: Case, victim: int, how: str) -> tuple[int | None, list[int], str]:
+    """Survivors go on together; the victim, where it comes back, is told that they have."""
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        buffer.low_latency_dispatch(*send, use_fp8=False)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        with pytest.raises(TransportError) as lost:
+            buffer.low_latency_dispatch(*send, use_fp8=False)
+        status = torch.zeros(case.num_ranks, dtype=torch.int32)
+        if rank == victim:  # continued
+            with pytest.raises(TransportError) as again:
+                buffer.low_latency_dispatch(*send, use_fp8=False)
+        else:
+            buffer.low_latency_query_mask_buffer(status)
+            for _ in range(3):
+                check_masked(buffer, case, victim)
+            again = lost
+        if how == "comes back":
+            _meet_all(buffer, case)
+            _, count, *_ = buffer.low_latency_dispatch(*send, use_fp8=False)
+            assert int(count.sum()) > 0
+    return lost.value.peer, status.tolist(), str(again.value)
+
+
+def _meet_all(buffer: Buffer, case: Case) -> None:
+    """Takes every rank back in, as soon as it comes."""
+    for _ in range(8):
+        buffer.low_latency_clean_mask_buffer()
+        try:
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        except TimeoutError:
+            continue
+        return
+
+
+@pytest.mark.parametrize("how", ["dies", "stops", "comes back"])
+def test_survivors_agree_and_go_on_together(how: str) -> None:
+    survivors = [rank for rank in range(4) if rank != VICTIM]
+    with VirtualCluster(4, variables={"HYBRID_EP_TIMEOUT_S": str(TIMEOUT_S)}) as cluster:
+        pid = cluster.process_id(VICTIM)
+        cluster.start(_go_on_without, FOUR, VICTIM, how)
+        if how == "comes back":
+            time.sleep(2.5 * TIMEOUT_S)
+            os.kill(pid, signal.SIGCONT)
+            *_, late = cluster.collect([VICTIM], limit_s=60)[0]
+            assert "the other ranks went on without this one" in late
+        told = cluster.collect(survivors, limit_s=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for peer, status, _ in told:
+        assert peer == VICTIM
+        assert status == [int(rank == VICTIM) for rank in range(4)]
