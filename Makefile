@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 ARCH ?= $(shell uname -m)
 
+# In CI warnings are errors.
+export HYBRID_EP_STRICT ?= $(if $(filter true,$(CI)),on,off)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type format wheel image image-test test-bare test-gpu bench docs validate clean
+.PHONY: help setup demo test test-fast test-all lint type format wheel image image-test test-bare test-gpu bench docs validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,10 +25,18 @@ $(STAMP): pyproject.toml setup.py hybrid_ep/_version.py
 demo: setup ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
 	$(BIN)/hybrid-ep demo --out out/demo
 
-test: ## Lint, type-check and run every test that this machine can run
+test: ## Lint, type-check and run the tests: all but those that take minutes each
 	@ci/system_packages.sh
 	@$(MAKE) --no-print-directory setup
 	ci/test.sh $(BIN)
+
+test-fast: setup ## Lint, type-check and run the unit tests, in a few minutes; installs no system packages
+	ci/test.sh $(BIN) fast
+
+test-all: ## What CI runs: test, and images, aarch64 wheels, CUDA toolkits, the sdist and an empty Debian
+	@ci/system_packages.sh
+	@$(MAKE) --no-print-directory setup
+	ci/test.sh $(BIN) all
 
 lint: setup ## Check style and layering
 	ci/lint.sh $(BIN)

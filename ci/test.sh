@@ -1,8 +1,18 @@
 #!/usr/bin/env bash
-# Everything that this machine can test, fast things first: ci/test.sh BIN
+# Style, types, then tests, two at a time: ci/test.sh BIN [fast|all]
+#   fast     the unit tests
+#   (none)   every test that this machine can run, but for those marked slow
+#   all      those too
 # With CI=true a missing prerequisite is an error and not a skip (GPUs excepted).
 set -euo pipefail
-bin=$1
+bin=$1 which=${2:-most}
+case $which in
+  fast) tests=(-m "not slow" tests/unit) ;;
+  most) tests=(-m "not slow" tests) ;;
+  all) tests=(tests) ;;
+  *) sed -n 2p "$0" >&2; exit 2 ;;
+esac
 ci/lint.sh "$bin"
 "$bin/mypy"
-exec "$bin/pytest" --durations=15 tests
+# Workers get files in this order, so what takes long (deploy) begins first.
+exec "$bin/pytest" -n 2 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"

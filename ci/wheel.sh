@@ -24,20 +24,7 @@ pip install 'pip>=25.1' # the first that reads dependency groups
 pip install --group build
 export PATH="$env/bin:$PATH"
 if [ -z "${CUDA_HOME:-}" ] && [ "${HYBRID_EP_BUILD_CUDA:-on}" != off ]; then
-  pip install --group cuda
-  CUDA_HOME=$(echo "$env"/lib/python*/site-packages/nvidia/cu13)
-  libraries=$CUDA_HOME/lib
-  if [ "$arch" != "$host" ]; then # nvcc runs here; what is linked is the target's
-    runtime=$("$env/bin/pip" freeze | grep ^nvidia-cuda-runtime==)
-    pip install --target "$target/cuda" --upgrade --no-deps --only-binary :all: --platform "manylinux2014_$arch" "$runtime"
-    libraries=$target/cuda/nvidia/cu13/lib
-  fi
-  # The wheels lack the names under which nvcc and CMake look for them.
-  [ "$arch" = aarch64 ] && folder=$CUDA_HOME/targets/sbsa-linux || folder=$CUDA_HOME/targets/x86_64-linux
-  mkdir -p "$folder"
-  ln -sfn ../../include "$folder/include"
-  ln -sfn "$libraries" "$folder/lib"
-  ln -sf libcudart.so.13 "$libraries/libcudart.so"
+  CUDA_HOME=$(ci/cuda_toolkit.sh "$env/bin/python" "$target/cuda" "$arch")
 fi
 if [ -n "${CUDA_HOME:-}" ]; then export CUDA_HOME CUDACXX=${CUDACXX:-$CUDA_HOME/bin/nvcc}; fi
 

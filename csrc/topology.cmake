@@ -4,12 +4,20 @@
 # driver, and the loader finds the driver's library where the module runs.
 target_sources(_C PRIVATE topology/sysfs.cpp topology/distance.cpp bindings/topology.cpp)
 
+# Whether a folder's nvml.h has all that the probe asks for: those before CUDA 12.8 do not.
+function(hybrid_ep_check_nvml result folder)
+  file(STRINGS ${folder}/nvml.h found REGEX nvmlPlatformInfo_v2 LIMIT_COUNT 1)
+  if(NOT found)
+    set(${result} FALSE PARENT_SCOPE)
+  endif()
+endfunction()
+
 function(hybrid_ep_add_nvml)
   file(GLOB wheel_includes ${Python_SITEARCH}/nvidia/cu*/include ${Python_SITEARCH}/nvidia/nvml_dev/include)
   find_path(HYBRID_EP_NVML_INCLUDE nvml.h HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda ${wheel_includes}
-            PATH_SUFFIXES include)
+            PATH_SUFFIXES include VALIDATOR hybrid_ep_check_nvml)
   if(NOT HYBRID_EP_NVML_INCLUDE)
-    hybrid_ep_leave_out(_nvml ${HYBRID_EP_BUILD_NVML} "nvml.h was not found: pip install nvidia-nvml-dev")
+    hybrid_ep_leave_out(_nvml ${HYBRID_EP_BUILD_NVML} "nvml.h of CUDA 12.8 or newer was not found: pip install nvidia-nvml-dev")
     return(PROPAGATE left_out)
   endif()
   file(CONFIGURE OUTPUT nvml_name.cpp CONTENT "")

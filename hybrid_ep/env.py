@@ -41,6 +41,7 @@ __all__ = [
     "RDMA_MTU",
     "RELAXED_ORDERING",
     "SERVICE_LEVEL",
+    "STRICT",
     "TARGET_ROOT",
     "TCP_ADDRESS",
     "TCP_CONNECTIONS",
@@ -279,6 +280,14 @@ BUILD_NVML = Variable(
     "The `_nvml` module: `auto` builds it where nvml.h is found, `on` makes a missing nvml.h an error.",
     "build",
 )
+STRICT = Variable(
+    "HYBRID_EP_STRICT",
+    "off",
+    _choice("on", "off"),
+    "on or off",
+    "`on` makes the compilers' warnings and register spills of the kernels errors, as the project's CI does.",
+    "build",
+)
 MULTINODE = Variable(
     "HYBRID_EP_MULTINODE",
     "0",
@@ -382,6 +391,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NODE_NAME,
     BUILD_CUDA,
     BUILD_NVML,
+    STRICT,
     MULTINODE,
     RDMA_CORE_HOME,
     ARCH_LIST,

@@ -86,7 +86,11 @@ nvmlReturn_t ask_fabric(nvmlDevice_t device, nvmlGpuFabricInfo_t* info) {
     info->state = versioned.state;
     return status;
   }
+  // Deprecated since CUDA 13.1; older drivers have nothing else.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
   if (nvmlDeviceGetGpuFabricInfo != nullptr) return nvmlDeviceGetGpuFabricInfo(device, info);
+#pragma GCC diagnostic pop
   return NVML_ERROR_FUNCTION_NOT_FOUND;
 }
 

@@ -18,7 +18,7 @@ import yaml
 from hybrid_ep import __version__
 from tests.prerequisites import require, require_programs
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = f"localhost/hybrid-ep:{__version__}-cpu"
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()

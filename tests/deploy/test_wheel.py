@@ -91,7 +91,10 @@ class Wheel:
         return {path.name.partition(".")[0]: path for path in sorted(self.folder.rglob("*.so*"))}
 
 
-@pytest.fixture(scope="module", params=[MACHINE] + ["aarch64"] * (MACHINE == "x86_64"))
+CROSS_COMPILED = [pytest.param("aarch64", marks=pytest.mark.slow)] * (MACHINE == "x86_64")
+
+
+@pytest.fixture(scope="module", params=[MACHINE, *CROSS_COMPILED])
 def built(request: pytest.FixtureRequest, build_wheel: BuildWheel, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     """The wheel of each architecture that this machine can build."""
     path, folder = build_wheel(request.param), tmp_path_factory.mktemp("unpacked")
@@ -150,6 +153,7 @@ def test_the_wheel_works_without_gpu_and_rdma_libraries(python: Path, tmp_path: 
     assert '"ok": true' in must(*isolate, command, "demo", *size, "--json", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_aarch64_modules_are_imported_by_an_aarch64_python(build_wheel: BuildWheel, tmp_path: Path) -> None:
     require(MACHINE == "x86_64", "an x86-64 machine: elsewhere the wheel is not cross-compiled")
     require(sys.version_info[:2] == (3, 11), "Python 3.11, the one that Debian 12 has for arm64")

@@ -45,3 +45,9 @@ def test_classes_of_the_second_version_are_known_to_be_missing(deep_ep: ModuleTy
     there = "Buffer, Config, EventHandle, EventOverlap, HybridEPBuffer"
     with pytest.raises(AttributeError, match=f"deep_ep, which is hybrid_ep here, has no {name}; there are {there}"):
         getattr(deep_ep, name)
+
+
+def test_it_takes_the_version_that_it_was_made_for() -> None:
+    source = (Path(__file__).resolve().parents[2] / "compat" / "deep_ep" / "pyproject.toml").read_text()
+    assert f'version = "{hybrid_ep.__version__}"' in source
+    assert f'dependencies = ["hybrid-ep=={hybrid_ep.__version__}"]' in source
