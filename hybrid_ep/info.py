@@ -1,4 +1,4 @@
-"""`hybrid-ep info` and `hybrid-ep env`: what is installed, what was built, which engine is chosen, what can be set."""
+"""`hybrid-ep info` and `hybrid-ep env`: what is installed and built, which engine and transport, what can be set."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ class Info:
         left_out: the others, each with the reason.
         engine: the engine that is chosen, or None if the one asked for cannot run.
         reason: why.
+        transport: what would join domains on several hosts, or None if the one asked for cannot run.
+        transport_reason: why.
+        transports: every other transport, and why it is not the one; "not built: …" where it is missing.
         gpus: names of the visible GPUs.
         python: the interpreter.
         package: where hybrid_ep was imported from.
@@ -50,6 +53,9 @@ class Info:
     left_out: str
     engine: str | None
     reason: str
+    transport: str | None
+    transport_reason: str
+    transports: dict[str, str]
     gpus: list[str]
     python: str
     package: str
@@ -61,7 +67,7 @@ def _collect_in_time() -> Info:
         try:
             return node.run(_collect_watched)
         except Unreadable as error:
-            return Info(_versions(), "", "", None, str(error), [], sys.executable, _package())
+            return Info(_versions(), "", "", None, str(error), None, str(error), {}, [], sys.executable, _package())
 
 
 def _collect_watched(node: Node) -> Info:
@@ -83,6 +89,7 @@ def collect() -> Info:
         engine, reason = choose_engine()
     except ConfigError as error:
         reason = str(error)
+    transport, transport_reason, transports = _transports()
     has_gpu = torch.cuda.is_available()
     of_torch = {
         "torch": torch.__version__,
@@ -96,6 +103,9 @@ def collect() -> Info:
         left_out=_C.left_out.rstrip("; "),
         engine=engine,
         reason=reason,
+        transport=transport,
+        transport_reason=transport_reason,
+        transports=transports,
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if has_gpu else [],
         python=sys.executable,
         package=_package(),
@@ -117,6 +127,19 @@ def _package() -> str:
     return str(Path(__file__).resolve().parent)
 
 
+def _transports() -> tuple[str | None, str, dict[str, str]]:
+    """The transport between hosts, why, and why not the others."""
+    from hybrid_ep.transport import choose_transport, survey
+
+    states = survey()
+    built = {state.name: "" if state.is_built else "not built: " for state in states}
+    try:
+        choice = choose_transport(states)
+    except ConfigError as error:
+        return None, str(error), {state.name: built[state.name] + (state.obstacle or "usable") for state in states}
+    return choice.name, choice.reason, {name: built[name] + why for name, why in choice.others.items()}
+
+
 def _distribution_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -134,16 +157,16 @@ def _nvshmem_version() -> str | None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
 @click.pass_context
 def info(ctx: click.Context, as_json: bool) -> None:
-    """Show versions, what was built, and which engine is chosen and why.
+    """Show versions, what was built, and which engine and transport are chosen and why.
 
-    Exits with 1 if the engine that HYBRID_EP_ENGINE asks for cannot run here.
+    Exits with 1 if the engine that HYBRID_EP_ENGINE asks for cannot run here, or HYBRID_EP_TRANSPORT's transport.
     """
     found = _collect_in_time()
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
     else:
         Console().print(_render(found))
-    ctx.exit(0 if found.engine else 1)
+    ctx.exit(0 if found.engine and found.transport else 1)
 
 
 def _render(found: Info) -> Table:
@@ -152,6 +175,10 @@ def _render(found: Info) -> Table:
     table.add_column(overflow="fold")
     engine = f"[green]{found.engine}[/]" if found.engine else "[red]none[/]"
     table.add_row("engine", f"{engine} — {escape(found.reason)}")
+    transport = f"[green]{found.transport}[/]" if found.transport else "[red]none[/]"
+    table.add_row("between domains", f"{transport} — {escape(found.transport_reason)}")
+    for name, why in found.transports.items():
+        table.add_row("", f"[dim]not {name}: {escape(why)}[/]")
     table.add_row("built", escape(found.built or "nothing optional"))
     table.add_row("left out", escape(found.left_out or "nothing"))
     table.add_row("GPUs", escape(", ".join(found.gpus)) or "[dim]none visible[/]")

@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -16,10 +17,11 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr uint32_t kCommandsPerTurn = 32;      // of a FIFO, before the next one has its turn
-constexpr int kSpins = 256;                    // sweeps without work before the thread yields its CPU
-constexpr int64_t kLazyAfterNs = 200'000'000;  // without work, in an open call
-constexpr int kLazySleepMs = 1;
+constexpr uint32_t kCommandsPerTurn = 32;  // of a FIFO, before the next one has its turn
+constexpr int kSpins = 256;                // sweeps without work before the thread yields its CPU
+// In an open call without work: after so long the thread sleeps for a part of the time that nothing has happened in.
+constexpr int64_t kLazyAfterNs = 1'000'000, kMaxLazySleepNs = 1'000'000;
+constexpr int64_t kLazyPart = 16;
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -150,8 +152,8 @@ void Proxy::run() {
     } else if (is_idle && opened_ == ended_) {
       sleep(-1);
       idle = 0;
-    } else if (now_ns() - last_work_ns > kLazyAfterNs) {
-      sleep(kLazySleepMs);
+    } else if (const int64_t idle_ns = now_ns() - last_work_ns; idle_ns > kLazyAfterNs) {
+      sleep(std::min(idle_ns / kLazyPart, kMaxLazySleepNs));
     } else {
       sched_yield();
     }
@@ -198,12 +200,14 @@ bool Proxy::carry_out(const Command& command) {
   return true;
 }
 
-void Proxy::sleep(int timeout_ms) {
+// With −1, until something wakes it.
+void Proxy::sleep(int64_t timeout_ns) {
   is_asleep_ = true;
-  if (timeout_ms >= 0 || opened_ == ended_) {
-    if (timeout_ms < 0) sleeps_.store(sleeps_ + 1);
+  if (timeout_ns >= 0 || opened_ == ended_) {
+    if (timeout_ns < 0) sleeps_.store(sleeps_ + 1);
+    const timespec timeout{0, std::max<int64_t>(timeout_ns, 0)};
     pollfd wakers[2] = {{doorbell_, POLLIN, 0}, {link_->wait_fd(), POLLIN, 0}};  // poll ignores −1
-    if (!stops_) poll(wakers, 2, timeout_ms);
+    if (!stops_) ppoll(wakers, 2, timeout_ns < 0 ? nullptr : &timeout, nullptr);
     uint64_t rings;
     (void)!read(doorbell_, &rings, sizeof(rings));
   }

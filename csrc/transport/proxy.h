@@ -4,7 +4,7 @@
 //
 // While a call is open the thread spins over the FIFOs and the link. When none is open, and everything posted is
 // complete, it sleeps until begin_call() or until the link's file descriptor wakes it. In a call in which nothing has
-// happened for a while it looks less often.
+// happened for a while it looks less and less often.
 //
 // After a failure the thread takes commands and drops them, so that no kernel waits for room. A forked child has no
 // such thread: every function throws there, and the destructor does nothing.
@@ -70,7 +70,7 @@ class Proxy {
   void run();
   bool sweep();
   bool carry_out(const Command& command);
-  void sleep(int timeout_ms);
+  void sleep(int64_t timeout_ns);
   void wake();
 
   const pid_t pid_;

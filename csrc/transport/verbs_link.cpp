@@ -21,10 +21,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kMaxSends = 256;        // work requests of a queue pair that are not complete
-constexpr int kPollAtATime = 32;      // completions
-constexpr int kLookEvery = 4096;      // turns between looks at events and goodbyes, which are rare
-constexpr uint32_t kFirstPacket = 0;  // sequence number
+constexpr int kMaxSends = 256;                              // work requests of a queue pair that are not complete
+constexpr int kPollAtATime = 32;                            // completions
+constexpr int kLookEvery = 64;                              // turns between looks at the clock
+constexpr auto kLookPause = std::chrono::milliseconds(10);  // between looks for events, which are rare
+constexpr uint32_t kFirstPacket = 0;                        // sequence number
 constexpr auto kGoodbye = std::chrono::seconds(1);
 
 // Where a peer's memory is, through one of its NICs.
@@ -175,7 +176,8 @@ class VerbsLink final : public Link {
       if (options_.unordered && num > 0 && is_gpu_memory_) flush_gpu_direct_writes();
       for (int i = 0; i < num; ++i) complete(device, completions[i]);
     }
-    if (++turn_ % kLookEvery == 0) {
+    if (++turn_ % kLookEvery == 0 && Clock::now() > next_look_) {
+      next_look_ = Clock::now() + kLookPause;
       for (VerbsDevice& device : devices_) look_for_events(device);
     }
     return has_worked;
@@ -497,7 +499,7 @@ class VerbsLink final : public Link {
   int num_pairs_ = 0, max_sends_ = kMaxSends;
   int64_t num_sends_ = 0;  // not complete
   uint64_t turn_ = 0;
-  Clock::time_point port_down_since_;
+  Clock::time_point port_down_since_, next_look_;
 };
 
 }  // namespace

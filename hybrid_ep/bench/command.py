@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
+from hybrid_ep.bench.link import print_link_report, run_link_bench
 from hybrid_ep.bench.plan import MODES, BenchPlan, Candidate, default_workload_sizes
 from hybrid_ep.bench.results import BenchReport
 from hybrid_ep.bench.subjects import BASELINE, require_known
@@ -22,15 +23,23 @@ from hybrid_ep.testing.workload import DTYPES, ROUTINGS, Workload
 
 __all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
 
+LINK = "link"
 _DEFAULT_RANKS_ON_CPU = 4
 _LOG_WIDTH = 200
 _DEFAULT_RUNS = {"cpu": 10, "cuda": 30}
+_DEFAULT_CHUNKS = 1000
 
 
 @click.command()
 @click.option("--ranks", type=int, help="Processes to start; default: all GPUs, or 4 on a CPU. Not under a launcher.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--mode", type=click.Choice(MODES), default="normal", show_default=True)
+@click.option(
+    "--mode",
+    type=click.Choice([*MODES, LINK]),
+    default="normal",
+    show_default=True,
+    help="link: a link between domains alone, with chunks of 16 rows and no kernels; --runs is then how many chunks.",
+)
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Of dispatched tokens.")
 @click.option("--routing", type=click.Choice(ROUTINGS), default="uniform", show_default=True)
 @click.option(
@@ -96,6 +105,10 @@ def bench(
         num_ranks = _num_ranks(ranks, device, launcher)
         asked = {"hidden": hidden, "topk": topk, "experts": experts}
         sizes = default_workload_sizes(device, mode) | {name: n for name, n in asked.items() if n is not None}
+        if mode == LINK:
+            require_int("ranks", num_ranks, minimum=2)
+            chunks = require_int("runs", _DEFAULT_CHUNKS if runs is None else runs, minimum=1)
+            ctx.exit(_bench_link(num_ranks, launcher, sizes, chunks, as_json))
         require_int("experts", sizes["experts"], minimum=num_ranks, multiple_of=num_ranks)
         for implementation in implementations:
             require_known(implementation, mode)
@@ -134,6 +147,20 @@ def bench(
         if out is not None:
             write_report(report, out)
     ctx.exit(0 if report.ok else 1)
+
+
+def _bench_link(
+    num_ranks: int, launcher: Launcher | None, sizes: dict[str, int], num_chunks: int, as_json: bool
+) -> int:
+    """Measures and prints the link; returns the exit code."""
+    with open_ranks(num_ranks, "cpu", launcher) as run:
+        report = run_link_bench(run, hidden=sizes["hidden"], num_topk=sizes["topk"], num_chunks=num_chunks)
+    if launcher is None or launcher.rank == 0:
+        if as_json:
+            click.echo(json.dumps(report.to_json(), indent=2))
+        else:
+            print_link_report(report)
+    return 0 if report.ok else 1
 
 
 def _device(asked: str) -> str:

@@ -64,6 +64,11 @@ class DomainLink:
         """What carries the link, for people: devices, connections, where the rings are."""
         return self.proxy.describe
 
+    @property
+    def num_peers(self) -> int:
+        """Ranks at the other ends, this one not counted."""
+        return self._grid.num_domains - 1
+
     def view(self) -> LinkView:
         """Returns what kernels get."""
         self._require_open()

@@ -227,3 +227,26 @@ def mpi_variables(rank: int, port: int) -> dict[str, str]:
     """What Open MPI's mpirun sets, and what its caller has to."""
     names = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": str(rank)}
     return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()} | {"MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_link_alone(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank is a domain; each says what carried its chunks, how fast, and that all were right."""
+    monkeypatch.setenv("HYBRID_EP_TRANSPORT", transport)
+    command = ["bench", "--mode", "link", "--ranks", "3", "--hidden", "128", "--topk", "2", "--runs", "40", "--json"]
+    result = CliRunner().invoke(main, [*command, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"]
+    assert report["chunk_bytes"] == 16 * 288  # 256 of the row, 24 of two experts, 8 of the source; a multiple of 16
+    assert [rank["transport"] for rank in report["ranks"]] == [transport] * 3
+    for rank in report["ranks"]:
+        assert (rank["num_peers"], rank["num_wrong"]) == (2, 0)
+        assert rank["gbytes_per_s"] == pytest.approx(report["chunk_bytes"] * 40 * 2 / rank["seconds"] / 1e9)
+        assert rank["post_ns"] > 0
+
+
+def test_link_needs_two_ranks() -> None:
+    result = CliRunner().invoke(main, ["bench", "--mode", "link", "--ranks", "1", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "ranks is 1; allowed: an integer ≥ 2" in result.output

@@ -28,6 +28,25 @@ def test_info_says_why_an_engine_cannot_run_and_exits_with_1() -> None:
     assert "engine is 'cuda', but" in result.stdout
 
 
+def test_info_names_the_transport_and_why_not_the_others() -> None:
+    result = CliRunner().invoke(
+        main, ["info", "--json"], env={"HYBRID_EP_ENGINE": "torch", "HYBRID_EP_TRANSPORT": "tcp"}
+    )
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["transport"], found["transport_reason"]) == ("tcp", "asked for by name")
+    assert sorted(found["transports"]) == ["loopback", "verbs"]
+    assert found["transports"]["loopback"] == "usable; tcp is asked for by name"
+
+
+def test_info_exits_with_1_for_a_transport_that_does_not_exist() -> None:
+    result = CliRunner().invoke(main, ["info", "--json"], env={"HYBRID_EP_TRANSPORT": "pigeon"})
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["transport"] is None
+    assert "HYBRID_EP_TRANSPORT='pigeon' is not allowed" in found["transport_reason"]
+
+
 def test_env_json_is_the_table_with_values_in_force() -> None:
     result = CliRunner().invoke(main, ["env", "--json"], env={"HYBRID_EP_TIMEOUT_S": "2.5", "HYBRID_EP_NICS": ""})
     assert result.exit_code == 0

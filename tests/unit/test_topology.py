@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hybrid_ep.errors import ConfigError, TopologyError
-from hybrid_ep.topology import Distance, DomainMember, Topology, choose_nic, find_domains, probe
+from hybrid_ep.topology import Distance, DomainMember, Topology, choose_nic, choose_nics, find_domains, probe
 from hybrid_ep.topology.recording import Recording, decode, encode, read_facts
 from hybrid_ep.topology.render import localities, render
 from hybrid_ep.topology.svg import draw
@@ -174,6 +174,20 @@ def test_nic_can_be_ordered(tray: Topology, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HYBRID_EP_NICS", "mlx5_0,,mlx5_1")
     with pytest.raises(ConfigError, match="HYBRID_EP_NICS"):
         choose_nic(tray, 2)
+
+
+def test_several_nics_of_one_gpu(tray: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more NICs than GPUs, all GPUs take as many; the site can name several for each."""
+    two = replace(tray, gpus=tray.gpus[:2], nic_distances=((Distance.PIX,) * 4,) * 2)
+    assert [[nic.name for nic in choose_nics(two, idx)] for idx in range(2)] == [
+        ["mlx5_0", "mlx5_2"],
+        ["mlx5_1", "mlx5_3"],
+    ]
+    three = replace(tray, gpus=tray.gpus[:3], nic_distances=((Distance.PIX,) * 4,) * 3)
+    assert [[nic.name for nic in choose_nics(three, idx)] for idx in range(3)] == [["mlx5_0"], ["mlx5_1"], ["mlx5_2"]]
+    monkeypatch.setenv("HYBRID_EP_NICS", "mlx5_3+mlx5_1,mlx5_0")
+    assert [nic.name for nic in choose_nics(tray, 2)] == ["mlx5_3", "mlx5_1"]
+    assert [nic.name for nic in choose_nics(tray, 3)] == ["mlx5_0"]
 
 
 def test_choice_without_nic_or_gpu(tray: Topology) -> None:

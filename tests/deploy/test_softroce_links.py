@@ -1,0 +1,78 @@
+"""The `verbs` transport on real RDMA devices: Soft-RoCE in a throw-away virtual machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+from hybrid_ep import _C
+from tests.prerequisites import require
+from tests.sim.softroce_links import PORT_TIMEOUT_S
+from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
+
+pytestmark = pytest.mark.deploy
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/sim/softroce_links.py has printed, by step."""
+    require(_C.has_verbs, "the verbs transport (libibverbs-dev when the package was built)")
+    steps = "devices two two-pairs four unordered refusals port-down"
+    command = f"{shlex.quote(sys.executable)} -m tests.sim.softroce_links {steps}"
+    try:
+        said = run_in_vm(command, tmp_path_factory.mktemp("softroce"), num_nics=4, limit_s=540)
+    except MissingPrerequisite as reason:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(reason))
+    found: dict[str, Any] = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    return found
+
+
+def test_active_devices(results: dict[str, Any]) -> None:
+    assert results["devices"] == ["rxe0", "rxe1", "rxe2", "rxe3"]
+
+
+@pytest.mark.parametrize(
+    ("step", "num_ends", "said"),
+    [
+        ("two", 2, "2 queue pairs a peer, rings in pinned host memory"),
+        ("two-pairs", 2, "4 queue pairs a peer, rings in pinned host memory"),
+        ("four", 4, "2 queue pairs a peer, rings in pinned host memory"),
+        ("unordered", 2, "2 queue pairs a peer, rings in pinned host memory, unordered"),
+    ],
+)
+def test_every_chunk_arrives(results: dict[str, Any], step: str, num_ends: int, said: str) -> None:
+    """Chunks, flags and credits between all ends, over slots that are used again, and the ends close in order."""
+    found = results[step]
+    assert found["failures"] == [None] * num_ends
+    num_peers = num_ends - 1
+    for figures, num_chunks in zip(found["figures"], (12, 9), strict=True):
+        assert [one[1:] for one in figures] == [[num_chunks * num_peers, num_chunks * num_peers, 0]] * num_ends
+    assert found["closed"] == [True] * num_ends
+    assert found["describe"] == f"verbs on rxe0 port 1 (GID 1), {said}"
+
+
+def test_what_cannot_be_opened_is_named(results: dict[str, Any]) -> None:
+    assert results["refusals"] == {
+        "device": "RDMA device 'rxe9' cannot be opened; there are: rxe0, rxe1, rxe2, rxe3",
+        "gid": "rxe0 port 1 has no GID with index 200",
+        "port": "rxe0 port 3 does not exist",
+    }
+
+
+def test_port_that_goes_down_is_told_in_time(results: dict[str, Any]) -> None:
+    """By the device and the status of its work request, at least at the end that was sending to it."""
+    found = results["port-down"]
+    assert [one[1:] for one in found["before"]] == [[4, 4, 0]] * 2
+    peer, device, detail = found["failures"][0]
+    assert (peer, device) == (1, "rxe0 port 1")
+    # Soft-RoCE may refuse a repeated packet before the retries are over.
+    assert re.match(r"(transport retry counter exceeded|remote invalid request error) \(status \d+, ", detail)
+    assert found["seconds"] < PORT_TIMEOUT_S
