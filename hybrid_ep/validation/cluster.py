@@ -1,23 +1,27 @@
 """The whole validation as one: nodes, findings between them, jobs; which hosts are fit, and how it all ended.
 
 Everything that can be judged becomes a `Result` of the doctor's model, also what the doctor could not say itself: that
-a host gave no report. So the order of statuses, the exit code and the JUnit writer are the doctor's.
+a host gave no report, or that test jobs speak against it. So the order of statuses, the exit code and the JUnit writer
+are the doctor's.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from hybrid_ep._version import __version__
 from hybrid_ep.doctor.model import Report, Result, Severity, Status
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.validation.judge import Job, Profiles, judge
+from hybrid_ep.validation.causes import OTHER, cause_of
+from hybrid_ep.validation.culprits import GROUP, blame
+from hybrid_ep.validation.judge import Job, Profiles, judge, judge_by_run
+from hybrid_ep.validation.pairs import PairTable, pair_tables
 from hybrid_ep.validation.results import (
     Host,
     Inventory,
@@ -29,23 +33,12 @@ from hybrid_ep.validation.results import (
     read_node,
     stems,
 )
+from hybrid_ep.validation.todo import ToDo, find_to_dos
 
-__all__ = [
-    "MOST_TABLES",
-    "REPORTED",
-    "Cluster",
-    "HostFigure",
-    "Node",
-    "PairFigure",
-    "PairTable",
-    "ToDo",
-    "load_cluster",
-    "load_nodes",
-]
+__all__ = ["MOST_TABLES", "REPORTED", "Cluster", "Node", "load_cluster"]
 
 REPORTED = "node.report"  # id of the check that a host gave a report at all
 MOST_TABLES = 3  # of pairs, where space is short: nic jobs measure every NIC by itself
-_FEWEST_PAIRS = 3  # from which on a host's median says something
 _PROMPT = "Run hybrid-ep doctor on it by hand"
 
 
@@ -67,7 +60,7 @@ class Node:
 
     @property
     def is_fit(self) -> bool:
-        """Fit for test jobs: it gave a report, and no fault was confirmed. What could not be read excludes nobody."""
+        """Fit for jobs: it gave a report, and nothing confirmed a fault. What could not be read excludes nobody."""
         return self.reported and self.report.status is not Status.FAIL
 
     @property
@@ -76,73 +69,6 @@ class Node:
         order = {"fail": 0, "unknown": 1, "warn": 2}
         wrong = [result for result in self.report.results if result.status is not Status.PASS]
         return sorted(wrong, key=lambda result: (result.severity is Severity.WARNING, order[result.shown_as]))
-
-
-@dataclass(frozen=True)
-class ToDo:
-    """One check that did not pass, and every node where the remedy is the same.
-
-    Attributes:
-        result: of the first of them; what was seen there.
-        hosts: in the order of the inventory.
-        num_seen: how many different things were seen.
-    """
-
-    result: Result
-    hosts: tuple[str, ...]
-    num_seen: int
-
-
-@dataclass(frozen=True)
-class PairFigure:
-    """A bandwidth that a job of two hosts measured.
-
-    Attributes:
-        job: which.
-        metric, value, unit, least: as in `hybrid_ep.validation.judge.JudgedMetric`; ``nic`` stands before the metric of
-            such a job.
-    """
-
-    job: Job
-    metric: str
-    value: float
-    unit: str
-    least: float | None
-
-
-@dataclass(frozen=True)
-class HostFigure:
-    """The median over all pairs that a host was in."""
-
-    name: str
-    median: float
-
-
-@dataclass(frozen=True)
-class PairTable:
-    """One bandwidth over all pairs that were tested.
-
-    Attributes:
-        metric, unit: what.
-        median: of all pairs.
-        figures: the slowest first.
-        hosts: those with three pairs or more, the slowest first: one that is slow with everyone stands out.
-    """
-
-    metric: str
-    unit: str
-    median: float
-    figures: tuple[PairFigure, ...]
-    hosts: tuple[HostFigure, ...]
-
-    @property
-    def has_floor(self) -> bool:
-        """Whether a profile has a figure for it."""
-        return any(figure.least is not None for figure in self.figures)
-
-    def share(self, value: float) -> str:
-        """A value as a percentage of the median."""
-        return f"{value / self.median:.0%}" if self.median else ""
 
 
 @dataclass(frozen=True)
@@ -196,30 +122,27 @@ class Cluster:
         return {status: counted[status] for status in ("pass", "fail", "unknown", "skipped")}
 
     def to_dos(self) -> list[ToDo]:
-        """What did not pass on nodes, by check: the most serious first, then what most nodes have."""
-        found: dict[tuple[str, str, str], list[tuple[str, Result]]] = defaultdict(list)
-        for node in self.nodes:
-            for result in node.problems:
-                found[result.id, result.shown_as, result.remedy].append((node.name, result))
-        order = {"fail": 0, "unknown": 1, "warn": 2}
-        to_dos = [
-            ToDo(items[0][1], tuple(name for name, _ in items), len({result.seen for _, result in items}))
-            for items in found.values()
-        ]
-        return sorted(to_dos, key=lambda to_do: (order[to_do.result.shown_as], -len(to_do.hosts)))
+        """What did not pass on nodes, between them and in jobs, by check and remedy; the most serious first."""
+        return find_to_dos(self.nodes, self.findings.results, self.jobs, self.blamed)
+
+    @property
+    def blamed(self) -> list[str]:
+        """Hosts that the test jobs speak against."""
+        return [node.name for node in self.nodes if any(result.group == GROUP for result in node.report.results)]
+
+    @property
+    def started_text(self) -> str:
+        """When it began, for people."""
+        try:
+            started = datetime.fromisoformat(self.started.replace("Z", "+00:00"))
+        except ValueError:
+            return self.started
+        return started.astimezone(timezone.utc).strftime("%-d %B %Y, %H:%M UTC")
 
     @cached_property
     def pair_tables(self) -> list[PairTable]:
-        """Every bandwidth (units per second: more is better) of jobs on exactly two hosts; that of most pairs first."""
-        found: dict[tuple[str, str], list[PairFigure]] = defaultdict(list)
-        for job in self.jobs:
-            for metric in job.metrics if len(job.hosts) == 2 else ():
-                if metric.unit.endswith("/s"):
-                    name = metric.name if job.kind == "pair" else f"{job.kind} {metric.name}"
-                    figure = PairFigure(job, name, metric.value, metric.unit, metric.least)
-                    found[name, metric.unit].append(figure)
-        tables = [_pair_table(metric, unit, figures) for (metric, unit), figures in found.items()]
-        return sorted(tables, key=lambda table: -len(table.figures))
+        """Every bandwidth between two hosts; that of most pairs first."""
+        return pair_tables(self.jobs)
 
     def to_json(self) -> dict[str, Any]:
         """What report.json holds (schemas/report.json): every status, and in full whatever did not pass."""
@@ -232,18 +155,10 @@ class Cluster:
             "exit_code": self.status.exit_code,
             "headline": self.headline,
             "nodes": [_node_json(node) for node in self.nodes],
+            "to_do": [_to_do_json(to_do) for to_do in self.to_dos()],
             "findings": [_result_json(result) for result in self.findings.results],
             "jobs": [asdict(job) for job in self.jobs],
         }
-
-
-def load_nodes(folder: Path) -> tuple[Node, ...]:
-    """Reads the inventory and every host's result.
-
-    Raises:
-        ConfigError: the inventory is missing or malformed.
-    """
-    return tuple(_node(folder, host) for host in read_inventory(folder).hosts)
 
 
 def load_cluster(folder: Path, profiles: Profiles | None = None) -> Cluster:
@@ -253,11 +168,19 @@ def load_cluster(folder: Path, profiles: Profiles | None = None) -> Cluster:
         ConfigError: the inventory is missing or malformed.
     """
     inventory = read_inventory(folder)
-    nodes = tuple(_node(folder, host) for host in inventory.hosts)
     platform_of = {host.name: host.platform for host in inventory.hosts}
     profiles = profiles or Profiles()
     jobs = tuple(_job(folder, name, platform_of, profiles) for name in stems(folder, "jobs"))
+    jobs = judge_by_run(jobs, platform_of, profiles)
+    blamed = blame(jobs, pair_tables(jobs))
+    nodes = tuple(_blamed(_node(folder, host), blamed.get(host.name, [])) for host in inventory.hosts)
     return Cluster(inventory.title, inventory.started, nodes, _findings(folder, inventory, nodes), jobs)
+
+
+def _blamed(node: Node, results: list[Result]) -> Node:
+    """The node with what test jobs say against it."""
+    report = replace(node.report, results=(*node.report.results, *results))
+    return replace(node, report=report) if results else node
 
 
 def _node(folder: Path, host: Host) -> Node:
@@ -270,7 +193,9 @@ def _node(folder: Path, host: Host) -> Node:
     if found is None:
         return _silent(host, Status.FAIL, "no result", f"{_PROMPT}; find out why its result was not gathered.")
     if isinstance(found, Unreachable):
-        remedy = "See whether the host is up and whether the controller can log in; then validate it again."
+        cause = cause_of(found.reason)
+        remedy = f"{_PROMPT} and look at what it writes." if cause is OTHER else cause.remedy
+        remedy = f"{remedy} Then validate it again."
         return _silent(host, Status.FAIL, f"unreachable: {found.reason}", remedy)
     if not found.results:
         return _silent(host, Status.UNKNOWN, "a report without any result", f"{_PROMPT}: no check applied.")
@@ -336,17 +261,6 @@ def _job(folder: Path, name: str, platform_of: Mapping[str, str], profiles: Prof
         return judge(bad, platform_of, profiles)
 
 
-def _pair_table(metric: str, unit: str, figures: list[PairFigure]) -> PairTable:
-    by_host: dict[str, list[float]] = defaultdict(list)
-    for figure in figures:
-        for host in figure.job.hosts:
-            by_host[host].append(figure.value)
-    hosts = [HostFigure(host, median(values)) for host, values in by_host.items() if len(values) >= _FEWEST_PAIRS]
-    slowest = sorted(figures, key=lambda figure: figure.value)
-    middle = median(figure.value for figure in figures)
-    return PairTable(metric, unit, middle, tuple(slowest), tuple(sorted(hosts, key=lambda host: host.median)))
-
-
 def _advice(result: Result) -> str:
     return f"{result.id}: {result.remedy.rstrip('.')}"
 
@@ -367,6 +281,12 @@ def _node_json(node: Node) -> dict[str, Any]:
         "not_applicable": list(node.report.not_applicable),
         "problems": [_result_json(result) for result in node.problems],
     }
+
+
+def _to_do_json(to_do: ToDo) -> dict[str, Any]:
+    result = to_do.result
+    where = {"check": result.id, "status": result.shown_as, "hosts": list(to_do.hosts)}
+    return {**where, "seen": to_do.seen, "remedy": result.remedy}
 
 
 def _result_json(result: Result) -> dict[str, Any]:

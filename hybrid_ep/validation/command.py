@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.validation.cluster import load_cluster, load_nodes
+from hybrid_ep.validation.cluster import load_cluster
 from hybrid_ep.validation.playbooks import COMMANDS
 from hybrid_ep.validation.rounds import Round, rounds
 
@@ -62,10 +62,11 @@ def rounds_command(hosts: tuple[str, ...], limit: int | None, as_json: bool) -> 
 def healthy_command(results: Path, as_json: bool) -> None:
     """Print the hosts that are fit for test jobs; for the others, on standard error, why not.
 
-    A host is fit when the doctor reported from it and confirmed no fault. Exits with 0 also if no host is fit.
+    A host is fit when the doctor reported from it and confirmed no fault, and when the test jobs so far do not speak
+    against it. Exits with 0 also if no host is fit.
     """
     try:
-        nodes = load_nodes(results)
+        nodes = load_cluster(results).nodes
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     healthy = [node.name for node in nodes if node.is_fit]

@@ -15,7 +15,7 @@ from pathlib import Path
 from hybrid_ep.doctor import Report
 from hybrid_ep.doctor.compare import compare
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.validation.record import write_job
+from hybrid_ep.validation.record import CLIQUES, write_job
 from hybrid_ep.validation.results import JobFile, read_inventory, read_node
 
 __all__ = ["check_domains", "compare_nodes"]
@@ -71,7 +71,7 @@ def _judge(
     unknown = f"no report of {_names(silent)}" if silent else ""
     status = "fail" if faults else "unknown" if unknown else "pass"
     reason = "; ".join([*faults, *([unknown] if unknown else [])])
-    return JobFile(f"domain-{domain}-cliques", "group", tuple(hosts), status, reason, (), "")
+    return JobFile(f"domain-{domain}{CLIQUES}", "group", tuple(hosts), status, reason, (), "")
 
 
 def _cliques(report: Report) -> set[_Clique]:

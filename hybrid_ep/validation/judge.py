@@ -1,23 +1,30 @@
 """Bandwidth of test jobs against the figures of the platform's profile.
 
 A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
-passes when it reaches the profile's fraction of it. Where no profile of its hosts has a figure, a job that ended well
-passes on correctness alone, and says so; one that measured nothing has nothing to say. What a job measured on hosts
-whose profile cannot be read is not known to be enough.
+passes when it reaches the profile's fraction of it. Where no profile of its hosts has a figure, a pair of hosts with
+GPUs is held to the median of the run. Any other job that ended well passes on correctness alone, and says so; one that
+measured nothing has nothing to say. What a job measured on hosts whose profile cannot be read is not known to be
+enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from hybrid_ep.doctor.model import Status
 from hybrid_ep.doctor.profile import Profile, load_profile
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.validation.causes import SLOW
 from hybrid_ep.validation.results import JobFile, Metric
 
-__all__ = ["Job", "JudgedMetric", "Profiles", "judge"]
+__all__ = ["Job", "JudgedMetric", "Profiles", "judge", "judge_by_run"]
+
+_OF_RUN = 0.5  # of the median of a run's pairs, where no profile has a figure
+_FEWEST_JOBS = 6  # for a median to say something
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class JudgedMetric:
 
     Attributes:
         name, value, unit: as measured.
-        least: what the platform's profile asks for, in the same unit; None where it has no figure for it.
+        least: what the platform's profile asks for, or, where it has no figure, half of the run's median, in the same
+            unit; None where there is neither.
         source: where that comes from; empty without one.
     """
 
@@ -35,6 +43,16 @@ class JudgedMetric:
     unit: str
     least: float | None
     source: str
+
+    @property
+    def text(self) -> str:
+        """Value and unit for people; a time in the unit that it has fewest digits in."""
+        value, unit = self.value, self.unit
+        for factor, larger in ((1e6, "s"), (1e3, "ms")) if unit == "µs" else ():
+            if value >= factor:
+                value, unit = value / factor, larger
+                break
+        return f"{value:.4g} {unit}"
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,42 @@ def judge(job: JobFile, platform_of: Mapping[str, str], profiles: Profiles) -> J
     return _ended(job, None, "", metrics)
 
 
+def judge_by_run(jobs: Sequence[Job], platform_of: Mapping[str, str], profiles: Profiles) -> tuple[Job, ...]:
+    """Holds bandwidths of two hosts for which no profile has a figure to half of the median of all such jobs.
+
+    A run of a few jobs has no median to speak of, and hosts without GPUs none that is steady: those are left as they
+    are.
+    """
+    values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for job in jobs:
+        for metric in job.metrics if len(job.hosts) == 2 else ():
+            values[job.kind, metric.name, metric.unit].append(metric.value)
+    middle = {key: median(each) for key, each in values.items() if len(each) >= _FEWEST_JOBS and key[2].endswith("/s")}
+    return tuple(_judge_by_run(job, middle) if _has_gpus(job, platform_of, profiles) else job for job in jobs)
+
+
+def _has_gpus(job: Job, platform_of: Mapping[str, str], profiles: Profiles) -> bool:
+    try:
+        return len(job.hosts) == 2 and all(profiles.get(platform_of[host])["gpu.count"] for host in job.hosts)
+    except (ConfigError, KeyError):
+        return False
+
+
+def _judge_by_run(job: Job, middle: Mapping[tuple[str, str, str], float]) -> Job:
+    metrics = tuple(
+        replace(metric, least=_OF_RUN * middle[key], source=f"{_OF_RUN:g} of the median of this run")
+        if metric.least is None and not metric.source and (key := (job.kind, metric.name, metric.unit)) in middle
+        else metric
+        for metric in job.metrics
+    )
+    if job.status != "pass" or metrics == job.metrics:
+        return job
+    slow = [f"{metric.name} {_show(metric)}" for metric in metrics if metric.least and metric.value < metric.least]
+    floors = "; ".join(f"{m.name} ≥ {m.least:.4g} {m.unit} ({m.source})" for m in metrics if m.least is not None)
+    judged = replace(job, metrics=metrics, expected=f"it ends well; {floors}")
+    return replace(judged, status="fail", reason="; ".join(slow), remedy=SLOW.remedy) if slow else judged
+
+
 def _ended(job: JobFile, status: Status | None, reason: str, metrics: tuple[JudgedMetric, ...]) -> Job:
     """The job with its status, or a worse one."""
     final = job.status if status is None else status.value
@@ -129,10 +183,7 @@ def _ended(job: JobFile, status: Status | None, reason: str, metrics: tuple[Judg
 
 def _remedy(job: JobFile, status: str) -> str:
     if job.status == "pass" and status == "fail":
-        return (
-            "See which of the hosts is slow with others, too (slowest pairs): its links, NICs and their errors in the "
-            "matrix come first; if none is, look at the path between them."
-        )
+        return SLOW.remedy
     return f"Read {job.log}." if job.log else f"Read jobs/{job.name}.json; the job left no log."
 
 

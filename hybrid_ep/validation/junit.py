@@ -33,7 +33,7 @@ def to_junit(cluster: Cluster) -> str:
 
 
 def _result(job: Job) -> Result:
-    figures = ", ".join(f"{metric.name} {metric.value:.4g} {metric.unit}" for metric in job.metrics)
+    figures = ", ".join(f"{metric.name} {metric.text}" for metric in job.metrics)
     seen = "; ".join(part for part in (job.reason, figures, f"on {', '.join(job.hosts)}") if part)
     where = (job.expected, job.log or f"jobs/{job.name}.json", job.remedy)
     return Result(job.name, job.kind, f"{job.kind} job", Status(job.status), Severity.ERROR, seen, *where)

@@ -20,7 +20,7 @@ def to_markdown(cluster: Cluster) -> str:
 
 def _lines(cluster: Cluster) -> Iterator[str]:
     yield f"# {_text(cluster.title)}\n"
-    yield f"{_text(cluster.started)}. **{cluster.status.value}**: {_text(cluster.headline)}.\n"
+    yield f"{_text(cluster.started_text)}. **{cluster.status.value}**: {_text(cluster.headline)}.\n"
     if cluster.unfit:
         yield "## Not fit\n"
         yield from _table(
@@ -29,11 +29,14 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         )
     to_dos = cluster.to_dos()
     if to_dos:
-        yield "## What did not pass on nodes\n"
+        yield "## What to do\n"
         yield from _table(
-            ("check", "result", "nodes", "seen on the first", "expected", "remedy"),
+            ("check", "result", "nodes", "seen", "expected", "remedy"),
             [
-                (t.result.id, t.result.shown_as, ", ".join(t.hosts), t.result.seen, t.result.expected, t.result.remedy)
+                (
+                    *(t.result.id, t.result.shown_as, ", ".join(t.hosts) or "between nodes"),
+                    *(t.seen, t.result.expected, t.result.remedy),
+                )
                 for t in to_dos
             ],
         )

@@ -254,7 +254,8 @@
 
   const WIDTH = 640; // px at most
   const FEWEST_BLOCKS = 48; // to a side
-  const MOST_NAMED = 16; // hosts whose names and figures fit into the picture
+  const MOST_NAMED = 16; // hosts whose figures fit into the picture
+  const TICKS = 8; // names along each axis, where there are more hosts
   let heat = null;
 
   function cells(pairs) {
@@ -301,11 +302,14 @@
     const paint = canvas.getContext("2d");
     const font = "13px system-ui, sans-serif";
     paint.font = font;
-    const labels = named ? involved.map((host) => data.nodes[host].name) : [];
-    const margin = named ? Math.min(150, 14 + Math.max(...labels.map((name) => paint.measureText(name).width))) : 0;
-    const step = named ? Math.max(38, Math.min(72, Math.floor((WIDTH - margin) / size))) : Math.max(1, Math.floor(WIDTH / size));
-    const sharp = named ? Math.max(1, window.devicePixelRatio || 1) : 1;
-    const width = margin + step * size, height = step * size + (named ? 26 : 0);
+    const nameOf = (index) => data.nodes[involved[Math.min(index * block, involved.length - 1)]].name;
+    const every = named ? 1 : Math.ceil(size / TICKS); // cells from one label to the next
+    const ticks = Array.from({ length: Math.ceil(size / every) }, (_, tick) => tick * every);
+    const margin = Math.min(150, 14 + Math.max(...ticks.map((index) => paint.measureText(nameOf(index)).width)));
+    const room = Math.floor((WIDTH - margin) / size);
+    const step = named ? Math.max(38, Math.min(72, room)) : Math.max(1, room);
+    const sharp = Math.max(1, window.devicePixelRatio || 1);
+    const width = margin + step * size, height = step * size + 26;
     canvas.width = width * sharp;
     canvas.height = height * sharp;
     canvas.style.width = `${width}px`;
@@ -326,13 +330,18 @@
       }
     }
     paint.fillStyle = style.getPropertyValue("--ink");
-    labels.forEach((name, index) => {
+    paint.font = font;
+    paint.textBaseline = "middle";
+    for (const index of ticks) {
+      const middle = index * step + step / 2;
       paint.textAlign = "right";
-      paint.textBaseline = "middle";
-      paint.fillText(name, margin - 8, index * step + step / 2, margin - 10);
+      paint.fillText(nameOf(index), margin - 8, Math.max(8, middle), margin - 10);
       paint.textAlign = "center";
-      paint.fillText(name, margin + index * step + step / 2, size * step + 14, step - 4);
-    });
+      paint.fillText(nameOf(index), margin + middle, size * step + 14, every * step - 4);
+      if (named) continue;
+      paint.fillRect(margin - 5, middle, 4, 1);
+      paint.fillRect(margin + middle, size * step + 1, 1, 4);
+    }
     Object.assign(heat, { margin, step, width });
     const untested = "Empty: not tested.";
     byId("heat-note").textContent = block === 1

@@ -23,8 +23,10 @@ from hybrid_ep._version import __version__
 from hybrid_ep.doctor.model import Result, Severity, Status
 from hybrid_ep.doctor.registry import GROUPS
 from hybrid_ep.report.page import CSS
-from hybrid_ep.validation.cluster import MOST_TABLES, Cluster, Node, PairTable
+from hybrid_ep.validation.cluster import MOST_TABLES, Cluster, Node
+from hybrid_ep.validation.culprits import GROUP
 from hybrid_ep.validation.judge import Job
+from hybrid_ep.validation.pairs import PairTable
 from hybrid_ep.validation.results import read_log_tail
 
 __all__ = ["to_html"]
@@ -197,7 +199,7 @@ def _columns(cluster: Cluster) -> dict[str, Result]:
     for node in cluster.nodes:
         for result in node.report.results:
             found.setdefault(result.id, result)
-    order = {group: index for index, group in enumerate(("node", *GROUPS))}
+    order = {group: index for index, group in enumerate(("node", GROUP, *GROUPS))}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[1].group, len(order)), item[1].group)))
 
 

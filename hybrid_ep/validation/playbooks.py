@@ -25,6 +25,15 @@ def begin_command(results: Path) -> None:
     begin_validation(results, Inventory.from_json(sys.stdin.read()))
 
 
+@click.command("begin-jobs")
+@click.argument("results", type=_FOLDER)
+def begin_jobs_command(results: Path) -> None:
+    """Begin the test jobs: remove results of earlier ones, so that only this run speaks against a host."""
+    from hybrid_ep.validation.record import remove_jobs
+
+    click.echo(f"removed {remove_jobs(results)} earlier jobs")
+
+
 @click.command("compare")
 @click.argument("results", type=_FOLDER)
 def compare_command(results: Path) -> None:
@@ -87,4 +96,11 @@ def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: fl
     ctx.exit(0 if result["ok"] else 1)
 
 
-COMMANDS = (begin_command, compare_command, domains_command, record_command, nic_bandwidth_command)
+COMMANDS = (
+    begin_command,
+    begin_jobs_command,
+    compare_command,
+    domains_command,
+    record_command,
+    nic_bandwidth_command,
+)

@@ -12,9 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.validation.causes import telling_lines
 from hybrid_ep.validation.results import JobFile, Metric
 
-__all__ = ["judge_output", "record", "write_job"]
+__all__ = ["CLIQUES", "judge_output", "record", "remove_jobs", "write_job"]
+
+CLIQUES = "-cliques"  # ends the name of a result that is no test job's: it comes from the nodes' reports
 
 _OPERATIONS = ("dispatch", "combine")
 _TIMED_OUT = 124  # exit status of timeout(1)
@@ -45,11 +48,11 @@ def judge_output(name: str, kind: str, hosts: tuple[str, ...], exit_code: int, o
         metrics = tuple(_metrics(document))
         good = document["ok"] and not exit_code
         status = document.get("status", "pass" if good else "fail")
-        reason = _reason(document) or ("" if good else f"ended with {exit_code}: {_last_line(output)}")
+        reason = _reason(document) or ("" if good else f"ended with {exit_code}: {_why(output)}")
     elif exit_code in (_TIMED_OUT, _KILLED):
-        status, reason = "fail", f"did not end in time; last said: {_last_line(output)}"
+        status, reason = "fail", f"did not end in time; last said: {_why(output)}"
     elif exit_code:
-        status, reason = "fail", f"ended with {exit_code}: {_last_line(output)}"
+        status, reason = "fail", f"ended with {exit_code}: {_why(output)}"
     else:
         status, reason = "unknown", f"ended with 0 and left no result; last said: {_last_line(output)}"
     return JobFile(name, kind, hosts, status, reason, metrics, f"jobs/{name}.log" if output.strip() else "")
@@ -60,6 +63,15 @@ def write_job(folder: Path, job: JobFile) -> None:
     (folder / "jobs").mkdir(exist_ok=True)
     text = json.dumps({**asdict(job), "log": job.log or None}, indent=2)
     (folder / "jobs" / f"{job.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def remove_jobs(folder: Path) -> int:
+    """Removes results and logs of test jobs; returns how many."""
+    found = [path for path in (folder / "jobs").glob("*.json") if not path.stem.endswith(CLIQUES)]
+    for path in found:
+        path.unlink()
+        path.with_suffix(".log").unlink(missing_ok=True)
+    return len(found)
 
 
 def _documents(output: str) -> Iterator[dict[str, Any]]:
@@ -95,6 +107,11 @@ def _metrics(document: dict[str, Any]) -> Iterator[Metric]:
             yield Metric(f"{operation['name']} time", operation["median_us"], "µs")
     for metric in document.get("metrics", []):
         yield Metric(str(metric["name"]), float(metric["value"]), str(metric["unit"]))
+
+
+def _why(output: str) -> str:
+    """Every line that names a cause, a few at most; where none does, the last one."""
+    return "; ".join(telling_lines(map(str.strip, output.splitlines()))) or _last_line(output)
 
 
 def _last_line(output: str) -> str:

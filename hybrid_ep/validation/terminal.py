@@ -6,7 +6,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_ep.doctor.model import Status
 from hybrid_ep.doctor.render import STYLES
 from hybrid_ep.validation.cluster import MOST_TABLES, Cluster
 
@@ -16,10 +15,10 @@ _MOST = 12  # rows of a table
 
 
 def render(cluster: Cluster) -> RenderableType:
-    """Headline; what is wrong on nodes, between them and with jobs; the slowest pairs; one line that sums it up."""
-    parts: list[RenderableType] = [Text(f"{cluster.title}, {cluster.started}", style="bold")]
+    """Headline; what to do; jobs that did not pass; the slowest pairs; one line that sums it up."""
+    parts: list[RenderableType] = [Text(f"{cluster.title}, {cluster.started_text}", style="bold")]
     parts.append(Text(cluster.headline + ".", style=STYLES["fail" if cluster.unfit else "pass"]))
-    parts += [*_to_dos(cluster), *_findings(cluster), *_jobs(cluster), *_pairs(cluster)]
+    parts += [*_to_dos(cluster), *_jobs(cluster), *_pairs(cluster)]
     status = cluster.status.value
     jobs = ", ".join(f"{count} {name}" for name, count in cluster.counts.items() if count) or "none"
     fit = f"{len(cluster.fit)} of {len(cluster.nodes)} nodes fit"
@@ -46,23 +45,13 @@ def _to_dos(cluster: Cluster) -> list[RenderableType]:
     to_dos = cluster.to_dos()
     if not to_dos:
         return []
-    table = _table("on nodes", "check", "", "nodes", "seen", "remedy")
+    table = _table("what to do", "check", "", "nodes", "seen", "remedy")
     for to_do in to_dos[:_MOST]:
         result = to_do.result
-        others = " (or similar elsewhere)" if to_do.num_seen > 1 else ""
-        row = [Text(shorten_names(to_do.hosts)), Text(result.seen + others), Text(result.remedy)]
+        hosts = shorten_names(to_do.hosts) or "between nodes"
+        row = [Text(hosts), Text(to_do.seen), Text(result.remedy)]
         table.add_row(Text(result.id), _status(result.shown_as), *row)
     return [table, *_rest(_MOST, len(to_dos), "checks")]
-
-
-def _findings(cluster: Cluster) -> list[RenderableType]:
-    wrong = [result for result in cluster.findings.results if result.status is not Status.PASS]
-    if not wrong:
-        return []
-    table = _table("between nodes", "check", "", "seen", "remedy")
-    for result in wrong:
-        table.add_row(Text(result.id), _status(result.shown_as), Text(result.seen), Text(result.remedy))
-    return [table]
 
 
 def _jobs(cluster: Cluster) -> list[RenderableType]:

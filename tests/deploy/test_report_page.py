@@ -323,8 +323,8 @@ def test_printing_shows_the_matrix_and_hides_the_tools(
 def test_a_thousand_nodes(chrome: Chrome, large: Path, show: Callable[[Path], Cluster]) -> None:
     cluster = show(large)
     unfit = [node.name for node in cluster.unfit]
-    assert len(unfit) == 10
-    assert chrome.find_element("id", "shown").text == "10 of 1000 nodes"
+    assert len(unfit) == 11  # ten by the doctor, one by test jobs: it is slow with everybody
+    assert chrome.find_element("id", "shown").text == "11 of 1000 nodes"
     assert _texts(chrome, "#matrix tbody th") == unfit
     assert "hosts; each cell is the slowest tested pair" in chrome.find_element("id", "heat-note").text
     chrome.find_element("id", "only-problems").click()

@@ -118,8 +118,8 @@ class Fleet:
         content = {"all": {"children": dict(groups), "vars": {**SIMULATED, **variables}}}
         self.controller.write(f"{HOME}/inventory.yml", yaml.safe_dump(content))
 
-    def play(self, playbook: str, *options: str, shown: bool = False) -> Play:
-        """Runs a playbook on the controller as the user, with results in ~/results; at most four minutes.
+    def play(self, playbook: str, *options: str, shown: bool = False, limit_s: float = _PLAY_S) -> Play:
+        """Runs a playbook on the controller as the user, with results in ~/results.
 
         With `shown` its output goes to this process's own, and is not in the result.
         """
@@ -132,11 +132,11 @@ class Fleet:
             output=None if shown else subprocess.PIPE,
         )
         try:
-            output, _ = process.communicate(timeout=_PLAY_S)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            raise HostError(f"{playbook} took more than {_PLAY_S:g} s:\n{(output or b'').decode()}") from None
+            raise HostError(f"{playbook} took more than {limit_s:g} s:\n{(output or b'').decode()}") from None
         return Play(process.returncode, (output or b"").decode())
 
     def results(self, path: str = "") -> Path:

@@ -277,7 +277,7 @@ def test_same_fault_on_several_nodes_is_one_thing_to_do(results: Path) -> None:
     _put(results, "c", _result(Status.FAIL, seen="6"))
     _put(results, "b", _result(Status.UNKNOWN))
     to_dos = load_cluster(results).to_dos()
-    assert [(item.hosts, item.result.shown_as, item.num_seen) for item in to_dos] == [
+    assert [(item.hosts, item.result.shown_as, len(item.all_seen)) for item in to_dos] == [
         (("a", "c"), "fail", 2),
         (("b",), "unknown", 1),
     ]

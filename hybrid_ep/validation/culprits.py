@@ -1,0 +1,113 @@
+"""Which host the test jobs speak against: the one that failed jobs share, the one that is slow with everybody.
+
+A job of two hosts that fails blames neither. Several of them do: a host all of whose jobs failed, while its partners'
+other jobs passed, is the cause. A job of one host alone blames that host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from hybrid_ep.doctor.model import Result, Severity, Status
+from hybrid_ep.validation.causes import SLOW, cause_of
+from hybrid_ep.validation.judge import Job
+from hybrid_ep.validation.pairs import PairTable
+
+__all__ = ["GROUP", "OF_HOSTS", "blame", "is_explained"]
+
+GROUP = "jobs"  # of what test jobs say of a node
+OF_HOSTS = ("jobs.alone", "jobs.failed", "jobs.slow")
+_FEWEST_FAILED = 2
+_FEWEST_PAIRS = 3
+_SLOW = 0.7  # of the median of the pairs without the host
+
+
+def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Result]]:
+    """Host → what test jobs say against it; hosts that nothing is said against are not in it."""
+    found: dict[str, list[Result]] = defaultdict(list)
+    for job in jobs:
+        if len(job.hosts) == 1 and job.status == "fail":
+            found[job.hosts[0]].append(_alone(job))
+    for kind in ("pair", "nic"):  # by itself: a host can pass the one and fail the other with everybody
+        of_kind = [job for job in jobs if job.kind == kind]
+        for host, failed in _shared(of_kind, set(found)).items():
+            found[host].append(_with_others(host, failed, of_kind))
+    for host, (table, best, usual) in _slow(tables, set(found)).items():
+        found[host].append(_slow_result(host, table, best, usual))
+    return found
+
+
+def is_explained(job: Job, blamed: Iterable[str]) -> bool:
+    """Whether a job that failed did so for a host that is to blame."""
+    return bool(set(job.hosts) & set(blamed))
+
+
+def _shared(jobs: Sequence[Job], known: set[str]) -> dict[str, list[Job]]:
+    """Host → its failed jobs, of hosts that no job with others passed on; the one with most of them first.
+
+    Jobs that a host explains say nothing more of its partners.
+    """
+    between = [job for job in jobs if len(job.hosts) == 2 and job.status in ("pass", "fail")]
+    passed = {host for job in between if not _failed(job) for host in job.hosts}
+    left = [job for job in between if _failed(job) and not is_explained(job, known)]
+    found: dict[str, list[Job]] = {}
+    while True:
+        counts: dict[str, set[frozenset[str]]] = defaultdict(set)
+        for job in left:
+            for host in job.hosts:
+                if host not in passed:
+                    counts[host].add(frozenset(job.hosts))
+        host, partners = max(counts.items(), key=lambda item: len(item[1]), default=("", set()))
+        # Without a partner that can do it with somebody else, all may share a cause that is none of the hosts.
+        innocent = {other for pair in partners for other in pair} & passed
+        if len(partners) < _FEWEST_FAILED or not innocent:
+            return found
+        found[host] = [job for job in between if _failed(job) and host in job.hosts]
+        left = [job for job in left if host not in job.hosts]
+
+
+def _failed(job: Job) -> bool:
+    """Whether it failed otherwise than by being slow: for that there are figures."""
+    return job.status == "fail" and cause_of(job.reason) is not SLOW
+
+
+def _slow(tables: Iterable[PairTable], known: set[str]) -> dict[str, tuple[PairTable, float, float]]:
+    """Host → (table, its best figure, median of the pairs without it), of hosts that are slow on all of their pairs."""
+    found: dict[str, tuple[PairTable, float, float]] = {}
+    for table in tables:
+        for host in (host.name for host in table.hosts if host.name not in known | found.keys()):
+            own = [figure.value for figure in table.figures if host in figure.job.hosts]
+            others = [figure.value for figure in table.figures if host not in figure.job.hosts]
+            if len(own) >= _FEWEST_PAIRS and others and max(own) < _SLOW * (usual := median(others)):
+                found[host] = (table, max(own), usual)
+    return found
+
+
+def _alone(job: Job) -> Result:
+    title, remedy = "a test job on the host alone", cause_of(job.reason).remedy
+    where = ("it ends well", job.log or f"jobs/{job.name}.json", remedy)
+    return Result("jobs.alone", GROUP, title, Status.FAIL, Severity.ERROR, f"{job.name}: {job.reason}", *where)
+
+
+def _with_others(host: str, failed: list[Job], jobs: Sequence[Job]) -> Result:
+    reasons = dict.fromkeys(job.reason for job in failed)
+    partners = {other for job in failed for other in job.hosts} - {host}
+    passed = sum(job.status == "pass" and len(job.hosts) == 2 and bool(partners & set(job.hosts)) for job in jobs)
+    said = "; ".join(list(reasons)[:3]) + (f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else "")
+    seen = (
+        f"all {len(failed)} {failed[0].kind} jobs with others failed, and {passed} jobs of those others passed: {said}"
+    )
+    remedy = cause_of(said).remedy
+    logs = ", ".join(job.log or f"jobs/{job.name}.json" for job in failed[:3])
+    where = ("jobs with other hosts pass", logs, remedy)
+    return Result("jobs.failed", GROUP, "test jobs with other hosts", Status.FAIL, Severity.ERROR, seen, *where)
+
+
+def _slow_result(host: str, table: PairTable, best: float, usual: float) -> Result:
+    pairs = sum(host in figure.job.hosts for figure in table.figures)
+    seen = f"{table.metric} is at most {best:.4g} {table.unit} on all {pairs} pairs, {best / usual:.0%} of the others'"
+    expected = f"≥ {_SLOW:.0%} of the median of the other pairs, {usual:.4g} {table.unit}, on one pair"
+    where = (expected, "test jobs of two hosts", SLOW.remedy)
+    return Result("jobs.slow", GROUP, "bandwidth with other hosts", Status.FAIL, Severity.ERROR, seen, *where)

@@ -1,0 +1,211 @@
+"""Test jobs as witnesses: which host they speak against, why a job failed, and what stands at the top of the report."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hybrid_ep.cli import main
+from hybrid_ep.doctor import Status
+from hybrid_ep.doctor.compare import compare
+from hybrid_ep.validation.causes import OTHER, cause_of
+from hybrid_ep.validation.cluster import Cluster, load_cluster
+from hybrid_ep.validation.markdown import to_markdown
+from hybrid_ep.validation.page import to_html
+from hybrid_ep.validation.record import judge_output
+from tests.sim.cluster import write, write_inventory, write_job
+from tests.unit.test_validation import _report, _result
+
+HOSTS = ["a", "b", "c", "d", "e"]
+CRASH = "ended with 139: worker: Segmentation fault (core dumped)"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Five hosts on which everything passed."""
+    write_inventory(tmp_path, HOSTS)
+    reports = [_report(host, _result(Status.PASS)) for host in HOSTS]
+    for report in reports:
+        write(tmp_path / "nodes" / f"{report.host}.json", report.to_json())
+    write(tmp_path / "compare.json", compare(reports).to_json())
+    return tmp_path
+
+
+def pairs(results: Path, *, kind: str = "pair", **bad: dict[str, Any]) -> None:
+    """A job for each pair; those of a host in `bad` have its fields, and figures of about 80 GB/s if they passed."""
+    for number, (a, b) in enumerate(combinations(HOSTS, 2)):
+        metrics = [{"name": "dispatch", "value": 80.0 + number / 10, "unit": "GB/s"}]
+        fields = bad.get(a) or bad.get(b) or {"metrics": metrics}
+        write_job(results, f"{kind}-{a}-{b}", kind, [a, b], **fields)
+
+
+def failed(reason: str = CRASH) -> dict[str, Any]:
+    return {"status": "fail", "reason": reason}
+
+
+def unfit(cluster: Cluster) -> dict[str, list[str]]:
+    return {node.name: [problem.id for problem in node.problems] for node in cluster.unfit}
+
+
+def test_host_that_all_failed_jobs_share_is_unfit_and_at_the_top(results: Path) -> None:
+    pairs(results, c=failed())
+    write_job(results, "all", "group", HOSTS, status="fail", reason="rank 2: no answer")
+    cluster = load_cluster(results)
+    assert unfit(cluster) == {"c": ["jobs.failed"]}
+    (top,) = cluster.to_dos()
+    assert (top.result.id, top.hosts) == ("jobs.failed", ("c",))
+    assert top.seen == f"all 4 pair jobs with others failed, and 6 jobs of those others passed: {CRASH}"
+    assert top.result.remedy.startswith("Keep the log and the core file.")
+    assert cluster.headline.startswith("4 of 5 nodes are fit; c is not: jobs.failed: ")
+    done = CliRunner().invoke(main, ["validation", "healthy", str(results), "--json"])
+    tree = json.loads(done.stdout)
+    assert (tree["healthy"], [item["host"] for item in tree["excluded"]]) == (["a", "b", "d", "e"], ["c"])
+
+
+def test_two_hosts_can_be_to_blame(results: Path) -> None:
+    pairs(results, b=failed(), d=failed("ended with 255: ssh: connect to host d port 22: No route to host"))
+    assert unfit(load_cluster(results)) == {"b": ["jobs.failed"], "d": ["jobs.failed"]}
+
+
+def test_one_failed_pair_blames_neither_and_is_itself_to_do(results: Path) -> None:
+    pairs(results)
+    write_job(results, "pair-a-b", "pair", ["a", "b"], **failed())
+    cluster = load_cluster(results)
+    assert unfit(cluster) == {}
+    assert [(item.result.id, item.hosts, item.seen) for item in cluster.to_dos()] == [
+        ("jobs.segfault", ("a", "b"), CRASH)
+    ]
+
+
+def test_cause_that_all_hosts_share_blames_none(results: Path) -> None:
+    reason = "ended with 1: ModuleNotFoundError: No module named 'torch'"
+    pairs(results, **dict.fromkeys(HOSTS, failed(reason)))
+    cluster = load_cluster(results)
+    assert unfit(cluster) == {}
+    (only,) = cluster.to_dos()
+    assert (only.result.id, only.hosts) == ("jobs.python", tuple(HOSTS))
+
+
+def test_nic_jobs_speak_for_themselves(results: Path) -> None:
+    """A host can run pair jobs by TCP and have a NIC that reaches nobody."""
+    pairs(results)
+    pairs(results, kind="nic", e=failed("no connection within 30 s: Couldn't connect to e:18515"))
+    assert unfit(load_cluster(results)) == {"e": ["jobs.failed"]}
+
+
+def test_job_of_one_host_alone_blames_it(results: Path) -> None:
+    pairs(results)
+    write_job(results, "answers-d", "group", ["d"], **failed("ended with 255: Connection timed out"))
+    cluster = load_cluster(results)
+    assert unfit(cluster) == {"d": ["jobs.alone"]}
+    assert cluster.to_dos()[0].seen == "answers-d: ended with 255: Connection timed out"
+
+
+def test_host_that_is_slow_with_everybody_is_unfit(results: Path) -> None:
+    slow = {"metrics": [{"name": "dispatch", "value": 50.0, "unit": "GB/s"}]}
+    pairs(results, b=slow)
+    cluster = load_cluster(results)
+    assert unfit(cluster) == {"b": ["jobs.slow"]}
+    assert "dispatch is at most 50 GB/s on all 4 pairs, 62% of the others'" in cluster.to_dos()[0].seen
+    metrics = [{"name": "dispatch", "value": 79.0, "unit": "GB/s"}]
+    write_job(results, "pair-a-b", "pair", ["a", "b"], metrics=metrics)  # fast with one: it is the others' path
+    assert unfit(load_cluster(results)) == {}
+
+
+def test_pair_below_half_of_the_run_fails_where_no_profile_has_a_figure(results: Path) -> None:
+    pairs(results)
+    metrics = [{"name": "dispatch", "value": 30.0, "unit": "GB/s"}]
+    write_job(results, "pair-a-b", "pair", ["a", "b"], metrics=metrics)
+    job = next(job for job in load_cluster(results).jobs if job.name == "pair-a-b")
+    assert (job.status, job.reason) == ("fail", "dispatch 30 GB/s, expected ≥ 40.23")
+    assert "0.5 of the median of this run" in job.expected
+    for a, b in list(combinations(HOSTS, 2))[5:]:
+        (results / "jobs" / f"pair-{a}-{b}.json").unlink()
+    job = next(job for job in load_cluster(results).jobs if job.name == "pair-a-b")
+    assert job.status == "pass"  # five jobs have no median to speak of
+
+
+def test_four_causes_are_four_things_to_do(results: Path) -> None:
+    for host, reason in zip(
+        HOSTS,
+        (
+            "MODULE FAILURE: Segmentation fault",
+            "the doctor took more than 120 s",
+            "no connection: Failed to connect to the host via ssh: No route to host",
+            "/usr/bin/python3: not found",
+            "ssh: connect to host e port 22: No route to host",
+        ),
+        strict=True,
+    ):
+        write(results / "nodes" / f"{host}.json", {"unreachable": reason})
+    to_dos = load_cluster(results).to_dos()
+    assert [item.hosts for item in to_dos] == [("c", "e"), ("a",), ("b",), ("d",)]
+    assert len({item.result.remedy for item in to_dos}) == 4
+    assert "via ssh: No route to host; or unreachable: ssh: connect to host e" in to_dos[0].seen
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("worker[4]: signal 11 (Segmentation fault)", "segfault"),
+        ("torch.OutOfMemoryError: CUDA out of memory", "memory"),
+        ("b: Permission denied (publickey).", "login"),
+        ("ssh: connect to host b port 22: Connection refused", "no-route"),
+        ("/bin/sh: 1: python3: not found", "python"),
+        ("bash: hybrid-ep: command not found", "program"),
+        ("did not end in time; last said: rank 3 waits", "timeout"),
+        ("ncclRemoteError: A call failed possibly due to a network error", "network"),
+        ("write 212 Gb/s, expected ≥ 360", "slow"),
+        ("it broke", "other"),
+    ],
+)
+def test_causes(text: str, cause: str) -> None:
+    assert cause_of(text).id == cause
+
+
+def test_reason_names_every_cause_that_the_output_has() -> None:
+    output = (
+        "starting\nssh: connect to host b port 22: No route to host\nssh: connect to host c port 22: No route to host\n"
+        "bash: hybrid-ep: command not found\nmpirun: 2 processes ended\n"
+    )
+    job = judge_output("j", "pair", ("a", "b"), 1, output)
+    assert job.reason == (
+        "ended with 1: ssh: connect to host b port 22: No route to host; bash: hybrid-ep: command not found"
+    )
+    assert judge_output("j", "pair", ("a", "b"), 1, "odd\nends\n").reason == "ended with 1: ends"
+    assert cause_of("ends") is OTHER
+
+
+def test_finding_between_nodes_is_to_do(results: Path) -> None:
+    reports = [_report(host, _result(Status.PASS)) for host in HOSTS]
+    reports[0].facts["driver"] = "570.1"
+    write(results / "compare.json", compare(reports).to_json())
+    cluster = load_cluster(results)
+    top = cluster.to_dos()[0]
+    assert (top.result.status, top.hosts) == (Status.FAIL, ())
+    assert "| between nodes |" in to_markdown(cluster)
+    assert "<td>between nodes</td>" in to_html(cluster, results)
+
+
+def test_new_run_forgets_jobs_of_the_last_but_not_cliques(results: Path) -> None:
+    pairs(results, c=failed())
+    (results / "jobs" / "pair-a-b.log").write_text("said")
+    write_job(results, "domain-x-cliques", "group", ["a", "b"])
+    done = CliRunner().invoke(main, ["validation", "begin-jobs", str(results)])
+    assert done.output == "removed 10 earlier jobs\n"
+    assert [path.name for path in (results / "jobs").iterdir()] == ["domain-x-cliques.json"]
+    assert unfit(load_cluster(results)) == {}
+
+
+def test_times_are_for_people(results: Path) -> None:
+    metrics = [{"name": "dispatch time", "value": 812_400.0, "unit": "µs"}]
+    write_job(results, "all", "group", HOSTS, metrics=metrics)
+    cluster = load_cluster(results)
+    page = to_html(cluster, results)
+    assert "Validated 21 November 2026, 09:00 UTC with" in page
+    assert "dispatch time 812.4 ms" in page
