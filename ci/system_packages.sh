@@ -6,6 +6,7 @@ set -euo pipefail
 packages=(
   qemu-system-x86 busybox-static kmod iproute2           # the Soft-RoCE virtual machine
   openssh-server openssh-client openmpi-bin              # the MPIJob on simulated hosts
+  slurmctld slurmd slurm-client                          # the validation in an allocation
   openssl                                                # certificates of a simulated cluster
   libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
   g++-aarch64-linux-gnu qemu-user-static                 # wheels for aarch64, and an interpreter to import them

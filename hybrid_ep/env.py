@@ -41,6 +41,9 @@ __all__ = [
     "RDMA_MTU",
     "RELAXED_ORDERING",
     "SERVICE_LEVEL",
+    "SLURM_LOCAL_RANK",
+    "SLURM_RANK",
+    "SLURM_SIZE",
     "STRICT",
     "TARGET_ROOT",
     "TCP_ADDRESS",
@@ -347,6 +350,15 @@ MPI_SIZE: Variable[int | None] = Variable(
 MPI_LOCAL_RANK: Variable[int | None] = Variable(
     "OMPI_COMM_WORLD_LOCAL_RANK", None, _rank, "an integer ≥ 0", "The rank within its node, set by Open MPI's mpirun."
 )
+SLURM_RANK: Variable[int | None] = Variable(
+    "SLURM_PROCID", None, _rank, "an integer ≥ 0", "This process's rank, set by srun."
+)
+SLURM_SIZE: Variable[int | None] = Variable(
+    "SLURM_STEP_NUM_TASKS", None, _positive_int, "an integer ≥ 1", "How many ranks there are, set by srun."
+)
+SLURM_LOCAL_RANK: Variable[int | None] = Variable(
+    "SLURM_LOCALID", None, _rank, "an integer ≥ 0", "The rank within its node, set by srun."
+)
 MASTER_ADDR = Variable(
     "MASTER_ADDR",
     "127.0.0.1",
@@ -384,6 +396,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MPI_RANK,
     MPI_SIZE,
     MPI_LOCAL_RANK,
+    SLURM_RANK,
+    SLURM_SIZE,
+    SLURM_LOCAL_RANK,
     MASTER_ADDR,
     MASTER_PORT,
     KUBERNETES_HOST,

@@ -39,8 +39,12 @@ PACKAGES = {
     "rdma": "iproute2",
     "readelf": "binutils",
     "setpriv": "util-linux",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "srun": "slurm-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
+    "tc": "iproute2",
     "unshare": "util-linux",
 }
 

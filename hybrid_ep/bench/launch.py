@@ -31,7 +31,7 @@ class Launcher(NamedTuple):
     """Who this process is in a group that somebody else has started.
 
     Attributes:
-        name: ``torchrun`` or ``mpirun``.
+        name: ``torchrun``, ``mpirun`` or ``srun``.
         rank: this process.
         num_ranks: of the group.
         local_rank: within its node; says which GPU.
@@ -58,6 +58,10 @@ def find_launcher() -> Launcher | None:
             if values[1] is None or values[2] is None:
                 raise ConfigError(f"{rank.name} is set; allowed: together with {size.name} and {local.name}")
             return Launcher(name, values[0], values[1], values[2])
+    # In a shell that srun opened, a program is started by hand: such a step has one task.
+    step = env.SLURM_RANK.get(), env.SLURM_SIZE.get(), env.SLURM_LOCAL_RANK.get()
+    if step[0] is not None and step[1] is not None and step[2] is not None and step[1] > 1:
+        return Launcher("srun", step[0], step[1], step[2])
     return None
 
 

@@ -68,6 +68,16 @@ def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], 
     click.echo(f"{name}: {job.status} {job.reason}".rstrip())
 
 
+@click.command("record-node")
+@click.argument("results", type=_FOLDER)
+@click.argument("host")
+def record_node_command(results: Path, host: str) -> None:
+    """Write nodes/HOST.json from what `hybrid-ep doctor --json` printed there (standard input), or why it did not."""
+    from hybrid_ep.validation.record import record_node
+
+    click.echo(f"{host}: {record_node(results, host, sys.stdin.read())}")
+
+
 @click.command("nic-bandwidth")
 @click.option("--gid-index", type=click.IntRange(min=0), help="Of Ethernet ports; default: perftest's choice.")
 @click.option("--limit-s", type=click.FloatRange(min=1), default=30.0, show_default=True, help="For each NIC.")
@@ -79,16 +89,18 @@ def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], 
 )
 @click.pass_context
 def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: float, sysroot: Path) -> None:
-    """Measure each NIC against the other node's; as two ranks under mpirun, one on each node. Prints JSON."""
+    """Measure each NIC against the other node's; as two ranks of mpirun or srun, one on each node. Prints JSON."""
     from hybrid_ep import env
+    from hybrid_ep.bench.launch import find_launcher
     from hybrid_ep.topology import probe
     from hybrid_ep.validation.perftest import listen, write_to
 
-    rank, size = env.MPI_RANK.get(), env.MPI_SIZE.get()
-    if rank is None or size != 2:
-        raise ConfigError(f"there are {size or 'no'} ranks of mpirun; allowed: 2, one on each node")
+    launcher = find_launcher()
+    if launcher is None or launcher.num_ranks != 2:
+        found = f"{launcher.num_ranks} ranks of {launcher.name}" if launcher else "no ranks of mpirun or srun"
+        raise ConfigError(f"there are {found}; allowed: 2, one on each node")
     topology = probe(sysroot)
-    if rank == 0:
+    if launcher.rank == 0:
         listen(topology, gid_index, limit_s)
         return
     result = write_to(env.MASTER_ADDR.get(), topology, gid_index, limit_s)
@@ -102,5 +114,6 @@ COMMANDS = (
     compare_command,
     domains_command,
     record_command,
+    record_node_command,
     nic_bandwidth_command,
 )

@@ -15,7 +15,7 @@ from typing import Any
 from hybrid_ep.validation.causes import telling_lines
 from hybrid_ep.validation.results import JobFile, Metric
 
-__all__ = ["CLIQUES", "judge_output", "record", "remove_jobs", "write_job"]
+__all__ = ["CLIQUES", "judge_output", "record", "record_node", "remove_jobs", "write_job"]
 
 CLIQUES = "-cliques"  # ends the name of a result that is no test job's: it comes from the nodes' reports
 
@@ -65,6 +65,15 @@ def write_job(folder: Path, job: JobFile) -> None:
     (folder / "jobs" / f"{job.name}.json").write_text(text + "\n", encoding="utf-8")
 
 
+def record_node(folder: Path, host: str, output: str) -> str:
+    """Writes ``nodes/HOST.json`` from what the doctor printed, or why there is no report; returns its status."""
+    report = next((found for found in _objects(output) if "results" in found and "status" in found), None)
+    tree = report or {"unreachable": f"the doctor gave no report: {_why(output)}"}
+    (folder / "nodes").mkdir(exist_ok=True)
+    (folder / "nodes" / f"{host}.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    return str(report["status"]) if report else str(tree["unreachable"])
+
+
 def remove_jobs(folder: Path) -> int:
     """Removes results and logs of test jobs; returns how many."""
     found = [path for path in (folder / "jobs").glob("*.json") if not path.stem.endswith(CLIQUES)]
@@ -75,7 +84,11 @@ def remove_jobs(folder: Path) -> int:
 
 
 def _documents(output: str) -> Iterator[dict[str, Any]]:
-    """JSON objects that begin a line and are a job's result."""
+    """JSON objects that are a job's result."""
+    yield from (found for found in _objects(output) if "ok" in found)
+
+
+def _objects(output: str) -> Iterator[dict[str, Any]]:
     decoder = json.JSONDecoder()
     place = 0
     while (place := output.find("{", place)) >= 0:
@@ -84,7 +97,7 @@ def _documents(output: str) -> Iterator[dict[str, Any]]:
         except ValueError:
             place += 1
             continue
-        if isinstance(found, dict) and "ok" in found:
+        if isinstance(found, dict):
             yield found
         place = end
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 from tests.sim.fleet import Fleet, Play, names_of
 from tests.sim.hosts import missing_prerequisites
 from tests.sim.platforms import healthy
@@ -27,13 +24,7 @@ BENCH = "--device cpu --tokens 256 --hidden 1024 --topk 2 --runs 2 --warmups 1"
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
-    for program, package in (
-        ("/usr/sbin/sshd", "openssh-server"),
-        ("/usr/bin/mpirun", "openmpi-bin"),
-        ("tc", "iproute2"),
-    ):
-        require(shutil.which(program), package)
-    require(Path(sys.prefix, "bin", "ansible-playbook").exists(), "pip install ansible-core")
+    require_programs("sshd", "/usr/bin/mpirun", "tc", "ansible-playbook")
     with Fleet({name: healthy("cpu") for name in NODES}, build_stub(tmp_path_factory.mktemp("stub"))) as fleet:
         fleet.write_inventory(
             names_of({"cpu": NODES}),

@@ -44,3 +44,17 @@ def test_launchers_are_found_by_their_variables(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="RANK is set; allowed: together with WORLD_SIZE and LOCAL_RANK"):
         find_launcher()
+
+
+def test_step_of_srun_with_several_tasks_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # as in a batch script, which is no task of a step
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    assert find_launcher() is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell that srun opened
+    assert find_launcher() is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    monkeypatch.setenv("SLURM_PROCID", "9")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert find_launcher() == Launcher("srun", 9, 16, 1)

@@ -27,7 +27,7 @@ from tests.prerequisites import require_programs
 K8S = Path(__file__).resolve().parents[2] / "k8s"
 OVERLAYS = (
     *("cpu", "single-node", "infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "gb200-mnnvl"),
-    *("cpu-torchrun", "single-node-torchrun", "node-doctor"),
+    *("cpu-torchrun", "single-node-torchrun", "oke-roce", "jobset-kueue", "node-doctor"),
 )
 PAGE = (K8S.parent / "docs" / "kubernetes.md").read_text()
 Tree = Any
@@ -279,6 +279,10 @@ def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
     if job := by_kind.get("Job"):
         assert (job["completions"], job["parallelism"]) == (5, 5)
         assert {"--nnodes=5", "--nproc-per-node=4"} <= set(job["template"]["spec"]["containers"][0]["command"])
+    if job_set := by_kind.get("JobSet"):
+        job = job_set["replicatedJobs"][0]["template"]["spec"]
+        assert (job["completions"], job["parallelism"]) == (5, 5)
+        assert {"--nnodes=5", "--nproc-per-node=4"} <= set(job["template"]["spec"]["containers"][0]["command"])
     if domain := by_kind.get("ComputeDomain"):
         assert domain["numNodes"] == 5
     assert check([settings.parent]).open == []
@@ -340,7 +344,23 @@ def test_overlay_that_the_page_shows_can_be_built(tmp_path: Path) -> None:
 
 def pod_of_ranks(built: dict[str, Tree]) -> Tree:
     """The Pod that needs GPUs: the worker, torchrun's, or the node doctor's."""
+    if "JobSet" in built:
+        return pod(built["JobSet"]["spec"]["replicatedJobs"][0]["template"])
     return worker(built["MPIJob"]) if "MPIJob" in built else pod(built.get("Job") or built["DaemonSet"])
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "node-doctor"])
+def test_fit_nodes_alone_are_asked_for(overlay: str, tmp_path: Path) -> None:
+    built = site_build(tmp_path, overlay, "fit-nodes")
+    (manifest,) = (each for each in load(tmp_path) if each.kind in ("MPIJob", "Job", "JobSet"))
+    template = list(manifest.pod_templates())[-1]
+    assert template.content["spec"]["nodeSelector"]["hybrid-ep/doctor"] == "pass"
+    assert template.role in ("Worker", *built)
+
+
+def test_gang_is_scheduled_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    job = site_build(tmp_path, "infiniband", "gang")["MPIJob"]
+    assert job["spec"]["runPolicy"]["schedulingPolicy"] == {"scheduleTimeoutSeconds": 600}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -370,7 +390,8 @@ def test_profile_of_a_site_reaches_every_doctor(overlay: str, tmp_path: Path) ->
 def test_runtime_class_reaches_every_pod_that_sees_gpus(overlay: str, tmp_path: Path) -> None:
     built = site_build(tmp_path, overlay, "nvidia-runtime")
     assert pod_of_ranks(built)["runtimeClassName"] == "nvidia"
-    assert ("nodeSelector" in pod_of_ranks(built)) == (overlay == "node-doctor")
+    asked = pod_of_ranks(built).get("nodeSelector") == {"nvidia.com/gpu.present": "true"}
+    assert asked == (overlay == "node-doctor")
 
 
 def test_both_kinds_of_job_fit_into_one_namespace() -> None:

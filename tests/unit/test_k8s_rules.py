@@ -102,6 +102,12 @@ CASES = [
     Broken("request-over-limit", f"{C}.resources.requests.memory", "memory: 32Gi,", "memory: 70000000000,"),
     Broken("gpu-limit", f"{C}.resources.limits['nvidia.com/gpu']", "nvidia.com/gpu: 4", "nvidia.com/gpu: 4.5"),
     Broken("hugepages", f"{C}.resources", SERVER, SERVER + "\n        resources: {limits: {hugepages-2Mi: 1Gi}}"),
+    Broken(
+        "privileged",
+        f"{C}.securityContext.allowPrivilegeEscalation",
+        SERVER,
+        SERVER + "\n        securityContext: {privileged: true, allowPrivilegeEscalation: false}",
+    ),
     Broken("run-as-root", f"{J}.securityContext.runAsUser", "runAsUser: 1000", "runAsUser: 0"),
     Broken(
         "architecture",

@@ -202,6 +202,20 @@ def test_new_run_forgets_jobs_of_the_last_but_not_cliques(results: Path) -> None
     assert unfit(load_cluster(results)) == {}
 
 
+def test_node_is_recorded_with_its_report_or_why_there_is_none(results: Path) -> None:
+    report = json.dumps(_report("b", _result(Status.FAIL)).to_json(), indent=2)
+
+    def record(said: str) -> str:
+        return CliRunner().invoke(main, ["validation", "record-node", str(results), "b"], input=said).output
+
+    assert record(f"srun: warning: nothing\n{report}\nsrun: error: task 0 exited with 1\n") == "b: fail\n"
+    assert unfit(load_cluster(results)) == {"b": ["gpu.count"]}
+    record("slurmstepd: error: execve(): /opt/hybrid-ep: No such file or directory\n")
+    (problem,) = load_cluster(results).unfit[0].problems
+    assert problem.seen.endswith("execve(): /opt/hybrid-ep: No such file or directory")
+    assert problem.remedy.startswith("Install the program that the line names")
+
+
 def test_times_are_for_people(results: Path) -> None:
     metrics = [{"name": "dispatch time", "value": 812_400.0, "unit": "µs"}]
     write_job(results, "all", "group", HOSTS, metrics=metrics)

@@ -192,6 +192,17 @@ def _run_as_root(manifest: Manifest) -> Found:
                 )
 
 
+@rule("privileged", Level.ERROR)
+def _privileged(manifest: Manifest) -> Found:
+    """A privileged container does not forbid itself more privileges: the API server refuses it."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            context = container.get("securityContext") or {}
+            if context.get("privileged") and context.get("allowPrivilegeEscalation") is False:
+                where = f"{path}.securityContext.allowPrivilegeEscalation"
+                yield Finding(where, "false with privileged; allowed: true, or none")
+
+
 @rule("architecture", Level.ERROR)
 def _architecture(manifest: Manifest) -> Found:
     """A Pod asks for an architecture by Go's name for it: no node has the label `aarch64` or `x86_64`."""
