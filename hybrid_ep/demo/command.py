@@ -27,6 +27,7 @@ __all__ = ["demo"]
 @click.option("--experts", default=Settings.num_experts, help="Experts of all ranks together.")
 @click.option("--steps", default=Settings.num_steps, help="Training steps of the small MoE layer.")
 @click.option("--seed", default=Settings.seed, help="Of everything random.")
+@click.option("--skew", is_flag=True, help="Also run a skewed router without balance, with a placement, and online.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Write pictures, result.json and index.html here."
@@ -42,6 +43,7 @@ def demo(
     experts: int,
     steps: int,
     seed: int,
+    skew: bool,
     as_json: bool,
     out: Path | None,
 ) -> None:
@@ -54,7 +56,7 @@ def demo(
     Exits with 1 if any check fails.
     """
     try:
-        settings = Settings(ranks, domains, tokens, hidden, topk, experts, steps, seed)
+        settings = Settings(ranks, domains, tokens, hidden, topk, experts, steps, seed, skew)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     result = _run_with_progress(settings)
@@ -71,7 +73,7 @@ def demo(
 def _run_with_progress(settings: Settings) -> DemoResult:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=NUM_PHASES)
+        task = progress.add_task("", total=NUM_PHASES + settings.skew)
         begun = False
 
         def begin_phase(what: str) -> None:

@@ -38,6 +38,8 @@ def draw_all(result: DemoResult) -> dict[str, Picture]:
     """Draws every picture; name → picture."""
     with theme():
         pictures = [_wire(result), _load(result), _time(result), _loss(result)]
+        if result.skew:
+            pictures.append(_skew(result))
     return {picture.name: picture for picture in pictures}
 
 
@@ -130,3 +132,22 @@ def _loss(result: DemoResult) -> Picture:
     axis.set_ylabel("mean squared error\n/ mean square of the targets")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return Picture("loss", to_png(figure), "The training loss over the steps")
+
+
+def _skew(result: DemoResult) -> Picture:
+    num_policies = len(result.skew)
+    figure, axes = new_figure(
+        1, num_policies, size=(10, 3.8), title="Copies that each rank computes, skewed router", sharey=True
+    )
+    for axis, item in zip(axes[0], result.skew, strict=True):
+        mean = sum(item.copies) / len(item.copies)
+        axis.bar(
+            range(len(item.copies)), item.copies, 0.8, color=[ORANGE if c > mean + 1 else BLUE for c in item.copies]
+        )
+        axis.axhline(mean, color=VERMILION, linewidth=1.5, linestyle="--")
+        axis.set_title(f"{item.policy}: {item.fullest:.2f} × the mean")
+        axis.set_xlabel("rank")
+    axes[0, 0].set_ylabel("copies")
+    return Picture(
+        "skew", to_png(figure), "Copies that each rank computes without balance, with a placement, and online"
+    )

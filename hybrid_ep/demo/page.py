@@ -74,6 +74,14 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
         "made on the wire. Read this as proportions of the demo; it says nothing about a GPU.",
     )
     _add(page, pictures, "time")
+    if result.skew:
+        page.section(
+            "A skewed router",
+            "All tokens lean towards one direction, so that some experts are chosen by most of them. The placement was "
+            "made from the loads of this batch. Online, each rank has two spare slots, and replicas are planned "
+            "from the counts of this batch before it is sent. The ranks are one domain here.",
+        )
+        _add(page, pictures, "skew")
     page.section(
         "Training",
         "A `MoELayer` with its experts spread over all ranks learns a made-up task: the backward pass of dispatch is "

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_ep.demo.settings import Path, Settings
+from hybrid_ep.demo.skew import SkewResult
 from hybrid_ep.demo.traffic import HopBytes
 from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 
@@ -79,6 +80,7 @@ class DemoResult:
         load: routing → tokens of each expert.
         losses: of each training step.
         seconds: how long the whole demo took.
+        skew: policies of balance under a skewed router; empty where it was not asked for.
     """
 
     settings: Settings
@@ -88,11 +90,13 @@ class DemoResult:
     load: dict[str, list[int]]
     losses: list[float]
     seconds: float
+    skew: tuple[SkewResult, ...] = ()
 
     @property
     def problems(self) -> list[str]:
         """Everything that is wrong, in words; empty = good."""
         found = [problem for result in self.paths for problem in result.problems]
+        found += [problem for policy in self.skew for problem in policy.problems]
         if not self.losses[-1] < self.losses[0]:
             found.append(f"the loss did not fall: {self.losses[0]:.3g} at first, {self.losses[-1]:.3g} at last")
         return found

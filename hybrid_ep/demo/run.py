@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from hybrid_ep import env
 from hybrid_ep.demo.results import DemoResult, PathResult, WireResult
 from hybrid_ep.demo.settings import PATHS, ROUTINGS, Path, Settings
+from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
 from hybrid_ep.demo.train import train
 from hybrid_ep.demo.verify import RankCheck, check_path
@@ -47,6 +48,10 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
                     wire += _wire_results(settings.workload(routing, path.dtype), settings, checks)
         begin_phase(f"training a small MoE layer for {settings.num_steps} steps")
         losses = cluster.run(train, settings)[0]
+        skew = []
+        if settings.skew:
+            begin_phase("balancing a skewed router")
+            skew = cluster.run(run_skewed, settings)[0]
     load = {}
     for routing in ROUTINGS:
         workload = settings.workload(routing, "bf16")
@@ -54,7 +59,7 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
         load[routing] = tokens_per_expert(topk_idx, settings.num_experts)
     seconds = time.perf_counter() - begin
     in_order = sorted(wire, key=lambda item: (ROUTINGS.index(item.routing), item.step.startswith("combine")))
-    return DemoResult(settings, engine, tuple(paths), tuple(in_order), load, losses, seconds)
+    return DemoResult(settings, engine, tuple(paths), tuple(in_order), load, losses, seconds, tuple(skew))
 
 
 def _path_result(path: Path, routing: str, checks: list[RankCheck]) -> PathResult:

@@ -51,6 +51,7 @@ class Settings:
         num_experts: E, a multiple of R.
         num_steps: training steps.
         seed: of everything random.
+        skew: also run a layer with a skewed router, without balance and with.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -64,6 +65,7 @@ class Settings:
     num_experts: int = 32
     num_steps: int = 40
     seed: int = 0
+    skew: bool = False
 
     def __post_init__(self) -> None:
         require_int("ranks", self.num_ranks, minimum=1)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_ep.demo.results import DemoResult, PathResult
+from hybrid_ep.demo.skew import ALLOWED_RMS
 from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 from hybrid_ep.report.units import format_bytes, format_ratio
 
@@ -29,6 +30,7 @@ def print_result(console: Console, result: DemoResult) -> None:
             Text(),
             _load_and_training(result),
             Text(),
+            *((_skew(result), Text()) if result.skew else ()),
             _verdict(result),
         )
     )
@@ -42,6 +44,23 @@ def describe_cluster(result: DemoResult) -> str:
         f"{asked.num_ranks} ranks in {domains}, {asked.num_tokens} tokens per rank, hidden {asked.hidden}, "
         f"top-{asked.num_topk} of {asked.num_experts} experts, engine {result.engine} on CPU"
     )
+
+
+def _skew(result: DemoResult) -> Table:
+    table = _table(
+        "A skewed router  copies that ranks compute, all ranks in one domain",
+        "fullest: copies of the fullest rank over the mean · experts: CPU time of the slowest rank · rms: of the whole "
+        f"output against float64 (allowed: {ALLOWED_RMS:.1%})",
+    )
+    table.add_column("balance")
+    for name in ("most copies", "fewest", "fullest", "experts", "rms"):
+        table.add_column(name, justify="right")
+    for item in result.skew:
+        counts = [str(max(item.copies)), str(min(item.copies))]
+        table.add_row(
+            item.policy, *counts, f"{item.fullest:.2f}×", f"{item.milliseconds:.1f} ms", f"{item.rms_error:.2%}"
+        )
+    return table
 
 
 def _table(title: str, caption: str) -> Table:

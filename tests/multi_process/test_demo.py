@@ -12,6 +12,7 @@ from hybrid_ep.cli import main
 from hybrid_ep.demo import run as demo_run
 from hybrid_ep.demo.results import DemoResult
 from hybrid_ep.demo.settings import PATHS, Settings
+from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.verify import RankCheck, allowed_fraction, check_path
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 from hybrid_ep.testing.workload import make_routing
@@ -37,6 +38,17 @@ def test_demo_passes_and_writes_pictures_and_a_page(tmp_path: Path) -> None:
     assert 'src="http' not in page
     for name in ("wire", "load", "time", "loss"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_skewed_router_is_balanced(run_ranks: RunRanks) -> None:
+    settings = Settings(4, 2, 64, 128, 2, 16, 2, 0, skew=True)
+    for results in run_ranks(4, run_skewed, settings):
+        none, placement, online = results
+        assert not any(item.problems for item in results)
+        assert [sum(item.copies) for item in results] == [4 * 64 * 2] * 3
+        assert none.fullest > 1.5
+        assert placement.fullest < 1.2
+        assert online.fullest < 1.05
 
 
 def test_measured_bytes_are_the_rows_that_must_cross_and_little_more(run_ranks: RunRanks) -> None:
