@@ -20,10 +20,11 @@ from hybrid_ep._C import verbs_proxy as verbs_proxy
 version: str
 control_bytes: int
 control_count_row_bytes: int
-control_rows_epoch_offset: int
+control_offsets: dict[str, int]
 max_ranks: int
 max_experts: int
 max_tokens: int
+max_topk: int
 max_row_bytes: int
 row_align_bytes: int
 
@@ -48,9 +49,20 @@ class DispatchPlan:
         row_limit: int,
         waits_for_counts: bool,
         num_sms: int,
+        dtype: int,
+        scale_dtype: int,
+        has_topk: bool,
+        num_worst_tokens: int,
+        room: int,
+        refusal: FaultKind,
+        refused_value: int,
     ) -> None: ...
     @property
     def row_bytes(self) -> int: ...
+    @property
+    def num_local_experts(self) -> int: ...
+    @property
+    def is_refused(self) -> bool: ...
     @property
     def route_ints(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
@@ -77,6 +89,9 @@ class FaultKind(Enum):
     BAD_EXPERT = ...
     OVERFLOW = ...
     OTHER_CALL = ...
+    BAD_BOUND = ...
+    TOO_MANY_TOKENS = ...
+    NONE = ...
 
 class Fault:
     @property
@@ -108,6 +123,7 @@ class Communicator:
         topk_weights: int,
         scales: int,
         route: int,
+        handle: int,
         slot_idx: int,
         stream: int,
     ) -> int: ...
@@ -137,10 +153,11 @@ class Communicator:
         expert_rows: int,
         probs: int,
         kept: int,
+        handle: int,
         stream: int,
     ) -> None: ...
     def wait_for_counts(
-        self, ticket: int, counts: int, num_counts: int
+        self, ticket: int, stream: int, counts: int, num_counts: int
     ) -> tuple[bool, int, int, int, int, int, int, int] | None: ...
     def take_fault(self) -> Fault | None: ...
 
@@ -198,7 +215,11 @@ low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
 low_latency_max_tokens: int
 low_latency_masks_offset: int
-low_latency_combine_offsets: dict[str, int]
+low_latency_channel_bytes: int
+
+def low_latency_call_fields(first: int, second: int) -> dict[str, int]: ...
+
+low_latency_channel_offsets: dict[str, int]
 
 class ScaleFormat(Enum):
     NONE = ...

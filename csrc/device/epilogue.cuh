@@ -29,6 +29,7 @@ __device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, ui
   own.finished_ctas = 0;
   own.sent_items = own.summed_tokens = 0;
   own.failed = 0;
+  own.refused = 0;
   epoch_counter = epoch;
 }
 

@@ -37,7 +37,7 @@ __device__ inline Waiter waiter_of_send(const LowLatencyDomain& domain, KernelNa
 // Number of the call that begins. NOTE: for the threads that wait for a rank, where they do: what all threads load
 // ptxas keeps in a uniform register and waits for at once, while the flags could be on their way.
 __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
-  return ptx::load_relaxed_gpu(&progress.epoch) + 1;
+  return next_epoch(ptx::load_relaxed_gpu(&progress.epoch));
 }
 
 // Tells every rank how many calls of each buffer this rank has read, in CTA 0 of a kernel that sends: what the kernels
@@ -76,10 +76,11 @@ __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
 // Waits until rank r has read what the call before left in the buffer.
 __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
+  const uint32_t before = previous_epoch(epoch);
   // Every call begins with this, so both are loaded at once.
-  const bool is_left_out = is_masked(domain, r), is_free = Waiter::has_reached(flag, epoch - 1);
+  const bool is_left_out = is_masked(domain, r), is_free = Waiter::has_reached(flag, before);
   if (is_left_out || is_free) return !is_left_out;
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch - 1, r, WaitTag::kRoom); });
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kRoom); });
 }
 
 // Waits until rank r has begun to send, and writes the value that its flag brings along, if it takes part.

@@ -11,6 +11,7 @@
 
 #include "device/ptx/memory.cuh"
 #include "layout/control_block.h"
+#include "layout/epoch.h"
 #include "layout/fault.h"
 
 namespace hybrid_ep {
@@ -32,6 +33,12 @@ __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelN
   ptx::store_release_system(&record->written, 1u);
 }
 
+// Writes that the peer's call differs in a field.
+__device__ inline void report_other_call(FaultRecord* record, KernelName kernel, CallField field, int rank, int peer,
+                                         int64_t mine, int64_t theirs) {
+  report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
+}
+
 class Waiter {
  public:
   // `control` are the blocks of all ranks, through which they tell each other whom they miss; without, nobody is asked.
@@ -46,13 +53,13 @@ class Waiter {
 
   // Waits until *flag, written by another GPU, has reached `epoch` (epochs wrap). Acquires at system scope.
   __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    const auto has_come = [&](uint32_t seen) { return is_reached(seen, epoch); };
+    const auto has_come = [&](uint32_t seen) { return has_reached_epoch(seen, epoch); };
     return poll([&] { return ptx::load_acquire_system(flag); }, has_come, epoch, peer, tag);
   }
 
   // Whether that is so already.
   static __device__ bool has_reached(const uint32_t* flag, uint32_t epoch) {
-    return is_reached(ptx::load_acquire_system(flag), epoch);
+    return has_reached_epoch(ptx::load_acquire_system(flag), epoch);
   }
 
   // The same for a flag that brings a value along: the epoch is the lower half of the word. *value is the epoch's, and
@@ -64,7 +71,7 @@ class Waiter {
       if (seen == epoch) *value = static_cast<uint32_t>(word >> 32);
       return seen;
     };
-    return poll(load, [&](uint32_t seen) { return is_reached(seen, epoch); }, epoch, peer, tag);
+    return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
   }
 
   // Waits until *flag is `epoch`: for a flag that may be as old as any, because not every call raises it.
@@ -92,8 +99,6 @@ class Waiter {
   }
 
  private:
-  static __device__ bool is_reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
-
   // Loads until what it has seen is enough. `expected` is for the record.
   template <typename Load, typename IsEnough>
   __device__ bool poll(Load&& load, IsEnough&& is_enough, uint32_t expected, int peer, WaitTag tag) const {

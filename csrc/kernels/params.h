@@ -12,7 +12,8 @@ namespace hybrid_ep {
 
 // What the host reads when it must know sizes: pinned memory, one per communicator.
 struct Mailbox {
-  uint32_t ticket;        // of the call that wrote it, written last
+  uint32_t started;       // ticket of the call whose kernel runs
+  uint32_t ticket;        // of the call that wrote the rest, written last
   int32_t status;         // MailStatus
   int32_t num_recv;       // N of this rank
   int32_t num_permuted;   // P of this rank; 0 for a plain dispatch
@@ -43,12 +44,13 @@ struct DispatchParams {
   const float* topk_weights;  // [T, K] or nullptr
   const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
-  int record_bytes;  // of a row and all that goes with it
+  int32_t call[CountRow::kNumCallColumns];  // what is told of the call
   // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
   int range_first, range_step, range_size;
   // Where this rank's rows land.
-  int slot_idx, row_limit;
-  bool is_bound;
+  int row_limit;
+  bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks make room where one has not enough
+  int room;          // of a bound call: rows that every rank has room for, or nobody sends
   bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   SlotLayout slot;
   // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.
@@ -92,9 +94,9 @@ struct CombineParams {
   const int32_t* send_slot;    // [T, R]
   const int32_t* rank_prefix;  // [R, R]
   int num_tokens, num_rows, row_bytes;
-  int record_bytes;  // of a row and its weights
-  int num_weights;   // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
-  SlotLayout slot;   // `rows` and `weights` of partial rows on their way home
+  uint32_t call[kNumReadyWords];  // what is told of the call
+  int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
+  SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
   ExpertRowParams experts;
   int num_sms;  // that send and sum; further ones sum rows of experts
 };

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "layout/call_fields.h"
 #include "layout/limits.h"
 
 namespace hybrid_ep {
@@ -15,14 +16,12 @@ namespace hybrid_ep {
 // waits for a flag that is raised behind them: value << 32 | epoch.
 struct CountRow {
   enum Column {
-    kSlotIdx,   // where in i's arena this call's rows land
-    kRowLimit,  // rows that fit there
-    // Equal at all ranks, or nobody sends.
-    kNumExperts,
-    kRecordBytes,
-    kPadMultiple,
-    kIsBound,  // 1: rows beyond the limit are dropped; 0: all make room where one has not enough
-    kNumCallColumns,
+    kSlotIdx,       // where in i's arena this call's rows land
+    kRowLimit,      // rows that fit there
+    kRefusal,       // FaultKind: what i has found wrong with its own arguments; then nobody sends
+    kRefusedValue,  // the argument
+    kFirstField,    // CallField: equal at all ranks, or nobody sends
+    kNumCallColumns = kFirstField + kNumDispatchFields,
     kTokensPerRank = kNumCallColumns,              // tokens that i sends to each rank
     kTokensPerExpert = kTokensPerRank + kMaxRanks  // copies that i sends to each expert
   };
@@ -36,24 +35,29 @@ struct alignas(32) ReportQueue {
   int32_t reports[kCapacity];
 };
 
+// What a combine tells before anybody sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number of
+// the handle's dispatch. Equal at all ranks, or nobody sends.
+constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
+
 struct ControlBlock {
   static constexpr int kLineBytes = 128;
 
   // Written by peers.
   CountRow counts[kMaxRanks];
-  uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch stand in this rank's arena
-  uint64_t ready[kMaxRanks];  // by i when its arena may be written by this rank's combine: record bytes << 32 | epoch
+  uint32_t rows_epoch[kMaxRanks];             // raised by i when all its rows of a dispatch stand in this rank's arena
+  uint64_t ready[kMaxRanks][kNumReadyWords];  // by i when its arena may be written by this rank's combine
   uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
   uint32_t missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain; 0 while there is none. Never reset
 
   // Written by this rank.
   uint32_t dispatch_epoch;
   uint32_t combine_epoch;
-  uint32_t arrived_ctas;   // at the grid barrier; 0 between kernels
-  uint32_t placed_ctas;    // of a dispatch, whose tokens' places are final; 0 between kernels
-  uint32_t started_ctas;   // of a combine from experts; 0 between kernels
-  uint32_t finished_ctas;  // 0 between kernels
-  uint32_t failed;         // 1: a wait of this kernel was given up, and is reported; 0 between kernels
+  uint32_t arrived_ctas;       // at the grid barrier; 0 between kernels
+  uint32_t placed_ctas;        // of a dispatch, whose tokens' places are final; 0 between kernels
+  uint32_t started_ctas;       // of a combine from experts; 0 between kernels
+  uint32_t finished_ctas;      // 0 between kernels
+  uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels
+  unsigned long long refused;  // of a dispatch: FaultKind << 32 | argument, the first that is wrong; 0 between kernels
   // Tickets, 0 between kernels, each in a line that nobody polls.
   alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, chunks of a combine
   alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps

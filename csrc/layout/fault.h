@@ -5,11 +5,18 @@
 
 namespace hybrid_ep {
 
-enum class FaultKind : int32_t { kNone = 0, kTimeout = 1, kBadExpert = 2, kOverflow = 3, kOtherCall = 4 };
+enum class FaultKind : int32_t {
+  kNone = 0,
+  kTimeout = 1,
+  kBadExpert = 2,
+  kOverflow = 3,
+  kOtherCall = 4,
+  kBadBound = 5,  // a rank gives a bound beyond the room that all have agreed on
+  kTooManyTokens = 6
+};
 enum class KernelName : int32_t { kDispatch = 0, kCombine = 1, kLowLatencyDispatch = 2, kLowLatencyCombine = 3 };
 
-// What a wait waits for; of kOtherCall, in what the peer's call differs. The names that people read are in
-// runtime/communicator.cpp.
+// What a wait waits for. The names that people read are in runtime/communicator.cpp.
 enum class WaitTag : int32_t {
   kGrid = 0,
   kCounts = 1,
@@ -18,12 +25,7 @@ enum class WaitTag : int32_t {
   kPartialRows = 4,
   kRoom = 5,
   kWeights = 6,
-  kNumExperts = 7,
-  kRecordBytes = 8,
-  kPadMultiple = 9,
-  kShape = 10,
-  kBound = 11,
-  kRoutes = 12
+  kRoutes = 7
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.
@@ -35,9 +37,9 @@ struct FaultRecord {
   uint32_t written;  // 1 once the fields below can be read
   FaultKind kind;
   KernelName kernel;
-  WaitTag tag;
+  WaitTag tag;  // of kOtherCall, the CallField in which the peer's call differs
   int32_t rank;
-  int32_t peer;      // −1 where no single rank is to blame
+  int32_t peer;      // whose argument is wrong, or who did not come; −1 where no single rank is to blame
   int32_t witness;   // the rank that was waited for and has itself waited for the peer; −1 where it was the peer
   int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, this rank's value
   int64_t seen;      // epoch seen, or the value found; the peer's

@@ -28,6 +28,7 @@ constexpr int64_t kLowLatencyAlignBytes = 128;
 constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
+constexpr int kNumShapeWords = 2;  // that tell all of a shape and a format
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
 
@@ -52,6 +53,7 @@ struct LowLatencyChannel {
   // By i when it begins to send (dispatch): value << 32 | epoch. The value is its number of tokens and its call's
   // digest << 16.
   uint64_t begun[kMaxRanks];
+  uint64_t shape[kMaxRanks][kNumShapeWords];  // by i likewise: value << 32 | epoch, for a host whose digest differs
   // By i when all that it sends stands here (combine): value << 32 | epoch. The value is how many tokens a source must
   // have for i to sum each token's rows before it sends them.
   uint64_t sent[kMaxRanks];
@@ -70,17 +72,37 @@ struct LowLatencyControl {
 // Sizes of one call, equal at all ranks.
 struct LowLatencyShape {
   int num_experts, num_topk, hidden, max_tokens;  // E, K, H, M
+};
+
+// A shape and a format as ranks tell them.
+struct LowLatencyCall {
+  static constexpr int kTokensBits = 16, kExpertsBits = 12, kTopkBits = 8;
+  uint32_t words[kNumShapeWords];
+
+  static LowLatencyCall of(const LowLatencyShape& shape, ScaleFormat format) {
+    return {{static_cast<uint32_t>(shape.hidden) << kTokensBits | static_cast<uint32_t>(shape.max_tokens),
+             static_cast<uint32_t>(format) << (kExpertsBits + kTopkBits) |
+                 static_cast<uint32_t>(shape.num_topk) << kExpertsBits | static_cast<uint32_t>(shape.num_experts)}};
+  }
+
+  uint32_t num_experts() const { return words[1] & ((1u << kExpertsBits) - 1); }
+  uint32_t num_topk() const { return words[1] >> kExpertsBits & ((1u << kTopkBits) - 1); }
+  uint32_t scale_format() const { return words[1] >> (kExpertsBits + kTopkBits); }
+  uint32_t hidden() const { return words[0] >> kTokensBits; }
+  uint32_t max_tokens() const { return words[0] & ((1u << kTokensBits) - 1); }
 
   // By which ranks notice, in all but one of 65,536 cases, that their calls differ.
-  uint32_t digest(ScaleFormat format) const {
+  uint32_t digest() const {
     uint32_t hash = 0;
-    for (const int value : {num_experts, num_topk, hidden, max_tokens, static_cast<int>(format)}) {
-      hash = (hash ^ static_cast<uint32_t>(value)) * 0x9e3779b1u;
+    for (const uint32_t word : words) {
+      hash = (hash ^ word) * 0x9e3779b1u;
       hash ^= hash >> 15;
     }
     return hash >> 16;
   }
 };
+static_assert(kMaxLowLatencyTokens < 1 << LowLatencyCall::kTokensBits && kMaxRowBytes / 2 < 1 << 16 &&
+              kMaxExperts < 1 << LowLatencyCall::kExpertsBits && kMaxTopk < 1 << LowLatencyCall::kTopkBits);
 
 inline int64_t low_latency_align(int64_t num_bytes) {
   return (num_bytes + kLowLatencyAlignBytes - 1) / kLowLatencyAlignBytes * kLowLatencyAlignBytes;

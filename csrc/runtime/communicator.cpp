@@ -14,7 +14,8 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr double kMailboxGraceS = 10;  // for the kernel to start, on top of its own time
+constexpr double kMailboxGraceS = 10;  // for the kernel to tell, on top of its own time
+constexpr double kStreamQueryS = 1;    // between looks at a stream that has not come to the call
 
 const char* name_of(KernelName kernel) {
   switch (kernel) {
@@ -48,18 +49,23 @@ const char* name_of(WaitTag tag) {
       return "room for rows";
     case WaitTag::kWeights:
       return "weights";
-    case WaitTag::kNumExperts:
-      return "num_experts";
-    case WaitTag::kRecordBytes:
-      return "bytes of a record";
-    case WaitTag::kPadMultiple:
-      return "pad_multiple";
-    case WaitTag::kBound:
-      return "whether rows are bounded";
-    case WaitTag::kShape:
-      return "digest of num_experts, num_max_dispatch_tokens_per_rank, hidden, top-k and format";
   }
   return "unknown";
+}
+
+// Whether the stream has work to do. Another thread's capture does not mind.
+bool is_busy(int device, cudaStream_t stream) {
+  const DeviceGuard guard(device);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  const cudaError_t status = cudaStreamQuery(stream);
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  if (status == cudaErrorNotReady) {
+    cudaGetLastError();
+    return true;
+  }
+  check_cuda(status, "cudaStreamQuery");
+  return false;
 }
 
 template <typename T>
@@ -110,7 +116,7 @@ int Communicator::capacity(const RowWidths& widths) const {
   return make_slot_layout(widths, domain_.slot_bytes).capacity;
 }
 
-uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int slot_idx,
+uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
                                 cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const bool is_permuted = plan.pad_multiple > 0, is_new = plan.makes_route;
@@ -128,16 +134,35 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.num_experts = plan.num_experts;
   params.row_bytes = static_cast<int>(plan.format.rows.bytes());
   params.num_scales = plan.format.scales.num;
-  params.record_bytes = static_cast<int>(plan.format.widths().total());
   params.has_weights = plan.format.weights.num > 0;
   params.range_first = plan.range_first;
   params.range_step = plan.range_step;
   params.range_size = plan.range_size;
-  params.slot_idx = slot_idx;
   params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   // A call that waits for the host takes whatever fits; the host makes room if that is not enough.
   params.is_bound = !plan.waits_for_counts;
-  params.row_limit = params.is_bound ? plan.row_limit : params.slot.capacity;
+  params.room = plan.call.room;
+  params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
+  params.call[CountRow::kSlotIdx] = slot_idx;
+  params.call[CountRow::kRowLimit] = params.row_limit;
+  params.call[CountRow::kRefusal] = static_cast<int>(plan.call.refusal);
+  params.call[CountRow::kRefusedValue] = plan.call.refused_value;
+  const auto tell = [&](CallField field, int value) {
+    params.call[CountRow::kFirstField + static_cast<int>(field)] = value;
+  };
+  tell(CallField::kNumExperts, plan.num_experts);
+  tell(CallField::kNumTopk, plan.num_topk);
+  tell(CallField::kHasTopk, plan.call.has_topk);
+  tell(CallField::kHasWeights, params.has_weights);
+  tell(CallField::kHidden, plan.format.rows.num);
+  tell(CallField::kDtype, plan.call.dtype);
+  tell(CallField::kScaleDtype, plan.call.scale_dtype);
+  tell(CallField::kNumScales, plan.format.scales.num);
+  tell(CallField::kNumWorstTokens, plan.call.num_worst_tokens);
+  tell(CallField::kIsBounded, params.is_bound);
+  tell(CallField::kRoom, params.room);
+  tell(CallField::kPadMultiple, plan.pad_multiple);
+  tell(CallField::kHandle, handle);
   params.pad_multiple = plan.pad_multiple;
   params.rank_prefix = part(true, plan.route.rank_prefix);
   params.send_slot = part(true, plan.route.send_slot);
@@ -147,8 +172,10 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
   params.first_mask = reinterpret_cast<uint32_t*>(part(is_new, plan.route.first_mask));
   params.expert_place = part(is_new, plan.route.expert_place);
-  params.mailbox = plan.waits_for_counts ? mailbox_ : nullptr;
-  params.ticket = plan.waits_for_counts ? ++ticket_ : 0;
+  const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
+  if (has_mail && ++ticket_ == 0) ++ticket_;
+  params.mailbox = has_mail ? mailbox_ : nullptr;
+  params.ticket = has_mail ? ticket_ : 0;
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
   const LaunchShape shape =
@@ -165,6 +192,7 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
                              int num_recv, int num_sms, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const SlotLayout layout = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
+  require(num_rows >= 0 && num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
   uint8_t* slot = domain_.arena[domain_.rank] + slot_idx * domain_.slot_bytes;
   DuplicateParams params{};
   params.rows = slot + layout.rows;
@@ -191,7 +219,7 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
 }
 
 void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts,
-                           cudaStream_t stream) {
+                           int handle, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const RouteLayout route = make_route_layout(domain_.num_ranks, plan.num_tokens, 0, 0, false);
   CombineParams params{};
@@ -207,8 +235,9 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.num_tokens = plan.num_tokens;
   params.num_rows = plan.num_rows;
   params.row_bytes = static_cast<int>(plan.widths.rows);
-  params.record_bytes = static_cast<int>(plan.widths.total());
   params.num_weights = plan.num_weights;
+  params.call[0] = static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
+  params.call[1] = static_cast<uint32_t>(handle);
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
   int num_expert_sms = 0;
@@ -221,18 +250,32 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   launch_combine(params, num_expert_sms, stream);
 }
 
-const Mailbox* Communicator::wait_mailbox(uint32_t ticket) const {
+const Mailbox* Communicator::wait_mailbox(uint32_t ticket, cudaStream_t stream) const {
+  using Clock = std::chrono::steady_clock;
   const auto* written = reinterpret_cast<const volatile uint32_t*>(&mailbox_->ticket);
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s_ + kMailboxGraceS);
+  const auto* started = reinterpret_cast<const volatile uint32_t*>(&mailbox_->started);
+  const auto after = [](double seconds) {
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  };
+  bool has_started = false;
+  auto deadline = after(kStreamQueryS);
   while (*written != ticket) {
     for (int i = 0; i < 64 && *written != ticket; ++i) std::this_thread::yield();
-    if ((has_fault() && fault_->kind == FaultKind::kTimeout) || std::chrono::steady_clock::now() > deadline)
-      return nullptr;
+    if (has_fault() && fault_->kind == FaultKind::kTimeout) return nullptr;
+    if (!has_started && *started == ticket) {
+      has_started = true;
+      deadline = after(timeout_s_ + kMailboxGraceS);
+    }
+    if (Clock::now() < deadline) continue;
+    if (has_started || !is_busy(device_, stream)) break;
+    deadline = after(kStreamQueryS);
   }
+  if (*written != ticket) return nullptr;
   std::atomic_thread_fence(std::memory_order_acquire);
   if (mailbox_->status != kFailed) return mailbox_;
   // The kernel may still be asking other ranks for whom they wait before it says why.
-  while (!has_fault() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  deadline = after(timeout_s_ + kMailboxGraceS);
+  while (!has_fault() && Clock::now() < deadline) std::this_thread::yield();
   return nullptr;
 }
 
@@ -244,10 +287,11 @@ bool Communicator::has_fault() const {
 
 std::optional<Fault> Communicator::take_fault() {
   if (!has_fault()) return std::nullopt;
-  const Fault fault{fault_->kind,         name_of(fault_->kernel),
-                    name_of(fault_->tag), fault_->peer,
-                    fault_->witness,      fault_->expected,
-                    fault_->seen,         timeout_s_ / (is_of_send(fault_->tag) ? kSendTimeoutDivisor : 1)};
+  const bool is_other_call = fault_->kind == FaultKind::kOtherCall;
+  const char* tag = is_other_call ? key_of(static_cast<CallField>(fault_->tag)) : name_of(fault_->tag);
+  const int divisor = !is_other_call && is_of_send(fault_->tag) ? kSendTimeoutDivisor : 1;
+  const Fault fault{fault_->kind,    name_of(fault_->kernel), tag,          fault_->peer,
+                    fault_->witness, fault_->expected,        fault_->seen, timeout_s_ / divisor};
   // In this order: a kernel may claim the record as soon as it can.
   volatile FaultRecord& record = *fault_;
   record.written = 0;

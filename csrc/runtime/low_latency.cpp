@@ -74,7 +74,8 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
   params.topk_idx = topk_idx;
   params.row_of = results + plan.results.row_of;
   params.num_tokens = num_tokens;
-  params.digest = plan.shape.digest(plan.format);
+  params.call = LowLatencyCall::of(plan.shape, plan.format);
+  params.digest = params.call.digest();
   launch_send_tokens(params, num_device_sms_, stream);
 }
 
@@ -85,7 +86,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.shape = plan.shape;
   params.message = plan.message;
-  params.digest = plan.shape.digest(plan.format);
+  params.digest = LowLatencyCall::of(plan.shape, plan.format).digest();
   params.rows = rows;
   params.scales = scales;
   params.count = results + plan.results.counts;

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "layout/call_fields.h"
+#include "layout/fault.h"
 #include "layout/route_layout.h"
 #include "layout/slot_layout.h"
 
@@ -30,6 +32,16 @@ struct RowFormat {
   RowWidths widths() const { return {rows.bytes(), experts.bytes(), weights.bytes(), scales.bytes()}; }
 };
 
+// What ranks tell of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
+struct DispatchCall {
+  int dtype, scale_dtype;  // kAbsent without scales
+  bool has_topk;           // whether the routing came as top-k indices
+  int num_worst_tokens;    // that all ranks give alike, or kAbsent
+  int room;                // of a bound call: rows that every rank makes room for; otherwise kAbsent
+  FaultKind refusal;       // what this rank's host has found wrong with its arguments; then nobody sends
+  int refused_value;       // the argument
+};
+
 struct DispatchPlan {
   RowFormat format;
   RouteLayout route;
@@ -40,6 +52,7 @@ struct DispatchPlan {
   int row_limit;     // where the host does not wait for counts
   bool waits_for_counts;
   int num_sms;  // 0: the default
+  DispatchCall call;
 };
 
 // The addresses of one dispatch; nullptr for what it does not have.

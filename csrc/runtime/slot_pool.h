@@ -19,7 +19,8 @@ class SlotPool {
   // Returns the calling thread's stream, or nothing where that is not known. Must not throw.
   using CurrentStream = std::function<std::optional<cudaStream_t>()>;
 
-  SlotPool(int num_slots, CurrentStream current_stream);
+  // `device` is the GPU of the arena, whatever GPU is current at a call.
+  SlotPool(int num_slots, int device, CurrentStream current_stream);
   ~SlotPool();
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
@@ -45,10 +46,16 @@ class SlotPool {
   struct Slot {
     int holders = 0;
     bool has_event = false;
+    bool has_unknown_users = false;  // it was released where no event could be recorded
     cudaEvent_t event = nullptr;
   };
 
+  bool wait_for_users(Slot& slot, cudaStream_t stream) const;
+  // Returns whether an event now stands behind what the current stream holds; never throws.
+  bool record(cudaEvent_t event) const;
+
   mutable std::mutex mutex_;
+  int device_;
   std::vector<Slot> slots_;  // slots_[0] is slot 1
   bool was_captured_ = false;
   CurrentStream current_stream_;

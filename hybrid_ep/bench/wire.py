@@ -6,6 +6,7 @@ are those of the candidates that are compared with it. A rank that cannot measur
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows, owners
 from hybrid_ep.bench.timing import Times, time_calls
 from hybrid_ep.core.layout import first_occurrence
+from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import TopologyError
@@ -99,6 +101,9 @@ def places(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int) -> Ten
     return torch.where(first_occurrence(owner), (owner << _RANK_SHIFT) | (rank * topk_idx.shape[0] + row), -1)
 
 
+_numbers = itertools.count(-1, -1)  # of this memory, below those of buffers; made in the same order at all ranks
+
+
 class _Push:
     """One call's rows and memory. Collective.
 
@@ -118,7 +123,8 @@ class _Push:
         self.rows.view(torch.int64)[:, [0, -1]] = names.unsqueeze(1)
         self.progress = torch.zeros(2, dtype=torch.int32, device=where.device)
         num_bytes = num_ranks * num_tokens * row_bytes
-        self.memory = SymmetricMemory.allocate(num_bytes, dist.group.WORLD, where.device)
+        roll_call = RollCall(dist.group.WORLD, rank, env.TIMEOUT_S.get(), next(_numbers))
+        self.memory = SymmetricMemory.allocate(num_bytes, roll_call, where.device)
 
     def check(self, counts: RowCounts) -> str | None:
         """Pushes once and looks at what landed here; returns what is wrong, or None. Collective."""

@@ -69,9 +69,9 @@ class BaseBuffer:
         per_domain = env.NUM_RANKS_PER_DOMAIN.get() if num_ranks_per_domain is None else num_ranks_per_domain
         if per_domain is not None:
             require_int("num_ranks_per_domain", per_domain, minimum=1)
-        self._comm_stream = CommStream()
         made = make_engine(self.group, num_ranks_per_domain=per_domain, asked=engine, timeout_s=timeout_s)
         self._engine: Engine | None = made
+        self._comm_stream = CommStream(made.device)
         self.grid = made.grid
 
     @property

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["LowLatencyCalls"]
 
 _ALIGNMENT_BYTES = 128
-_CONTROL_BYTES = 9 << 10
+_CONTROL_BYTES = 13 << 10
 _NUM_BUFFERS = 2  # two micro-batches overlap
 
 

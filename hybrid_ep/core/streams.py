@@ -10,7 +10,7 @@ import torch
 
 from hybrid_ep.core.event import EventHandle, EventOverlap
 
-__all__ = ["CommStream", "current_raw_stream"]
+__all__ = ["CommStream", "current_raw_stream", "is_capturing"]
 
 _CURRENT_STREAM: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -21,14 +21,27 @@ def current_raw_stream(device_index: int) -> int:
     return stream
 
 
+def is_capturing(device_index: int) -> bool:
+    """Returns whether the current stream of a GPU is being captured; torch asks that of the current GPU only."""
+    if torch._C._cuda_getDevice() == device_index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device_index):
+        return torch.cuda.is_current_stream_capturing()
+
+
 class CommStream:
     """The communication stream of one buffer, made on first use.
 
     A call that is neither asynchronous nor waits for an event runs on the current stream, where ordering is free. Any
     other call runs on this stream, after the event (or, without one, after what the current stream holds).
+
+    Args:
+        device: of the buffer; None = the GPU that is current at each call. Streams are those of this GPU, whatever
+            thread calls: a new thread begins with the first GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
 
     def get(self) -> torch.Stream:
@@ -36,7 +49,7 @@ class CommStream:
         if not torch.cuda.is_available():
             return torch.cpu.current_stream()  # type: ignore[return-value]
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(self._device)
         return self._stream
 
     def scope(self, previous_event: EventOverlap | None, async_finish: bool) -> AbstractContextManager[None]:
@@ -49,7 +62,7 @@ class CommStream:
     def _on_own_stream(self, previous_event: EventOverlap | None, async_finish: bool) -> Iterator[None]:
         stream = self.get()
         assert isinstance(stream, torch.cuda.Stream)
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream):
             if previous_event is not None and previous_event.event is not None:
                 previous_event.event.current_stream_wait()
@@ -73,7 +86,7 @@ class CommStream:
             return EventOverlap()
         if not torch.cuda.is_available():
             return EventOverlap(EventHandle())
-        stream, current = self.get(), torch.cuda.current_stream()
+        stream, current = self.get(), torch.cuda.current_stream(self._device)
         assert isinstance(stream, torch.cuda.Stream)
         for tensor in tensors:
             if tensor is not None and tensor.is_cuda:

@@ -40,6 +40,8 @@ CALLS = (
     "barrier",
     "sum over ranks",
 )
+# As the cuda engine numbers what low_latency_dispatch may be asked for.
+_FORMATS = ("bf16", "use_fp8", "use_fp8 with round_scale", "use_fp8 with use_ue8m0")
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32)
 
 
@@ -57,6 +59,10 @@ def _as_number(value: int) -> str:
 
 def _as_bool(value: int) -> str:
     return "none" if value == ABSENT else str(bool(value))
+
+
+def _as_format(value: int) -> str:
+    return "none" if value == ABSENT else _FORMATS[value] if value < len(_FORMATS) else f"unknown ({value})"
 
 
 class Field(NamedTuple):
@@ -87,8 +93,10 @@ FIELDS: dict[str, Field] = {
     "num_weights": Field("weights of a row", _as_number),
     "num_worst_tokens": Field("num_worst_tokens", _as_number),
     "is_bounded": Field("whether the number of rows is given", _as_bool),
+    "room": Field("rows that each rank makes room for", _as_number),
     "pad_multiple": Field("pad_multiple", _as_number),
     "max_tokens": Field("num_max_dispatch_tokens_per_rank", _as_number),
+    "scale_format": Field("format of the rows", _as_format),
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),

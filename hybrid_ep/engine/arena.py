@@ -11,20 +11,20 @@ ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda
-from hybrid_ep.core.streams import current_raw_stream
-from hybrid_ep.engine.cuda_route import Sent
+from hybrid_ep.core.streams import current_raw_stream, is_capturing
+from hybrid_ep.engine.cuda_route import Route
+from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Arena", "Landed"]
+__all__ = ["Arena", "Landed", "SlotLease"]
 
 _INITIAL_SLOT_BYTES = 64 << 20
 _GROWTH = 1.25  # a slot that was too small becomes this much larger than what it must hold
@@ -58,29 +58,64 @@ class Landed(NamedTuple):
         return self._replace(rows=self.rows.clone(), experts=experts, weights=weights, scales=scales)
 
 
+class SlotLease:
+    """A slot that a dispatch lands in. It goes back at the end of a ``with`` block, unless results have taken it over.
+
+    Attributes:
+        slot_idx: of the slot; 0 where none was free.
+    """
+
+    __slots__ = ("_pool", "slot_idx")
+
+    def __init__(self, pool: _cuda.SlotPool, stream: int) -> None:
+        self._pool: _cuda.SlotPool | None = pool
+        self.slot_idx = pool.take(stream)
+
+    def landed(self, plan: _cuda.DispatchPlan, num_rows: int, route: Route) -> Landed:
+        """Returns what a dispatch of this plan wrote; the tensors hold the slot from now on.
+
+        Of slot 0, only valid until the next call.
+        """
+        assert self._pool is not None
+        landed = Landed(*self._pool.tensors(self.slot_idx, plan, num_rows, route.chunk.memory, route.address))
+        self._pool = None
+        return landed
+
+    def give_back(self) -> None:
+        """Harmless when called again."""
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.release(self.slot_idx)
+
+    def __enter__(self) -> SlotLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.give_back()
+
+
 class Arena:
     """The slots of one engine; they grow when a call needs more.
 
     Args:
-        group: the ranks of the domain.
+        roll_call: of the ranks of the domain.
         device: this rank's GPU.
         communicator: is told where the slots are.
-        meet: returns when every rank has called it, or raises TimeoutError.
         num_slots: results that can be out at a time without a copy.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        roll_call: RollCall,
         device: torch.device,
         communicator: _cuda.Communicator,
-        meet: Callable[[], None],
         num_slots: int,
     ) -> None:
-        self._group = group
+        self._roll_call = roll_call
         self._device = device
         self._communicator = communicator
-        self._meet = meet
         self._num_slots = num_slots + 1
         self._captured: list[SymmetricMemory] = []
         self._allocate(_INITIAL_SLOT_BYTES)
@@ -94,6 +129,21 @@ class Arena:
         """Slots that the next dispatches can hand out."""
         return self._pool.num_free
 
+    def holds(self, num_bytes: int) -> bool:
+        """Returns whether a slot is at least this large.
+
+        Raises:
+            ConfigError: it is not, and a CUDA graph is captured, in which slots cannot grow.
+        """
+        if num_bytes <= self._slot_bytes:
+            return True
+        if is_capturing(self._device.index):
+            raise ConfigError(
+                f"a captured call needs slots of {num_bytes} bytes, and they have {self._slot_bytes}; "
+                "allowed: calling once with the same sizes before the capture"
+            )
+        return False
+
     def ensure(self, num_bytes: int) -> None:
         """Makes every slot at least this large. Collective where it grows: the same value at every rank.
 
@@ -101,42 +151,28 @@ class Arena:
             TimeoutError: a rank did not come to make room.
             ConfigError: it would have to grow while a CUDA graph is captured.
         """
-        if num_bytes <= self._slot_bytes:
+        if self.holds(num_bytes):
             return
-        if torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                f"a captured call needs slots of {num_bytes} bytes, and they have {self._slot_bytes}; "
-                "allowed: calling once with the same sizes before the capture"
-            )
-        # A peer may still be writing here, and a freed mapping does not wait for it.
+        # A peer may still be writing here, and a freed mapping does not wait for it: the ranks meet before it is freed.
         torch.cuda.synchronize(self._device)
-        self._meet()
-        if self._pool.was_captured:
-            self._captured.append(self._memory)  # graphs have its addresses
+        memory, was_captured = self._memory, self._pool.was_captured
         self._allocate(int(num_bytes * _GROWTH))
+        if was_captured:
+            self._captured.append(memory)  # graphs have its addresses
 
-    def take(self, stream: int) -> int:
-        """Returns the slot that the next dispatch lands in, 0 where none is free; `landed` or `release` must follow."""
-        return self._pool.take(stream)
-
-    def release(self, slot_idx: int) -> None:
-        """Gives back a slot that was taken in vain."""
-        self._pool.release(slot_idx)
-
-    def landed(self, sent: Sent) -> Landed:
-        """Returns what a dispatch wrote; the tensors hold its slot from now on. Of slot 0, only valid until the next
-        call.
-        """
-        plan, slot_idx, _, route, num_rows, _ = sent
-        return Landed(*self._pool.tensors(slot_idx, plan, num_rows, route.chunk.memory, route.address))
+    def lease(self, stream: int) -> SlotLease:
+        """Returns a slot for the next dispatch on the stream."""
+        return SlotLease(self._pool, stream)
 
     def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0: a captured use keeps the memory for good."""
         self._pool.note_use(stream)
 
     def _allocate(self, slot_bytes: int) -> None:
-        self._slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
-        self._memory = SymmetricMemory.allocate(self._num_slots * self._slot_bytes, self._group, self._device)
+        slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
+        # Where there is no room, all stays as it is.
+        self._memory = SymmetricMemory.allocate(self._num_slots * slot_bytes, self._roll_call, self._device)
+        self._slot_bytes = slot_bytes
         self._pool = _cuda.SlotPool(
             base=self._memory.local.data_ptr(),
             slot_bytes=self._slot_bytes,

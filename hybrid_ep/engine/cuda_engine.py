@@ -13,8 +13,8 @@ Low-latency calls are in cuda_low_latency.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from torch import Tensor
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import Fp8Format
-from hybrid_ep.core.streams import current_raw_stream
-from hybrid_ep.engine.arena import Arena, Landed
+from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.engine.agreement import ABSENT
+from hybrid_ep.engine.arena import Arena, Landed, SlotLease
 from hybrid_ep.engine.base import (
     Combined,
     Dispatched,
@@ -37,14 +38,45 @@ from hybrid_ep.engine.base import (
     Routing,
     Rows,
 )
+from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
+from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, scale_kind
-from hybrid_ep.engine.cuda_route import Mail, PermuteState, Route, RouteMemory, Sent, address, aligned
+from hybrid_ep.engine.cuda_route import (
+    Mail,
+    PermuteState,
+    Route,
+    RouteMemory,
+    address,
+    aligned,
+    aligned_rows,
+)
+from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
-from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
+from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
 __all__ = ["CudaEngine"]
+
+
+class _Sent(NamedTuple):
+    """A dispatch that is on its way.
+
+    Attributes:
+        plan: of the call.
+        lease: of the slot where its rows land.
+        stream: that it runs on.
+        route: which it makes or takes.
+        num_rows: of the result.
+        reported: ``[LE]`` int32 on the host; None where the host did not wait for them.
+    """
+
+    plan: _cuda.DispatchPlan
+    lease: SlotLease
+    stream: int
+    route: Route
+    num_rows: int
+    reported: Tensor | None
 
 
 class CudaEngine(Engine):
@@ -75,16 +107,17 @@ class CudaEngine(Engine):
         self._index: int = torch.cuda.current_device()
         self._torch = TorchEngine(group, grid, timeout_s, number)
         self.traffic = self._torch.traffic
-        self._control = SymmetricMemory.allocate(_cuda.control_bytes, group, self.device)
+        roll_call = RollCall(group, grid.rank, timeout_s, number)
+        self._control = SymmetricMemory.allocate(_cuda.control_bytes, roll_call, self.device)
         self._communicator = _cuda.Communicator(
             rank=grid.rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
-        self._arena = Arena(group, self.device, self._communicator, self._torch.barrier, env.POOL_SLOTS.get())
+        self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
-        self._last_stream: torch.cuda.Stream | None = None
-        self._low_latency = CudaLowLatency(
-            group, grid, self.device, self._communicator, self._torch.barrier, self._order, self._raise_fault
-        )
+        self._number, self._num_dispatches = number, 0
+        self._order = LaunchOrder(self._index)
+        self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
+        self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
 
     def dispatch(
         self,
@@ -97,7 +130,9 @@ class CudaEngine(Engine):
         room: int | None = None,
     ) -> Dispatched:
         sent = self._send(rows, routing, expert_range, 0, num_recv_bound, room, num_sms)
-        landed = self._results(sent)
+        with sent.lease:
+            landed = self._results(sent)
+            self._end()
         assert landed.experts is not None
         handle = self._handle(sent, routing, landed)
         return Dispatched(
@@ -105,8 +140,11 @@ class CudaEngine(Engine):
         )
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
-        route: Route = handle.state
-        landed = self._results(self._send_again(rows, handle, route.num_recv, route.max_recv, 0, num_sms))
+        route = _route_of(handle)
+        sent = self._send_again(rows, handle, route.num_recv, 0, num_sms)
+        with sent.lease:
+            landed = self._results(sent)
+            self._end()
         return _as_sent(rows, landed.rows, landed.scales)
 
     def combine(
@@ -118,11 +156,12 @@ class CudaEngine(Engine):
         bias: tuple[Tensor, ...],
         num_sms: int | None,
     ) -> Combined:
+        route = _route_of(handle)
         stream = self._begin()
         num_rows, hidden = data.shape
         num_weights = 0 if weights is None else weights.shape[1]
         plan = plan_combine(handle.num_tokens, num_rows, hidden, data.dtype, num_weights, num_sms)
-        return self._combine(plan, aligned(data), weights, bias, handle, stream)
+        return self._combine(plan, aligned(data), weights, bias, handle, route, stream)
 
     def dispatch_permuted(
         self,
@@ -138,13 +177,15 @@ class CudaEngine(Engine):
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
         sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, room, num_sms)
-        # A handle holds no slot, so the places move to memory of its own.
-        num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
-        chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.slot_idx == 0)
-        probs = None
-        if routing.topk_weights is not None:
-            probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
-        permuted, landed = self._spread(rows, sent, kept, probs, num_expert_sms)
+        with sent.lease:
+            # A handle holds no slot, so the places move to memory of its own.
+            num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
+            chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.lease.slot_idx == 0)
+            probs = None
+            if routing.topk_weights is not None:
+                probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
+            permuted, landed = self._spread(rows, sent, kept, probs, num_expert_sms)
+            self._end()
         assert landed.counts is not None
         assert landed.overflow is not None
         counts = landed.counts if sent.reported is None else sent.reported
@@ -157,12 +198,12 @@ class CudaEngine(Engine):
     def dispatch_permuted_cached(
         self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
     ) -> Rows:
-        route: Route = handle.dispatch.state
-        state: PermuteState = handle.state
-        num_rows = handle.num_permuted
-        sent = self._send_again(rows, handle.dispatch, num_rows, route.max_recv, handle.pad_multiple, num_sms)
-        state.chunk.note_use(sent.stream)
-        permuted, _ = self._spread(rows, sent, state.address, None, num_expert_sms)
+        state = _state_of(handle)
+        sent = self._send_again(rows, handle.dispatch, handle.num_permuted, handle.pad_multiple, num_sms)
+        with sent.lease:
+            state.chunk.note_use(sent.stream)
+            permuted, _ = self._spread(rows, sent, state.address, None, num_expert_sms)
+            self._end()
         return permuted
 
     def combine_permuted(
@@ -174,8 +215,8 @@ class CudaEngine(Engine):
         num_sms: int | None,
         num_expert_sms: int | None = None,
     ) -> Combined:
+        state, route = _state_of(handle), _route_of(handle.dispatch)
         stream = self._begin()
-        state: PermuteState = handle.state
         (num_copies, hidden), dispatch = data.shape, handle.dispatch
         num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
         state.begin_combine(self._communicator, num_recv, num_topk, stream)
@@ -197,14 +238,13 @@ class CudaEngine(Engine):
             num_expert_sms,
         )
         experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(plan, sums, weights, (), dispatch, stream, experts)
+        return self._combine(plan, sums, weights, (), dispatch, route, stream, experts)
 
     def room_of(self, handle: DispatchHandle) -> int:
-        route: Route = handle.state
-        return route.max_recv
+        return _route_of(handle).max_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
-        if not handle.state.waited:
+        if not _state_of(handle).waited:
             super().raise_on_overflow(handle)
 
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
@@ -250,13 +290,14 @@ class CudaEngine(Engine):
         given_up = self._low_latency.given_up()
         if given_up:
             self.set_masked(given_up, True)
-        self._raise_fault()
+        self.raise_pending()
         return self._torch.masked().to(self.device)
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         # Before the ranks meet, or a call that is forgotten would fail a meeting that succeeds.
-        self._raise_fault(self._low_latency.lately_masked)
+        self._raise_late()
+        self._low_latency.raise_fault(self._low_latency.lately_masked)
         self._torch.barrier()
         self._low_latency.reset()
         torch.cuda.synchronize(self.device)
@@ -267,71 +308,36 @@ class CudaEngine(Engine):
         torch.cuda.synchronize(self.device)
         self._low_latency.close()
         self._torch.close()
-        self._raise_fault()
+        self.raise_pending()
 
     def raise_pending(self) -> None:
-        self._raise_fault()
+        self._raise_late()
+        self._low_latency.raise_fault()
 
     # How a call begins and what it leaves behind.
 
     def _begin(self) -> int:
-        """Raises what an earlier call left, orders this call after it, and returns the stream."""
-        self._raise_fault()
-        return self._order()
+        """Orders this call after the engine's earlier ones, and returns the stream.
 
-    def _order(self) -> int:
-        """Orders the next launch after the engine's earlier ones and returns the stream."""
-        stream = current_raw_stream(self._index)
-        if self._last_stream is None or self._last_stream.cuda_stream != stream:
-            current = torch.cuda.current_stream(self._index)
-            if self._last_stream is not None and self._is_ordered_by_hand(self._last_stream):
-                current.wait_stream(self._last_stream)
-            self._last_stream = current
-        return stream
-
-    @staticmethod
-    def _is_ordered_by_hand(last: torch.cuda.Stream) -> bool:
-        """Whether the current stream must be made to wait for what `last` holds: not in the first call of a capture,
-        which begins when the device is idle, and could not wait for work outside.
+        Raises:
+            TimeoutError: an earlier call has lost a rank. Anything else that one has found wrong `_end` raises, for
+                the other ranks may not know it yet: they launch, and would wait for this one.
         """
-        if not torch.cuda.is_current_stream_capturing():
-            return True
-        with torch.cuda.stream(last):
-            return torch.cuda.is_current_stream_capturing()
+        if self._late is None:
+            self._late = self._low_latency.take_fault()
+        if isinstance(self._late, TimeoutError):
+            self._raise_late()
+        return self._order.begin()
 
-    def _raise_fault(self, known: Collection[int] = ()) -> None:
-        """Raises what a kernel has found wrong, but the loss of a rank that is left out already or `known` to be lost.
+    def _end(self) -> None:
+        """Must follow all that a call does with the arena; raises what an earlier call left."""
+        self._order.end()
+        self._raise_late()
 
-        The receive of a low-latency call may have begun to wait for a rank before its send gave that rank up, and tell
-        it again.
-        """
-        fault = self._communicator.take_fault()
-        if fault is None:
-            return
-        self._low_latency.upload_masks()  # a kernel that gave a rank up has masked it
-        is_known = fault.peer in self._low_latency.masked or fault.peer in known
-        if is_known and fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
-            return
-        self._raise(fault)
-
-    def _raise(self, fault: _cuda.Fault) -> NoReturn:
-        rank = self.grid.rank
-        where = f"{fault.kernel}: {fault.tag}"
-        if fault.kind == _cuda.FaultKind.BAD_EXPERT:
-            raise ConfigError(f"topk_idx of rank {rank} has {fault.seen}; allowed: −1 … {fault.expected - 1}")
-        if fault.kind == _cuda.FaultKind.OVERFLOW:
-            peer = self.grid.domain[fault.peer]
-            raise OverflowError(f"{where}: {fault.seen} at rank {peer}; allowed by the bound: {fault.expected}")
-        peer = self.grid.domain[fault.peer]
-        if fault.kind == _cuda.FaultKind.OTHER_CALL:
-            raise ConfigError(
-                f"{fault.kernel}: {fault.tag} is {fault.expected} at rank {rank} and {fault.seen} at rank {peer}; "
-                "allowed: the same on every rank"
-            )
-        detail = f"it is at step {fault.seen}, expected {fault.expected}"
-        if fault.witness >= 0:
-            detail = f"rank {self.grid.domain[fault.witness]} gave up on it first"
-        raise TimeoutError(where, rank, peer, detail, timeout_s=fault.waited_s)
+    def _raise_late(self) -> None:
+        if self._late is not None:
+            late, self._late = self._late, None
+            raise late
 
     def _send(
         self,
@@ -342,7 +348,7 @@ class CudaEngine(Engine):
         bound: int | None,
         room: int | None,
         num_sms: int | None,
-    ) -> Sent:
+    ) -> _Sent:
         """Launches a dispatch; without a bound, waits until its counts are known and there is room for its rows.
 
         Args:
@@ -355,80 +361,134 @@ class CudaEngine(Engine):
             ConfigError: the call would wait for its counts while a CUDA graph is captured.
         """
         stream = self._begin()
-        if bound is None and torch.cuda.is_current_stream_capturing():
+        if bound is None and is_capturing(self._index):
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens or num_permuted_tokens")
-        rank, num_ranks = self.grid.rank, self.grid.num_ranks
-        topk_idx, topk_weights, num_experts, _ = routing
-        plan = plan_dispatch(
-            rank,
-            num_ranks,
+        topk_idx, topk_weights, num_experts = routing.topk_idx, routing.topk_weights, routing.num_experts
+        plan, refusal = plan_dispatch(
+            self.grid.rank,
+            self.grid.num_ranks,
             rows.data.shape,
             rows.data.dtype,
             scale_kind(rows),
             topk_idx.shape[1],
             num_experts,
+            routing.has_topk,
             topk_weights is not None,
             expert_range,
             pad_multiple,
             bound,
+            room,
             num_sms,
         )
-        data = aligned(rows.data)
         max_rows = 0
         if bound is not None:
             max_rows = bound if room is None else room
-            self._arena.ensure(plan.slot_bytes_for(max_rows))
-        slot_idx = self._arena.take(stream)
-        # With slot 0, the call may be part of a graph.
-        chunk, base = self._routes.take(plan.route_ints, stream, alone=slot_idx == 0)
-        while True:
-            ticket = self._communicator.dispatch(
-                plan,
-                data.data_ptr(),
-                topk_idx.data_ptr(),
-                address(topk_weights),
-                address(rows.scales),
-                base,
-                slot_idx,
-                stream,
+            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to make room
+        sent = aligned_rows(rows)
+        lease = self._arena.lease(stream)
+        try:
+            # With slot 0, the call may be part of a graph.
+            chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.slot_idx == 0)
+            lease, mail, reported = self._launch(
+                plan, sent, topk_idx.data_ptr(), address(topk_weights), base, ABSENT, lease, stream
             )
+            if refusal is not None:
+                raise ConfigError(refusal)
+            number = dispatch_number(self._number, self._num_dispatches)
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
-                return Sent(plan, slot_idx, stream, Route(chunk, base, num_recv, max_rows, max_rows, 0, 0), bound, None)
-            # What needs no counts is done before the wait: behind it, the host races the rows.
-            reported = torch.empty(num_experts // num_ranks, dtype=torch.int32, device="cpu")
-            mail = self._wait_for_counts(ticket, slot_idx, reported)
-            if not mail.needs_room:
-                break
-            self._arena.release(slot_idx)
-            self._arena.ensure(plan.slot_bytes_for(mail.max_rows))
-            slot_idx = self._arena.take(stream)
-        self.traffic.within_domain += mail.num_sent_away * plan.row_bytes
-        max_recv = mail.max_rows if pad_multiple else mail.max_recv
-        num_from_away = mail.num_recv - mail.num_kept
-        route = Route(chunk, base, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away)
-        return Sent(plan, slot_idx, stream, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
+                route = Route(chunk, base, num_recv, max_rows, max_rows, 0, 0, number)
+                return _Sent(plan, lease, stream, route, bound, None)
+            assert mail is not None
+            self.traffic.within_domain += mail.num_sent_away * plan.row_bytes
+            max_recv = mail.max_rows if pad_multiple else mail.max_recv
+            num_from_away = mail.num_recv - mail.num_kept
+            route = Route(
+                chunk, base, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away, number
+            )
+            return _Sent(plan, lease, stream, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
+        except BaseException:
+            lease.give_back()
+            raise
+
+    def _launch(
+        self,
+        plan: _cuda.DispatchPlan,
+        rows: Rows,
+        topk_idx: int,
+        topk_weights: int,
+        route: int,
+        handle: int,
+        lease: SlotLease,
+        stream: int,
+    ) -> tuple[SlotLease, Mail | None, Tensor | None]:
+        """Launches a dispatch until there is room for its rows, in which all ranks agree.
+
+        Args:
+            plan: of the call.
+            rows: aligned.
+            topk_idx, topk_weights, route: addresses.
+            handle: number of the dispatch that made the route; ABSENT where this one does.
+            lease: of the slot where its rows land. It is given back where this raises.
+            stream: that it runs on.
+
+        Returns:
+            The lease of the slot in which they have landed, and of a call that waits for its counts, what the kernel
+            has told, and the counts of the local experts.
+        """
+        num_local = plan.num_local_experts if handle == ABSENT else 0
+        try:
+            while True:
+                ticket = self._communicator.dispatch(
+                    plan,
+                    rows.data.data_ptr(),
+                    topk_idx,
+                    topk_weights,
+                    address(rows.scales),
+                    route,
+                    handle,
+                    lease.slot_idx,
+                    stream,
+                )
+                if handle == ABSENT:
+                    self._num_dispatches += 1
+                if ticket == 0 or plan.is_refused:
+                    return lease, None, None
+                # What needs no counts is done before the wait: behind it, the host races the rows.
+                reported = torch.empty(num_local, dtype=torch.int32, device="cpu")
+                fields = self._communicator.wait_for_counts(ticket, stream, reported.data_ptr(), num_local)
+                if fields is None:
+                    self._raise_failed()
+                mail = Mail(*fields)
+                if not mail.needs_room:
+                    return lease, mail, reported
+                lease.give_back()
+                self._arena.ensure(plan.slot_bytes_for(mail.max_rows))
+                lease = self._arena.lease(stream)
+        except BaseException:
+            lease.give_back()
+            raise
+
+    def _raise_failed(self) -> NoReturn:
+        """Raises why the kernel has sent nothing."""
+        fault = self._low_latency.take_fault()
+        if fault is None:
+            fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
+        raise fault
 
     def _send_again(
-        self,
-        rows: Rows,
-        handle: DispatchHandle,
-        num_rows: int,
-        max_rows: int,
-        pad_multiple: int,
-        num_sms: int | None,
-    ) -> Sent:
+        self, rows: Rows, handle: DispatchHandle, num_rows: int, pad_multiple: int, num_sms: int | None
+    ) -> _Sent:
         """Launches a dispatch along a known route, which needs no counts and no wait.
 
         Args:
             rows, handle, num_sms: as in `dispatch_cached`.
             num_rows: of the result.
-            max_rows: the most that any slot must hold.
             pad_multiple: as in `_send`.
         """
+        route = _route_of(handle)
         stream = self._begin()
-        route: Route = handle.state
         route.chunk.note_use(stream)
         plan = plan_cached_dispatch(
             self.grid.num_ranks,
@@ -438,15 +498,14 @@ class CudaEngine(Engine):
             handle.num_topk,
             handle.num_experts,
             pad_multiple,
-            max_rows,
+            route.max_recv,
             num_sms,
         )
-        self._arena.ensure(plan.slot_bytes_for(max_rows))
-        slot_idx = self._arena.take(stream)
-        data = aligned(rows.data)
-        self._communicator.dispatch(plan, data.data_ptr(), 0, 0, address(rows.scales), route.address, slot_idx, stream)
+        self._arena.holds(plan.slot_bytes_for(route.max_recv))
+        sent = aligned_rows(rows)
+        lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
         self.traffic.within_domain += route.num_sent_away * plan.row_bytes
-        return Sent(plan, slot_idx, stream, route, num_rows, None)
+        return _Sent(plan, lease, stream, route, num_rows, None)
 
     def _combine(
         self,
@@ -455,6 +514,7 @@ class CudaEngine(Engine):
         weights: Tensor | None,
         bias: tuple[Tensor, ...],
         handle: DispatchHandle,
+        route: Route,
         stream: int,
         experts: tuple[int, int, int] = (0, 0, 0),
     ) -> Combined:
@@ -462,10 +522,10 @@ class CudaEngine(Engine):
 
         Args:
             plan, data, weights, bias, handle: as in `combine`; from experts, data and weights are written first.
+            route: of the handle.
             stream: what `_begin` has returned.
             experts: from experts, the addresses of their rows, of their probabilities and of the PermuteState.
         """
-        route: Route = handle.state
         route.chunk.note_use(stream)
         self._arena.ensure(plan.slot_bytes_for(route.max_sent))
         self._arena.note_use(stream)
@@ -484,33 +544,27 @@ class CudaEngine(Engine):
             address(out_weights),
             route.address,
             *experts,
+            route.number,
             stream,
         )
         self.traffic.within_domain += route.num_from_away * plan.row_bytes
+        self._end()
         return Combined(out, out_weights)
 
-    def _wait_for_counts(self, ticket: int, slot_idx: int, reported: Tensor) -> Mail:
-        """Returns what the kernel tells the host, and writes the counts of the local experts."""
-        mail = self._communicator.wait_for_counts(ticket, reported.data_ptr(), len(reported))
-        if mail is not None:
-            return Mail(*mail)
-        self._arena.release(slot_idx)
-        self._raise_fault()
-        raise TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
-
-    def _handle(self, sent: Sent, routing: Routing, landed: Landed) -> DispatchHandle:
+    def _handle(self, sent: _Sent, routing: Routing, landed: Landed) -> DispatchHandle:
         route, prefix = sent.route, landed.rank_prefix
         assert prefix is not None
         num_tokens, num_topk = routing.topk_idx.shape
         return DispatchHandle(prefix, num_tokens, route.num_recv, routing.num_experts, num_topk, self.grid, route)
 
-    def _results(self, sent: Sent) -> Landed:
+    @staticmethod
+    def _results(sent: _Sent) -> Landed:
         """What landed, in the slot itself or copied out of slot 0."""
-        landed = self._arena.landed(sent)
-        return landed if sent.slot_idx else landed.copied()
+        landed = sent.lease.landed(sent.plan, sent.num_rows, sent.route)
+        return landed if sent.lease.slot_idx else landed.copied()
 
     def _spread(
-        self, like: Rows, sent: Sent, kept: int, probs: Tensor | None, num_sms: int | None
+        self, like: Rows, sent: _Sent, kept: int, probs: Tensor | None, num_sms: int | None
     ) -> tuple[Rows, Landed]:
         """Completes expert-major rows where they landed: further copies, pads, scales and probabilities.
 
@@ -521,7 +575,7 @@ class CudaEngine(Engine):
             probs: ``[P]``, written; None without weights.
             num_sms: SMs to use; None = all.
         """
-        plan, slot_idx, stream, route, num_rows, _ = sent
+        plan, lease, stream, route, num_rows, _ = sent
         scales = None
         if like.scales is not None:
             scales = torch.empty(num_rows, like.scales.shape[1], dtype=like.scales.dtype, device=self.device)
@@ -531,16 +585,34 @@ class CudaEngine(Engine):
             kept,
             address(probs),
             address(scales),
-            slot_idx,
+            lease.slot_idx,
             num_rows,
             route.num_recv,
             num_sms or 0,
             stream,
         )
-        landed = self._arena.landed(sent)
-        return _as_sent(like, landed.rows if slot_idx else landed.rows.clone(), scales), landed
+        landed = lease.landed(plan, num_rows, route)
+        return _as_sent(like, landed.rows if lease.slot_idx else landed.rows.clone(), scales), landed
 
 
 def _as_sent(sent: Rows, data: Tensor, scales: Tensor | None) -> Rows:
     """What landed, in the dtype in which it was sent."""
     return Rows(data) if sent.scales is None else Rows(data.view(sent.data.dtype), scales)
+
+
+def _route_of(handle: DispatchHandle) -> Route:
+    """What this engine keeps in a handle.
+
+    Raises:
+        ConfigError: another engine made it.
+    """
+    if not isinstance(handle.state, Route):
+        raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
+    return handle.state
+
+
+def _state_of(handle: PermuteHandle) -> PermuteState:
+    """The same of an expert-major dispatch."""
+    if not isinstance(handle.state, PermuteState):
+        raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
+    return handle.state

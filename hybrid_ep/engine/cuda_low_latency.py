@@ -9,21 +9,25 @@ raises so has been launched nevertheless, and ranks that notice at different tim
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
+from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.engine.agreement import FIELDS, disagreement
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
+from hybrid_ep.engine.cuda_faults import as_error
+from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import address, aligned
+from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ClosedError, ConfigError
+from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 
 __all__ = ["CudaLowLatency"]
 
@@ -157,6 +161,12 @@ class _Region(NamedTuple):
         end = begin + len(self.memory.addresses) * torch.int32.itemsize
         return self.memory.local[begin:end].view(torch.int32)
 
+    def call_of(self, rank: int, buffer_idx: int) -> dict[str, int]:
+        """What a rank's last dispatch through a buffer was like, by keys of `agreement.FIELDS`."""
+        begin = buffer_idx * _cuda.low_latency_channel_bytes + _cuda.low_latency_channel_offsets["shape"]
+        words = self.memory.local[begin:].view(torch.int64)[2 * rank : 2 * rank + 2].tolist()
+        return _cuda.low_latency_call_fields(*(word >> 32 & 0xFFFFFFFF for word in words))
+
 
 class CudaLowLatency:
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
@@ -166,27 +176,24 @@ class CudaLowLatency:
         lately_masked: these, and those that were left out since the ranks last met.
 
     Args:
-        group: the ranks of the domain; None for a single one.
+        roll_call: of the ranks of the domain.
         grid: its geometry.
         device: this rank's GPU.
         communicator: holds the fault record and the timeout.
-        meet: returns when every rank has called it, or raises TimeoutError.
-        order: orders the next launch after the engine's earlier ones and returns the stream.
-        raise_fault: raises what a kernel has found wrong and nobody knows yet.
+        order: of the engine's launches.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        roll_call: RollCall,
         grid: RankGrid,
         device: torch.device,
         communicator: _cuda.Communicator,
-        meet: Callable[[], None],
-        order: Callable[[], int],
-        raise_fault: Callable[[], None],
+        order: LaunchOrder,
     ) -> None:
-        self._group, self._grid, self._device = group, grid, device
-        self._communicator, self._meet, self._order, self._raise_fault = communicator, meet, order, raise_fault
+        self._roll_call, self._grid, self._device = roll_call, grid, device
+        self._communicator, self._order = communicator, order
+        self._is_closed = False
         self._index: int = device.index
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
@@ -233,7 +240,8 @@ class CudaLowLatency:
             )
             buffers.note_received(idx)
             state.is_received = True
-            self._raise_fault()
+            self._order.end()
+            self.raise_fault()
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -247,7 +255,9 @@ class CudaLowLatency:
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
     ) -> Callable[[], None]:
-        state: _State = handle.state
+        state = handle.state
+        if not isinstance(state, _State):
+            raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
         plan, num_tokens = state.plan, state.num_tokens
         if topk_idx.shape != (num_tokens, plan.num_topk):
             allowed = f"{[num_tokens, plan.num_topk]}, as dispatched"
@@ -285,9 +295,50 @@ class CudaLowLatency:
             buffers.note_received(idx)
             if target is not out:
                 out.copy_(target)
-            self._raise_fault()
+            self._order.end()
+            self.raise_fault()
 
         return finish
+
+    def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
+        """Returns what a kernel has found wrong, but the loss of a rank that is left out already or `known` to be lost.
+
+        The receive of a low-latency call may have begun to wait for a rank before its send gave that rank up, and tell
+        it again.
+        """
+        fault = self._communicator.take_fault()
+        if fault is None:
+            return None
+        self.upload_masks()  # a kernel that gave a rank up has masked it
+        is_known = fault.peer in self.masked or fault.peer in known
+        if is_known and fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
+            return None
+        if fault.tag == "shape":
+            return self._other_shape(fault)
+        return as_error(fault, self._grid)
+
+    def _other_shape(self, fault: _cuda.Fault) -> ConfigError:
+        """The error for a peer whose call has another digest: what the call was like stands in the memory of this rank.
+
+        It waits for the current stream. Later calls may have written over it, and in a capture it cannot be read.
+        """
+        rank, peer = self._grid.rank, fault.peer
+        if not is_capturing(self._index):
+            for buffer_idx in range(_cuda.low_latency_buffers):
+                mine, theirs = (self._regions[-1].call_of(r, buffer_idx) for r in (rank, peer))
+                for key in FIELDS:
+                    if mine.get(key) != theirs.get(key):
+                        return disagreement(key, mine[key], rank, theirs[key], peer)
+        return ConfigError(
+            f"{fault.kernel}: the digest of num_experts, top-k, hidden, num_max_dispatch_tokens_per_rank and format is "
+            f"{fault.expected} at rank {rank} and {fault.seen} at rank {peer}; allowed: the same on every rank"
+        )
+
+    def raise_fault(self, known: Collection[int] = ()) -> None:
+        """Raises it."""
+        error = self.take_fault(known)
+        if error is not None:
+            raise error
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         (self.masked.update if masked else self.masked.difference_update)(ranks)
@@ -296,7 +347,7 @@ class CudaLowLatency:
 
     def given_up(self) -> set[int]:
         """The ranks that kernels have masked and the host has not; waits for what the current stream holds."""
-        self._order()
+        self._order.begin()
         masks = [region.masks.tolist() for region in self._regions]
         return {r for r in range(self._grid.num_ranks) if any(of[r] for of in masks)} - self.masked
 
@@ -305,13 +356,14 @@ class CudaLowLatency:
 
         A capture cannot do that: the next call outside of one does.
         """
-        self._has_stale_masks = torch.cuda.is_current_stream_capturing()
+        self._has_stale_masks = is_capturing(self._index)
         if self._has_stale_masks or not self._regions:
             return
         masks = torch.tensor([int(r in self.masked) for r in range(self._grid.num_ranks)], dtype=torch.int32)
-        self._order()
+        self._order.begin()
         for region in self._regions:
             region.masks.copy_(masks)
+        self._order.end()
 
     def reset(self) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running."""
@@ -323,14 +375,16 @@ class CudaLowLatency:
 
     def close(self) -> None:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
-        self._order = self._raise_fault = _refuse
+        self._is_closed = True
         self._regions.clear()
 
     def _begin(self) -> int:
         """Makes up for masks that a capture could not upload, and returns the stream of the next launch."""
+        if self._is_closed:
+            raise ClosedError("the hook of a low-latency call was called after its buffer was closed")
         if self._has_stale_masks:
             self.upload_masks()
-        return self._order()
+        return self._order.begin_low_latency()
 
     def _region_for(self, plan: _Plan) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
@@ -342,17 +396,16 @@ class CudaLowLatency:
         if self._regions:
             capacity = capacity.united_with(self._regions[-1].capacity)
         asked = f"a call needs {capacity.region_bytes} bytes of low-latency memory, more than there are"
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._index):
             raise ConfigError(f"{asked}; allowed in a capture: sizes that were called with before it")
         if self.masked or any(self._dispatches.in_flight + self._combines.in_flight):
             raise ConfigError(
                 f"{asked}, while ranks {sorted(self.masked)} are masked or a hook has not been called; allowed: the "
                 "first call of a size with all ranks and no other call on its way"
             )
-        # A peer may still be writing to what is replaced here.
+        # A peer may still be writing to what is replaced here: the ranks meet before it is.
         torch.cuda.synchronize(self._device)
-        self._meet()
-        memory = SymmetricMemory.allocate(capacity.region_bytes, self._group, self._device)
+        memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)
         native = _cuda.LowLatencyRegion(communicator=self._communicator, memory=memory.addresses, capacity=capacity)
         if self._regions and not self._regions[-1].native.was_captured:
             self._regions.pop()
@@ -366,7 +419,3 @@ class CudaLowLatency:
             return Rows(rows)
         scales = torch.empty_strided(plan.scales, plan.scale_strides, dtype=plan.scale_type, device=self._device)
         return Rows(rows, scales)
-
-
-def _refuse() -> NoReturn:
-    raise ClosedError("the hook of a low-latency call was called after its buffer was closed")

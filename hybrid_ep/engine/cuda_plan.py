@@ -6,14 +6,25 @@ A plan is a pure function of sizes and types: it holds no memory, and serves eve
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from hybrid_ep import _cuda
+from hybrid_ep.engine.agreement import ABSENT, dtype_code
 from hybrid_ep.engine.base import Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["ScaleKind", "plan_cached_dispatch", "plan_combine", "plan_dispatch", "row_bytes_of", "scale_kind"]
+__all__ = [
+    "DispatchPlan",
+    "ScaleKind",
+    "plan_cached_dispatch",
+    "plan_combine",
+    "plan_dispatch",
+    "refusal_of",
+    "row_bytes_of",
+    "scale_kind",
+]
 
 # Plans of each kind of call; one takes a few hundred bytes, and one that is missing costs its call 10 µs.
 _MAX_PLANS = 1024
@@ -49,6 +60,28 @@ def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
     return row_bytes
 
 
+class DispatchPlan(NamedTuple):
+    """What dispatches of one shape have in common.
+
+    Attributes:
+        native: what the kernels take.
+        refusal: what is wrong with this rank's arguments: the call is made nevertheless, so that all ranks learn it;
+            None where nothing is.
+    """
+
+    native: _cuda.DispatchPlan
+    refusal: str | None
+
+
+def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
+    """Says which argument of a rank is wrong, in the same words at every rank."""
+    if kind == _cuda.FaultKind.TOO_MANY_TOKENS:
+        return f"tokens of rank {rank} are {value}; allowed with the cuda engine: ≤ {allowed}"
+    if kind == _cuda.FaultKind.BAD_BOUND:
+        return f"num_dispatched_tokens of rank {rank} is {value}; allowed: ≤ {allowed}, what all ranks can send"
+    return f"topk_idx of rank {rank} has {value}; allowed: −1 … {allowed - 1}"
+
+
 @functools.lru_cache(_MAX_PLANS)
 def plan_dispatch(
     rank: int,
@@ -58,29 +91,35 @@ def plan_dispatch(
     scales: ScaleKind | None,
     num_topk: int,
     num_experts: int,
+    has_topk: bool,
     has_weights: bool,
     expert_range: tuple[int, int],
     pad_multiple: int,
     bound: int | None,
+    room: int | None,
     num_sms: int | None,
-) -> _cuda.DispatchPlan:
+) -> DispatchPlan:
     """Plans a dispatch that makes its route.
 
     Args:
         rank, num_ranks: of the domain.
         shape, dtype, scales: of the rows that are sent.
-        num_topk, num_experts, has_weights: of the routing.
+        num_topk, num_experts, has_topk, has_weights: of the routing.
         expert_range: (first, end) of the experts that are reported; equal at all ranks, or each rank's own.
         pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
         bound: rows of the result; None = the host waits for the counts.
+        room: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
 
     Raises:
-        ConfigError: more tokens or experts than the kernels take, or rows that they cannot move.
+        ConfigError: more experts than the kernels take, or rows that they cannot move.
     """
     num_tokens, hidden = shape
+    kind, value, allowed = _cuda.FaultKind.NONE, 0, 0
     if num_tokens > _cuda.max_tokens:
-        raise ConfigError(f"tokens of rank {rank} are {num_tokens}; allowed: ≤ {_cuda.max_tokens}")
+        kind, value, allowed, num_tokens = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, _cuda.max_tokens, 0
+    elif bound is not None and room is not None and bound > room:
+        kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, room
     if num_experts > _cuda.max_experts:
         raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
     row_bytes_of(hidden, dtype)
@@ -89,7 +128,7 @@ def plan_dispatch(
     # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
     asks_for_own = end - first == num_local and first == rank * num_local
     num_scales, scale_dtype = scales or (0, torch.float32)
-    return _cuda.DispatchPlan(
+    native = _cuda.DispatchPlan(
         makes_route=True,
         num_ranks=num_ranks,
         num_tokens=num_tokens,
@@ -107,7 +146,16 @@ def plan_dispatch(
         row_limit=bound or 0,
         waits_for_counts=bound is None,
         num_sms=num_sms or 0,
+        dtype=dtype_code(dtype),
+        scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
+        has_topk=has_topk,
+        num_worst_tokens=bound if bound is not None and room is None else ABSENT,
+        room=ABSENT if bound is None else bound if room is None else room,
+        refusal=kind,
+        refused_value=value,
     )
+    refusal = None if kind == _cuda.FaultKind.NONE else refusal_of(kind, rank, value, allowed)
+    return DispatchPlan(native, refusal)
 
 
 @functools.lru_cache(_MAX_PLANS)
@@ -146,6 +194,13 @@ def plan_cached_dispatch(
         row_limit=max_rows,
         waits_for_counts=False,
         num_sms=num_sms or 0,
+        dtype=dtype_code(dtype),
+        scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
+        has_topk=True,
+        num_worst_tokens=ABSENT,
+        room=max_rows,
+        refusal=_cuda.FaultKind.NONE,
+        refused_value=0,
     )
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.streams import current_raw_stream
+from hybrid_ep.engine.base import Rows
 
-__all__ = ["Chunk", "Mail", "PermuteState", "Route", "RouteMemory", "Sent", "address", "aligned"]
+__all__ = ["Chunk", "Mail", "PermuteState", "Route", "RouteMemory", "address", "aligned", "aligned_rows"]
 
 _INT_BYTES = 4
 _ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
@@ -29,6 +30,7 @@ class Route(NamedTuple):
         max_sent: most rows that any rank sends; what the slots of a combine must hold.
         num_sent_away: rows that this rank sends to others; 0 where the host did not learn it.
         num_from_away: rows that others send to this rank; likewise.
+        number: of the dispatch that made it, equal at all ranks.
     """
 
     chunk: Chunk
@@ -38,6 +40,7 @@ class Route(NamedTuple):
     max_sent: int
     num_sent_away: int
     num_from_away: int
+    number: int
 
 
 @dataclass
@@ -154,29 +157,15 @@ class Mail(NamedTuple):
     max_rows: int
 
 
-class Sent(NamedTuple):
-    """A dispatch that is on its way.
-
-    Attributes:
-        plan: of the call.
-        slot_idx: where its rows land.
-        stream: that it runs on.
-        route: which it makes or takes.
-        num_rows: of the result.
-        reported: ``[LE]`` int32 on the host; None where the host did not wait for them.
-    """
-
-    plan: _cuda.DispatchPlan
-    slot_idx: int
-    stream: int
-    route: Route
-    num_rows: int
-    reported: Tensor | None
-
-
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, moved where it does not begin as the copy engine needs it."""
+    """The tensor, moved where it does not begin as copies and loads of 16 bytes need it."""
     return tensor.clone() if tensor.data_ptr() % _cuda.row_align_bytes else tensor
+
+
+def aligned_rows(rows: Rows) -> Rows:
+    """Rows and scales likewise."""
+    data, scales = rows
+    return Rows(aligned(data), None if scales is None else aligned(scales))
 
 
 def address(tensor: Tensor | None) -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import socket
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 __all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MIN_MEETING_S = 1.0  # processes that start together do not begin at the same millisecond
 _said: set[str] = set()
 
@@ -116,7 +118,7 @@ class _Vote(NamedTuple):
         num_ranks_per_domain: likewise.
         choice: what the rank could serve with; None where that is nothing.
         refusal: why it is nothing.
-        host: its name.
+        host: that it runs on.
     """
 
     engine: str
@@ -138,7 +140,20 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
         choice = choose_engine(asked)
     except ConfigError as error:
         refusal = str(error)
-    return _Vote(asked, num_ranks_per_domain, choice, refusal, socket.gethostname())
+    return _Vote(asked, num_ranks_per_domain, choice, refusal, _host())
+
+
+def _host() -> str:
+    """Returns what tells this host from every other: images and default names give several the same name.
+
+    The kernel draws its boot id at every start. Two containers of one host that have other names count as two: they
+    need not reach each other's memory.
+    """
+    try:
+        boot_id = _BOOT_ID.read_text().strip()
+    except OSError:  # not Linux, or not to be read here
+        boot_id = ""
+    return f"{socket.gethostname()} {boot_id}"
 
 
 def _ranks_per_host(hosts: list[str]) -> int:

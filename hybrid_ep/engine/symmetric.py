@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
 __all__ = ["SymmetricMemory"]
 
 # torch reads this when it allocates; a value that the user has set is left alone.
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_WHERE = "symmetric memory"
 
 
 @dataclass(frozen=True)
@@ -38,62 +39,65 @@ class SymmetricMemory:
     handle: Any
 
     @classmethod
-    def allocate(cls, num_bytes: int, group: dist.ProcessGroup | None, device: torch.device) -> SymmetricMemory:
+    def allocate(cls, num_bytes: int, roll_call: RollCall, device: torch.device) -> SymmetricMemory:
         """Allocates and maps; collective. When it returns, every rank's part is zero and may be written.
 
         Args:
             num_bytes: equal at all ranks.
-            group: the ranks; None for a single one.
+            roll_call: of the ranks.
             device: this rank's GPU.
 
         Raises:
             ConfigError: a rank asks for another number of bytes, or has not as many free.
             TopologyError: the ranks cannot map each other's memory.
+            TimeoutError, TransportError: a rank did not come.
         """
-        if group is None or dist.get_world_size(group) == 1:
+        if roll_call.num_ranks == 1:
             local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             return cls(local, [local.data_ptr()], None)
-        asked = [num_bytes] * dist.get_world_size(group)
-        dist.all_gather_object(asked, num_bytes, group)
-        for rank, theirs in enumerate(asked):
-            if theirs != num_bytes:
+        for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: bytes", str(num_bytes))):
+            if int(theirs) != num_bytes:
                 raise ConfigError(
-                    f"bytes of symmetric memory are {num_bytes} at rank {dist.get_rank(group)} and {theirs} at rank "
+                    f"bytes of symmetric memory are {num_bytes} at rank {roll_call.rank} and {theirs} at rank "
                     f"{rank}; allowed: the same on every rank, hence the same sizes in all calls"
                 )
-        return cls._map(num_bytes, group, device)
+        return cls._map(num_bytes, roll_call, device)
 
     @classmethod
-    def _map(cls, num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
+    def _map(cls, num_bytes: int, roll_call: RollCall, device: torch.device) -> SymmetricMemory:
         import torch.distributed._symmetric_memory as symm_mem
 
         os.environ.setdefault(_NO_MULTICAST, "1")
-        obstacle = None
+        group = roll_call.group
+        assert group is not None
+        obstacle = ""
         try:
             local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
             local.zero_()
         except RuntimeError as error:
             obstacle = str(error)
         # What one rank lacks the others learn before they wait for it.
-        obstacles = [obstacle] * dist.get_world_size(group)
-        dist.all_gather_object(obstacles, obstacle, group)
-        for rank, theirs in enumerate(obstacles):
-            if theirs is not None:
+        for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: allocation", obstacle)):
+            if theirs:
                 raise ConfigError(
                     f"bytes of symmetric memory are {num_bytes}, for which rank {rank} has no room: {theirs}; allowed: "
                     "what is free on every GPU"
                 )
+        addresses: list[int] = []
+        handle = None
         try:
-            handle = symm_mem.rendezvous(local, group)
+            with torch.cuda.device(device):
+                handle = symm_mem.rendezvous(local, group)
+            # A handle is of an allocation, which may hold more than this tensor.
+            offset = local.data_ptr() - handle.buffer_ptrs[roll_call.rank]
+            addresses = [address + offset for address in handle.buffer_ptrs]
+            torch.cuda.synchronize(device)
         except RuntimeError as error:
-            raise TopologyError(
-                f"the {dist.get_world_size(group)} ranks of the group cannot map each other's GPU memory: {error}; "
-                "allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
-            ) from error
-        rank = dist.get_rank(group)
-        # A handle is of an allocation, which may hold more than this tensor.
-        offset = local.data_ptr() - handle.buffer_ptrs[rank]
-        addresses = [address + offset for address in handle.buffer_ptrs]
-        torch.cuda.synchronize(device)
-        dist.barrier(group)
+            obstacle = str(error)
+        for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: mapping", obstacle)):
+            if theirs:
+                raise TopologyError(
+                    f"the {roll_call.num_ranks} ranks of the group cannot map each other's GPU memory: rank {rank}: "
+                    f"{theirs}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
+                )
         return cls(local, addresses, handle)

@@ -21,7 +21,8 @@ def check_dropped_rows(num_trials: int) -> None:
     from hybrid_ep import _cuda
 
     rank, sent, all_bytes = dist.get_rank(), draw_exact(0, 2, hidden=128), -1
-    free, told = (_cuda.low_latency_combine_offsets[name] for name in ("free_epoch", "sent"))
+    combine = _cuda.low_latency_buffers * _cuda.low_latency_channel_bytes
+    free, told = (combine + _cuda.low_latency_channel_offsets[name] for name in ("free_epoch", "sent"))
     with hybrid_ep.Buffer(dist.group.WORLD, low_latency_mode=True, engine="cuda", timeout_s=_TIMEOUT_S) as buffer:
         for trial in range(num_trials):
             buffer.clean_low_latency_buffer(MAX_TOKENS, 128, sent.num_experts)

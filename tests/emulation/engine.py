@@ -49,10 +49,12 @@ def install(module_path: str) -> None:
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
 
-    from hybrid_ep.engine import arena, cuda_engine, select, symmetric
+    from hybrid_ep.engine import arena, cuda_engine, cuda_low_latency, cuda_order, select, symmetric
 
     select._cuda_obstacle = lambda: None
-    arena.current_raw_stream = cuda_engine.current_raw_stream = lambda _: 0
+    arena.current_raw_stream = cuda_order.current_raw_stream = lambda _: 0
+    for module in (arena, cuda_engine, cuda_low_latency, cuda_order):
+        module.is_capturing = lambda _: False
     cuda_engine.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
 
@@ -67,22 +69,20 @@ class _TorchOnCpu(ModuleType):
         return getattr(torch, name)
 
 
-def _map(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def _map(num_bytes: int, roll_call: Any, device: torch.device) -> Any:
     """Memory of files that every rank maps."""
     from hybrid_ep.engine.symmetric import SymmetricMemory
 
     file, path = tempfile.mkstemp(dir="/dev/shm", prefix="hybrid_ep_emulation_")
     os.ftruncate(file, num_bytes)
-    paths = [""] * dist.get_world_size(group)
-    dist.all_gather_object(paths, path, group)
     mappings = []
-    for name in paths:
+    for name in roll_call.gather("paths", path):
         with open(name, "r+b") as peer:
             mappings.append(torch.frombuffer(mmap.mmap(peer.fileno(), num_bytes), dtype=torch.uint8))
-    dist.barrier(group)
+    roll_call.gather("mapped", "")
     os.close(file)
     os.unlink(path)
-    return SymmetricMemory(mappings[dist.get_rank(group)], [mapping.data_ptr() for mapping in mappings], mappings)
+    return SymmetricMemory(mappings[roll_call.rank], [mapping.data_ptr() for mapping in mappings], mappings)
 
 
 def run(module_path: str, seed: int, function: str, *args: Any) -> Any:

@@ -131,6 +131,45 @@ def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(3, f"multi_gpu.late_errors.{check}")
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_bad_expert",
+        "check_bound_beyond_room",
+        "check_errors_keep_no_slot",
+        "check_handles_of_others",
+        "check_misaligned_scales",
+        "check_same_bytes",
+        "check_too_many_tokens",
+    ],
+)
+def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"multi_gpu.refusals.{check}")
+
+
+@pytest.mark.parametrize("check", ["room.check_growth", "room.check_pool", "refusals.check_rooms_that_differ"])
+def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, "emulation.small_slots.check_with_small_slots", f"multi_gpu.{check}")
+
+
+def test_a_combine_beyond_its_bound_is_told_to_all(run_emulated: RunEmulated) -> None:
+    check = "multi_gpu.refusals.check_combine_beyond_bound"
+    run_emulated(3, "emulation.small_slots.check_with_small_slots", check)
+
+
+def test_a_rank_that_is_missing_at_the_first_low_latency_call(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "emulation.missing_ranks.check_missing_at_the_first_low_latency_call")
+
+
+def test_dropped_buffers_give_their_memory_back(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.dropped_buffers.check_dropped_buffers")
+
+
+@pytest.mark.parametrize("check", ["check_past_the_last_number", "check_low_latency_past_the_last_number"])
+def test_numbers_of_calls_wrap(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"emulation.late_epochs.{check}")
+
+
 @pytest.mark.parametrize("check", ["normal.check_two_buffers", "hybrid.check_two_buffers"])
 def test_two_buffers(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(3, f"battery.{check}", Case("two_buffers", 3, 20, num_experts=24))

@@ -131,7 +131,7 @@ def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     row_bytes = _cuda.control_count_row_bytes
     counts = control[peer * row_bytes : (peer + 1) * row_bytes].view(torch.int64)
     counts += 1  # the epoch is the lower half of each word
-    control[_cuda.control_rows_epoch_offset :][: 4 * _cuda.max_ranks].view(torch.int32)[peer] += 1
+    control[_cuda.control_offsets["rows_epoch"] :][: 4 * _cuda.max_ranks].view(torch.int32)[peer] += 1
 
 
 def _call(team: _Team) -> NoReturn:

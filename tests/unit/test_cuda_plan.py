@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer, ConfigError, CudaError
+from hybrid_ep.core.checks import MAX_TOPK
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 
 pytest.importorskip("hybrid_ep._cuda")
@@ -26,13 +27,15 @@ def plan(**changes: Any) -> Any:
         "scales": None,
         "num_topk": K,
         "num_experts": E,
+        "has_topk": True,
         "has_weights": True,
         "expert_range": (8, 16),
         "pad_multiple": 0,
         "bound": 50,
+        "room": None,
         "num_sms": None,
     }
-    return plan_dispatch(**given | changes)
+    return plan_dispatch(**given | changes).native
 
 
 def test_calls_of_one_shape_share_a_plan() -> None:
@@ -57,7 +60,6 @@ def test_bytes_of_a_row() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shape": torch.Size((1 << 17, H))}, "tokens of rank 1 are 131072; allowed: ≤ 65536"),
         ({"num_experts": 4096}, "num_experts is 4096; allowed with the cuda engine: ≤ 2048"),
         ({"shape": torch.Size((T, 12))}, "a row of 12 × torch.bfloat16 has 24 bytes; allowed: multiples of 16"),
     ],
@@ -66,6 +68,46 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> No
     for _ in range(2):
         with pytest.raises(ConfigError, match=message):
             plan(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": torch.Size((1 << 17, H))}, "tokens of rank 1 are 131072; allowed with the cuda engine: ≤ 65536"),
+        ({"bound": 51, "room": 50}, "num_dispatched_tokens of rank 1 is 51; allowed: ≤ 50, what all ranks can send"),
+    ],
+)
+def test_what_one_rank_gets_wrong_is_told_in_the_call(changes: dict[str, Any], message: str) -> None:
+    given = {"rank": RANK, "num_ranks": NUM_RANKS, "shape": torch.Size((T, H)), "dtype": torch.bfloat16}
+    given |= {
+        "scales": None,
+        "num_topk": K,
+        "num_experts": E,
+        "has_topk": True,
+        "has_weights": True,
+        "expert_range": (8, 16),
+    }
+    given |= {"pad_multiple": 0, "bound": 50, "room": 50, "num_sms": None}
+    right, wrong = plan_dispatch(**given), plan_dispatch(**given | changes)
+    assert (right.refusal, right.native.is_refused) == (None, False)
+    assert (wrong.refusal, wrong.native.is_refused) == (message, True)
+
+
+def test_the_checks_and_the_kernels_take_the_same_top_k() -> None:
+    assert _cuda.max_topk == MAX_TOPK
+
+
+def test_native_plans_refuse_what_no_control_block_has_room_for() -> None:
+    """The last check before a size becomes an address; Python has looked before."""
+    given = dict.fromkeys(("range_first", "range_step", "range_size", "pad_multiple", "num_sms", "num_scales"), 0)
+    given |= dict.fromkeys(("dtype", "scale_dtype", "num_worst_tokens", "room", "refused_value"), -1)
+    given |= {"num_ranks": NUM_RANKS, "num_tokens": T, "num_topk": K, "num_experts": E, "hidden": H, "row_limit": 1}
+    options: dict[str, Any] = {"makes_route": True, "has_topk": True, "has_weights": True, "waits_for_counts": False}
+    options |= {"row_type": (4, 16), "scale_type": (2, 32), "refusal": _cuda.FaultKind.NONE}
+    _cuda.DispatchPlan(**given, **options)
+    for name, value in [("num_ranks", 73), ("num_tokens", 65537), ("num_topk", 33), ("num_experts", 2049)]:
+        with pytest.raises(ValueError, match=f"is {value}; allowed"):
+            _cuda.DispatchPlan(**given | {name: value}, **options)
 
 
 @pytest.mark.parametrize(

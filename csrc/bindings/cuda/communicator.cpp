@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bindings/cuda/bindings.h"
+#include "common/check.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
@@ -18,7 +19,13 @@ Columns columns(int num, TypePair type) {
 DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int num_topk, int num_experts,
                            bool has_weights, int hidden, TypePair row_type, int num_scales, TypePair scale_type,
                            int range_first, int range_step, int range_size, int pad_multiple, int row_limit,
-                           bool waits_for_counts, int num_sms) {
+                           bool waits_for_counts, int num_sms, int dtype, int scale_dtype, bool has_topk,
+                           int num_worst_tokens, int room, FaultKind refusal, int refused_value) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
+  require(num_tokens >= 0 && num_tokens <= kMaxTokens, "tokens of a rank", num_tokens, "0 … 65536");
+  require(num_topk >= 1 && num_topk <= kMaxTopk, "top-k", num_topk, "1 … 32");
+  require(num_experts >= num_ranks && num_experts <= kMaxExperts, "num_experts", num_experts, "ranks … 2048");
+  require(row_limit >= 0, "row_limit", row_limit, "≥ 0");
   const bool is_permuted = pad_multiple > 0;
   DispatchPlan plan{};
   plan.format.rows = columns(hidden, row_type);
@@ -38,6 +45,7 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
   plan.row_limit = row_limit;
   plan.waits_for_counts = waits_for_counts;
   plan.num_sms = num_sms;
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value};
   return plan;
 }
 
@@ -51,11 +59,12 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
 
 // Waits for the mailbox, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the fields of
 // Mail in cuda_route.py; None when the call has failed.
-py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t counts, int num_counts) {
+py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t stream, uintptr_t counts,
+                           int num_counts) {
   const Mailbox* mail = nullptr;
   {
     const py::gil_scoped_release release;
-    mail = self.wait_mailbox(ticket);
+    mail = self.wait_mailbox(ticket, stream_of(stream));
   }
   if (mail == nullptr) return py::none();
   std::copy_n(mail->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
@@ -69,8 +78,13 @@ void add_plans(py::module_& module) {
            py::arg("num_topk"), py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
-           py::arg("num_sms"))
+           py::arg("num_sms"), py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"),
+           py::arg("num_worst_tokens"), py::arg("room"), py::arg("refusal"), py::arg("refused_value"))
       .def_property_readonly("row_bytes", [](const DispatchPlan& plan) { return plan.format.widths().total(); })
+      .def_property_readonly("num_local_experts",
+                             [](const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; })
+      .def_property_readonly("is_refused",
+                             [](const DispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
       .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })
       .def(
           "slot_bytes_for",
@@ -96,7 +110,10 @@ void add_communicator(py::module_& module) {
       .value("TIMEOUT", FaultKind::kTimeout)
       .value("BAD_EXPERT", FaultKind::kBadExpert)
       .value("OVERFLOW", FaultKind::kOverflow)
-      .value("OTHER_CALL", FaultKind::kOtherCall);
+      .value("OTHER_CALL", FaultKind::kOtherCall)
+      .value("BAD_BOUND", FaultKind::kBadBound)
+      .value("TOO_MANY_TOKENS", FaultKind::kTooManyTokens)
+      .value("NONE", FaultKind::kNone);
   py::class_<Fault>(module, "Fault")
       .def_readonly("kind", &Fault::kind)
       .def_readonly("kernel", &Fault::kernel)
@@ -118,14 +135,14 @@ void add_communicator(py::module_& module) {
       .def(
           "dispatch",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
-             uintptr_t scales, uintptr_t route, int slot_idx, uintptr_t stream) {
+             uintptr_t scales, uintptr_t route, int handle, int slot_idx, uintptr_t stream) {
             return self.dispatch(plan,
                                  {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
                                   pointer<uint32_t>(scales), pointer<int32_t>(route)},
-                                 slot_idx, stream_of(stream));
+                                 handle, slot_idx, stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
-          py::arg("route"), py::arg("slot_idx"), py::arg("stream"))
+          py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("stream"))
       .def(
           "duplicate",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t route, uintptr_t kept, uintptr_t probs,
@@ -141,7 +158,7 @@ void add_communicator(py::module_& module) {
           "combine",
           [](Communicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
              uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t route, uintptr_t expert_rows,
-             uintptr_t probs, uintptr_t kept, uintptr_t stream) {
+             uintptr_t probs, uintptr_t kept, int handle, uintptr_t stream) {
             self.combine(plan,
                          {pointer<uint8_t>(rows),
                           pointer<float>(weights),
@@ -149,13 +166,14 @@ void add_communicator(py::module_& module) {
                           pointer<uint8_t>(out),
                           pointer<float>(out_weights),
                           pointer<int32_t>(route)},
-                         {pointer<uint8_t>(expert_rows), pointer<float>(probs), pointer<int32_t>(kept)},
+                         {pointer<uint8_t>(expert_rows), pointer<float>(probs), pointer<int32_t>(kept)}, handle,
                          stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
           py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
-          py::arg("stream"))
-      .def("wait_for_counts", &wait_for_counts, py::arg("ticket"), py::arg("counts"), py::arg("num_counts"))
+          py::arg("handle"), py::arg("stream"))
+      .def("wait_for_counts", &wait_for_counts, py::arg("ticket"), py::arg("stream"), py::arg("counts"),
+           py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);
 }
 

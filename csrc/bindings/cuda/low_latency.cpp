@@ -2,6 +2,8 @@
 #include "runtime/low_latency.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/dlpack.h"
@@ -33,15 +35,29 @@ void add_low_latency(py::module_& module) {
   module.attr("low_latency_min_tokens_to_sum") = kMinTokensToSum;
   module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
-  // What ranks write to the first buffer of combine, for tests that write in their place.
-  const auto of_combine = [](size_t offset) {
-    return static_cast<int>(LowLatencyKind::kCombine) * sizeof(LowLatencyControl::channels[0]) + offset;
-  };
+  // What stands in a channel, for tests that write in a rank's place: one after the other those of dispatch, one for
+  // each buffer, and those of combine.
+  module.attr("low_latency_channel_bytes") = sizeof(LowLatencyChannel);
   py::dict offsets;
-  offsets["sent"] = of_combine(offsetof(LowLatencyChannel, sent));
-  offsets["weights_epoch"] = of_combine(offsetof(LowLatencyChannel, weights_epoch));
-  offsets["free_epoch"] = of_combine(offsetof(LowLatencyChannel, free_epoch));
-  module.attr("low_latency_combine_offsets") = offsets;
+  offsets["shape"] = offsetof(LowLatencyChannel, shape);
+  offsets["begun"] = offsetof(LowLatencyChannel, begun);
+  offsets["sent"] = offsetof(LowLatencyChannel, sent);
+  offsets["weights_epoch"] = offsetof(LowLatencyChannel, weights_epoch);
+  offsets["free_epoch"] = offsetof(LowLatencyChannel, free_epoch);
+  offsets["send"] = offsetof(LowLatencyChannel, send);
+  offsets["receive"] = offsetof(LowLatencyChannel, receive);
+  module.attr("low_latency_channel_offsets") = offsets;
+  module.def(
+      "low_latency_call_fields",
+      [](uint32_t first, uint32_t second) {
+        const LowLatencyCall call{{first, second}};
+        return std::map<std::string, uint32_t>{{"num_experts", call.num_experts()},
+                                               {"num_topk", call.num_topk()},
+                                               {"hidden", call.hidden()},
+                                               {"max_tokens", call.max_tokens()},
+                                               {"scale_format", call.scale_format()}};
+      },
+      py::arg("first"), py::arg("second"));
   py::enum_<ScaleFormat>(module, "ScaleFormat")
       .value("NONE", ScaleFormat::kNone)
       .value("FLOAT", ScaleFormat::kFloat)

@@ -17,11 +17,19 @@ PYBIND11_MODULE(_cuda, module) {
   });
   module.attr("version") = HYBRID_EP_VERSION;
   module.attr("control_bytes") = sizeof(hybrid_ep::ControlBlock);
+  // For tests that write in a rank's place.
+  py::dict offsets;
+  offsets["counts"] = offsetof(hybrid_ep::ControlBlock, counts);
+  offsets["rows_epoch"] = offsetof(hybrid_ep::ControlBlock, rows_epoch);
+  offsets["ready"] = offsetof(hybrid_ep::ControlBlock, ready);
+  offsets["dispatch_epoch"] = offsetof(hybrid_ep::ControlBlock, dispatch_epoch);
+  offsets["combine_epoch"] = offsetof(hybrid_ep::ControlBlock, combine_epoch);
+  module.attr("control_offsets") = offsets;
   module.attr("control_count_row_bytes") = sizeof(hybrid_ep::CountRow);
-  module.attr("control_rows_epoch_offset") = offsetof(hybrid_ep::ControlBlock, rows_epoch);
   module.attr("max_ranks") = hybrid_ep::kMaxRanks;
   module.attr("max_experts") = hybrid_ep::kMaxExperts;
   module.attr("max_tokens") = hybrid_ep::kMaxTokens;
+  module.attr("max_topk") = hybrid_ep::kMaxTopk;
   module.attr("max_row_bytes") = hybrid_ep::kMaxRowBytes;
   module.attr("row_align_bytes") = hybrid_ep::kRowAlignBytes;
   hybrid_ep::bindings::add_communicator(module);

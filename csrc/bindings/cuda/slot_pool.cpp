@@ -24,7 +24,7 @@ class SlotTensors {
         device_(device),
         memory_(std::move(memory)),
         from_dlpack_(std::move(from_dlpack)),
-        pool_(std::make_shared<SlotPool>(num_slots, stream_getter(std::move(current_stream), device))) {}
+        pool_(std::make_shared<SlotPool>(num_slots, device, stream_getter(std::move(current_stream), device))) {}
 
   SlotPool& pool() { return *pool_; }
   const SlotPool& pool() const { return *pool_; }
@@ -47,7 +47,6 @@ class SlotTensors {
       weights = slot_tensor(slot_idx, layout.weights, num_rows, format.weights);
       scales = slot_tensor(slot_idx, layout.scales, num_rows, format.scales);
     }
-    pool_->release(slot_idx);
     if (plan.makes_route) {
       const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
         return from_dlpack_(
@@ -59,7 +58,9 @@ class SlotTensors {
         overflow = part(plan.route.overflow, {1});
       }
     }
-    return py::make_tuple(rows, experts, weights, scales, rank_prefix, counts, overflow);
+    py::tuple result = py::make_tuple(rows, experts, weights, scales, rank_prefix, counts, overflow);
+    pool_->release(slot_idx);
+    return result;
   }
 
  private:

@@ -102,24 +102,38 @@ class Chunks {
   Tickets<> tickets_;
 };
 
+// Reports in what rank r's call differs.
+__device__ void report_other_combine(const Domain& domain, int r, int word, uint32_t mine, uint32_t theirs) {
+  CallField field = CallField::kHandle;
+  if (word == 0 && mine >> kNumWeightsBits != theirs >> kNumWeightsBits) {
+    field = CallField::kHidden;
+    mine >>= kNumWeightsBits;
+    theirs >>= kNumWeightsBits;
+  } else if (word == 0) {
+    field = CallField::kNumWeights;
+    mine &= (1u << kNumWeightsBits) - 1;
+    theirs &= (1u << kNumWeightsBits) - 1;
+  }
+  report_other_call(domain.fault, KernelName::kCombine, field, domain.rank, r, mine, theirs);
+}
+
 // Waits until all ranks may be written. Collective over a warp, one of which reports ranks whose calls differ; then
 // *is_same is false. Returns false if a rank has not come.
 __device__ bool wait_until_ready(const CombineParams& params, const Waiter& waiter, uint32_t epoch, bool reports,
                                  bool* is_same) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
-  const uint32_t record_bytes = params.record_bytes;
   bool ok = true;
   *is_same = true;
-  for (int r = threadIdx.x % 32; r < domain.num_ranks; r += 32) {
+  for (int i = threadIdx.x % 32; i < kNumReadyWords * domain.num_ranks; i += 32) {
+    const int r = i / kNumReadyWords, word = i % kNumReadyWords;
     if (r == domain.rank) continue;
-    uint32_t theirs = record_bytes;  // also of a rank that has ended this call and begun another
-    ok &= waiter.until_epoch(&own.ready[r], epoch, r, WaitTag::kReady, &theirs);
-    if (theirs == record_bytes) continue;
+    const uint32_t mine = params.call[word];
+    uint32_t theirs = mine;  // also of a rank that has ended this call and begun another
+    ok &= waiter.until_epoch(&own.ready[r][word], epoch, r, WaitTag::kReady, &theirs);
+    if (theirs == mine) continue;
     *is_same = false;
-    if (!reports) continue;
-    report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kCombine, WaitTag::kRecordBytes, domain.rank, r,
-                 record_bytes, theirs);
+    if (reports) report_other_combine(domain, r, word, mine, theirs);
   }
   *is_same = __all_sync(kAllLanes, *is_same);
   return __all_sync(kAllLanes, ok);
@@ -230,7 +244,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   ControlBlock& own = *domain.control[domain.rank];
   const Waiter waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns, domain.control,
                       domain.num_ranks);
-  const uint32_t epoch = ptx::load_acquire_gpu(&own.combine_epoch) + 1;
+  const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
 
   // CTAs that have started wait for none that has not: the first sum rows of experts, and these wait for nothing.
   int cta = blockIdx.x;  // among those that combine
@@ -244,9 +258,10 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
 
   // This kernel runs, so nothing reads the arena's first slot any more: peers may write it.
   if (is_first) {
-    for (int r = threadIdx.x; r < domain.num_ranks; r += kCombineThreads) {
-      ptx::store_release_system(&domain.control[r]->ready[domain.rank],
-                                static_cast<uint64_t>(params.record_bytes) << 32 | epoch);
+    for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kCombineThreads) {
+      const int word = i % kNumReadyWords;
+      ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[domain.rank][word],
+                                static_cast<uint64_t>(params.call[word]) << 32 | epoch);
     }
   }
   find_bases(params, routes, reinterpret_cast<int32_t*>(shared));

@@ -35,11 +35,13 @@ __device__ void find_bases(const CombineParams& params, CombineRoutes& routes, i
     for (int j = 0; j < r; ++j) recv_base += j == me ? 0 : count(me, j);
     routes.send_base[r] = send_base;
     routes.recv_base[r] = r == me ? routes.send_begin[r] : recv_base;
-    // Only a rank's arena that was sized by a bound can be too small.
-    const int recv_end = recv_base + (r == me ? 0 : count(me, r));
-    if (blockIdx.x == 0 && recv_end > params.slot.capacity) {
+    // Only arenas that were sized by a bound can be too small. Every rank sees it, and reports it alike.
+    if (blockIdx.x != 0) continue;
+    int num_partial = 0;
+    for (int j = 0; j < num_ranks; ++j) num_partial += j == r ? 0 : count(r, j);
+    if (num_partial > params.slot.capacity) {
       report_fault(params.domain.fault, FaultKind::kOverflow, KernelName::kCombine, WaitTag::kPartialRows, me, r,
-                   params.slot.capacity, recv_end);
+                   params.slot.capacity, num_partial);
     }
   }
   __syncthreads();

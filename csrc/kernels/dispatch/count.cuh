@@ -11,6 +11,13 @@ namespace {
 
 constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
 
+// Of a call with an index that is none. The others learn it with the counts.
+__device__ void refuse_expert(ControlBlock& own, int64_t expert) {
+  const int64_t value = max(static_cast<int64_t>(INT32_MIN), min(static_cast<int64_t>(INT32_MAX), expert));
+  atomicCAS(&own.refused, 0ull,
+            static_cast<unsigned long long>(FaultKind::kBadExpert) << 32 | static_cast<uint32_t>(value));
+}
+
 // Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
 __device__ void count_tokens(const DispatchParams& params, const Range tokens, DispatchRoutes& routes,
                              uint8_t* shared) {
@@ -33,8 +40,7 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
   };
   const auto count_step = [&](int token, int64_t expert) {
     if (expert < -1 || expert >= params.num_experts) {
-      report_fault(params.domain.fault, FaultKind::kBadExpert, KernelName::kDispatch, WaitTag::kCounts,
-                   params.domain.rank, -1, params.num_experts, expert);
+      refuse_expert(*params.domain.control[params.domain.rank], expert);
       expert = -1;
     }
     const unsigned same_expert = __match_any_sync(kAllLanes, static_cast<int>(expert));

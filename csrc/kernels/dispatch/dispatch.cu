@@ -129,7 +129,7 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
   }
   if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
   // Rows between what arrives and the bound: nobody sends them, so they are marked here.
-  const int64_t limit = params.row_limit;
+  const int64_t limit = min(params.row_limit, params.slot.capacity);
   const int64_t first_free = min(static_cast<int64_t>(routes.num_recv[domain.rank]), limit);
   uint8_t* slot = routes.slot[domain.rank];
   const int64_t offset = static_cast<int64_t>(blockIdx.x) * num_threads + thread;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   ControlBlock& own = *domain.control[domain.rank];
   const Waiter waiter(domain.fault, KernelName::kDispatch, domain.rank, domain.timeout_ns, domain.control,
                       domain.num_ranks);
-  const uint32_t epoch = ptx::load_relaxed_gpu(&own.dispatch_epoch) + 1;
+  const uint32_t epoch = next_epoch(ptx::load_relaxed_gpu(&own.dispatch_epoch));
   const int warp = threadIdx.x / 32;
   const bool makes_route = params.topk_idx != nullptr;
 
@@ -161,7 +161,13 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
   // Count, and tell every rank.
   bool ok = true;
-  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) routes.recv_base[r] = routes.num_recv[r] = 0;
+  if (params.mailbox != nullptr && blockIdx.x + threadIdx.x == 0) {
+    ptx::store_relaxed_system(&params.mailbox->started, params.ticket);
+  }
+  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
+    routes.recv_base[r] = routes.num_recv[r] = 0;
+    routes.other_column[r] = CountRow::kNumCallColumns;
+  }
   if (makes_route) {
     count_tokens(params, warp_tokens, routes, shared);
     __syncthreads();
@@ -196,7 +202,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     }
   }
 
-  // Learn from every rank, and decide alike: if a slot is too small, or calls differ, nobody sends.
+  // Learn from every rank, and decide alike: if a slot is too small, calls differ or one is refused, nobody sends.
   ok &= learn_call(params, waiter, epoch, routes);
   if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
     ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
@@ -204,13 +210,14 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   ok = __syncthreads_and(ok);
   bool is_same = true, lacks_room = false;
   for (int r = threadIdx.x; r < domain.num_ranks && ok; r += kDispatchThreads) {
-    is_same &= makes_same_call(params, routes, r);
+    is_same &= accepts_call(params, routes, r);
   }
   is_same = __syncthreads_and(is_same);
   if (ok && is_same) ok = find_bases(params, waiter, epoch, routes, expert_base);
   ok = __syncthreads_and(ok);
   for (int r = threadIdx.x; r < domain.num_ranks && ok && is_same; r += kDispatchThreads) {
-    lacks_room |= !routes.call[r][CountRow::kIsBound] && routes.needed[r] > routes.call[r][CountRow::kRowLimit];
+    lacks_room |=
+        params.is_bound ? params.room > params.slot.capacity : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
   }
   lacks_room = __syncthreads_or(lacks_room);
   MailStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;

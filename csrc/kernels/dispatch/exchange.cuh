@@ -26,13 +26,15 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
                             : sum_over_ctas(*domain.control[domain.rank], i, gridDim.x);
       tell(i < num_ranks ? CountRow::kTokensPerRank + i : CountRow::kTokensPerExpert + i - num_ranks, count);
     }
-    if (threadIdx.x != kDispatchThreads - 1) continue;
-    tell(CountRow::kSlotIdx, params.slot_idx);
-    tell(CountRow::kRowLimit, params.row_limit);
-    tell(CountRow::kNumExperts, params.num_experts);
-    tell(CountRow::kRecordBytes, params.record_bytes);
-    tell(CountRow::kPadMultiple, params.pad_multiple);
-    tell(CountRow::kIsBound, params.is_bound);
+    // By the last threads, one for each column.
+    const int column = kDispatchThreads - 1 - threadIdx.x;
+    if (column >= CountRow::kNumCallColumns) continue;
+    int value = params.call[column];
+    if (column == CountRow::kRefusal || column == CountRow::kRefusedValue) {
+      const unsigned long long refused = __ldcg(&domain.control[domain.rank]->refused);
+      if (refused != 0) value = static_cast<int>(column == CountRow::kRefusal ? refused >> 32 : refused);
+    }
+    tell(column, value);
   }
 }
 
@@ -80,12 +82,18 @@ __device__ bool learn_columns(const DispatchParams& params, const Waiter& waiter
                kDispatchThreads, cell_of, visit);
 }
 
-// What every rank tells of its call, and the sums over ranks of what they send to each: to routes that are 0.
+// What every rank tells of its call, and the sums over ranks of what they send to each: to routes that are cleared.
 __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes) {
   const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
   return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
+    if (cell.column < CountRow::kFirstField) {
+      // Whatever a rank tells, nothing is stored beyond its slot.
+      const bool is_limit = cell.column == CountRow::kRowLimit;
+      routes.call[cell.source][cell.column] = is_limit ? min(value, params.slot.capacity) : value;
+      return;
+    }
     if (cell.column < CountRow::kNumCallColumns) {
-      routes.call[cell.source][cell.column] = value;
+      if (value != params.call[cell.column]) atomicMin(&routes.other_column[cell.source], cell.column);
       return;
     }
     const int r = cell.column - CountRow::kTokensPerRank;
@@ -95,20 +103,29 @@ __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, u
   });
 }
 
-// Whether rank r makes the same call: where rows land follows from all ranks' alike. One thread for each rank.
-__device__ bool makes_same_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
+// Whether rank r makes the same call and has found nothing wrong with it; what a rank has found wrong all ranks report.
+// One thread for each rank.
+__device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
   const Domain& domain = params.domain;
-  const auto is_same = [&](WaitTag what, CountRow::Column column, int mine) {
-    const int seen = routes.call[r][column];
-    if (seen != mine && blockIdx.x == 0) {
-      report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kDispatch, what, domain.rank, r, mine, seen);
-    }
-    return seen == mine;
-  };
-  return is_same(WaitTag::kNumExperts, CountRow::kNumExperts, params.num_experts) &&
-         is_same(WaitTag::kRecordBytes, CountRow::kRecordBytes, params.record_bytes) &&
-         is_same(WaitTag::kPadMultiple, CountRow::kPadMultiple, params.pad_multiple) &&
-         is_same(WaitTag::kBound, CountRow::kIsBound, params.is_bound);
+  const int column = routes.other_column[r], refusal = routes.call[r][CountRow::kRefusal];
+  const bool is_same = column == CountRow::kNumCallColumns;
+  if (is_same && refusal == 0) return true;
+  if (blockIdx.x != 0) return false;
+  if (!is_same) {
+    const uint64_t word = ptx::load_relaxed_system(&domain.control[domain.rank]->counts[r].words[column]);
+    report_other_call(domain.fault, KernelName::kDispatch, static_cast<CallField>(column - CountRow::kFirstField),
+                      domain.rank, r, params.call[column], static_cast<int32_t>(word >> 32));
+    return false;
+  }
+  // What the host of this rank has refused it knows.
+  const auto kind = static_cast<FaultKind>(refusal);
+  if (r == domain.rank && kind != FaultKind::kBadExpert) return false;
+  const int allowed = kind == FaultKind::kBadExpert  ? params.num_experts
+                      : kind == FaultKind::kBadBound ? params.room
+                                                     : kMaxTokens;
+  report_fault(domain.fault, kind, KernelName::kDispatch, WaitTag::kCounts, domain.rank, r, allowed,
+               routes.call[r][CountRow::kRefusedValue]);
+  return false;
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
     mailbox.num_kept = routes.sent[domain.rank];
     mailbox.max_recv = max_recv;
     mailbox.max_sent = max_sent;
-    mailbox.max_rows = max_rows;
+    mailbox.max_rows = params.is_bound ? params.room : max_rows;
   }
   ptx::store_release_system(&mailbox.ticket, params.ticket);
   return ok;

@@ -17,15 +17,16 @@ constexpr int kWarps = kDispatchThreads / 32;
 
 // What a CTA knows about the call once the counts are exchanged.
 struct DispatchRoutes {
-  int warp_counts[kWarps][kMaxRanks];              // tokens per rank; turned into exclusive sums over warps
-  int cta_base[kMaxRanks];                         // tokens to r in the CTAs before
-  int cta_count[kMaxRanks];                        // tokens to r in this CTA
-  int call[kMaxRanks][CountRow::kNumCallColumns];  // what r has told of its call
-  int recv_base[kMaxRanks];                        // this rank's first row at r
-  int num_recv[kMaxRanks];                         // rows that r receives
-  int sent[kMaxRanks];                             // tokens from this rank to r
-  int needed[kMaxRanks];                           // rows that r's slot must hold
-  uint8_t* slot[kMaxRanks];                        // r's slot, as this rank maps it
+  int warp_counts[kWarps][kMaxRanks];          // tokens per rank; turned into exclusive sums over warps
+  int cta_base[kMaxRanks];                     // tokens to r in the CTAs before
+  int cta_count[kMaxRanks];                    // tokens to r in this CTA
+  int call[kMaxRanks][CountRow::kFirstField];  // what r has told of its call
+  int other_column[kMaxRanks];                 // the first in which r's call differs; kNumCallColumns if none does
+  int recv_base[kMaxRanks];                    // this rank's first row at r
+  int num_recv[kMaxRanks];                     // rows that r receives
+  int sent[kMaxRanks];                         // tokens from this rank to r
+  int needed[kMaxRanks];                       // rows that r's slot must hold
+  uint8_t* slot[kMaxRanks];                    // r's slot, as this rank maps it
 };
 
 struct Range {

@@ -179,8 +179,12 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     if (blockIdx.x == 0 && present[peer]) {
       const uint32_t value = params.digest << 16 | params.num_tokens;
-      ptx::store_relaxed_system(&channel_of(domain, peer).begun[domain.rank],
-                                static_cast<uint64_t>(value) << 32 | this_epoch);
+      LowLatencyChannel& there = channel_of(domain, peer);
+      ptx::store_relaxed_system(&there.begun[domain.rank], static_cast<uint64_t>(value) << 32 | this_epoch);
+      for (int i = 0; i < kNumShapeWords; ++i) {
+        ptx::store_relaxed_system(&there.shape[domain.rank][i],
+                                  static_cast<uint64_t>(params.call.words[i]) << 32 | this_epoch);
+      }
     }
     if (peer == 0) epoch = this_epoch;
   }
@@ -326,7 +330,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   extern __shared__ __align__(128) uint8_t stages[];
   const LowLatencyDomain& domain = params.domain;
   const int num_ranks = domain.num_ranks, max_tokens = params.shape.max_tokens;
-  const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(domain, domain.rank).receive.epoch) + 1;
+  const uint32_t epoch = next_epoch(channel_of(domain, domain.rank).receive);
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const bool is_first_cta = blockIdx.x + blockIdx.y == 0;
@@ -344,8 +348,8 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     const uint32_t digest = value >> 16;
     is_other_call = digest != params.digest;
     if (is_other_call && is_first_cta) {
-      report_fault(domain.fault, FaultKind::kOtherCall, KernelName::kLowLatencyDispatch, WaitTag::kShape, domain.rank,
-                   tid, params.digest, digest);
+      report_other_call(domain.fault, KernelName::kLowLatencyDispatch, CallField::kShape, domain.rank, tid,
+                        params.digest, digest);
     }
   }
   // Where ranks' calls differ nothing is taken, for what one of them sends may lie over another's routes.

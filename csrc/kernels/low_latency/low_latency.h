@@ -19,6 +19,7 @@ struct SendTokensParams {
   const int64_t* topk_idx;  // [T, K]
   int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
   int num_tokens;
+  LowLatencyCall call;
   uint32_t digest;  // of the call
 };
 

@@ -152,11 +152,12 @@ T atomicMin(T* address, std::common_type_t<T> value) {
 using cudaError_t = int;
 using cudaStream_t = void*;
 using cudaEvent_t = void*;
-constexpr cudaError_t cudaSuccess = 0;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600;
 inline const char* cudaGetErrorName(cudaError_t) { return "an error"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "of the emulation"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -186,6 +187,9 @@ inline cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
   return cudaSuccess;
 }
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;

@@ -1,0 +1,41 @@
+// What the ranks of a call must agree on. Names and wording are in hybrid_ep/engine/agreement.py, values too: a field
+// that a call does not have is kAbsent.
+#pragma once
+
+#include <cstdint>
+
+namespace hybrid_ep {
+
+constexpr int32_t kAbsent = -1;
+
+// In the order in which they are compared: the first that differs is named.
+enum class CallField : int32_t {
+  // Of a dispatch.
+  kNumExperts,
+  kNumTopk,
+  kHasTopk,
+  kHasWeights,
+  kHidden,
+  kDtype,
+  kScaleDtype,
+  kNumScales,
+  kNumWorstTokens,
+  kIsBounded,
+  kRoom,
+  kPadMultiple,
+  kHandle,  // that it goes along; a number that the caller gives
+  kNumOfDispatch,
+  // Of a combine, beside kHidden and kHandle.
+  kNumWeights = kNumOfDispatch,
+  kShape  // of a low-latency call: its digest; which field differs the host finds in the channel
+};
+constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
+
+inline const char* key_of(CallField field) {
+  constexpr const char* kKeys[] = {"num_experts", "num_topk",     "has_topk",   "has_weights",      "hidden",
+                                   "dtype",       "scale_dtype",  "num_scales", "num_worst_tokens", "is_bounded",
+                                   "room",        "pad_multiple", "handle",     "num_weights",      "shape"};
+  return kKeys[static_cast<int>(field)];
+}
+
+}  // namespace hybrid_ep

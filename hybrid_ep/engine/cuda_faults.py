@@ -1,0 +1,51 @@
+"""What kernels have found wrong, as errors."""
+
+from __future__ import annotations
+
+from hybrid_ep import _cuda
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.engine.agreement import ABSENT, CALLS, disagreement
+from hybrid_ep.engine.cuda_plan import refusal_of
+from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
+
+__all__ = ["as_error", "dispatch_number"]
+
+_NUMBER_BITS = 24  # of a dispatch, below the number of its buffer
+
+
+def dispatch_number(buffer: int, number: int) -> int:
+    """Returns how ranks know a dispatch: by its buffer and its number there, each modulo what a word holds."""
+    return (buffer & 0x7F) << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
+
+
+def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
+    """Returns the error that tells of a fault, in the same words at every rank that has found the same."""
+    rank = grid.rank
+    peer = rank if fault.peer < 0 else grid.domain[fault.peer]
+    if fault.kind == _cuda.FaultKind.OTHER_CALL:
+        return _other_call(fault, rank, peer)
+    if fault.kind == _cuda.FaultKind.OVERFLOW:
+        return OverflowError(
+            f"{fault.kernel}: {fault.tag}: {fault.seen} at rank {peer}; allowed by the bound: {fault.expected}"
+        )
+    if fault.kind != _cuda.FaultKind.TIMEOUT:
+        return ConfigError(refusal_of(fault.kind, peer, fault.seen, fault.expected))
+    detail = f"it is at step {fault.seen}, expected {fault.expected}"
+    if fault.witness >= 0:
+        detail = f"rank {grid.domain[fault.witness]} gave up on it first"
+    return TimeoutError(f"{fault.kernel}: {fault.tag}", rank, peer, detail, timeout_s=fault.waited_s)
+
+
+def _other_call(fault: _cuda.Fault, rank: int, peer: int) -> ConfigError:
+    """The error for a field that differs; `fault.tag` is its key."""
+    key, mine, theirs = fault.tag, fault.expected, fault.seen
+    if key == "handle" and ABSENT in (mine, theirs):
+        calls = [CALLS.index("dispatch" if value == ABSENT else "dispatch along a handle") for value in (mine, theirs)]
+        return disagreement("call", calls[0], rank, calls[1], peer)
+    if key == "handle":
+        buffers = mine >> _NUMBER_BITS, theirs >> _NUMBER_BITS
+        if buffers[0] != buffers[1]:
+            return disagreement("buffer", buffers[0], rank, buffers[1], peer)
+        mask = (1 << _NUMBER_BITS) - 1
+        mine, theirs = mine & mask, theirs & mask
+    return disagreement(key, mine, rank, theirs, peer)

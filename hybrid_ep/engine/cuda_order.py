@@ -1,0 +1,85 @@
+"""In which order launches run whose kernels use the same memory, or could keep each other from running."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from hybrid_ep.core.streams import current_raw_stream, is_capturing
+
+__all__ = ["LaunchOrder"]
+
+_last_low_latency: dict[int, weakref.ref[LaunchOrder]] = {}  # by device: whose low-latency launch was the last
+
+
+class LaunchOrder:
+    """Orders the launches of one engine after each other, whatever their streams.
+
+    As long as all are on one stream that costs nothing. From the first change on, an event follows each launch, so that
+    a launch on another stream waits for the one before and not for what else that stream holds.
+
+    Args:
+        device_index: of this rank's GPU.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self._index = device_index
+        self._last: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None  # made when streams first change
+        self._is_recorded = False  # whether the event stands behind the last launch
+
+    def begin(self) -> int:
+        """Orders the next launch on the current stream after the earlier ones; returns the stream."""
+        stream = current_raw_stream(self._index)
+        if self._last is None or self._last.cuda_stream != stream:
+            current = torch.cuda.current_stream(self._index)
+            self._hold_back(current)
+            self._last = current
+        self._is_recorded = False
+        return stream
+
+    def begin_low_latency(self) -> int:
+        """The same for a low-latency launch, which also runs after those of all other buffers of this process.
+
+        A kernel that receives waits on every SM, so that those of two buffers can leave no room for the sends which
+        the other rank's wait for.
+        """
+        last = _last_low_latency.get(self._index)
+        other = None if last is None else last()
+        if other is not self:
+            if other is not None:
+                other.hold_back_current()
+            _last_low_latency[self._index] = weakref.ref(self)
+        return self.begin()
+
+    def end(self) -> None:
+        """Must be called after a call's last launch, and last use of memory that its next call may write."""
+        if self._event is None or self._last is None or is_capturing(self._index):
+            return
+        self._event.record(self._last)
+        self._is_recorded = True
+
+    def hold_back_current(self) -> None:
+        """Makes the current stream wait for the engine's last launch."""
+        current = torch.cuda.current_stream(self._index)
+        if self._last is not None and self._last.cuda_stream != current.cuda_stream:
+            self._hold_back(current)
+
+    def _hold_back(self, current: torch.cuda.Stream) -> None:
+        if self._last is None:
+            return
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        if not is_capturing(self._index):
+            if self._is_recorded:
+                current.wait_event(self._event)
+            else:
+                current.wait_stream(self._last)
+            return
+        # The first call of a capture waits for nothing: a capture begins when the device is idle, and could not wait
+        # for work outside.
+        with torch.cuda.stream(self._last):
+            is_of_capture = is_capturing(self._index)
+        if is_of_capture:
+            current.wait_stream(self._last)

@@ -1,0 +1,84 @@
+"""Calls whose numbers pass 2³² − 1: a rank pool lives for years, and no run of a test."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.battery.cases import Case
+from tests.battery.low_latency import check_low_latency, check_mixed_hooks
+from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, round_trip
+
+__all__ = ["check_low_latency_past_the_last_number", "check_past_the_last_number"]
+
+_LAST_CALL = -3  # 2³² − 3: every kind of call is made at least eight times
+
+
+def _set_control(control: Tensor) -> None:
+    """Numbers of calls, and flags, as that call has left them; flags that are compared for equality may stay."""
+    from hybrid_ep import _cuda
+
+    def words(name: str, count: int, stride: int = 1) -> Tensor:
+        return control[_cuda.control_offsets[name] :].view(torch.int32)[: count * stride : stride]
+
+    words("rows_epoch", _cuda.max_ranks).fill_(_LAST_CALL)
+    words("ready", 2 * _cuda.max_ranks, 2).fill_(_LAST_CALL)
+    words("dispatch_epoch", 1).fill_(_LAST_CALL)
+    words("combine_epoch", 1).fill_(_LAST_CALL)
+
+
+def check_past_the_last_number() -> None:
+    """Every rank writes its own memory only, between two calls."""
+    import torch.distributed as dist
+
+    sent = draw(0, tokens=20, hidden=128)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    given: dict[str, Any] = {"topk_idx": sent.topk_idx[rank], "topk_weights": sent.weights[rank]}
+    with make_buffer() as buffer, make_hybrid_buffer(sent) as hybrid:
+        for engine in (buffer.engine, hybrid.engine):
+            _set_control(engine._control.local)  # type: ignore[attr-defined]
+        dist.barrier()
+        rows, probs, _, _, handle = hybrid.dispatch_with_permute(hidden=sent.x[rank], **given)
+        want, _ = hybrid.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+        for call in range(8):
+            round_trip(buffer, draw(call, tokens=20, hidden=128), f"call {call}")
+            # Of rows that no combine has summed the number is 0, which must be no call's.
+            handle.permute.state.communicator = None
+            again, _ = hybrid.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+            assert torch.equal(again, want), f"call {call}"
+            hybrid.dispatch_with_permute(hidden=sent.x[rank], handle=handle)
+        assert num_ranks > 1
+
+
+def check_low_latency_past_the_last_number() -> None:
+    """The buffers of low-latency calls begin there, whatever makes them."""
+    from hybrid_ep import _cuda
+    from hybrid_ep.engine.symmetric import SymmetricMemory
+
+    allocate = SymmetricMemory.allocate
+
+    def late(*args: Any) -> SymmetricMemory:
+        memory = allocate(*args)
+        size, offsets = _cuda.low_latency_channel_bytes, _cuda.low_latency_channel_offsets
+        for channel in range(2 * _cuda.low_latency_buffers):
+            words = memory.local[channel * size : (channel + 1) * size].view(torch.int32)
+            for name, stride in (("begun", 2), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
+                begin = offsets[name] // 4
+                words[begin : begin + stride * _cuda.max_ranks : stride] = _LAST_CALL
+            for name in ("send", "receive"):
+                words[offsets[name] // 4] = _LAST_CALL
+        import torch.distributed as dist
+
+        dist.barrier()
+        return memory
+
+    case = Case("late", 2, 40, hidden=256, topk=4, num_experts=8)
+    from hybrid_ep.engine import cuda_low_latency
+
+    with mock.patch.object(cuda_low_latency.SymmetricMemory, "allocate", late):
+        check_low_latency(case, "bf16")
+        for _ in range(3):
+            check_mixed_hooks(case)

@@ -1,0 +1,86 @@
+"""Ranks that meet to map memory: what one of them lacks all are told, and who does not come is named in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import hybrid_ep
+from hybrid_ep.engine.roll_call import RollCall
+from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.testing.cluster import VirtualCluster
+
+NUM_RANKS = 3
+LIMIT_S = 60.0
+
+
+def _map(number: int, failing: int, at: str) -> str:
+    """Maps memory where torch's part fails at one rank."""
+    rank = dist.get_rank()
+    local = torch.zeros(64, dtype=torch.uint8)
+    handle = SimpleNamespace(buffer_ptrs=[local.data_ptr()] * NUM_RANKS)
+    fails = mock.Mock(side_effect=RuntimeError("no such handle"))
+    works = {"empty": mock.Mock(return_value=local), "rendezvous": mock.Mock(return_value=handle)}
+    if rank == failing:
+        works[at] = fails
+    roll_call = RollCall(dist.group.WORLD, rank, 20.0, number)
+    with (
+        mock.patch.object(symm_mem, "empty", works["empty"]),
+        mock.patch.object(symm_mem, "rendezvous", works["rendezvous"]),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.cuda, "device", mock.MagicMock()),
+    ):
+        try:
+            SymmetricMemory.allocate(64, roll_call, torch.device("cpu"))
+        except hybrid_ep.HybridEPError as error:
+            return f"{type(error).__name__}: {error}"
+    return "mapped"
+
+
+def _come_late(number: int, late: int) -> tuple[str, int | None, float]:
+    """Meets twice; the late rank comes when the others have given it up."""
+    rank = dist.get_rank()
+    roll_call = RollCall(dist.group.WORLD, rank, 1.5, number)
+    assert roll_call.gather("first", str(rank)) == [str(r) for r in range(NUM_RANKS)]
+    dist.barrier()
+    if rank == late:
+        time.sleep(3.0)
+    begin = time.monotonic()
+    try:
+        roll_call.gather("second", "")
+    except hybrid_ep.TimeoutError as error:
+        return str(error), error.peer, time.monotonic() - begin
+    return "met", None, 0.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[VirtualCluster]:
+    with VirtualCluster(NUM_RANKS) as started:
+        yield started
+
+
+def test_what_one_rank_cannot_map_all_are_told(cluster: VirtualCluster) -> None:
+    assert cluster.run(_map, 0, -1, "rendezvous", limit_s=LIMIT_S) == ["mapped"] * NUM_RANKS
+    told = cluster.run(_map, 1, 1, "rendezvous", limit_s=LIMIT_S)
+    assert told == [told[0]] * NUM_RANKS
+    assert told[0].startswith(
+        "TopologyError: the 3 ranks of the group cannot map each other's GPU memory: rank 1: no such"
+    )
+    told = cluster.run(_map, 2, 2, "empty", limit_s=LIMIT_S)
+    assert told == [told[0]] * NUM_RANKS
+    assert told[0].startswith("ConfigError: bytes of symmetric memory are 64, for which rank 2 has no room: no such")
+
+
+def test_a_late_rank_is_named_in_time_and_told_so(cluster: VirtualCluster) -> None:
+    results = cluster.run(_come_late, 3, 1, limit_s=LIMIT_S)
+    assert [peer for _, peer, _ in results] == [1, 0, 1]
+    assert "it has not come" in results[0][0]
+    assert "have given up on this one, which was late" in results[1][0]
+    assert all(waited < 6.0 for _, _, waited in results)
