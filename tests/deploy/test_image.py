@@ -18,7 +18,7 @@ import yaml
 from hybrid_ep import __version__
 from tests.prerequisites import require, require_programs
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow]
+pytestmark = pytest.mark.deploy
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = f"localhost/hybrid-ep:{__version__}-cpu"
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -45,6 +45,7 @@ def check(image: str, *names: str, prepare: str = "") -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_size_and_time_are_reported() -> None:
     report = re.fullmatch(
@@ -54,6 +55,7 @@ def test_size_and_time_are_reported() -> None:
     assert float(report[1]) * {"MB": 1e6, "GB": 1e9}[report[2]] <= 1.2e9
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2200)
 def test_image_keeps_its_promises() -> None:
     build()
@@ -71,6 +73,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2200)
 @pytest.mark.parametrize(
     ("name", "spoilt"),
