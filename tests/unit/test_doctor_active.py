@@ -30,7 +30,7 @@ class _Machine:
         return self._value("host", gpu_idx, 55.0)
 
     def device_copy(self, gpu_idx: int) -> float:
-        return self._value("device", gpu_idx, 3000.0)
+        return self._value("device", gpu_idx, 4000.0)
 
     def pair_copy(self, source: int, target: int) -> float:
         return self._value("pair", (source, target), 390.0)
@@ -47,7 +47,7 @@ class _Machine:
     def all_to_all(self) -> float:
         if "nccl" in self._wrong:
             raise RuntimeError(self._wrong["nccl"])
-        return 310.0
+        return self._value("all_to_all", "", 310.0)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_sound_machine_passes(tmp_path: Path, profile: Profile) -> None:
     ("wrong", "check_id", "seen"),
     [
         ({"host": {2: 26.0}}, "active.host", "GPU 2 from host: 26.0 of 55.0 GB/s (the median)"),
-        ({"device": {1: 2000.0}}, "active.device", "GPU 1: 2000.0 of 3000.0 GB/s (the median)"),
+        ({"device": {1: 2000.0}}, "active.device", "GPU 1: 2000.0 of 3800.0 GB/s (the profile's)"),
         ({"pair": {(3, 1): 195.0}}, "active.pairs", "GPU 3 → GPU 1: 195.0 of 390.0 GB/s (the profile's)"),
         ({"ring": {0: 180.0}}, "active.links", "GPU 0 → GPU 1, all at once: 180.0 of 390.0 GB/s (the profile's)"),
         ({"burn": {3: replace(_SOUND, checksums=(99,))}}, "active.burn", "GPU 3: other bits than the other GPUs"),
@@ -89,6 +89,16 @@ def test_fault_is_found_by_its_check_alone(
     assert [result.id for result in found.values() if result.status is Status.FAIL] == [check_id]
     assert seen in found[check_id].seen
     assert found[check_id].remedy
+
+
+def test_all_to_all_is_held_to_the_figure_of_as_many_gpus(tmp_path: Path) -> None:
+    eight, four = load_profile("hgx-h200"), load_profile("hgx-h200").values
+    assert "no figure for 4 GPUs" in _results(Node(tmp_path), eight, _Machine())["active.nccl"].seen
+    site = Profile("site", four | {"gpu": four["gpu"] | {"count": 4}})
+    machine = _Machine(all_to_all={"": 150.0})
+    assert (
+        _results(Node(tmp_path), site, machine)["active.nccl"].seen == "all-to-all: 150.0 of 310.0 GB/s (the profile's)"
+    )
 
 
 def test_what_breaks_is_unknown(tmp_path: Path, profile: Profile) -> None:

@@ -160,6 +160,8 @@ class TorchMachine:
 
     def count_bad_words(self, gpu_idx: int, fraction: float) -> tuple[int, int]:
         torch, device = self._torch, self._devices[gpu_idx]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what earlier checks left
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 4 * self._copy_bytes
         block = min(_PATTERN_BYTES, self._copy_bytes) // 8
         blocks = [
@@ -175,7 +177,11 @@ class TorchMachine:
                 words.bitwise_xor_(invert)
             for number, words in enumerate(blocks):
                 bad += int((words.bitwise_xor_(invert).sub_(number * block) != pattern).sum())
-        return bad, 2 * block * len(blocks)
+        num_words = 2 * block * len(blocks)
+        del blocks, words
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes measure next
+        return bad, num_words
 
     def all_to_all(self) -> float:
         """As `Machine.all_to_all`; one process for each GPU, since NCCL wants that."""
