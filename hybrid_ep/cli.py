@@ -1,6 +1,7 @@
 """The `hybrid-ep` command: a list of subcommands, each loaded from its own room only when it is called.
 
-Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check, 2 = could not tell, or wrong usage.
+Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check, 2 = could not tell, or wrong usage,
+130 = interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class _LazyGroup(click.Group):
         except HybridEPError as error:
             click.echo(f"hybrid-ep: {type(error).__name__}: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except KeyboardInterrupt:
+            click.echo("hybrid-ep: interrupted", err=True)
+            ctx.exit(130)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

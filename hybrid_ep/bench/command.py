@@ -19,6 +19,7 @@ from hybrid_ep.bench.subjects import BASELINE, require_known
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.core.checks import require_int
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.testing.workload import DTYPES, ROUTINGS, Workload
 
 __all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
@@ -66,9 +67,7 @@ _DEFAULT_CHUNKS = 1000
 @click.option("--warmups", default=3, show_default=True, help="Calls before timing.")
 @click.option("--runs", type=int, help="Timed calls; default: 30 on GPUs, 10 on a CPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, Markdown and a picture here."
-)
+@click.option("--out", type=OutputFolder(), help="Write JSON, Markdown and a picture here.")
 @click.pass_context
 def bench(
     ctx: click.Context,

@@ -65,7 +65,8 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
             (with ``engine="cuda"`` all ranks).
-        timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
+        timeout_s: seconds to wait for a rank, and for all to make the buffer (at least 1); None =
+            ``HYBRID_EP_TIMEOUT_S``.
 
     Attributes:
         num_sms: SMs that configurations made by `get_dispatch_config` and `get_combine_config` use, and once

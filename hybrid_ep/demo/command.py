@@ -14,6 +14,7 @@ from hybrid_ep.demo.run import NUM_PHASES, run_demo
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.demo.tables import print_result
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.outputs import OutputFolder
 
 __all__ = ["demo"]
 
@@ -29,9 +30,7 @@ __all__ = ["demo"]
 @click.option("--seed", default=Settings.seed, help="Of everything random.")
 @click.option("--skew", is_flag=True, help="Also run a skewed router without balance, with a placement, and online.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write pictures, result.json and index.html here."
-)
+@click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html here.")
 @click.pass_context
 def demo(
     ctx: click.Context,

@@ -13,6 +13,7 @@ from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
 from hybrid_ep.demo.train import train
 from hybrid_ep.demo.verify import RankCheck, check_path
+from hybrid_ep.errors import ConfigError
 from hybrid_ep.testing.cluster import VirtualCluster
 from hybrid_ep.testing.workload import Workload, make_routing
 
@@ -31,6 +32,10 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
     Raises:
         RankError: a rank failed.
     """
+    if env.ENGINE.get() == "cuda":
+        raise ConfigError(
+            f"{env.ENGINE.name} is 'cuda'; allowed for the demo, whose tokens are on the CPU: auto or torch"
+        )
     begin = time.perf_counter()
     begin_phase(f"starting {settings.num_ranks} ranks")
     paths: list[PathResult] = []

@@ -70,7 +70,8 @@ class Settings:
     def __post_init__(self) -> None:
         require_int("ranks", self.num_ranks, minimum=1)
         require_int("domains", self.num_domains, minimum=1)
-        require(self.num_ranks % self.num_domains == 0, "domains", self.num_domains, f"divisors of {self.num_ranks}")
+        is_regular = self.num_ranks % self.num_domains == 0
+        require(is_regular, "ranks", self.num_ranks, f"multiples of domains = {self.num_domains}")
         require_int("tokens", self.num_tokens, minimum=1)
         require_int("experts", self.num_experts, minimum=1, multiple_of=self.num_ranks)
         require_int("steps", self.num_steps, minimum=2)

@@ -27,10 +27,11 @@ from hybrid_ep.doctor.runner import Selection, examine
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, HybridEPError
+from hybrid_ep.outputs import OutputFile
 
 __all__ = ["doctor"]
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+_FILE = OutputFile()
 
 
 def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:

@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -101,6 +104,8 @@ class VirtualCluster:
             raise ConfigError("the GPUs that ranks share are 0; allowed: ≥ 1")
         if device == "cuda" and not ranks_share_gpus and num_gpus < num_ranks:
             raise ConfigError(f"num_ranks is {num_ranks}; allowed with cuda: ≤ {num_gpus} GPUs")
+        for variable in (env.ENGINE, env.TIMEOUT_S, env.NUM_RANKS_PER_DOMAIN, env.POOL_SLOTS):
+            variable.get()  # here once, and not at every rank
         self.num_ranks = num_ranks
         backend = "nccl" if device == "cuda" and not ranks_share_gpus else "gloo"
         variables = ({_SHARED_GPUS: "1"} if ranks_share_gpus else {}) | (variables or {})
@@ -111,6 +116,8 @@ class VirtualCluster:
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
         )
+        with _sigint_ignored():
+            forkserver.ensure_running()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         # Answers of each rank that were taken or given up; one that comes late must not be taken for the next.
@@ -159,15 +166,15 @@ class VirtualCluster:
         assert isinstance(pid, int)
         return pid
 
-    def close(self) -> None:
-        """Ends all ranks."""
+    def close(self, *, in_order: bool = True) -> None:
+        """Ends all ranks: after the call that they are in, or at once."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
             except OSError:
                 continue
         for process in self._processes:
-            process.join(_LEAVE_S)
+            process.join(_LEAVE_S if in_order else 0.0)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -179,7 +186,7 @@ class VirtualCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(in_order=not isinstance(error, KeyboardInterrupt))
 
     def collect(self, ranks: list[int] | None = None, *, limit_s: float) -> list[Any]:
         """Waits for one answer from each of `ranks` (default: all) and returns them in that order.
@@ -217,8 +224,22 @@ class VirtualCluster:
         return [answers[rank][1] for rank in ranks]
 
 
+@contextlib.contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    """What starts in this block ignores Ctrl-C: a terminal sends it to every process, and the parent ends its ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def _serve(pipe: Connection, setup: _Setup) -> None:
     """The life of one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(setup.variables)
     torch.set_num_threads(setup.num_threads)
     _answer(pipe, 1, _join, setup)

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.outputs import OutputFile
 from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.node_probe import probe
 from hybrid_ep.topology.render import render
@@ -19,7 +20,7 @@ __all__ = ["topology"]
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tree and the matrix.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the node into this file.")
+@click.option("--svg", type=OutputFile(), help="Draw the node into this file.")
 @click.option("--nccl", type=click.Path(dir_okay=False, path_type=Path), help="Write an NCCL topology file (XML).")
 @click.option(
     "--sysroot",

@@ -108,7 +108,7 @@ PAIRS: dict[str, tuple[_Call, _Call, str]] = {
 }
 
 
-def _disagree(name: str) -> tuple[str, bool]:
+def disagree(name: str) -> tuple[str, bool]:
     """Both ranks are told, and the buffer goes on."""
     rank = dist.get_rank()
     with Buffer(low_latency_mode=True, enable_shrink=True, timeout_s=10) as buffer:
@@ -123,7 +123,7 @@ def _disagree(name: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("name", PAIRS)
 def test_ranks_that_disagree_are_told_the_field(run_ranks: RunRanks, name: str) -> None:
     field = PAIRS[name][2]
-    for rank, (told, goes_on) in enumerate(run_ranks(2, _disagree, name)):
+    for rank, (told, goes_on) in enumerate(run_ranks(2, disagree, name)):
         assert told.startswith(field), told
         assert f"at rank {rank} and " in told
         assert goes_on

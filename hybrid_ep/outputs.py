@@ -1,0 +1,49 @@
+"""Options that name what a command writes: checked when the command line is read, before any work is done."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["OutputFile", "OutputFolder"]
+
+
+def _obstacle(path: Path, *, is_folder: bool) -> str | None:
+    """Returns why a file or folder could not be written there, or None."""
+    if path.exists():
+        if path.is_dir() != is_folder:
+            return "is a file" if is_folder else "is a folder"
+        return None if os.access(path, os.W_OK) else "cannot be written to"
+    if not is_folder and not path.parent.is_dir():
+        return f"cannot be written: there is no folder {path.parent}"
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        return f"cannot be made: {above} is a file"
+    return None if os.access(above, os.W_OK | os.X_OK) else f"cannot be made: {above} cannot be written to"
+
+
+class _Output(click.ParamType):  # type: ignore[type-arg]
+    is_folder = False
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        obstacle = _obstacle(path, is_folder=self.is_folder)
+        if obstacle is not None:
+            self.fail(f"{path} {obstacle}", param, ctx)
+        return path
+
+
+class OutputFile(_Output):
+    """A file that will be written: its folder is there, and it may be written to."""
+
+    name = "file"
+
+
+class OutputFolder(_Output):
+    """A folder that will be made where it is not there yet, and may be written to."""
+
+    name = "directory"
+    is_folder = True

@@ -1,0 +1,87 @@
+"""The table of bad calls and what they raise, docs/bad_calls.md: made by making every call.
+
+python -m tests.multi_process.bad_calls > docs/bad_calls.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hybrid_ep import Buffer, EventOverlap, HybridEPBuffer, HybridEPError
+from hybrid_ep.nn import MoELayer
+from tests.multi_process.test_bad_input import HYBRID, NORMAL, TOPK, WEIGHTS, E, H, T, X, layout_of
+from tests.multi_process.test_disagreement import PAIRS, disagree
+from tests.rank_pool import RankPool
+
+__all__ = ["MORE", "page"]
+
+_HEAD = """# Bad calls
+
+What a call raises that it cannot serve. `python -m tests.multi_process.bad_calls` makes this page by making every call
+on the torch engine, and a test compares. After each of them the buffer goes on.
+
+NaN and Inf in weights, probabilities and rows are values like others: they travel, and what they are added to becomes
+NaN or Inf.
+
+"""
+_LEAF = X.clone().requires_grad_()
+MORE: dict[str, Callable[[Buffer], Any]] = {
+    "dispatch: a gradient that would be lost": lambda b: b.dispatch(_LEAF, **layout_of(b), topk_idx=TOPK),
+    "dispatch: weights with a gradient": lambda b: b.dispatch(
+        X, **layout_of(b), topk_idx=TOPK, topk_weights=WEIGHTS.clone().requires_grad_()
+    ),
+    "dispatch: meta tensors": lambda b: b.dispatch(X.to("meta"), **layout_of(b), topk_idx=TOPK),
+    "dispatch: a sparse tensor": lambda b: b.dispatch(X.to_sparse(), **layout_of(b), topk_idx=TOPK),
+    "layout: meta tensors": lambda b: b.get_dispatch_layout(TOPK.to("meta"), E),
+    "low latency: more tokens than can be counted": lambda b: b.low_latency_dispatch(X, TOPK, 2**31 - 1, E),
+    "low latency: use_fp8=[]": lambda b: b.low_latency_dispatch(X, TOPK, T, E, use_fp8=[]),  # type: ignore[arg-type]
+    "constructor: timeout_s=1e300": lambda b: Buffer(None, timeout_s=1e300),
+    "constructor: timeout_s=True": lambda b: Buffer(None, timeout_s=True),
+    "EventOverlap: not an event": lambda b: EventOverlap("x"),  # type: ignore[arg-type]
+    "MoELayer: seed='x'": lambda b: MoELayer(b, hidden=H, ffn_hidden=4, num_experts=E, topk=1, seed="x"),  # type: ignore[arg-type]
+}
+
+
+def _outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except HybridEPError as error:
+        return f"`{type(error).__name__}`: {error}"
+    return "**nothing**"
+
+
+def _row(name: str, outcome: str) -> str:
+    text = outcome.replace("|", "\\|").replace("\n", " ")
+    return f"| {name} | {text} |"
+
+
+def page(pool: RankPool) -> str:
+    """Returns the page; `pool` runs the calls of two ranks."""
+    lines = ["| call of one rank | outcome |", "|---|---|"]
+    with Buffer(None, low_latency_mode=True, enable_shrink=True) as buffer:
+        calls = {name: call for name, (call, _) in NORMAL.items()} | MORE
+        for name, call in calls.items():
+            lines.append(_row(name, _outcome(lambda call=call: call(buffer))))  # type: ignore[misc]
+    with HybridEPBuffer(None, H, T, E) as hybrid:
+        for name, (given, _) in HYBRID.items():
+            lines.append(
+                _row(
+                    f"hybrid: {name}",
+                    _outcome(lambda given=given: hybrid.dispatch_with_permute(**({"hidden": X} | given))),
+                )
+            )  # type: ignore[misc]
+    lines += ["", "| ranks that disagree in | outcome at rank 0; the others read the same of themselves |", "|---|---|"]
+    for name in PAIRS:
+        told, _ = pool.run(2, disagree, name)[0]
+        lines.append(_row(name, f"`ConfigError`: {told}"))
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    pool = RankPool(variables={"HYBRID_EP_TIMEOUT_S": "20"})
+    try:
+        sys.stdout.write(page(pool))
+    finally:
+        pool.close()

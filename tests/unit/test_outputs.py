@@ -1,0 +1,87 @@
+"""What a command writes is checked before it works, and a command that is interrupted leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hybrid_ep.cli import main
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["demo", "--out"], ["bench", "--out"], ["doctor", "--record"], ["doctor", "--junit"], ["topology", "--svg"]],
+    ids=lambda command: " ".join(command),
+)
+def test_outputs_are_checked_before_the_work(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(main, [*command, str(tmp_path / "file" / "below")])
+    assert result.exit_code == 2
+    assert "cannot be" in result.stderr
+    assert f"{tmp_path / 'file'}" in result.stderr
+    assert not result.stdout
+
+
+def _run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables)
+
+
+def test_a_bad_variable_is_one_line_for_all_ranks() -> None:
+    done = _run(["demo", "--ranks", "2", "--domains", "1"], HYBRID_EP_TIMEOUT_S="soon")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("hybrid-ep: ConfigError: HYBRID_EP_TIMEOUT_S='soon'")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_does_not_take_another_engine_than_asked_for() -> None:
+    done = _run(["demo"], HYBRID_EP_ENGINE="cuda")
+    assert done.returncode == 2
+    assert "HYBRID_EP_ENGINE is 'cuda'; allowed for the demo" in done.stderr
+
+
+def test_messages_name_what_was_given() -> None:
+    result = CliRunner().invoke(main, ["demo", "--ranks", "3"])
+    assert result.exit_code == 2
+    assert "ranks is 3; allowed: multiples of domains = 2" in result.stderr
+
+
+def test_ctrl_c_ends_all_processes_without_a_traceback() -> None:
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "demo", "--steps", "100000"]
+    # A session of its own: the signal goes to every process of it, as a terminal sends it.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as demo:
+        deadline = time.monotonic() + 60
+        while len(_group_members(demo.pid)) < 6 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        os.killpg(demo.pid, signal.SIGINT)
+        _, told = demo.communicate(timeout=60)
+    assert demo.returncode == 130, told
+    assert "Traceback" not in told
+    assert told.strip().endswith("hybrid-ep: interrupted")
+    deadline = time.monotonic() + 10
+    while _group_members(demo.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _group_members(demo.pid) == []
+
+
+def _group_members(group: int) -> list[int]:
+    """Processes of a process group that have not ended."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, their_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(their_group) == group and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
