@@ -61,6 +61,14 @@ def test_fifo_wraps() -> None:
     assert all(proxy.close(LIMIT_S) for proxy in proxies)
 
 
+def test_a_million_commands() -> None:
+    """A thousand laps of a FIFO."""
+    proxies, (sender, _) = make_pair()
+    sender.median_post_ns(1, 1_000_000)
+    assert proxies[0].counts["puts"] == sender.num_pushed == 1_000_000
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
+
+
 def test_commands_in_flight_are_completed_at_close() -> None:
     """What stands in the FIFO when the proxy closes is still sent."""
     proxies, (sender, receiver) = make_pair()
