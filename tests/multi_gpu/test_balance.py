@@ -1,0 +1,81 @@
+"""Balance on GPUs: the plan in a CUDA graph equals the CPU's, and weights and gradients move over the cuda engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from hybrid_ep.balance.online import map_online, plan_online
+from tests.rank_pool import RankPool
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
+
+RunGpus = Callable[..., object]
+
+
+@pytest.fixture(scope="module", params=["torch", "cuda"])
+def run_gpus(request: pytest.FixtureRequest) -> Iterator[RunGpus]:
+    """Returns `run(num_ranks, function, *args)` on GPUs, with each engine."""
+    pool = RankPool(device="cuda", variables={"HYBRID_EP_ENGINE": request.param})
+    yield pool.run
+    pool.close()
+
+
+def test_a_captured_plan_is_that_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    odds = torch.arange(1, 65).double() ** -1.2
+    routings = [[odds.multinomial(512, True, generator=generator).view(-1, 4) for _ in range(8)] for _ in range(2)]
+    counts = [torch.stack([idx.flatten().bincount(minlength=64) for idx in routing]) for routing in routings]
+    given_counts, given_idx = counts[0].cuda(), routings[0][5].cuda()
+
+    def plan() -> tuple[torch.Tensor, ...]:
+        made = plan_online(given_counts, num_ranks_per_domain=4, num_spare=2)
+        return *made, map_online(made, given_counts, given_idx, 5)
+
+    plan()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = plan()
+    for count, routing in zip(counts, routings, strict=True):
+        given_counts.copy_(count)
+        given_idx.copy_(routing[5])
+        graph.replay()
+        want = plan_online(count, num_ranks_per_domain=4, num_spare=2)
+        for a, b in zip(got, (*want, map_online(want, count, routing[5], 5)), strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+def _move() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1)
+    everyone = torch.randn(num_ranks * 3, 96, 257, generator=generator)
+    grads = torch.randn(num_ranks, 2, 1000, generator=generator)
+    mapping = torch.arange(num_ranks * 2).mul(5).add(4).remainder(num_ranks * 3).view(num_ranks, 2)
+    mapping[-1, 0] = -1
+    spare = torch.zeros(2, 96, 257, device="cuda")
+    home = torch.zeros(3, 1000, device="cuda")
+    with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
+        on_gpu = mapping.to("cuda", torch.int32)
+        buffer.lb_prefetch_weights(spare, everyone[rank * 3 : rank * 3 + 3].cuda(), on_gpu)
+        buffer.lb_reduce_grads(grads[rank].cuda(), home, on_gpu)
+    want_home = torch.zeros(3, 1000)
+    for source in [rank, *(r for r in range(num_ranks) if r != rank)]:
+        for slot, expert in enumerate(mapping[source].tolist()):
+            if expert >= 0 and expert // 3 == rank:
+                want_home[expert % 3] += grads[source, slot]
+    for slot, expert in enumerate(mapping[rank].tolist()):
+        assert torch.equal(spare[slot].cpu(), everyone[expert] if expert >= 0 else torch.zeros(96, 257))
+    assert torch.equal(home.cpu(), want_home)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_and_gradients_move(run_gpus: RunGpus, num_ranks: int) -> None:
+    if num_ranks > NUM_GPUS:
+        pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
+    run_gpus(num_ranks, _move)
