@@ -157,7 +157,8 @@ def check_rooms_that_differ() -> None:
             assert torch.equal(rows.view(num_ranks, 40, hidden)[:, 0, 0].cpu(), torch.arange(num_ranks).bfloat16())
         home, _ = buffer.combine(rows, None, handle)
         assert torch.equal(home, x)
-        buffer.update_template_config(max_num_of_tokens_per_rank=50_000 if rank == num_ranks - 1 else 5000)
+        config = buffer.configurer.buffer_config
+        config.max_num_of_tokens_per_rank = 50_000 if rank == num_ranks - 1 else 5000
         told = _told(buffer, lambda: buffer.dispatch(x, topk_idx=topk_idx, num_dispatched_tokens=bound))
         assert "rows that each rank makes room for is " in told
         assert str(5000 * num_ranks) in told
