@@ -32,7 +32,7 @@ class Cause(NamedTuple):
 
 
 SLOW = Cause(
-    *("slow", "slower than expected", r"expected ≥"),
+    *("bandwidth", "slower than expected", r"expected ≥"),
     "See the links, the NICs and their errors in the matrix; if none is faulty, look at the path between the hosts.",
 )
 OTHER = Cause("other", "a failure of another kind", r"(?!)", "Read the log of the job.")

@@ -160,7 +160,7 @@ def test_four_causes_are_four_things_to_do(results: Path) -> None:
         ("bash: hybrid-ep: command not found", "program"),
         ("did not end in time; last said: rank 3 waits", "timeout"),
         ("ncclRemoteError: A call failed possibly due to a network error", "network"),
-        ("write 212 Gb/s, expected ≥ 360", "slow"),
+        ("write 212 Gb/s, expected ≥ 360", "bandwidth"),
         ("it broke", "other"),
     ],
 )
