@@ -1,5 +1,6 @@
 // Many threads of a grid write commands into FIFOs, and a thread of the host takes them: each once, each writer's in
 // order, all fields as they were. Prints "right", or what was not.
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -12,7 +13,7 @@ using namespace hybrid_ep;
 
 namespace {
 
-constexpr int kCtas = 4, kThreads = 32, kFifos = 2;
+constexpr int kCtas = 4, kThreads = 32, kFifos = 2, kTakenBetweenPauses = 16000;
 
 struct Params {
   FifoView fifos;
@@ -51,7 +52,7 @@ int main(int, char** arguments) {
   std::vector<FifoCursor> done(kFifos), heads(kFifos), known(kFifos);
   const FifoView view{commands.data(), done.data(), heads.data(), known.data(), kFifos};
   std::map<int, int> next;  // of each writer
-  int num_taken = 0;
+  int num_taken = 0, num_pauses = 0;
   std::thread reader([&] {
     std::vector<FifoReader> readers;
     for (int fifo = 0; fifo < kFifos; ++fifo) readers.emplace_back(view, fifo);
@@ -69,7 +70,10 @@ int main(int, char** arguments) {
         }
         fifo.publish();
       }
-      std::this_thread::yield();
+      // Now and then the reader stops for so long that the writers must wait for room.
+      const bool is_late = num_taken / kTakenBetweenPauses > num_pauses;
+      num_pauses += is_late;
+      std::this_thread::sleep_for(std::chrono::milliseconds(is_late ? 300 : 0));
     }
   });
   const Params params{view, num_commands};

@@ -17,5 +17,5 @@ def test_many_writers(tmp_path: Path) -> None:
     includes = [f"-I{folder}" for folder in (HERE / "include", HERE, CSRC)]
     sources = [str(HERE / name) for name in ("fifo_writers.cpp", "emulator.cpp")]
     subprocess.run(["g++", "-std=c++17", "-O1", "-pthread", *includes, *sources, "-o", str(program)], check=True)
-    said = subprocess.run([str(program), "500"], capture_output=True, text=True, timeout=120, check=False)
+    said = subprocess.run([str(program), "300"], capture_output=True, text=True, timeout=120, check=False)
     assert (said.returncode, said.stdout) == (0, "right\n")
