@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 from tests.emulation.build import CSRC, HERE
-from tests.prerequisites import require
+from tests.prerequisites import require_programs
 
 
 def test_many_writers(tmp_path: Path) -> None:
     """128 threads of 4 CTAs share 2 FIFOs for tens of laps; every command arrives once and whole."""
-    require(shutil.which("g++"), "g++")
+    require_programs("g++")
     program = tmp_path / "fifo_writers"
     includes = [f"-I{folder}" for folder in (HERE / "include", HERE, CSRC)]
     sources = [str(HERE / name) for name in ("fifo_writers.cpp", "emulator.cpp")]
