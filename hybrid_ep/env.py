@@ -17,6 +17,7 @@ __all__ = [
     "BUILD_CUDA",
     "BUILD_NVML",
     "CMAKE_ARGS",
+    "CONTAINER",
     "ENGINE",
     "GID_INDEX",
     "KUBERNETES_HOST",
@@ -52,6 +53,7 @@ __all__ = [
     "TRAFFIC_CLASS",
     "TRANSPORT",
     "VARIABLES",
+    "VISIBLE_DEVICES",
     "WORLD_SIZE",
     "Variable",
 ]
@@ -373,6 +375,12 @@ KUBERNETES_HOST = Variable("KUBERNETES_SERVICE_HOST", "", str, "a host name or a
 KUBERNETES_PORT = Variable("KUBERNETES_SERVICE_PORT", 443, _positive_int, "a port", "The port of the API server.")
 NODE_NAME = Variable("NODE_NAME", "", str, "a node's name", "The Kubernetes node that this Pod runs on.")
 
+# Set in containers by what runs them.
+CONTAINER = Variable("container", "", str, "any text", "Set by podman and systemd inside a container.")
+VISIBLE_DEVICES = Variable(
+    "NVIDIA_VISIBLE_DEVICES", "", str, "all, none, or GPUs", "The GPUs that the container toolkit was asked for."
+)
+
 VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
@@ -404,6 +412,8 @@ VARIABLES: tuple[Variable[Any], ...] = (
     KUBERNETES_HOST,
     KUBERNETES_PORT,
     NODE_NAME,
+    CONTAINER,
+    VISIBLE_DEVICES,
     BUILD_CUDA,
     BUILD_NVML,
     STRICT,

@@ -160,7 +160,8 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   tell(CallField::kNumScales, plan.format.scales.num);
   tell(CallField::kNumWorstTokens, plan.call.num_worst_tokens);
   tell(CallField::kIsBounded, params.is_bound);
-  tell(CallField::kRoom, params.room);
+  // Bounds may differ between ranks as long as no slot must grow for one.
+  tell(CallField::kRoom, params.room > params.slot.capacity ? params.room : kAbsent);
   tell(CallField::kPadMultiple, plan.pad_multiple);
   tell(CallField::kHandle, handle);
   params.pad_multiple = plan.pad_multiple;

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hybrid_ep import env
 from hybrid_ep.doctor.dcb import DcbState, read_dcb
 from hybrid_ep.doctor.nvml import Nvml
 from hybrid_ep.doctor.unreadable import Unreadable
@@ -338,10 +339,9 @@ class Node:
             if not isinstance(recorded, dict):
                 return Container(False, "")
             return Container(bool(recorded.get("inside")), str(recorded.get("visible_devices", "")))
-        marks = ("KUBERNETES_SERVICE_HOST", "container", "NVIDIA_VISIBLE_DEVICES")
-        inside = any(os.environ.get(mark) for mark in marks)
+        inside = any(mark.is_set for mark in (env.KUBERNETES_HOST, env.CONTAINER, env.VISIBLE_DEVICES))
         inside = inside or any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
-        return Container(inside, os.environ.get("NVIDIA_VISIBLE_DEVICES", ""))
+        return Container(inside, env.VISIBLE_DEVICES.get())
 
     def torch_cuda(self) -> str | None:
         """CUDA version that torch was built for, e.g. 13.0; None without CUDA. Read without importing it."""

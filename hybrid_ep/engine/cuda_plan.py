@@ -149,7 +149,7 @@ def plan_dispatch(
         dtype=dtype_code(dtype),
         scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
         has_topk=has_topk,
-        num_worst_tokens=bound if bound is not None and room is None else ABSENT,
+        num_worst_tokens=bound if bound is not None and room is None and pad_multiple == 0 else ABSENT,
         room=ABSENT if bound is None else bound if room is None else room,
         refusal=kind,
         refused_value=value,

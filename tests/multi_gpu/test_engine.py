@@ -13,7 +13,8 @@ from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import hybrid, normal, other_calls
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
-from tests.multi_gpu import behaviour, late_errors, random_routings, room, subgroups
+from tests.emulation.small_slots import check_with_small_slots
+from tests.multi_gpu import behaviour, late_errors, random_routings, refusals, room, subgroups
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -112,7 +113,6 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
         behaviour.check_scales_on_a_stream,
         behaviour.check_bad_arguments,
         late_errors.check_overflow,
-        late_errors.check_bad_expert,
         late_errors.check_error_of_the_last_call,
         late_errors.check_error_of_a_replay,
         room.check_growth,
@@ -120,10 +120,33 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
         room.check_most_tokens,
         room.check_pool,
         room.check_no_slots,
+        refusals.check_errors_keep_no_slot,
+        refusals.check_misaligned_scales,
     ],
 )
 def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one rank cannot disagree with itself")
+@pytest.mark.parametrize(
+    "check",
+    [
+        refusals.check_bad_expert,
+        refusals.check_bound_beyond_room,
+        refusals.check_handles_of_others,
+        refusals.check_same_bytes,
+        refusals.check_too_many_tokens,
+    ],
+)
+def test_what_one_rank_gets_wrong_all_are_told(run_gpus: RunGpus, check: Callable[[], None]) -> None:
+    run_gpus(NUM_GPUS, check)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one rank cannot disagree with itself")
+@pytest.mark.parametrize("check", ["check_rooms_that_differ", "check_combine_beyond_bound"])
+def test_small_slots(run_gpus: RunGpus, check: str) -> None:
+    run_gpus(NUM_GPUS, check_with_small_slots, f"multi_gpu.refusals.{check}")
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")

@@ -127,7 +127,7 @@ def test_memory_survives_a_file(tmp_path: Path) -> None:
     memory.save()
     memory = Memory.load(path)
     assert memory.counters == {"nic.errors": {("mlx5_0/1", "link_downed"): 3}}
-    assert 0 < memory.elapsed_s() < 60
+    assert 0 <= memory.elapsed_s() < 60
     memory.note("gpu.errors", {("GPU 0", "pcie_replay"): 1})
     memory.save()
     assert set(Memory.load(path).counters) == {"nic.errors", "gpu.errors"}

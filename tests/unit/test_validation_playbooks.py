@@ -268,4 +268,4 @@ def test_nic_bandwidth_wants_two_ranks_of_mpirun() -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "validation", "nic-bandwidth"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "there are no ranks of mpirun; allowed: 2" in done.stderr
+    assert "there are no ranks of mpirun or srun; allowed: 2" in done.stderr
