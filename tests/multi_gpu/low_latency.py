@@ -535,7 +535,8 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     from hybrid_ep import _cuda
 
     memory = buffer.engine._low_latency._regions[-1].memory.local  # type: ignore[attr-defined]
-    begin = _cuda.low_latency_combine_offsets["weights_epoch"]
+    channel = _cuda.low_latency_buffers * _cuda.low_latency_channel_bytes  # those of dispatch come first
+    begin = channel + _cuda.low_latency_channel_offsets["weights_epoch"]
     flag = memory[begin:][: 4 * _cuda.max_ranks].view(torch.int32)[peer]
     assert int(flag) == 1
     flag += 1

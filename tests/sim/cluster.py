@@ -48,7 +48,7 @@ def write_nodes(folder: Path, reports: Mapping[str, Report], scenario_of: Mappin
     for name, scenario in scenario_of.items():
         report = reports[scenario]
         gpus = [{**gpu, "uuid": f"GPU-{name}-{index}"} for index, gpu in enumerate(report.facts["gpus"])]
-        written.append(replace(report, host=name, facts={**report.facts, "gpus": gpus}))
+        written.append(replace(report, host=name, facts={**report.facts, "gpus": gpus, "boot_id": f"boot of {name}"}))
         write(folder / "nodes" / f"{name}.json", written[-1].to_json())
     return written
 

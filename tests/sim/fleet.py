@@ -97,6 +97,7 @@ class Fleet:
                 node = nodes[name]
                 assert node is not None
                 node.facts["hostname"] = name
+                node.files["/proc/sys/kernel/random/boot_id"] = f"boot of {name}\n"
                 node.write(host.path("/opt/node"))
                 host.path("/opt/stub").mkdir()
                 host.path("/opt/stub/libnvidia-ml.so.1").write_bytes((stub / "libnvidia-ml.so.1").read_bytes())
