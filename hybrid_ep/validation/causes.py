@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["OTHER", "SLOW", "Cause", "cause_of", "telling_lines"]
+__all__ = ["LATE", "OTHER", "SLOW", "Cause", "cause_of", "telling_lines"]
 
 _MOST_LINES = 3
 _LONGEST = 200
@@ -34,6 +34,10 @@ class Cause(NamedTuple):
 SLOW = Cause(
     *("bandwidth", "slower than expected", r"expected ≥"),
     "See the links, the NICs and their errors in the matrix; if none is faulty, look at the path between the hosts.",
+)
+LATE = Cause(
+    *("timeout", "it did not end in time", r"did not end in time|timeouterror|took more than|waited [\d.]+ s"),
+    "See what the log says last. A host that hangs is one that others wait for; the log names the rank.",
 )
 OTHER = Cause("other", "a failure of another kind", r"(?!)", "Read the log of the job.")
 _CAUSES = (
@@ -82,10 +86,7 @@ _CAUSES = (
         ),
         "See the ports, the GID index and the errors of the NICs in the matrix, and the settings of NCCL.",
     ),
-    Cause(
-        *("timeout", "it did not end in time", r"did not end in time|timeouterror|took more than|waited [\d.]+ s"),
-        "See what the log says last. A host that hangs is one that others wait for; the log names the rank.",
-    ),
+    LATE,
     Cause(
         *("wrong-result", "results were wrong", r"wrong|mismatch|differ|not equal"),
         "Do not use the host: wrong results without an error point to memory or to a link. Run hybrid-ep doctor on it.",

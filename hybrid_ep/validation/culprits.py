@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from hybrid_ep.doctor.model import Result, Severity, Status
-from hybrid_ep.validation.causes import SLOW, cause_of
+from hybrid_ep.validation.causes import LATE, SLOW, cause_of
 from hybrid_ep.validation.judge import Job
 from hybrid_ep.validation.pairs import PairTable
 
@@ -34,7 +34,7 @@ def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Re
         of_kind = [job for job in jobs if job.kind == kind]
         for host, failed in _shared(of_kind, set(found)).items():
             found[host].append(_with_others(host, failed, of_kind))
-    for host, (table, best, usual) in _slow(tables, set(found)).items():
+    for host, (table, best, usual) in _slow(jobs, tables, set(found)).items():
         found[host].append(_slow_result(host, table, best, usual))
     return found
 
@@ -73,14 +73,23 @@ def _failed(job: Job) -> bool:
     return job.status == "fail" and cause_of(job.reason) is not SLOW
 
 
-def _slow(tables: Iterable[PairTable], known: set[str]) -> dict[str, tuple[PairTable, float, float]]:
-    """Host → (table, its best figure, median of the pairs without it), of hosts that are slow on all of their pairs."""
+def _slow(
+    jobs: Sequence[Job], tables: Iterable[PairTable], known: set[str]
+) -> dict[str, tuple[PairTable, float, float]]:
+    """Host → (table, its best figure, median of the pairs without it), of hosts that are slow on all of their pairs.
+
+    A pair that did not end in time has no figure, and counts as a slow one.
+    """
     found: dict[str, tuple[PairTable, float, float]] = {}
+    late = [job for job in jobs if job.kind == "pair" and _failed(job) and cause_of(job.reason) is LATE]
+    late = [job for job in late if not is_explained(job, known)]
     for table in tables:
-        for host in (host.name for host in table.hosts if host.name not in known | found.keys()):
+        measured = dict.fromkeys(host for figure in table.figures for host in figure.job.hosts)
+        for host in (host for host in measured if host not in known | found.keys()):
             own = [figure.value for figure in table.figures if host in figure.job.hosts]
             others = [figure.value for figure in table.figures if host not in figure.job.hosts]
-            if len(own) >= _FEWEST_PAIRS and others and max(own) < _SLOW * (usual := median(others)):
+            num_pairs = len(own) + sum(host in job.hosts for job in late)
+            if own and num_pairs >= _FEWEST_PAIRS and others and max(own) < _SLOW * (usual := median(others)):
                 found[host] = (table, max(own), usual)
     return found
 

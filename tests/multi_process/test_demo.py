@@ -14,6 +14,7 @@ from hybrid_ep.demo.results import DemoResult
 from hybrid_ep.demo.settings import PATHS, Settings
 from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.verify import RankCheck, allowed_fraction, check_path
+from hybrid_ep.engine.agreement import FIELDS
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 from hybrid_ep.testing.workload import make_routing
 from tests.conftest import RunRanks
@@ -65,7 +66,8 @@ def test_measured_bytes_are_the_rows_that_must_cross_and_little_more(run_ranks: 
             within += int((owner == other).any(1).sum())
     sent = torch.tensor([check.sent_bytes["dispatch"] for check in checks]).sum(0).tolist()
     metadata = 3 * (4 + 4) + 8  # experts and weights of a token, and where it comes from
-    counts = 4 * 4 * 4 * 8  # at most: counts of all ranks to all ranks
+    headers = 4 * 3 * 8 * (len(FIELDS) + 4)  # of each rank to each other, with its counts
+    counts = 4 * 4 * 4 * 8 + headers  # at most: counts of all ranks to all ranks
     for measured, rows in zip(sent, (within, between), strict=True):
         assert rows * workload.row_bytes < measured <= rows * (workload.row_bytes + metadata) + counts
 
@@ -104,7 +106,7 @@ def test_the_allowed_error_grows_with_the_roundings_on_the_way() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--domains", "3"], "domains is 3"),
+        (["--domains", "3"], "ranks is 8; allowed: multiples of domains = 3"),
         (["--experts", "30"], "experts is 30"),
         (["--hidden", "100"], "hidden is 100"),
         (["--topk", "40"], "topk is 40"),

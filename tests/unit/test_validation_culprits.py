@@ -117,6 +117,19 @@ def test_host_that_is_slow_with_everybody_is_unfit(results: Path) -> None:
     assert unfit(load_cluster(results)) == {}
 
 
+def test_pair_that_does_not_end_in_time_counts_as_a_slow_one(results: Path) -> None:
+    pairs(results, b={"metrics": [{"name": "dispatch", "value": 5.0, "unit": "GB/s"}]})
+
+    def end(reason: str) -> None:
+        for name, hosts in (("pair-a-b", ["a", "b"]), ("pair-b-c", ["b", "c"])):
+            write_job(results, name, "pair", hosts, **failed(reason))
+
+    end("did not end in time")
+    assert unfit(load_cluster(results)) == {"b": ["jobs.slow"]}
+    end(CRASH)  # two figures are too few
+    assert "jobs.slow" not in unfit(load_cluster(results)).get("b", [])
+
+
 def test_pair_below_half_of_the_run_fails_where_no_profile_has_a_figure(results: Path) -> None:
     pairs(results)
     metrics = [{"name": "dispatch", "value": 30.0, "unit": "GB/s"}]
