@@ -74,7 +74,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "broken",
         "gb200-nvl72",
         nvml={"gpu.3.link.7.state": 0},
-        files={"/proc/self/limits": "Max locked memory         65536                65536                bytes     \n"},
+        files={
+            "/proc/self/limits": "Max locked memory         65536                65536                bytes     \n"
+            "Max open files            1048576              1048576              files     \n"
+        },
     )
     nodes = {name: healthy("gb200-nvl72") for name in FIT} | {"node-d": broken.build(), "node-e": None}
     with Fleet(nodes, build_stub(tmp_path_factory.mktemp("stub")), FILES) as fleet:
