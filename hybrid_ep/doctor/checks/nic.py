@@ -216,9 +216,9 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
     mixed = [", ".join(sorted(found)) for found in versions.values() if len(found) > 1]
 
     def fault(nic: Nic) -> str | None:
-        if not nic.firmware:
+        if not nic.firmware and nic.pci_address:  # a device that is software has none
             raise Unreadable(f"{_CLASS}/{nic.name}/fw_ver cannot be read")
-        return None if not allowed or nic.firmware in allowed else nic.firmware
+        return None if not allowed or not nic.firmware or nic.firmware in allowed else nic.firmware
 
     found = survey(nics, _nic_name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
     return Finding(Status.FAIL, f"mixed: {'; '.join(mixed)}") if mixed and found.status is not Status.FAIL else found
