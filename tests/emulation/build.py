@@ -60,9 +60,11 @@ def build(out: Path) -> Path:
     ]
 
     def compile_one(source: Path) -> Path:
-        target = out / f"{source.stem}.o"
-        subprocess.run(["g++", *flags, *(f"-I{i}" for i in includes), "-c", str(source), "-o", str(target)], check=True)
-        return target
+        # By relative names, so that a compiler cache finds what another folder has built.
+        target = f"{source.stem}.o"
+        includes_of = (f"-I{i}" for i in includes)
+        subprocess.run(["g++", *flags, *includes_of, "-c", source.name, "-o", target], cwd=out, check=True)
+        return out / target
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, sources))
