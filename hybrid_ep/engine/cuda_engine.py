@@ -1,7 +1,7 @@
 """The cuda engine: hand-written kernels for the GPUs of one NVLink domain.
 
 A call is one launch on the current stream (`_cuda.Communicator`); this file allocates what the call writes, decides
-where rows land, and shapes the results. docs/cuda_engine.md tells how the kernels work and what they reach. What calls
+where rows land, and shapes the results. docs/internals/cuda_engine.md says how the kernels work. What calls
 of one shape have in common is in cuda_plan.py.
 
 A call with a bound never waits for the device. One without waits for a mailbox that the kernel fills as soon as the
