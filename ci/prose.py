@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Sentences of the documentation that are too long: `python ci/prose.py [PAGE…]` names each one and exits 1 if there are any.
+"""Sentences of the documentation that are too long: `python ci/prose.py [PAGE…]` names them, and exits 1 if any.
 
-Code, tables, headings and comments are not looked at. A piece of inline code, and the text of a link, count as they read.
+Code, tables, headings and comments are left out. A piece of inline code is one word; a link counts by its text.
 """
 
 from __future__ import annotations

@@ -39,6 +39,18 @@ def test_a_page_has_what_it_is_for(site: Path, page: str, words: list[str]) -> N
     assert [word for word in words if word not in text] == []
 
 
+def test_every_check_of_the_doctor_has_a_place(site: Path) -> None:
+    from hybrid_ep.doctor.active.judge import ACTIVE_CHECKS
+    from hybrid_ep.doctor.compare import COMPARISONS
+    from hybrid_ep.doctor.registry import all_checks
+
+    page = (site / "doctor_checks.html").read_text()
+    entries = (site / "troubleshooting.html").read_text()
+    for item in [*all_checks(), *ACTIVE_CHECKS, *COMPARISONS]:
+        assert f'id="{item.id.replace(".", "")}"' in page, item.id
+        assert f'href="doctor_checks.html#{item.id.partition(".")[0]}"' in entries, item.id
+
+
 def test_every_error_class_has_a_place_in_troubleshooting() -> None:
     from hybrid_ep import errors
 

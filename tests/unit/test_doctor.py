@@ -189,7 +189,10 @@ def test_selection_takes() -> None:
     assert slow == counters | {"gpu.xid", "nvlink.fabric_version", "mnnvl.imex_daemon", "host.kernel_log"}
 
 
-@pytest.mark.parametrize(("page", "file"), [("guide", "doctor.md"), ("checks", "doctor_checks.md")])
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [("guide", "doctor.md"), ("checks", "doctor_checks.md"), ("profiles", "doctor_profiles.md")],
+)
 def test_page_is_not_stale(page: str, file: str) -> None:
     """Run `python -m hybrid_ep.doctor.document PAGE > docs/FILE` when this fails."""
     assert (ROOT / "docs" / file).read_text() == document(page)

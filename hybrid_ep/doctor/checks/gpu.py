@@ -70,11 +70,11 @@ def _is_optional(profile: Profile, key: str) -> bool:
     title="number of GPUs",
     source="NVML DeviceGetCount; PCI vendor 0x10de, class 0x0302 or 0x0300",
     expectation="{gpu.count}, the same by NVML and by PCI; in a container, those that it was given",
-    remedy="A GPU that PCI shows and NVML does not has lost its driver (look for Xid 79, reset or reboot); where NVML "
-    "shows none, the driver is not installed, not loaded or another than its library (dmesg, modprobe nvidia). One "
+    remedy="A GPU that PCI shows and NVML does not has lost its driver: look for Xid 79, reset or reboot. If NVML "
+    "shows none, the driver is not installed, not loaded or another than its library (dmesg, modprobe nvidia). A GPU "
     "that PCI does not show either is unseated, unpowered or not passed through. A container that sees none was given "
-    "none (--gpus all; --profile cpu where none is meant). Where fewer are meant (a virtual machine, a part of a "
-    "node), say so in a profile of the site.",
+    "none: use --gpus all, or --profile cpu if none is meant. If the node should have fewer (a virtual machine, a part "
+    "of a node), write a profile of the site.",
     wants="gpu.count",
     zero_is_wish=True,
 )
@@ -275,8 +275,8 @@ def gpu_throttle(node: Node, profile: Profile) -> Finding:
     "gpu.pcie",
     title="PCIe link and the path above it",
     source="NVML DeviceGetCurr/MaxPcieLinkWidth and Generation; /sys/bus/pci/devices of the GPU and every bridge above",
-    expectation="width of the GPU, at least x{gpu.pcie_width}; slot and GPU can do generation {gpu.pcie_generation}; "
-    "busy: at that generation (an idle link slows down on purpose); links of switches as wide and fast as both ends "
+    expectation="width of the GPU, at least x{gpu.pcie_width}. Slot and GPU can do generation {gpu.pcie_generation}; "
+    "a busy GPU runs at it (an idle link slows down by design). Links of switches are as wide and fast as both ends "
     "can",
     remedy="Reseat the GPU or riser, check the slot's bifurcation and retimer firmware; a narrow or slow link halves "
     "host and NIC traffic.",

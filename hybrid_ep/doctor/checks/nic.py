@@ -297,8 +297,8 @@ def _device_control(config: bytes) -> int:
     title="RoCE quality of service",
     source="DCB netlink (IEEE PFC and application table); /sys/class/net/*/ecn; counters np_cnp_sent, rp_cnp_handled",
     expectation="Ethernet: packets are sorted by DSCP, PFC and ECN are on for priority {nic.roce_priority}",
-    remedy="mlnx_qos -i IFACE --trust dscp --pfc with a 1 at the priority, or dcb app and dcb pfc; ECN: "
-    "/sys/class/net/IFACE/ecn/roce_{np,rp}/enable/PRIORITY; the same on the switches.",
+    remedy="DSCP and PFC: mlnx_qos -i IFACE --trust dscp --pfc with a 1 at the priority, or dcb app and dcb pfc. ECN: "
+    "/sys/class/net/IFACE/ecn/roce_{np,rp}/enable/PRIORITY. Set the same on the switches.",
     wants="nic.count nic.roce_priority",
 )
 def nic_qos(node: Node, profile: Profile) -> Finding:
