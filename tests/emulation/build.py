@@ -34,15 +34,18 @@ def _transport_sources() -> list[Path]:
 def build(out: Path) -> Path:
     """Compiles into a folder and returns the module's path."""
     out.mkdir(parents=True, exist_ok=True)
-    sources = [HERE / "emulator.cpp"]
+    sources = []
     for original in (
-        sorted(CSRC.glob("kernels/*/*.cu"))
-        + sorted(CSRC.glob("runtime/*.cpp"))
-        + sorted(CSRC.glob("bindings/cuda/*.cpp"))
-        + _transport_sources()
-        + [CSRC / "layout/link_layout.cpp", CSRC / "bindings/transport.cpp"]
+        HERE / "emulator.cpp",
+        *sorted(CSRC.glob("kernels/*/*.cu")),
+        *sorted(CSRC.glob("runtime/*.cpp")),
+        *sorted(CSRC.glob("bindings/cuda/*.cpp")),
+        *_transport_sources(),
+        CSRC / "layout/link_layout.cpp",
+        CSRC / "bindings/transport.cpp",
     ):
-        translated = out / f"{'_'.join(original.relative_to(CSRC).with_suffix('').parts)}.cpp"
+        folder = HERE if original.parent == HERE else CSRC
+        translated = out / f"{'_'.join(original.relative_to(folder).with_suffix('').parts)}.cpp"
         translated.write_text(f'#line 1 "{original}"\n' + as_cpp(original.read_text()))
         sources.append(translated)
     includes = [HERE / "include", HERE, CSRC, pybind11.get_include(), sysconfig.get_path("include")]
