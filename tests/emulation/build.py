@@ -63,10 +63,11 @@ def build(out: Path) -> Path:
     ]
 
     def compile_one(source: Path) -> Path:
-        # By relative names, so that a compiler cache finds what another folder has built.
+        # What is made in `out` by its name alone, so that a compiler cache finds what another folder has built.
+        name = source.name if source.parent == out else str(source)
         target = f"{source.stem}.o"
         includes_of = (f"-I{i}" for i in includes)
-        subprocess.run(["g++", *flags, *includes_of, "-c", source.name, "-o", target], cwd=out, check=True)
+        subprocess.run(["g++", *flags, *includes_of, "-c", name, "-o", target], cwd=out, check=True)
         return out / target
 
     with ThreadPoolExecutor(2) as pool:
