@@ -91,6 +91,7 @@ class FaultKind(Enum):
     OTHER_CALL = ...
     BAD_BOUND = ...
     TOO_MANY_TOKENS = ...
+    TRANSPORT = ...
     NONE = ...
 
 class Fault:
@@ -159,7 +160,108 @@ class Communicator:
     def wait_for_counts(
         self, ticket: int, stream: int, counts: int, num_counts: int
     ) -> tuple[bool, int, int, int, int, int, int, int] | None: ...
+    def wait_for_counts_between(
+        self, ticket: int, stream: int, counts: int, num_counts: int
+    ) -> tuple[bool, int, int, int, int, int, int] | None: ...
     def take_fault(self) -> Fault | None: ...
+
+rank_elsewhere: int
+max_domains: int
+max_matrix_ranks: int
+
+def between_control_bytes(*, num_domains: int, ranks_per_domain: int) -> int: ...
+def between_ring(*, num_domains: int) -> tuple[int, int, int]: ...
+def between_rank_prefix(
+    *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
+) -> int: ...
+def between_route_ints(
+    *,
+    num_domains: int,
+    ranks_per_domain: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    held_capacity: int,
+) -> int: ...
+
+class BetweenDispatchPlan:
+    def __init__(
+        self,
+        *,
+        makes_route: bool,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        has_weights: bool,
+        hidden: int,
+        row_type: tuple[int, int],
+        num_scales: int,
+        scale_type: tuple[int, int],
+        range_first: int,
+        range_step: int,
+        range_size: int,
+        row_limit: int,
+        waits_for_counts: bool,
+        num_sms: int,
+        dtype: int,
+        scale_dtype: int,
+        has_topk: bool,
+        num_worst_tokens: int,
+        room: int,
+        pad_multiple: int,
+    ) -> None: ...
+    @property
+    def record_bytes(self) -> int: ...
+    def slot_bytes_for(self, num_rows: int) -> int: ...
+
+class BetweenCombinePlan:
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        row_bytes: int,
+        num_topk: int,
+        num_experts: int,
+        num_weights: int,
+        num_sms: int,
+    ) -> None: ...
+    @property
+    def record_bytes(self) -> int: ...
+    def slot_bytes_for(self, num_rows: int) -> int: ...
+
+class BetweenCommunicator:
+    def __init__(self, *, domain: Communicator, rank: int, num_domains: int, proxy: Proxy) -> None: ...
+    def dispatch(
+        self,
+        *,
+        plan: BetweenDispatchPlan,
+        rows: int,
+        topk_idx: int,
+        topk_weights: int,
+        scales: int,
+        route: int,
+        held_capacity: int,
+        handle: int,
+        slot_idx: int,
+        stream: int,
+    ) -> int: ...
+    def combine(
+        self,
+        *,
+        plan: BetweenCombinePlan,
+        rows: int,
+        weights: int,
+        bias: list[int],
+        out: int,
+        out_weights: int,
+        own_sums: int,
+        own_weights: int,
+        route: int,
+        held_capacity: int,
+        handle: int,
+        stream: int,
+    ) -> None: ...
 
 class SlotPool:
     def __init__(
@@ -179,6 +281,10 @@ class SlotPool:
     def tensors(
         self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+    def tensors_between(
+        self, slot_idx: int, plan: BetweenDispatchPlan, num_rows: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
+    def int_tensor(self, memory: Tensor, address: int, shape: list[int]) -> Tensor: ...
     @property
     def num_free(self) -> int: ...
     @property

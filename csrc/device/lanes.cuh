@@ -27,4 +27,19 @@ struct TokenLanes {
   }
 };
 
+// Lane i gets the i-th lowest of the lanes' values that are not −1, or −1. These differ. Collective over the warp.
+__device__ inline int sort_over_lanes(int value) {
+  const unsigned present = __ballot_sync(kAllLanes, value >= 0);
+  int order = 0, sorted = -1;
+  for (unsigned left = present; left != 0; left &= left - 1) {
+    order += __shfl_sync(kAllLanes, value, __ffs(left) - 1) < value;
+  }
+  for (unsigned left = present; left != 0; left &= left - 1) {
+    const int holder = __ffs(left) - 1;
+    const int position = __shfl_sync(kAllLanes, order, holder), held = __shfl_sync(kAllLanes, value, holder);
+    if (position == static_cast<int>(threadIdx.x % 32)) sorted = held;
+  }
+  return sorted;
+}
+
 }  // namespace hybrid_ep

@@ -39,6 +39,22 @@ __device__ inline void report_other_call(FaultRecord* record, KernelName kernel,
   report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
 }
 
+// The same of a combine, for word `word` of what its ranks tell before anybody sends (ControlBlock::ready).
+__device__ inline void report_other_combine(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
+                                            uint32_t mine, uint32_t theirs) {
+  CallField field = CallField::kHandle;
+  if (word == 0 && mine >> kNumWeightsBits != theirs >> kNumWeightsBits) {
+    field = CallField::kHidden;
+    mine >>= kNumWeightsBits;
+    theirs >>= kNumWeightsBits;
+  } else if (word == 0) {
+    field = CallField::kNumWeights;
+    mine &= (1u << kNumWeightsBits) - 1;
+    theirs &= (1u << kNumWeightsBits) - 1;
+  }
+  report_other_call(record, kernel, field, rank, peer, mine, theirs);
+}
+
 class Waiter {
  public:
   // `control` are the blocks of all ranks, through which they tell each other whom they miss; without, nobody is asked.
@@ -98,7 +114,28 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_gpu(counter); }, is_complete, count, rank_, tag);
   }
 
+  // Waits until is_there(), which looks and tells; gives up early where has_failed(), which is asked now and then.
+  // `expected` is for the record.
+  template <typename IsThere, typename HasFailed>
+  __device__ bool until(IsThere&& is_there, HasFailed&& has_failed, uint32_t expected, int peer, WaitTag tag) const {
+    for (uint32_t i = 1; !is_there(); ++i) {
+      if (i % kLooksPerAsk == 0 && has_failed()) {
+        report_fault(record_, FaultKind::kTransport, kernel_, tag, rank_, peer, expected, 0);
+        return false;
+      }
+      if (expired()) return give_up(peer, tag, expected, 0);
+    }
+    return true;
+  }
+
+  // Records that a command found no room in its FIFO, where `was_sent` is false. Returns it.
+  __device__ bool sends(bool was_sent, int peer) const { return was_sent || give_up(peer, WaitTag::kCommands, 0, 0); }
+
+  __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
+
  private:
+  static constexpr uint32_t kLooksPerAsk = 64;
+
   // Loads until what it has seen is enough. `expected` is for the record.
   template <typename Load, typename IsEnough>
   __device__ bool poll(Load&& load, IsEnough&& is_enough, uint32_t expected, int peer, WaitTag tag) const {
@@ -108,8 +145,6 @@ class Waiter {
       if (expired()) return give_up(peer, tag, expected, seen);
     }
   }
-
-  __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
     // One wait of a kernel reports: the host may take the record at once, and would find that of the next one there.
@@ -140,9 +175,11 @@ class Waiter {
     while (ptx::clock_ns() < end) {
       culprit = peer;
       for (int step = 0; step < num_ranks; ++step) {
-        const int next = static_cast<int>(ptx::load_acquire_system(&missed[culprit])) - 1;
+        const int listed = culprit < num_ranks ? culprit : rank;
+        const int next = static_cast<int>(ptx::load_acquire_system(&missed[listed])) - 1;
         if (next < 0 || next == rank) break;
         culprit = next;
+        if (next >= num_ranks) break;  // of another domain, which tells nothing here
       }
     }
     return culprit;

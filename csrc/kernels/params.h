@@ -12,16 +12,18 @@ namespace hybrid_ep {
 
 // What the host reads when it must know sizes: pinned memory, one per communicator.
 struct Mailbox {
-  uint32_t started;       // ticket of the call whose kernel runs
-  uint32_t ticket;        // of the call that wrote the rest, written last
-  int32_t status;         // MailStatus
-  int32_t num_recv;       // N of this rank
-  int32_t num_permuted;   // P of this rank; 0 for a plain dispatch
-  int32_t num_sent_away;  // rows that this rank sends to others
-  int32_t num_kept;       // rows that this rank sends to itself
-  int32_t max_recv;       // most rows that any rank receives
-  int32_t max_sent;       // most rows that any rank sends
-  int32_t max_rows;       // most rows that any rank's slot must hold
+  uint32_t started;          // ticket of the call whose kernel runs
+  uint32_t ticket;           // of the call that wrote the rest, written last
+  int32_t status;            // MailStatus
+  int32_t num_recv;          // N of this rank
+  int32_t num_permuted;      // P of this rank; 0 for a plain dispatch
+  int32_t num_sent_away;     // rows that this rank sends to others
+  int32_t num_kept;          // rows that this rank sends to itself
+  int32_t max_recv;          // most rows that any rank receives
+  int32_t max_sent;          // most rows that any rank sends
+  int32_t max_rows;          // most rows that any rank's slot must hold
+  int32_t num_sent_between;  // tokens that this rank sends to other domains, once for each; 0 within a domain
+  int32_t max_held;          // most records of other domains that any rank forwards; 0 within a domain
   int32_t num_tokens_per_expert[kMaxExperts];
 };
 enum MailStatus : int32_t { kSent = 0, kNeedsRoom = 1, kFailed = 2 };

@@ -12,9 +12,17 @@ enum class FaultKind : int32_t {
   kOverflow = 3,
   kOtherCall = 4,
   kBadBound = 5,  // a rank gives a bound beyond the room that all have agreed on
-  kTooManyTokens = 6
+  kTooManyTokens = 6,
+  kTransport = 7
 };
-enum class KernelName : int32_t { kDispatch = 0, kCombine = 1, kLowLatencyDispatch = 2, kLowLatencyCombine = 3 };
+enum class KernelName : int32_t {
+  kDispatch = 0,
+  kCombine = 1,
+  kLowLatencyDispatch = 2,
+  kLowLatencyCombine = 3,
+  kDispatchBetween = 4,
+  kCombineBetween = 5
+};
 
 // What a wait waits for. The names that people read are in runtime/communicator.cpp.
 enum class WaitTag : int32_t {
@@ -25,7 +33,11 @@ enum class WaitTag : int32_t {
   kPartialRows = 4,
   kRoom = 5,
   kWeights = 6,
-  kRoutes = 7
+  kRoutes = 7,
+  kRecords = 8,
+  kCredits = 9,
+  kCommands = 10,
+  kHeld = 11
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.

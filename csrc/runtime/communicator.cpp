@@ -27,6 +27,10 @@ const char* name_of(KernelName kernel) {
       return "low_latency_dispatch";
     case KernelName::kLowLatencyCombine:
       return "low_latency_combine";
+    case KernelName::kDispatchBetween:
+      return "dispatch between domains";
+    case KernelName::kCombineBetween:
+      return "combine between domains";
   }
   return "unknown";
 }
@@ -49,6 +53,14 @@ const char* name_of(WaitTag tag) {
       return "room for rows";
     case WaitTag::kWeights:
       return "weights";
+    case WaitTag::kRecords:
+      return "records of another domain";
+    case WaitTag::kCredits:
+      return "credits of another domain";
+    case WaitTag::kCommands:
+      return "room for commands of the proxy";
+    case WaitTag::kHeld:
+      return "records to forward";
   }
   return "unknown";
 }
@@ -76,6 +88,25 @@ T* pinned() {
 }
 
 }  // namespace
+
+void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
+                  bool is_bounded, int capacity, int pad_multiple, int handle) {
+  const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };
+  write(CallField::kNumExperts, num_experts);
+  write(CallField::kNumTopk, num_topk);
+  write(CallField::kHasTopk, call.has_topk);
+  write(CallField::kHasWeights, format.weights.num > 0);
+  write(CallField::kHidden, format.rows.num);
+  write(CallField::kDtype, call.dtype);
+  write(CallField::kScaleDtype, call.scale_dtype);
+  write(CallField::kNumScales, format.scales.num);
+  write(CallField::kNumWorstTokens, call.num_worst_tokens);
+  write(CallField::kIsBounded, is_bounded);
+  // Bounds may differ between ranks as long as no slot must grow for one.
+  write(CallField::kRoom, call.room > capacity ? call.room : kAbsent);
+  write(CallField::kPadMultiple, pad_multiple);
+  write(CallField::kHandle, handle);
+}
 
 Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int device, double timeout_s)
     : device_(device), timeout_s_(timeout_s) {
@@ -147,23 +178,8 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.call[CountRow::kRowLimit] = params.row_limit;
   params.call[CountRow::kRefusal] = static_cast<int>(plan.call.refusal);
   params.call[CountRow::kRefusedValue] = plan.call.refused_value;
-  const auto tell = [&](CallField field, int value) {
-    params.call[CountRow::kFirstField + static_cast<int>(field)] = value;
-  };
-  tell(CallField::kNumExperts, plan.num_experts);
-  tell(CallField::kNumTopk, plan.num_topk);
-  tell(CallField::kHasTopk, plan.call.has_topk);
-  tell(CallField::kHasWeights, params.has_weights);
-  tell(CallField::kHidden, plan.format.rows.num);
-  tell(CallField::kDtype, plan.call.dtype);
-  tell(CallField::kScaleDtype, plan.call.scale_dtype);
-  tell(CallField::kNumScales, plan.format.scales.num);
-  tell(CallField::kNumWorstTokens, plan.call.num_worst_tokens);
-  tell(CallField::kIsBounded, params.is_bound);
-  // Bounds may differ between ranks as long as no slot must grow for one.
-  tell(CallField::kRoom, params.room > params.slot.capacity ? params.room : kAbsent);
-  tell(CallField::kPadMultiple, plan.pad_multiple);
-  tell(CallField::kHandle, handle);
+  write_fields(params.call + CountRow::kFirstField, plan.format, plan.call, plan.num_experts, plan.num_topk,
+               params.is_bound, params.slot.capacity, plan.pad_multiple, handle);
   params.pad_multiple = plan.pad_multiple;
   params.rank_prefix = part(true, plan.route.rank_prefix);
   params.send_slot = part(true, plan.route.send_slot);
@@ -174,9 +190,8 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.first_mask = reinterpret_cast<uint32_t*>(part(is_new, plan.route.first_mask));
   params.expert_place = part(is_new, plan.route.expert_place);
   const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
-  if (has_mail && ++ticket_ == 0) ++ticket_;
   params.mailbox = has_mail ? mailbox_ : nullptr;
-  params.ticket = has_mail ? ticket_ : 0;
+  params.ticket = has_mail ? next_ticket() : 0;
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
   const LaunchShape shape =

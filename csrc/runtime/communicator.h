@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/params.h"
+#include "layout/epoch.h"
 #include "runtime/plan.h"
 
 namespace hybrid_ep {
@@ -57,6 +58,10 @@ class Communicator {
   // earlier call has lost a rank, and when there is no mail by long after the kernel's own deadline, or after its end.
   // Throws CudaError where the stream has failed.
   const Mailbox* wait_mailbox(uint32_t ticket, cudaStream_t stream) const;
+
+  // For calls that are not the communicator's own, and write the mailbox.
+  Mailbox* mailbox() const { return mailbox_; }
+  uint32_t next_ticket() { return ticket_ = next_epoch(ticket_); }
 
   const Domain& domain() const { return domain_; }
   int device() const { return device_; }

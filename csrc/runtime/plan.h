@@ -42,6 +42,11 @@ struct DispatchCall {
   int refused_value;       // the argument
 };
 
+// Writes what ranks must agree on to kNumDispatchFields words; `handle` is kAbsent where the call makes its route,
+// `capacity` what a slot holds.
+void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
+                  bool is_bounded, int capacity, int pad_multiple, int handle);
+
 struct DispatchPlan {
   RowFormat format;
   RouteLayout route;

@@ -81,6 +81,13 @@ class SlotLease:
         self._pool = None
         return landed
 
+    def landed_between(self, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> Landed:
+        """The same of a dispatch between domains, without what its route has."""
+        assert self._pool is not None
+        landed = Landed(*self._pool.tensors_between(self.slot_idx, plan, num_rows), None, None, None)
+        self._pool = None
+        return landed
+
     def give_back(self) -> None:
         """Harmless when called again."""
         if self._pool is not None:
@@ -163,6 +170,10 @@ class Arena:
     def lease(self, stream: int) -> SlotLease:
         """Returns a slot for the next dispatch on the stream."""
         return SlotLease(self._pool, stream)
+
+    def int_tensor(self, memory: Tensor, address: int, shape: list[int]) -> Tensor:
+        """Returns an int32 tensor at an address of `memory`, which it keeps alive."""
+        return self._pool.int_tensor(memory, address, shape)
 
     def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0: a captured use keeps the memory for good."""

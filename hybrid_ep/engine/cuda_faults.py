@@ -8,7 +8,7 @@ from hybrid_ep.engine.agreement import ABSENT, CALLS, disagreement
 from hybrid_ep.engine.cuda_plan import refusal_of
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
 
-__all__ = ["as_error", "dispatch_number"]
+__all__ = ["as_error", "dispatch_number", "rank_of"]
 
 _NUMBER_BITS = 24  # of a dispatch, below the number of its buffer
 
@@ -20,8 +20,7 @@ def dispatch_number(buffer: int, number: int) -> int:
 
 def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
     """Returns the error that tells of a fault, in the same words at every rank that has found the same."""
-    rank = grid.rank
-    peer = rank if fault.peer < 0 else grid.domain[fault.peer]
+    rank, peer = grid.rank, rank_of(fault.peer, grid)
     if fault.kind == _cuda.FaultKind.OTHER_CALL:
         return _other_call(fault, rank, peer)
     if fault.kind == _cuda.FaultKind.OVERFLOW:
@@ -32,8 +31,15 @@ def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
         return ConfigError(refusal_of(fault.kind, peer, fault.seen, fault.expected))
     detail = f"it is at step {fault.seen}, expected {fault.expected}"
     if fault.witness >= 0:
-        detail = f"rank {grid.domain[fault.witness]} gave up on it first"
+        detail = f"rank {rank_of(fault.witness, grid)} gave up on it first"
     return TimeoutError(f"{fault.kernel}: {fault.tag}", rank, peer, detail, timeout_s=fault.waited_s)
+
+
+def rank_of(peer: int, grid: RankGrid) -> int:
+    """Returns the rank that a fault names: of this rank's domain, or of another one; −1 is this rank."""
+    if peer >= _cuda.rank_elsewhere:
+        return peer - _cuda.rank_elsewhere
+    return grid.rank if peer < 0 else grid.domain[peer]
 
 
 def _other_call(fault: _cuda.Fault, rank: int, peer: int) -> ConfigError:

@@ -16,6 +16,7 @@ from hybrid_ep.engine.base import Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
+    "ELEMENT_TYPES",
     "DispatchPlan",
     "ScaleKind",
     "plan_cached_dispatch",
@@ -30,7 +31,7 @@ __all__ = [
 _MAX_PLANS = 1024
 
 # (code, bits) of DLPack. Not every version of it has a code for e4m3, so those travel as bytes.
-_ELEMENT_TYPES = {
+ELEMENT_TYPES = {
     torch.bfloat16: (4, 16),
     torch.float8_e4m3fn: (1, 8),
     torch.float32: (2, 32),
@@ -136,9 +137,9 @@ def plan_dispatch(
         num_experts=num_experts,
         has_weights=has_weights,
         hidden=hidden,
-        row_type=_ELEMENT_TYPES[dtype],
+        row_type=ELEMENT_TYPES[dtype],
         num_scales=num_scales,
-        scale_type=_ELEMENT_TYPES[scale_dtype],
+        scale_type=ELEMENT_TYPES[scale_dtype],
         range_first=0 if asks_for_own else first,
         range_step=num_local if asks_for_own else 0,
         range_size=end - first,
@@ -184,9 +185,9 @@ def plan_cached_dispatch(
         num_experts=num_experts,
         has_weights=False,
         hidden=hidden,
-        row_type=_ELEMENT_TYPES[dtype],
+        row_type=ELEMENT_TYPES[dtype],
         num_scales=num_scales,
-        scale_type=_ELEMENT_TYPES[scale_dtype],
+        scale_type=ELEMENT_TYPES[scale_dtype],
         range_first=0,
         range_step=0,
         range_size=0,

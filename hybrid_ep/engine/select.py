@@ -105,6 +105,11 @@ def make_engine(
         _LOG.log(logging.WARNING if is_slow else logging.INFO, "engine %s: %s", choice.name, choice.reason)
     if choice.name == "torch":
         return TorchEngine(group, grid, timeout_s, number)
+    if grid.num_domains > 1:
+        from hybrid_ep.engine.cuda_between import CudaBetween
+
+        assert group is not None
+        return CudaBetween(group, grid, timeout_s, number)
     from hybrid_ep.engine.cuda_engine import CudaEngine
 
     return CudaEngine(group, grid, timeout_s, number)
@@ -233,5 +238,5 @@ def _choose(choices: list[Choice], hosts: list[str], grid: RankGrid, asked: str)
     if num_hosts > 1:
         return Choice("torch", f"the ranks are on {num_hosts} hosts; engine='cuda' says that NVLink joins them")
     if grid.num_domains > 1:
-        return Choice("torch", f"{grid.num_domains} domains are asked for, and the cuda engine serves one")
+        return Choice("torch", f"{grid.num_domains} domains are asked for; engine='cuda' joins those of one host")
     return choices[grid.rank]

@@ -49,13 +49,13 @@ def install(module_path: str) -> None:
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
 
-    from hybrid_ep.engine import arena, cuda_engine, cuda_low_latency, cuda_order, select, symmetric
+    from hybrid_ep.engine import arena, cuda_between, cuda_engine, cuda_low_latency, cuda_order, select, symmetric
 
     select._cuda_obstacle = lambda: None
     arena.current_raw_stream = cuda_order.current_raw_stream = lambda _: 0
-    for module in (arena, cuda_engine, cuda_low_latency, cuda_order):
+    for module in (arena, cuda_between, cuda_engine, cuda_low_latency, cuda_order):
         module.is_capturing = lambda _: False
-    cuda_engine.torch = _TorchOnCpu("torch on the CPU")
+    cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
 
 

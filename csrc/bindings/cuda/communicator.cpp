@@ -72,6 +72,20 @@ py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t 
                         mail->num_kept, mail->max_recv, mail->max_sent, mail->max_rows);
 }
 
+// The same of a dispatch between domains, and returns the fields of _Mail in cuda_between.py.
+py::object wait_for_counts_between(const Communicator& self, uint32_t ticket, uintptr_t stream, uintptr_t counts,
+                                   int num_counts) {
+  const Mailbox* mail = nullptr;
+  {
+    const py::gil_scoped_release release;
+    mail = self.wait_mailbox(ticket, stream_of(stream));
+  }
+  if (mail == nullptr) return py::none();
+  std::copy_n(mail->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
+  return py::make_tuple(mail->status == kNeedsRoom, mail->num_recv, mail->num_sent_away, mail->num_sent_between,
+                        mail->max_rows, mail->max_sent, mail->max_held);
+}
+
 void add_plans(py::module_& module) {
   py::class_<DispatchPlan>(module, "DispatchPlan")
       .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_ranks"), py::arg("num_tokens"),
@@ -113,6 +127,7 @@ void add_communicator(py::module_& module) {
       .value("OTHER_CALL", FaultKind::kOtherCall)
       .value("BAD_BOUND", FaultKind::kBadBound)
       .value("TOO_MANY_TOKENS", FaultKind::kTooManyTokens)
+      .value("TRANSPORT", FaultKind::kTransport)
       .value("NONE", FaultKind::kNone);
   py::class_<Fault>(module, "Fault")
       .def_readonly("kind", &Fault::kind)
@@ -173,6 +188,8 @@ void add_communicator(py::module_& module) {
           py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
           py::arg("handle"), py::arg("stream"))
       .def("wait_for_counts", &wait_for_counts, py::arg("ticket"), py::arg("stream"), py::arg("counts"),
+           py::arg("num_counts"))
+      .def("wait_for_counts_between", &wait_for_counts_between, py::arg("ticket"), py::arg("stream"), py::arg("counts"),
            py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);
 }

@@ -38,4 +38,5 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::bindings::add_push_rows(module);
   hybrid_ep::bindings::add_slot_pool(module);
   hybrid_ep::bindings::add_transport(module);
+  hybrid_ep::bindings::add_between(module);
 }

@@ -7,6 +7,7 @@
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/dlpack.h"
 #include "common/check.h"
+#include "runtime/between.h"
 
 namespace hybrid_ep::bindings {
 namespace {
@@ -35,22 +36,12 @@ class SlotTensors {
   // `route` in `memory`, which they keep alive (counts and flag expert-major only).
   py::tuple tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const py::object& memory,
                     uintptr_t route) {
-    const RowFormat& format = plan.format;
-    const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
-    require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
-    py::object experts = py::none(), weights = py::none(), scales = py::none();
     py::object rank_prefix = py::none(), counts = py::none(), overflow = py::none();
-    py::object rows = slot_tensor(slot_idx, layout.rows, num_rows, format.rows);
     const bool is_permuted = plan.pad_multiple > 0;
-    if (!is_permuted) {
-      experts = slot_tensor(slot_idx, layout.experts, num_rows, format.experts);
-      weights = slot_tensor(slot_idx, layout.weights, num_rows, format.weights);
-      scales = slot_tensor(slot_idx, layout.scales, num_rows, format.scales);
-    }
+    const py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, is_permuted);
     if (plan.makes_route) {
       const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
-        return from_dlpack_(
-            make_capsule(route + offset * sizeof(int32_t), std::move(shape), {kInt, 32}, device_, [memory] {}));
+        return int_tensor(memory, route + offset * sizeof(int32_t), std::move(shape));
       };
       rank_prefix = part(plan.route.rank_prefix, {plan.num_ranks, plan.num_ranks});
       if (is_permuted) {
@@ -58,9 +49,20 @@ class SlotTensors {
         overflow = part(plan.route.overflow, {1});
       }
     }
-    py::tuple result = py::make_tuple(rows, experts, weights, scales, rank_prefix, counts, overflow);
     pool_->release(slot_idx);
-    return result;
+    return py::make_tuple(slot[0], slot[1], slot[2], slot[3], rank_prefix, counts, overflow);
+  }
+
+  // The first four of them, of a dispatch between domains.
+  py::tuple tensors_between(int slot_idx, const BetweenDispatchPlan& plan, int64_t num_rows) {
+    py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, false);
+    pool_->release(slot_idx);
+    return slot;
+  }
+
+  // A tensor of int32 at an address of `memory`, which it keeps alive.
+  py::object int_tensor(const py::object& memory, uintptr_t address, std::vector<int64_t> shape) const {
+    return from_dlpack_(make_capsule(address, std::move(shape), {kInt, 32}, device_, [memory] {}));
   }
 
  private:
@@ -73,6 +75,20 @@ class SlotTensors {
         return std::nullopt;
       }
     };
+  }
+
+  // Rows, experts, weights and scales in a slot, each of which holds it.
+  py::tuple slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted) {
+    const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
+    require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
+    py::object experts = py::none(), weights = py::none(), scales = py::none();
+    py::object rows = slot_tensor(slot_idx, layout.rows, num_rows, format.rows);
+    if (!is_permuted) {
+      experts = slot_tensor(slot_idx, layout.experts, num_rows, format.experts);
+      weights = slot_tensor(slot_idx, layout.weights, num_rows, format.weights);
+      scales = slot_tensor(slot_idx, layout.scales, num_rows, format.scales);
+    }
+    return py::make_tuple(rows, experts, weights, scales);
   }
 
   py::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns) {
@@ -106,6 +122,8 @@ void add_slot_pool(py::module_& module) {
           "release", [](SlotTensors& self, int slot_idx) { self.pool().release(slot_idx); }, py::arg("slot_idx"))
       .def("tensors", &SlotTensors::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"),
            py::arg("memory"), py::arg("route"))
+      .def("tensors_between", &SlotTensors::tensors_between, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"))
+      .def("int_tensor", &SlotTensors::int_tensor, py::arg("memory"), py::arg("address"), py::arg("shape"))
       .def_property_readonly("was_captured", [](const SlotTensors& self) { return self.pool().was_captured(); })
       .def_property_readonly("num_free", [](const SlotTensors& self) { return self.pool().num_free(); });
 }

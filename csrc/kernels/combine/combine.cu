@@ -102,21 +102,6 @@ class Chunks {
   Tickets<> tickets_;
 };
 
-// Reports in what rank r's call differs.
-__device__ void report_other_combine(const Domain& domain, int r, int word, uint32_t mine, uint32_t theirs) {
-  CallField field = CallField::kHandle;
-  if (word == 0 && mine >> kNumWeightsBits != theirs >> kNumWeightsBits) {
-    field = CallField::kHidden;
-    mine >>= kNumWeightsBits;
-    theirs >>= kNumWeightsBits;
-  } else if (word == 0) {
-    field = CallField::kNumWeights;
-    mine &= (1u << kNumWeightsBits) - 1;
-    theirs &= (1u << kNumWeightsBits) - 1;
-  }
-  report_other_call(domain.fault, KernelName::kCombine, field, domain.rank, r, mine, theirs);
-}
-
 // Waits until all ranks may be written. Collective over a warp, one of which reports ranks whose calls differ; then
 // *is_same is false. Returns false if a rank has not come.
 __device__ bool wait_until_ready(const CombineParams& params, const Waiter& waiter, uint32_t epoch, bool reports,
@@ -133,7 +118,7 @@ __device__ bool wait_until_ready(const CombineParams& params, const Waiter& wait
     ok &= waiter.until_epoch(&own.ready[r][word], epoch, r, WaitTag::kReady, &theirs);
     if (theirs == mine) continue;
     *is_same = false;
-    if (reports) report_other_combine(domain, r, word, mine, theirs);
+    if (reports) report_other_combine(domain.fault, KernelName::kCombine, domain.rank, r, word, mine, theirs);
   }
   *is_same = __all_sync(kAllLanes, *is_same);
   return __all_sync(kAllLanes, ok);

@@ -40,7 +40,7 @@ class ExpertRows {
         experts.sum_weights[cell] = place >= 0 ? experts.probs[place] : 0.0f;
       }
       const uint8_t* copies[1] = {nullptr};
-      const int sorted = sort(place);
+      const int sorted = sort_over_lanes(place);
       if (sorted >= 0) copies[0] = experts.rows + static_cast<int64_t>(sorted) * params_.row_bytes;
       walk = SourceWalk<1, uint8_t>(copies);
       if (!walk.is_done()) return true;
@@ -78,21 +78,6 @@ class ExpertRows {
     }
     const int64_t cell = static_cast<int64_t>(next_row_) * num_topk + lane;
     next_place_ = lane < num_topk ? params_.experts.places[cell] : -1;
-  }
-
-  // Lane i gets the i-th lowest of the places that are not −1, or −1.
-  static __device__ int sort(int place) {
-    const unsigned present = __ballot_sync(kAllLanes, place >= 0);
-    int order = 0, sorted = -1;
-    for (unsigned left = present; left != 0; left &= left - 1) {
-      order += __shfl_sync(kAllLanes, place, __ffs(left) - 1) < place;
-    }
-    for (unsigned left = present; left != 0; left &= left - 1) {
-      const int holder = __ffs(left) - 1;
-      const int position = __shfl_sync(kAllLanes, order, holder), value = __shfl_sync(kAllLanes, place, holder);
-      if (position == static_cast<int>(threadIdx.x % 32)) sorted = value;
-    }
-    return sorted;
   }
 
   const CombineParams& params_;

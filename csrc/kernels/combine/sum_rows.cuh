@@ -130,16 +130,15 @@ __device__ void store_nothing(Rows& rows, int row) {
   rows.finish(row);
 }
 
-// Sums all results of a warp, which has a ring of its own: kSumRingBytes of stages, and kSumStages barriers and
-// segments. Collective over the warp. What is summed:
+// Sums all results of a warp, through a ring of its own with a segment for each stage. Collective over the warp. What
+// is summed:
 //   next(walk)                goes on to the next result that has sources; false if there is none
 //   row(), begin(), end()     of that result, and which of its bytes; parts of a row are whole segments
 //   store(row, offset, sum)   takes the sums of a lane's vectors, from byte `offset` on and 512 bytes apart
 //   finish(row)               once all of a result is stored
 template <typename Rows>
-__device__ void sum_rows(Rows& rows, uint8_t* stages, uint64_t* barriers, Segment* segments) {
+__device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
   const int lane = threadIdx.x % 32;
-  RowRing<0> ring(stages, barriers, kSumStages, kSegmentBytes, lane);
   SegmentLoads<Rows> loads(rows, ring, segments);
   int num_ahead = 0;
   while (num_ahead < kSumStages && loads.fetch()) ++num_ahead;
@@ -165,6 +164,13 @@ __device__ void sum_rows(Rows& rows, uint8_t* stages, uint64_t* barriers, Segmen
       }
     }
   }
+}
+
+// The same with kSumRingBytes of stages, and kSumStages barriers and segments.
+template <typename Rows>
+__device__ void sum_rows(Rows& rows, uint8_t* stages, uint64_t* barriers, Segment* segments) {
+  RowRing<0> ring(stages, barriers, kSumStages, kSegmentBytes, threadIdx.x % 32);
+  sum_rows(rows, ring, segments);
 }
 
 }  // namespace

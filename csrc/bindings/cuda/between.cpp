@@ -1,0 +1,155 @@
+// Calls between domains.
+#include "runtime/between.h"
+
+#include "bindings/cuda/bindings.h"
+
+namespace hybrid_ep::bindings {
+namespace py = pybind11;
+namespace {
+
+using TypePair = std::pair<int, int>;  // code and bits of DLPack
+
+Columns columns(int num, TypePair type) {
+  return {num, {static_cast<uint8_t>(type.first), static_cast<uint8_t>(type.second)}};
+}
+
+Grid make_grid(int rank, int num_domains, int ranks_per_domain) { return {rank, num_domains, ranks_per_domain}; }
+
+BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk, int num_experts, bool has_weights,
+                                  int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
+                                  int range_step, int range_size, int row_limit, bool waits_for_counts, int num_sms,
+                                  int dtype, int scale_dtype, bool has_topk, int num_worst_tokens, int room,
+                                  int pad_multiple) {
+  BetweenDispatchPlan plan{};
+  plan.format.rows = columns(hidden, row_type);
+  plan.format.experts = columns(makes_route ? num_topk : 0, {kInt, 64});
+  plan.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
+  plan.format.scales = columns(num_scales, scale_type);
+  plan.makes_route = makes_route;
+  plan.waits_for_counts = waits_for_counts;
+  plan.num_tokens = num_tokens;
+  plan.num_topk = num_topk;
+  plan.num_experts = num_experts;
+  plan.range_first = range_first;
+  plan.range_step = range_step;
+  plan.range_size = range_size;
+  plan.row_limit = row_limit;
+  plan.num_sms = num_sms;
+  plan.pad_multiple = pad_multiple;
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, FaultKind::kNone, 0};
+  return plan;
+}
+
+BetweenCombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_topk, int num_experts,
+                                int num_weights, int num_sms) {
+  RowWidths widths{};
+  widths.rows = row_bytes;
+  widths.weights = static_cast<int64_t>(num_weights) * sizeof(float);
+  return {widths, num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms};
+}
+
+void add_plans(py::module_& module) {
+  py::class_<BetweenDispatchPlan>(module, "BetweenDispatchPlan")
+      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_tokens"), py::arg("num_topk"),
+           py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
+           py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
+           py::arg("range_size"), py::arg("row_limit"), py::arg("waits_for_counts"), py::arg("num_sms"),
+           py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"), py::arg("num_worst_tokens"), py::arg("room"),
+           py::arg("pad_multiple"))
+      .def_property_readonly("record_bytes",
+                             [](const BetweenDispatchPlan& plan) { return plan.format.widths().total(); })
+      .def(
+          "slot_bytes_for",
+          [](const BetweenDispatchPlan& plan, int64_t num_rows) {
+            return slot_bytes_for(plan.format.widths(), num_rows);
+          },
+          py::arg("num_rows"));
+  py::class_<BetweenCombinePlan>(module, "BetweenCombinePlan")
+      .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
+           py::arg("num_topk"), py::arg("num_experts"), py::arg("num_weights"), py::arg("num_sms"))
+      .def_property_readonly("record_bytes", [](const BetweenCombinePlan& plan) { return plan.widths.total(); })
+      .def(
+          "slot_bytes_for",
+          [](const BetweenCombinePlan& plan, int64_t num_rows) { return slot_bytes_for(plan.widths, num_rows); },
+          py::arg("num_rows"));
+}
+
+}  // namespace
+
+void add_between(py::module_& module) {
+  add_plans(module);
+  module.attr("rank_elsewhere") = kMaxRanks;
+  module.attr("max_domains") = kMaxDomains;
+  module.def(
+      "between_control_bytes",
+      [](int num_domains, int ranks_per_domain) {
+        return BetweenCommunicator::control_bytes(make_grid(0, num_domains, ranks_per_domain));
+      },
+      py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"));
+  module.def(
+      "between_ring",
+      [](int num_domains) {
+        const RingShape ring = stream_ring(num_domains);
+        return py::make_tuple(ring.slot_bytes, ring.num_slots, ring.slots_per_credit);
+      },
+      py::kw_only(), py::arg("num_domains"));
+  module.attr("max_matrix_ranks") = kMaxMatrixRanks;
+  // Where the matrix of a route's rows stands, in int32 from its begin.
+  module.def(
+      "between_rank_prefix",
+      [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts) {
+        return BetweenRoute::of(make_grid(0, num_domains, ranks_per_domain), num_tokens, num_topk, num_experts, 0)
+            .rank_prefix;
+      },
+      py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
+      py::arg("num_experts"));
+  module.def(
+      "between_route_ints",
+      [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts, int held_capacity) {
+        return BetweenRoute::of(make_grid(0, num_domains, ranks_per_domain), num_tokens, num_topk, num_experts,
+                                held_capacity)
+            .num_ints;
+      },
+      py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
+      py::arg("num_experts"), py::arg("held_capacity"));
+  py::class_<BetweenCommunicator>(module, "BetweenCommunicator")
+      .def(py::init([](Communicator& domain, int rank, int num_domains, Proxy& proxy) {
+             return std::make_unique<BetweenCommunicator>(
+                 domain, make_grid(rank, num_domains, domain.domain().num_ranks), proxy);
+           }),
+           py::kw_only(), py::arg("domain"), py::arg("rank"), py::arg("num_domains"), py::arg("proxy"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
+      .def(
+          "dispatch",
+          [](BetweenCommunicator& self, const BetweenDispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx,
+             uintptr_t topk_weights, uintptr_t scales, uintptr_t route, int held_capacity, int handle, int slot_idx,
+             uintptr_t stream) {
+            return self.dispatch(plan,
+                                 {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
+                                  pointer<uint32_t>(scales), pointer<int32_t>(route)},
+                                 held_capacity, handle, slot_idx, stream_of(stream));
+          },
+          py::kw_only(), py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"),
+          py::arg("scales"), py::arg("route"), py::arg("held_capacity"), py::arg("handle"), py::arg("slot_idx"),
+          py::arg("stream"))
+      .def(
+          "combine",
+          [](BetweenCommunicator& self, const BetweenCombinePlan& plan, uintptr_t rows, uintptr_t weights,
+             const std::vector<uintptr_t>& bias, uintptr_t out, uintptr_t out_weights, uintptr_t own_sums,
+             uintptr_t own_weights, uintptr_t route, int held_capacity, int handle, uintptr_t stream) {
+            CombineTensors tensors{};
+            tensors.rows = pointer<uint8_t>(rows);
+            tensors.weights = pointer<float>(weights);
+            for (size_t i = 0; i < bias.size() && i < 2; ++i) tensors.bias[i] = pointer<uint8_t>(bias[i]);
+            tensors.out = pointer<uint8_t>(out);
+            tensors.out_weights = pointer<float>(out_weights);
+            tensors.route = pointer<int32_t>(route);
+            self.combine(plan, tensors, {pointer<uint8_t>(own_sums), pointer<float>(own_weights)}, held_capacity,
+                         handle, stream_of(stream));
+          },
+          py::kw_only(), py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias"), py::arg("out"),
+          py::arg("out_weights"), py::arg("own_sums"), py::arg("own_weights"), py::arg("route"),
+          py::arg("held_capacity"), py::arg("handle"), py::arg("stream"));
+}
+
+}  // namespace hybrid_ep::bindings

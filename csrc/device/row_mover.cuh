@@ -1,0 +1,47 @@
+// A warp that moves rows, one after the other, each to where the lanes want it.
+//
+//     row ─ pieces by bulk load ─► stages ─ a bulk store per lane that has a target ─► memory of this or another GPU
+#pragma once
+
+#include "device/row_ring.cuh"
+
+namespace hybrid_ep {
+
+class RowMover {
+ public:
+  static constexpr int kPieceBytes = 4096, kStages = 6, kStoresInFlight = 3;
+  static constexpr int kRingBytes = kStages * kPieceBytes;
+
+  // Collective over the warp, as everything here. `stages` has kRingBytes, `barriers` kStages.
+  __device__ RowMover(uint8_t* stages, uint64_t* barriers)
+      : ring_(stages, barriers, kStages, kPieceBytes, threadIdx.x % 32) {}
+
+  // Begins to copy a row to `target`, each lane's own or nullptr. When it returns the row has been read.
+  __device__ void move(const uint8_t* row, int row_bytes, uint8_t* target) {
+    int asked = 0, num_ahead = 0;
+    const auto ask = [&] {
+      for (; asked < row_bytes && num_ahead < ring_.num_ahead(); asked += kPieceBytes, ++num_ahead) {
+        ring_.fetch(row + asked, min(kPieceBytes, row_bytes - asked));
+      }
+    };
+    ask();
+    for (int offset = 0; offset < row_bytes; offset += kPieceBytes) {
+      const uint8_t* stage = ring_.wait();
+      if (target != nullptr) ptx::bulk_store(target + offset, stage, min(kPieceBytes, row_bytes - offset));
+      ring_.release();
+      --num_ahead;
+      ask();
+    }
+  }
+
+  // Waits until every row stands at its targets.
+  __device__ void finish() const {
+    ptx::bulk_wait_written<0>();
+    __syncwarp();
+  }
+
+ private:
+  RowRing<kStoresInFlight> ring_;
+};
+
+}  // namespace hybrid_ep

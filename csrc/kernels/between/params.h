@@ -1,0 +1,78 @@
+// Parameters and launches of the kernels between domains. Legend: T tokens of this rank, K top-k, E experts, H hidden,
+// N received rows, W columns of weights, R ranks, D domains, G ranks of a domain.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/params.h"
+#include "layout/between_layout.h"
+#include "transport/link_view.h"
+
+namespace hybrid_ep {
+
+// All ranks, those of the own domain and what one call may use of their memory, and the link to the peers.
+struct BetweenDomain {
+  Grid grid;
+  Domain domain;         // rank is the domain rank
+  BetweenLayout layout;  // of the control memory behind each ControlBlock
+  LinkView link;
+};
+
+// Gives each token its place among those that go to each rank and to each domain.
+struct PlaceTokensParams {
+  Grid grid;
+  FaultRecord* fault;
+  const int64_t* topk_idx;  // [T, K]
+  int num_tokens, num_topk, num_experts;
+  int32_t* route;
+  BetweenRoute parts;
+};
+
+struct DispatchBetweenParams {
+  BetweenDomain between;
+  const uint8_t* rows;        // [T, row_bytes]
+  const int64_t* topk_idx;    // [T, K]; nullptr: the route is taken as it is
+  const float* topk_weights;  // [T, K] or nullptr
+  const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
+  int num_tokens, num_topk, num_experts, row_bytes, num_scales;
+  bool makes_route, has_weights, is_bound;
+  RecordLayout record;
+  // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
+  int range_first, range_step, range_size;
+  int32_t call[kNumDispatchFields];  // what all ranks must have alike
+  int slot_idx, row_limit, held_capacity;
+  SlotLayout slot;
+  int32_t* route;
+  BetweenRoute parts;
+  Mailbox* mailbox;  // nullptr: the host does not wait
+  uint32_t ticket;
+};
+
+struct CombineBetweenParams {
+  BetweenDomain between;
+  const uint8_t* rows;     // [N, H] bf16
+  const float* weights;    // [N, W] or nullptr
+  const uint8_t* bias[2];  // [T, H] bf16 or nullptr
+  uint8_t* out;            // [T, H] bf16
+  float* out_weights;      // [T, W] or nullptr
+  uint8_t* own_sums;       // [T, H] bf16 scratch: the own domain's part of each token
+  float* own_weights;      // [T, W] scratch or nullptr
+  int num_tokens, num_rows, num_topk, num_weights, row_bytes;
+  uint32_t call[kNumReadyWords];  // what all ranks must have alike
+  RecordLayout record;
+  SlotLayout slot;  // `rows` and `weights` of partial rows on their way to the rank that sums them
+  const int32_t* route;
+  BetweenRoute parts;
+};
+
+// Allow the kernels their shared memory on the current device; once for each.
+void prepare_dispatch_between();
+void prepare_combine_between();
+
+void launch_place_tokens(const PlaceTokensParams& params, cudaStream_t stream);
+void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, cudaStream_t stream);
+void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream);
+// The fewest SMs with which every domain has a warp of combine that sums for it.
+int min_combine_between_sms(int num_domains);
+
+}  // namespace hybrid_ep

@@ -1,0 +1,293 @@
+// What ranks tell each other at the start of a dispatch between domains, and what follows from it.
+//
+//     counts ─ chunk 0 ─► peer in each domain ─ words ─► every rank of that domain ─► bases, verdict of the domain
+//     verdict ─ chunk 1 ─► peer in each domain ─► decision, the same at all ranks
+//
+// A pair of peers exchanges O(E/D + G) words and not R + E; words carry the epoch of their call. The first CTA tells;
+// every CTA finds the bases for itself. Functions are collective over the CTA.
+// Legend: E experts, LE local experts, R ranks, D domains, G ranks of a domain.
+#pragma once
+
+#include "kernels/between/chunk_stream.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int kControlChunks = 2;  // of a call, ahead of its records
+
+// What a CTA knows about the call once the counts are exchanged.
+struct CallBetween {
+  uint8_t* slot[kMaxRanks];  // of each rank of the domain, as this rank maps it
+  int row_limit[kMaxRanks];  // rows that it takes
+  int held_capacity[kMaxRanks];
+  int needed[kMaxRanks];         // rows that it receives
+  int num_sums[kMaxRanks];       // rows that it sums in a combine
+  int num_held[kMaxRanks];       // records of other domains that it forwards
+  int num_records[kMaxDomains];  // that come from the peer in each domain; own tokens in the own domain
+  int held_begin[kMaxDomains];   // of these, where they begin in what the route holds
+  int num_sent[kMaxDomains];     // tokens of this rank that go to each domain
+  Verdict verdict;
+};
+
+__device__ uint64_t* words_of(const BetweenDomain& between, int domain_rank, int source) {
+  return between_part<uint64_t>(between, domain_rank, between.layout.words) +
+         static_cast<int64_t>(source) * between.layout.words_stride;
+}
+
+// The column of a source's words that counts its tokens to a rank of this domain.
+__device__ int count_column(const BetweenDomain& between, int domain_rank) {
+  const bool has_matrix = between.layout.num_columns == between.grid.num_ranks();
+  return CallHeader::kNumColumns + domain_rank +
+         (has_matrix ? between.grid.domain_idx() * between.grid.ranks_per_domain : 0);
+}
+
+// What this rank tells domain `domain`: header, counts, experts of that domain.
+__device__ int told_value(const DispatchBetweenParams& params, int domain, int i) {
+  const BetweenDomain& between = params.between;
+  const BetweenRoute& parts = params.parts;
+  const int num_columns = between.layout.num_columns;
+  switch (i) {
+    case CallHeader::kSlotIdx:
+      return params.slot_idx;
+    case CallHeader::kRowLimit:
+      return params.row_limit;
+    case CallHeader::kHeldCapacity:
+      return params.held_capacity;
+    case CallHeader::kNumRecords:
+      return params.route[parts.domain_counts + domain];
+    default:
+      break;
+  }
+  if (i < CallHeader::kNumColumns) return params.call[i - CallHeader::kFirstField];
+  const int column = i - CallHeader::kNumColumns;
+  if (column < num_columns) {
+    const bool has_matrix = num_columns == between.grid.num_ranks();
+    return params.route[parts.rank_counts + column + (has_matrix ? 0 : domain * between.grid.ranks_per_domain)];
+  }
+  const int num_experts = params.num_experts / between.grid.num_domains;
+  return params.route[parts.expert_counts + domain * num_experts + column - num_columns];
+}
+
+// Publishes a source's values to every rank of the domain: to each all but the other ranks' experts. By a warp.
+template <typename ValueOf>
+__device__ void publish(const DispatchBetweenParams& params, uint32_t epoch, int source, ValueOf&& value_of) {
+  const BetweenDomain& between = params.between;
+  const int num_shared = CallHeader::kNumColumns + between.layout.num_columns;
+  const int num_local = params.makes_route ? params.num_experts / between.grid.num_ranks() : 0;
+  for (int r = 0; r < between.grid.ranks_per_domain; ++r) {
+    uint64_t* words = words_of(between, r, source);
+    for (int i = threadIdx.x % 32; i < num_shared + num_local; i += 32) {
+      const int value = value_of(i < num_shared ? i : i + r * num_local);
+      ptx::store_relaxed_system(words + i, static_cast<uint64_t>(static_cast<uint32_t>(value)) << 32 | epoch);
+    }
+  }
+}
+
+// Tells the peers what goes to their domains, and the own domain what goes there.
+template <typename Link>
+__device__ bool tell_counts(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
+                            uint32_t epoch) {
+  const BetweenDomain& between = params.between;
+  const Grid& grid = between.grid;
+  const int num_values = CallHeader::kNumColumns + between.layout.num_columns +
+                         (params.makes_route ? params.num_experts / grid.num_domains : 0);
+  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  bool ok = true;
+  for (int i = warp; i < grid.num_domains; i += num_warps) {
+    const int domain = (grid.domain_idx() + i) % grid.num_domains;
+    if (i == 0) {
+      publish(params, epoch, grid.rank, [&](int value) { return told_value(params, domain, value); });
+      continue;
+    }
+    const ChunkStream<Link> stream(between, waiter, link, domain);
+    if (!__all_sync(kAllLanes, threadIdx.x % 32 > 0 || stream.wait_free(0))) return false;
+    auto* values = reinterpret_cast<int32_t*>(stream.send_slot(0));
+    for (int v = threadIdx.x % 32; v < num_values; v += 32) values[v] = told_value(params, domain, v);
+    ok &= stream.send(0, (4 * num_values + 15) / 16 * 16, 1);
+  }
+  return ok;
+}
+
+// Tells the own domain what the peers have told.
+template <typename Link>
+__device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
+                              uint32_t epoch) {
+  const Grid& grid = params.between.grid;
+  const int lane = threadIdx.x % 32;
+  bool ok = true;
+  for (int i = 1 + threadIdx.x / 32; i < grid.num_domains; i += blockDim.x / 32) {
+    const int domain = (grid.domain_idx() + i) % grid.num_domains;
+    const ChunkStream<Link> stream(params.between, waiter, link, domain);
+    if (!__all_sync(kAllLanes, lane > 0 || stream.wait(0))) return false;
+    __syncwarp();
+    const auto* values = reinterpret_cast<const int32_t*>(stream.chunk(0));
+    publish(params, epoch, grid.peer_in(domain), [&](int value) { return values[value]; });
+    __syncwarp();
+    if (lane == 0) ok &= stream.read_rows(0, 1, 1);
+  }
+  return ok;
+}
+
+// One word of what a source has told, once it is there.
+__device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int column,
+                          bool* ok) {
+  const int publisher = source % between.grid.ranks_per_domain;
+  const int peer = publisher == between.domain.rank ? kRankElsewhere + source : publisher;
+  uint64_t word = 0;
+  *ok &=
+      waiter.until_equal(words_of(between, between.domain.rank, source) + column, epoch, peer, WaitTag::kCounts, &word);
+  return static_cast<int>(word >> 32);
+}
+
+// Whether a source makes the same call; the first CTA reports where it does not.
+__device__ bool makes_same_call(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch, int source,
+                                bool* ok) {
+  const BetweenDomain& between = params.between;
+  const Grid& grid = between.grid;
+  for (int i = 0; i < kNumDispatchFields; ++i) {
+    const int theirs = learn_word(between, waiter, epoch, source, CallHeader::kFirstField + i, ok);
+    if (!*ok || theirs == params.call[i]) continue;
+    if (blockIdx.x != 0) return false;
+    const int peer =
+        source / grid.ranks_per_domain == grid.domain_idx() ? source % grid.ranks_per_domain : kRankElsewhere + source;
+    report_other_call(between.domain.fault, KernelName::kDispatchBetween, static_cast<CallField>(i), grid.domain_rank(),
+                      peer, params.call[i], theirs);
+    return false;
+  }
+  return true;
+}
+
+// Learns what all ranks have told of their calls. Returns whether all came; *is_same is the CTA's answer.
+__device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
+                              CallBetween& call, bool* is_same) {
+  const BetweenDomain& between = params.between;
+  const Grid& grid = between.grid;
+  const int size = grid.ranks_per_domain;
+  bool ok = true, same = true;
+  for (int r = threadIdx.x; r < size; r += blockDim.x) call.num_held[r] = call.num_sums[r] = 0;
+  for (int d = threadIdx.x; d < grid.num_domains; d += blockDim.x) {
+    call.num_sent[d] = params.route[params.parts.domain_counts + d];
+  }
+  __syncthreads();
+  for (int source = threadIdx.x; source < grid.num_ranks(); source += blockDim.x) {
+    int header[CallHeader::kFirstField];
+    for (int i = 0; i < CallHeader::kFirstField; ++i) header[i] = learn_word(between, waiter, epoch, source, i, &ok);
+    same &= makes_same_call(params, waiter, epoch, source, &ok);
+    if (!ok) break;
+    const int r = source % size, domain = source / size;
+    if (r == between.domain.rank) call.num_records[domain] = header[CallHeader::kNumRecords];
+    if (domain == grid.domain_idx()) {
+      call.slot[r] = between.domain.arena[r] + header[CallHeader::kSlotIdx] * between.domain.slot_bytes;
+      call.row_limit[r] = header[CallHeader::kRowLimit];
+      call.held_capacity[r] = header[CallHeader::kHeldCapacity];
+    } else {
+      atomicAdd(&call.num_held[r], header[CallHeader::kNumRecords]);
+    }
+  }
+  *is_same = __syncthreads_and(same);
+  return __syncthreads_and(ok);
+}
+
+// Finds the row, at each rank of the domain, of the first token of each source that this rank forwards: base[d × G + r]
+// for its peer in domain d. `totals` is scratch of as many. The first CTA writes the counts to the route.
+__device__ bool find_bases_between(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
+                                   CallBetween& call, int* base, int* totals) {
+  const BetweenDomain& between = params.between;
+  const Grid& grid = between.grid;
+  const int size = grid.ranks_per_domain;
+  bool ok = true;
+  for (int cell = threadIdx.x; cell < grid.num_domains * size; cell += blockDim.x) {
+    const int domain = cell / size, r = cell % size, column = count_column(between, r);
+    int total = 0;
+    for (int g = 0; g < size; ++g) {
+      const int source = domain * size + g;
+      if (g == between.domain.rank) base[cell] = total;
+      const int count = learn_word(between, waiter, epoch, source, column, &ok);
+      if (!ok) break;
+      total += count;
+      if (r != g) atomicAdd(&call.num_sums[g], count);
+      if (blockIdx.x == 0) params.route[params.parts.counts + static_cast<int64_t>(source) * size + r] = count;
+    }
+    totals[cell] = total;
+  }
+  ok = __syncthreads_and(ok);
+  for (int r = threadIdx.x; r < size; r += blockDim.x) {
+    int begin = 0;
+    for (int d = 0; d < grid.num_domains; ++d) {
+      base[d * size + r] += begin;
+      begin += totals[d * size + r];
+    }
+    call.needed[r] = begin;
+  }
+  if (threadIdx.x == 0) {
+    int begin = 0;
+    for (int d = 0; d < grid.num_domains; ++d) {
+      call.held_begin[d] = begin;
+      if (d != grid.domain_idx()) begin += call.num_records[d];
+    }
+  }
+  __syncthreads();
+  return ok;
+}
+
+// The domain's verdict, alike at each of its ranks; reports what does not fit where rows are bounded. One thread.
+__device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween& call, bool fails) {
+  const Domain& domain = params.between.domain;
+  Verdict verdict{fails, 0, 0, 0, 0, 0};
+  for (int r = 0; r < domain.num_ranks && !fails; ++r) {
+    verdict.max_rows = max(verdict.max_rows, call.needed[r]);
+    verdict.max_sums = max(verdict.max_sums, call.num_sums[r]);
+    verdict.max_held = max(verdict.max_held, call.num_held[r]);
+    const bool rows_fit = call.needed[r] <= call.row_limit[r];
+    const bool held_fit = !params.makes_route || call.num_held[r] <= call.held_capacity[r];
+    if (!params.is_bound) {
+      verdict.lacks_room |= !rows_fit || !held_fit;
+      continue;
+    }
+    if (!held_fit) verdict.fails = 1;
+    if (rows_fit && held_fit) continue;
+    verdict.overflows = 1;
+    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatchBetween,
+                 rows_fit ? WaitTag::kHeld : WaitTag::kRows, domain.rank, r,
+                 rows_fit ? call.held_capacity[r] : call.row_limit[r], rows_fit ? call.num_held[r] : call.needed[r]);
+  }
+  return verdict;
+}
+
+// Exchanges verdicts with the peers; call.verdict becomes that of all domains.
+template <typename Link>
+__device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link, CallBetween& call) {
+  const BetweenDomain& between = params.between;
+  const Grid& grid = between.grid;
+  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  bool ok = true;
+  const Verdict own = call.verdict;
+  __syncthreads();
+  for (int i = 1 + warp; i < grid.num_domains; i += num_warps) {
+    const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
+    if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(1))) return false;
+    if (lane == 0) *reinterpret_cast<Verdict*>(stream.send_slot(1)) = own;
+    ok &= stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1);
+  }
+  for (int i = 1 + warp; i < grid.num_domains; i += num_warps) {
+    const int domain = (grid.domain_idx() + i) % grid.num_domains;
+    const ChunkStream<Link> stream(between, waiter, link, domain);
+    if (lane > 0) continue;
+    if (!stream.wait(1)) return false;
+    const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
+    atomicMax(&call.verdict.fails, theirs.fails);
+    atomicMax(&call.verdict.lacks_room, theirs.lacks_room);
+    atomicMax(&call.verdict.max_rows, theirs.max_rows);
+    atomicMax(&call.verdict.max_sums, theirs.max_sums);
+    atomicMax(&call.verdict.max_held, theirs.max_held);
+    if (theirs.overflows) {  // this rank's sums will lack rows
+      report_fault(between.domain.fault, FaultKind::kOverflow, KernelName::kDispatchBetween, WaitTag::kRows,
+                   between.domain.rank, kRankElsewhere + grid.peer_in(domain), params.row_limit, theirs.max_rows);
+    }
+    ok &= stream.read_rows(1, 1, 1);
+  }
+  return ok;
+}
+
+}  // namespace
+}  // namespace hybrid_ep

@@ -1,0 +1,128 @@
+// Where tokens go, in a launch of its own ahead of a dispatch between domains.
+//
+//     topk_idx ─► a CTA for each rank and each domain ─► place of each token that has an expert there ─► route
+//
+// Each CTA walks through all tokens: a token's place is the number of those before it that go the same way.
+// Legend: T tokens, K top-k, E experts, R ranks, D domains.
+#include <cuda_runtime.h>
+
+#include "device/lanes.cuh"
+#include "device/wait.cuh"
+#include "kernels/between/params.h"
+#include "kernels/launch.h"
+#include "layout/expert_map.h"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int kPlaceThreads = 512;
+constexpr int kPlaceWarps = kPlaceThreads / 32;
+
+// Whether the column names an expert that no column before it names.
+__device__ bool is_first_mention(const int64_t* experts, int column) {
+  for (int k = 0; k < column; ++k) {
+    if (experts[k] == experts[column]) return false;
+  }
+  return true;
+}
+
+// Number of threads before this one for which `value` is true; *total of all. Collective over the CTA.
+__device__ int rank_in_cta(bool value, int* total) {
+  __shared__ int warp_counts[kPlaceWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned votes = __ballot_sync(kAllLanes, value);
+  if (lane == 0) warp_counts[warp] = __popc(votes);
+  __syncthreads();
+  int before = __popc(votes & ((1u << lane) - 1));
+  *total = 0;
+  for (int w = 0; w < kPlaceWarps; ++w) {
+    if (w < warp) before += warp_counts[w];
+    *total += warp_counts[w];
+  }
+  __syncthreads();
+  return before;
+}
+
+// The CTA of a rank: destinations, and counts of the rank and of its experts.
+__device__ void place_for_rank(const PlaceTokensParams& params, int rank, int* expert_counts) {
+  const int num_local = params.num_experts / params.grid.num_ranks(), first_expert = rank * num_local;
+  auto* destinations = reinterpret_cast<uint32_t*>(params.route + params.parts.destinations);
+  for (int l = threadIdx.x; l < num_local; l += kPlaceThreads) expert_counts[l] = 0;
+  __syncthreads();
+  int num_placed = 0;
+  for (int begin = 0; begin < params.num_tokens; begin += kPlaceThreads) {
+    const int token = begin + threadIdx.x;
+    const int64_t* experts = params.topk_idx + static_cast<int64_t>(token) * params.num_topk;
+    int column = -1;
+    for (int k = 0; token < params.num_tokens && k < params.num_topk; ++k) {
+      const int64_t local = experts[k] - first_expert;
+      if (local < 0 || local >= num_local) continue;
+      destinations[static_cast<int64_t>(token) * params.num_topk + k] = kNowhere;
+      if (is_first_mention(experts, k)) atomicAdd(&expert_counts[local], 1);
+      if (column < 0) column = k;
+    }
+    int total;
+    const int place = num_placed + rank_in_cta(column >= 0, &total);
+    if (column >= 0) {
+      destinations[static_cast<int64_t>(token) * params.num_topk + column] = make_destination(rank, place);
+    }
+    num_placed += total;
+  }
+  __syncthreads();
+  for (int l = threadIdx.x; l < num_local; l += kPlaceThreads) {
+    params.route[params.parts.expert_counts + first_expert + l] = expert_counts[l];
+  }
+  if (threadIdx.x == 0) params.route[params.parts.rank_counts + rank] = num_placed;
+}
+
+// The CTA of a domain: the list of its tokens. That of domain 0 also looks for what is no expert.
+__device__ void place_for_domain(const PlaceTokensParams& params, int domain) {
+  const int num_experts = params.num_experts / params.grid.num_domains, first_expert = domain * num_experts;
+  auto* destinations = reinterpret_cast<uint32_t*>(params.route + params.parts.destinations);
+  int32_t* list = params.route + params.parts.domain_list + static_cast<int64_t>(domain) * params.num_tokens;
+  int32_t* places = params.route + params.parts.domain_place + static_cast<int64_t>(domain) * params.num_tokens;
+  int num_placed = 0;
+  for (int begin = 0; begin < params.num_tokens; begin += kPlaceThreads) {
+    const int token = begin + threadIdx.x;
+    bool goes = false;
+    for (int k = 0; token < params.num_tokens && k < params.num_topk; ++k) {
+      const int64_t cell = static_cast<int64_t>(token) * params.num_topk + k, expert = params.topk_idx[cell];
+      goes |= expert >= first_expert && expert < first_expert + num_experts;
+      if (domain > 0 || (expert >= 0 && expert < params.num_experts)) continue;
+      destinations[cell] = kNowhere;
+      if (expert == -1) continue;
+      report_fault(params.fault, FaultKind::kBadExpert, KernelName::kDispatchBetween, WaitTag::kCounts,
+                   params.grid.domain_rank(), -1, params.num_experts, expert);
+    }
+    int total;
+    const int place = num_placed + rank_in_cta(goes, &total);
+    if (goes) list[place] = token;
+    if (token < params.num_tokens) {
+      places[token] = goes ? place : -1;
+      if (domain == 0) params.route[params.parts.own_epoch + token] = 0;
+    }
+    num_placed += total;
+  }
+  if (threadIdx.x == 0) params.route[params.parts.domain_counts + domain] = num_placed;
+}
+
+__global__ void __launch_bounds__(kPlaceThreads) place_tokens_kernel(const __grid_constant__ PlaceTokensParams params) {
+  extern __shared__ int expert_counts[];
+  const int num_ranks = params.grid.num_ranks(), way = blockIdx.x;
+  if (way < num_ranks) {
+    place_for_rank(params, way, expert_counts);
+  } else {
+    place_for_domain(params, way - num_ranks);
+  }
+}
+
+}  // namespace
+
+void launch_place_tokens(const PlaceTokensParams& params, cudaStream_t stream) {
+  const int num_local = params.num_experts / params.grid.num_ranks();
+  launch_kernel(LaunchKind::kPlain, place_tokens_kernel, params,
+                dim3(params.grid.num_ranks() + params.grid.num_domains), kPlaceThreads,
+                num_local * static_cast<int>(sizeof(int)), stream);
+}
+
+}  // namespace hybrid_ep

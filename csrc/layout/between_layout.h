@@ -1,0 +1,182 @@
+// What the kernels between domains keep: control memory of a rank, records on the wire, and the route of a dispatch.
+//
+// A token crosses to a remote domain once, to the peer there, as a record of a chunk; the peer forwards it. Between two
+// peers there is one stream of chunks in each direction, numbered without end: first what a call tells, then its
+// records. Chunk n uses slot n % S of the link's ring in lap n / S. Positions of streams live in control memory, not in
+// launch arguments, so that a CUDA graph can be replayed.
+// Legend: T tokens, K top-k, E experts, LE local experts, R ranks, D domains, G ranks of a domain, S slots of a ring.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/call_fields.h"
+#include "layout/grid.h"
+#include "layout/limits.h"
+#include "layout/link_layout.h"
+
+namespace hybrid_ep {
+
+constexpr int kRowsPerRecordChunk = 16;           // at most
+constexpr uint32_t kChunkSlotBytes = 256 * 1024;  // 16 rows of 7168 bf16 with top-8; fewer records of longer rows
+constexpr int64_t kRingBytes = 64ll << 20;        // of one direction, about
+constexpr int kMaxSlotsPerPeer = 32;
+constexpr int kMinSlotsPerPeer = 4;
+constexpr int kStreamRing = 0;
+// Up to this many ranks a dispatch tells everyone the counts of all pairs of ranks; above, those towards the own
+// domain.
+constexpr int kMaxMatrixRanks = 256;
+
+// The link's ring: what D − 1 peers share of kRingBytes.
+inline RingShape stream_ring(int num_domains) {
+  const int64_t num_peers = num_domains > 1 ? num_domains - 1 : 1;
+  const int64_t share = kRingBytes / kChunkSlotBytes / num_peers;
+  const int64_t num_slots = share > kMaxSlotsPerPeer   ? kMaxSlotsPerPeer
+                            : share < kMinSlotsPerPeer ? kMinSlotsPerPeer
+                                                       : share / kMinSlotsPerPeer * kMinSlotsPerPeer;
+  return {kChunkSlotBytes, static_cast<uint32_t>(num_slots), static_cast<uint32_t>(num_slots / kMinSlotsPerPeer)};
+}
+
+// What a source tells of its call, ahead of its counts.
+struct CallHeader {
+  enum Column {
+    kSlotIdx,       // where its rows land; to its own domain
+    kRowLimit,      // rows that fit there; to its own domain
+    kHeldCapacity,  // records of other domains that its route has room for; to its own domain
+    kNumRecords,    // tokens that it sends to the domain that is told
+    kFirstField,    // CallField: equal at all ranks, or nobody sends
+    kNumColumns = kFirstField + kNumDispatchFields
+  };
+};
+
+// What a domain finds once it knows all counts towards it; the same at each of its ranks.
+struct Verdict {
+  int32_t fails, lacks_room;
+  int32_t overflows;  // more rows or records than a bound allows
+  int32_t max_rows;   // most rows that a rank receives
+  int32_t max_sums;   // most rows of others that a rank sums in a combine
+  int32_t max_held;   // most records of other domains that a rank forwards
+};
+
+// Where the parts of control memory stand, behind the ControlBlock, in bytes. All of it is zero at first.
+struct BetweenLayout {
+  int num_columns;   // of counts that a source tells: R, or G of the domain that is told
+  int words_stride;  // of one source's words
+  // Written by ranks of the domain: value << 32 | epoch each.
+  int64_t words;       // uint64 [R][words_stride]: header, counts by rank, counts of the receiver's experts
+  int64_t part_epoch;  // uint32 [G][D] by i when all its partial rows of sources of domain d stand here
+  // Written by this rank.
+  int64_t decisions;    // uint64 [2] of dispatch and of combine, MailStatus << 32 | epoch
+  int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call
+  int64_t read_chunks;  // uint64 [D] likewise of the stream from it
+  int64_t rows_read;    // uint32 [D][S] of the chunk that stands in the slot
+  int64_t slots_read;   // uint32 [D][S] of each group, in this lap
+  int64_t items;        // uint32 [D] next work index towards each domain, 0 between kernels
+  int64_t parts_sent;   // uint32 [D][G] chunks of partial rows that stand at their rank, 0 between kernels
+  int64_t num_bytes;
+
+  static BetweenLayout of(const Grid& grid) {
+    BetweenLayout layout{};
+    const int64_t num_ranks = grid.num_ranks(), num_domains = grid.num_domains, size = grid.ranks_per_domain;
+    const int64_t num_slots = stream_ring(grid.num_domains).num_slots;
+    int64_t offset = 0;
+    const auto place = [&](int64_t num_bytes) {
+      const int64_t begin = offset;
+      offset += (num_bytes + 127) / 128 * 128;
+      return begin;
+    };
+    layout.num_columns = static_cast<int>(num_ranks <= kMaxMatrixRanks ? num_ranks : size);
+    layout.words_stride = CallHeader::kNumColumns + layout.num_columns + kMaxExperts / static_cast<int>(num_ranks);
+    layout.words = place(8 * num_ranks * layout.words_stride);
+    layout.part_epoch = place(4 * size * num_domains);
+    layout.decisions = place(16);
+    layout.sent_chunks = place(8 * num_domains);
+    layout.read_chunks = place(8 * num_domains);
+    layout.rows_read = place(4 * num_domains * num_slots);
+    layout.slots_read = place(4 * num_domains * num_slots);
+    layout.items = place(4 * num_domains);
+    layout.parts_sent = place(4 * num_domains * size);
+    layout.num_bytes = offset;
+    return layout;
+  }
+};
+
+// Where a token goes in one column of its top-k: a rank, and its place among what its source sends there. The first
+// column that names the rank has it, further ones and −1 have kNowhere.
+constexpr uint32_t kNowhere = 0xffffffffu;
+HYBRID_EP_HOST_DEVICE uint32_t make_destination(int rank, int place) {
+  return static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(place);
+}
+HYBRID_EP_HOST_DEVICE int rank_of_destination(uint32_t destination) { return static_cast<int>(destination >> 16); }
+HYBRID_EP_HOST_DEVICE int place_of_destination(uint32_t destination) { return static_cast<int>(destination & 0xffffu); }
+static_assert(kMaxTokens <= 1 << 16);
+
+// A token on its way to another domain, or its partial row on the way home, in bytes from its begin.
+struct RecordLayout {
+  int scales, destinations, experts, weights;
+  int num_bytes;  // a multiple of 16
+  int per_chunk;
+
+  // Parts that are not there have no columns.
+  static RecordLayout of(int64_t row_bytes, int num_scales, int num_destinations, int num_experts, int num_weights) {
+    RecordLayout layout{};
+    int offset = static_cast<int>(row_bytes);
+    const auto place = [&](int num_words) {
+      const int begin = offset;
+      offset += 4 * num_words;
+      return begin;
+    };
+    layout.scales = place(num_scales);
+    layout.destinations = place(num_destinations);
+    layout.experts = place(num_experts);
+    layout.weights = place(num_weights);
+    layout.num_bytes = (offset + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
+    const int fitting = static_cast<int>(kChunkSlotBytes) / layout.num_bytes;
+    layout.per_chunk = fitting < kRowsPerRecordChunk ? fitting : kRowsPerRecordChunk;
+    return layout;
+  }
+};
+static_assert(2 * (kMaxRowBytes + 16 * kMaxTopk + kMaxRowBytes) <= kChunkSlotBytes);
+
+// The route of a dispatch, in int32 from its begin.
+struct BetweenRoute {
+  int64_t destinations;           // [T, K]
+  int64_t domain_list;            // [D, T] the tokens that go to each domain, ascending
+  int64_t domain_place;           // [D, T] place of each token in that list, or −1
+  int64_t rank_counts;            // [R] tokens of this rank to each rank
+  int64_t domain_counts;          // [D] to each domain
+  int64_t expert_counts;          // [E] to each expert
+  int64_t num_records;            // [D] tokens that the peer in each domain sends here; this rank's own in its domain
+  int64_t counts;                 // [R, G] tokens of each rank to each rank of this domain
+  int64_t rank_prefix;            // [R, R] rows that ranks 0…i send to j; up to kMaxMatrixRanks ranks
+  int64_t num_tokens_per_expert;  // [LE]
+  int64_t own_epoch;              // [T] the combine that has last summed the own domain's rows of a token
+  int64_t held;                   // [held_capacity, K] destinations of records that have come, by domain and place
+  int64_t num_ints;
+
+  static BetweenRoute of(const Grid& grid, int num_tokens, int num_topk, int num_experts, int held_capacity) {
+    const int64_t num_ranks = grid.num_ranks(), num_domains = grid.num_domains, size = grid.ranks_per_domain;
+    BetweenRoute route{};
+    int64_t offset = 0;
+    const auto place = [&](int64_t num_ints) {
+      const int64_t begin = offset;
+      offset += num_ints;
+      return begin;
+    };
+    route.destinations = place(static_cast<int64_t>(num_tokens) * num_topk);
+    route.domain_list = place(num_domains * num_tokens);
+    route.domain_place = place(num_domains * num_tokens);
+    route.rank_counts = place(num_ranks);
+    route.domain_counts = place(num_domains);
+    route.expert_counts = place(num_experts);
+    route.num_records = place(num_domains);
+    route.counts = place(num_ranks * size);
+    route.rank_prefix = place(num_ranks <= kMaxMatrixRanks ? num_ranks * num_ranks : 0);
+    route.num_tokens_per_expert = place(num_experts / num_ranks);
+    route.own_epoch = place(num_tokens);
+    route.held = place(static_cast<int64_t>(held_capacity) * num_topk);
+    route.num_ints = offset;
+    return route;
+  }
+};
+
+}  // namespace hybrid_ep

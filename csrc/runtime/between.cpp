@@ -1,0 +1,113 @@
+#include "runtime/between.h"
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "common/cuda_check.h"
+#include "common/device_guard.h"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int kDefaultSms = 16;  // the network is slower than NVLink, which 8 to 16 fill
+
+}  // namespace
+
+BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy)
+    : domain_(domain), grid_(grid), layout_(BetweenLayout::of(grid)), proxy_(proxy), link_(proxy.view()) {
+  require(grid.num_domains >= 2 && grid.num_domains <= kMaxDomains, "domains", grid.num_domains, "2 … 64");
+  require(grid.num_ranks() <= kMaxExperts, "ranks", grid.num_ranks(), "1 … 2048");
+  require(grid.ranks_per_domain == domain.domain().num_ranks, "ranks of a domain", grid.ranks_per_domain,
+          "those of the communicator");
+  const DeviceGuard guard(domain_.device());
+  prepare_dispatch_between();
+  prepare_combine_between();
+}
+
+BetweenDomain BetweenCommunicator::between_domain() const { return {grid_, domain_.domain(), layout_, link_}; }
+
+void BetweenCommunicator::begin_call(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  if (status == cudaStreamCaptureStatusNone) {
+    proxy_.begin_call();
+  } else {
+    check_cuda(cudaLaunchHostFunc(stream, &Proxy::begin_call_of, &proxy_), "cudaLaunchHostFunc");
+  }
+}
+
+int BetweenCommunicator::num_sms(int asked, int least) const {
+  return std::min({std::max(asked > 0 ? asked : kDefaultSms, least), domain_.num_device_sms(), kMaxCtas});
+}
+
+uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const DispatchTensors& tensors,
+                                       int held_capacity, int handle, int slot_idx, cudaStream_t stream) {
+  const DeviceGuard guard(domain_.device());
+  DispatchBetweenParams params{};
+  params.between = between_domain();
+  params.rows = tensors.rows;
+  params.topk_idx = tensors.topk_idx;
+  params.topk_weights = tensors.topk_weights;
+  params.scales = tensors.scales;
+  params.num_tokens = plan.num_tokens;
+  params.num_topk = plan.num_topk;
+  params.num_experts = plan.num_experts;
+  params.row_bytes = static_cast<int>(plan.format.rows.bytes());
+  params.num_scales = plan.format.scales.num;
+  params.makes_route = plan.makes_route;
+  params.has_weights = plan.format.weights.num > 0;
+  params.is_bound = !plan.waits_for_counts;
+  params.record = RecordLayout::of(params.row_bytes, params.num_scales, plan.num_topk, plan.format.experts.num,
+                                   plan.format.weights.num);
+  params.range_first = plan.range_first;
+  params.range_step = plan.range_step;
+  params.range_size = plan.range_size;
+  params.slot = make_slot_layout(plan.format.widths(), params.between.domain.slot_bytes);
+  write_fields(params.call, plan.format, plan.call, plan.num_experts, plan.num_topk, params.is_bound,
+               params.slot.capacity, plan.pad_multiple, handle);
+  params.slot_idx = slot_idx;
+  params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
+  params.held_capacity = held_capacity;
+  params.route = tensors.route;
+  params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
+  params.mailbox = plan.waits_for_counts ? domain_.mailbox() : nullptr;
+  params.ticket = plan.waits_for_counts ? domain_.next_ticket() : 0;
+  if (plan.makes_route) {
+    launch_place_tokens({grid_, params.between.domain.fault, tensors.topk_idx, plan.num_tokens, plan.num_topk,
+                         plan.num_experts, tensors.route, params.parts},
+                        stream);
+  }
+  begin_call(stream);
+  launch_dispatch_between(params, num_sms(plan.num_sms, 1), stream);
+  return params.ticket;
+}
+
+void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
+                                  int held_capacity, int handle, cudaStream_t stream) {
+  const DeviceGuard guard(domain_.device());
+  CombineBetweenParams params{};
+  params.between = between_domain();
+  params.rows = tensors.rows;
+  params.weights = tensors.weights;
+  params.bias[0] = tensors.bias[0];
+  params.bias[1] = tensors.bias[1];
+  params.out = tensors.out;
+  params.out_weights = tensors.out_weights;
+  params.own_sums = own.rows;
+  params.own_weights = own.weights;
+  params.num_tokens = plan.num_tokens;
+  params.num_rows = plan.num_rows;
+  params.num_topk = plan.num_topk;
+  params.num_weights = plan.num_weights;
+  params.row_bytes = static_cast<int>(plan.widths.rows);
+  params.call[0] = static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
+  params.call[1] = static_cast<uint32_t>(handle);
+  params.record = RecordLayout::of(params.row_bytes, 0, 0, 0, plan.num_weights);
+  params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);
+  params.route = tensors.route;
+  params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
+  begin_call(stream);
+  launch_combine_between(params, num_sms(plan.num_sms, min_combine_between_sms(grid_.num_domains)), stream);
+}
+
+}  // namespace hybrid_ep

@@ -1,0 +1,65 @@
+// One rank's end of a group of several domains: its domain's communicator, and the link to its peers.
+//
+// Calls are collective over all domains and otherwise as those of a Communicator, whose mailbox, fault record, arena
+// and control blocks they use.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/between/params.h"
+#include "runtime/communicator.h"
+#include "transport/proxy.h"
+
+namespace hybrid_ep {
+
+// What dispatches of one shape have in common.
+struct BetweenDispatchPlan {
+  RowFormat format;  // as rows land
+  bool makes_route, waits_for_counts;
+  int num_tokens, num_topk, num_experts;
+  int range_first, range_step, range_size;
+  int row_limit;      // where the host does not wait for counts
+  int num_sms;        // 0: the default
+  int pad_multiple;   // that the rows are permuted with later; 0: they are not
+  DispatchCall call;  // without a refusal
+};
+
+struct BetweenCombinePlan {
+  RowWidths widths;
+  int num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms;
+};
+
+// Scratch of a combine for the own domain's part of each token; nullptr for weights that it has not.
+struct OwnSums {
+  uint8_t* rows;
+  float* weights;
+};
+
+class BetweenCommunicator {
+ public:
+  // Behind each ControlBlock of the domain's communicator stand control_bytes(grid) of zeros.
+  BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy);
+
+  static int64_t control_bytes(const Grid& grid) { return BetweenLayout::of(grid).num_bytes; }
+
+  // `handle` is as in Communicator::dispatch. Returns the ticket that the mailbox will show if the call waits for
+  // counts.
+  uint32_t dispatch(const BetweenDispatchPlan& plan, const DispatchTensors& tensors, int held_capacity, int handle,
+                    int slot_idx, cudaStream_t stream);
+  void combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own, int held_capacity,
+               int handle, cudaStream_t stream);
+
+ private:
+  BetweenDomain between_domain() const;
+  // Opens a call of the proxy, now or, while the stream is captured, at every replay.
+  void begin_call(cudaStream_t stream);
+  int num_sms(int asked, int least) const;
+
+  Communicator& domain_;
+  const Grid grid_;
+  const BetweenLayout layout_;
+  Proxy& proxy_;
+  const LinkView link_;
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,574 @@
+"""The cuda engine for several domains: hand-written kernels inside a domain and over a link between them.
+
+A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it; a combine
+goes the same way back (docs/internals/between_domains.md). Both are a launch on the current stream; ahead of it
+a dispatch finds where its tokens go. Permuted calls are a dispatch and a permutation by torch, and low-latency calls
+are the torch engine's: they have no kernels between domains.
+
+A call with a bound never waits for the device. One without waits for a mailbox; where a rank lacks room, all ranks
+learn it from the same counts, make room, and start again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep import _cuda, env
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.engine.agreement import ABSENT, dtype_code
+from hybrid_ep.engine.arena import Arena, Landed, SlotLease
+from hybrid_ep.engine.base import Combined, Dispatched, DispatchHandle, Routing, Rows, one_at_a_time
+from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
+from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.cuda_plan import ELEMENT_TYPES, ScaleKind, refusal_of, row_bytes_of, scale_kind
+from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned, aligned_rows
+from hybrid_ep.engine.roll_call import RollCall
+from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.engine.torch_engine import TorchEngine
+from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
+from hybrid_ep.transport import Ring, open_link
+
+__all__ = ["CudaBetween"]
+
+_MAX_PLANS = 1024
+_GROWTH = 1.25  # of room for records that was too small
+_CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
+
+
+class _Route(NamedTuple):
+    """What the engine keeps in a DispatchHandle.
+
+    Attributes:
+        chunk: the memory that the route is a piece of.
+        address: of the piece; csrc/layout/between_layout.h tells what stands in it.
+        held_capacity: records of other domains that it has room for.
+        num_recv: rows of the result: what arrived, or the bound.
+        max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
+        max_sums: most rows that any rank sums in a combine; what the slots of a combine must hold.
+        sent: rows that this rank sends within its domain and between domains; 0 where the host did not learn it.
+        number: of the dispatch that made it, equal at all ranks.
+        engine: that made it; no other one can read it.
+    """
+
+    chunk: Chunk
+    address: int
+    held_capacity: int
+    num_recv: int
+    max_recv: int
+    max_sums: int
+    sent: tuple[int, int]
+    number: int
+    engine: CudaBetween
+
+
+class _Mail(NamedTuple):
+    """What a dispatch tells a host that waits for its counts.
+
+    Attributes:
+        needs_room: nobody sends, for some rank has too little room.
+        num_recv: rows that arrive here.
+        num_sent_within: rows that this rank sends to other ranks of its domain.
+        num_sent_between: tokens that it sends to other domains, once for each.
+        max_recv: most rows that arrive at any rank.
+        max_sums: most rows that any rank sums in a combine.
+        max_held: most records of other domains that any rank forwards.
+    """
+
+    needs_room: bool
+    num_recv: int
+    num_sent_within: int
+    num_sent_between: int
+    max_recv: int
+    max_sums: int
+    max_held: int
+
+
+class CudaBetween(TorchEngine):
+    """Dispatch and combine between domains by the kernels of `_cuda`.
+
+    Args:
+        group: the ranks of all domains.
+        grid: their geometry; two domains or more.
+        timeout_s: how long a kernel waits for a rank.
+        number: of the buffer on its group.
+
+    Raises:
+        ConfigError: more domains, or ranks of a domain, than the kernels take.
+        TopologyError: the ranks of a domain cannot map each other's memory.
+        TransportError: the peers cannot be reached.
+    """
+
+    name = "cuda"
+
+    def __init__(self, group: dist.ProcessGroup, grid: RankGrid, timeout_s: float, number: int) -> None:
+        if not 2 <= grid.num_domains <= _cuda.max_domains or grid.num_ranks_per_domain > _cuda.max_ranks:
+            raise ConfigError(
+                f"grid is {grid.num_domains} domains of {grid.num_ranks_per_domain} ranks; allowed between domains: "
+                f"2 … {_cuda.max_domains} domains of at most {_cuda.max_ranks}"
+            )
+        super().__init__(group, grid, timeout_s, number)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._index: int = torch.cuda.current_device()
+        roll_call = _roll_call(group, grid.rank, grid.domain, timeout_s, number)
+        between_bytes = _cuda.between_control_bytes(
+            num_domains=grid.num_domains, ranks_per_domain=grid.num_ranks_per_domain
+        )
+        self._control = SymmetricMemory.allocate(_cuda.control_bytes + between_bytes, roll_call, self.device)
+        self._communicator = _cuda.Communicator(
+            rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
+        )
+        self._map_peers = _map_peers(_roll_call(group, grid.rank, grid.peers, timeout_s, number), self.device)
+        self._link = open_link(
+            group,
+            grid,
+            [Ring(*_cuda.between_ring(num_domains=grid.num_domains))],
+            device=self.device,
+            timeout_s=timeout_s,
+            native=_cuda,
+            map_symmetric=self._map_peers,
+        )
+        self._between = _cuda.BetweenCommunicator(
+            domain=self._communicator, rank=grid.rank, num_domains=grid.num_domains, proxy=self._link.proxy
+        )
+        self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
+        self._routes = RouteMemory(self.device)
+        self._number, self._num_dispatches = number, 0
+        self._order = LaunchOrder(self._index)
+        self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
+        self._held_capacity = 0  # what calls without a bound have needed
+        super().barrier()
+
+    @one_at_a_time
+    def dispatch(
+        self,
+        rows: Rows,
+        routing: Routing,
+        *,
+        expert_range: tuple[int, int],
+        num_recv_bound: int | None,
+        num_sms: int | None,
+        room: int | None = None,
+    ) -> Dispatched:
+        return self._dispatch_rows(rows, routing, expert_range, num_recv_bound, room, 0, num_sms)
+
+    def _dispatch(
+        self,
+        rows: Rows,
+        routing: Routing,
+        expert_range: tuple[int, int],
+        num_recv_bound: int | None,
+        room: int | None,
+        *,
+        pad_multiple: int,
+    ) -> Dispatched:
+        # For permuted calls: what is padded, or beyond their bound, follows from the rows that arrive.
+        return self._dispatch_rows(rows, routing, expert_range, None, None, pad_multiple, None)
+
+    def _dispatch_rows(
+        self,
+        rows: Rows,
+        routing: Routing,
+        expert_range: tuple[int, int],
+        bound: int | None,
+        room: int | None,
+        pad_multiple: int,
+        num_sms: int | None,
+    ) -> Dispatched:
+        stream = self._begin_launch()
+        if bound is None and is_capturing(self._index):
+            raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens")
+        topk_idx, num_experts = routing.topk_idx.contiguous(), routing.num_experts
+        num_tokens, num_topk = topk_idx.shape
+        plan = _plan_dispatch(
+            self.grid,
+            rows.data.shape,
+            rows.data.dtype,
+            scale_kind(rows),
+            num_topk,
+            num_experts,
+            routing.has_topk,
+            routing.topk_weights is not None,
+            expert_range,
+            pad_multiple,
+            bound,
+            room,
+            num_sms,
+        )
+        max_rows = 0
+        held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
+        if bound is not None:
+            max_rows = bound if room is None else room
+            self._arena.ensure(plan.slot_bytes_for(max_rows))
+            # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
+            held_capacity = max(
+                held_capacity,
+                min(self.grid.num_ranks_per_domain * max_rows, (self.grid.num_domains - 1) * _cuda.max_tokens),
+            )
+        sent = aligned_rows(rows)
+        lease = self._arena.lease(stream)
+        try:
+            while True:
+                num_ints = _cuda.between_route_ints(
+                    num_domains=self.grid.num_domains,
+                    ranks_per_domain=self.grid.num_ranks_per_domain,
+                    num_tokens=num_tokens,
+                    num_topk=num_topk,
+                    num_experts=num_experts,
+                    held_capacity=held_capacity,
+                )
+                chunk, base = self._routes.take(num_ints, stream, alone=lease.slot_idx == 0)
+                ticket = self._between.dispatch(
+                    plan=plan,
+                    rows=sent.data.data_ptr(),
+                    topk_idx=topk_idx.data_ptr(),
+                    topk_weights=address(routing.topk_weights),
+                    scales=address(sent.scales),
+                    route=base,
+                    held_capacity=held_capacity,
+                    handle=ABSENT,
+                    slot_idx=lease.slot_idx,
+                    stream=stream,
+                )
+                self._num_dispatches += 1
+                number = dispatch_number(self._number, self._num_dispatches)
+                if bound is not None:
+                    route = _Route(chunk, base, held_capacity, bound, max_rows, max_rows, (0, 0), number, self)
+                    reported = None
+                    break
+                reported = torch.empty(num_experts // self.grid.num_ranks, dtype=torch.int32, device="cpu")
+                mail = self._wait_for_counts(ticket, stream, reported)
+                if not mail.needs_room:
+                    crossed = (mail.num_sent_within, mail.num_sent_between)
+                    route = _Route(
+                        chunk,
+                        base,
+                        held_capacity,
+                        mail.num_recv,
+                        mail.max_recv,
+                        mail.max_sums,
+                        crossed,
+                        number,
+                        self,
+                    )
+                    break
+                lease.give_back()
+                self._arena.ensure(plan.slot_bytes_for(mail.max_recv))
+                held_capacity = max(held_capacity, int(mail.max_held * _GROWTH))
+                self._held_capacity = max(self._held_capacity, held_capacity)
+                lease = self._arena.lease(stream)
+            self._count_traffic(route, plan.record_bytes)
+            landed = _results(lease, plan, route.num_recv)
+            matrix = self._matrix(route, num_tokens, num_topk, num_experts)
+            self._end_launch()
+        finally:
+            lease.give_back()
+        assert landed.experts is not None
+        handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
+        return Dispatched(_as_sent(rows, landed), landed.experts, landed.weights, reported, handle)
+
+    @one_at_a_time
+    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+        route = self._route_of(handle)
+        stream = self._begin_launch()
+        route.chunk.note_use(stream)
+        plan = _plan_dispatch(
+            self.grid,
+            rows.data.shape,
+            rows.data.dtype,
+            scale_kind(rows),
+            handle.num_topk,
+            handle.num_experts,
+            True,
+            False,
+            None,
+            0,
+            route.max_recv,
+            None,
+            num_sms,
+        )
+        self._arena.ensure(plan.slot_bytes_for(route.max_recv))
+        sent = aligned_rows(rows)
+        with self._arena.lease(stream) as lease:
+            self._between.dispatch(
+                plan=plan,
+                rows=sent.data.data_ptr(),
+                topk_idx=0,
+                topk_weights=0,
+                scales=address(sent.scales),
+                route=route.address,
+                held_capacity=route.held_capacity,
+                handle=route.number,
+                slot_idx=lease.slot_idx,
+                stream=stream,
+            )
+            self._count_traffic(route, plan.record_bytes)
+            landed = _results(lease, plan, route.num_recv)
+            self._end_launch()
+        return _as_sent(rows, landed)
+
+    @one_at_a_time
+    def combine(
+        self,
+        data: Tensor,
+        handle: DispatchHandle,
+        *,
+        weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+        num_sms: int | None,
+    ) -> Combined:
+        route = self._route_of(handle)
+        stream = self._begin_launch()
+        route.chunk.note_use(stream)
+        num_rows, hidden = data.shape
+        num_weights = 0 if weights is None else weights.shape[1]
+        plan = _plan_combine(
+            handle.num_tokens,
+            num_rows,
+            row_bytes_of(hidden, data.dtype),
+            handle.num_topk,
+            handle.num_experts,
+            num_weights,
+            num_sms,
+        )
+        self._arena.ensure(plan.slot_bytes_for(route.max_sums))
+        self._arena.note_use(stream)
+        out, own_sums = (torch.empty(handle.num_tokens, hidden, dtype=data.dtype, device=data.device) for _ in range(2))
+        out_weights = own_weights = None
+        if weights is not None:
+            size = (handle.num_tokens, num_weights)
+            out_weights, own_weights = (torch.empty(size, dtype=torch.float32, device=data.device) for _ in range(2))
+        data = aligned(data)
+        terms = [aligned(term) for term in bias]
+        self._between.combine(
+            plan=plan,
+            rows=data.data_ptr(),
+            weights=address(weights),
+            bias=[term.data_ptr() for term in terms],
+            out=out.data_ptr(),
+            out_weights=address(out_weights),
+            own_sums=own_sums.data_ptr(),
+            own_weights=address(own_weights),
+            route=route.address,
+            held_capacity=route.held_capacity,
+            handle=route.number,
+            stream=stream,
+        )
+        self._end_launch()
+        return Combined(out, out_weights)
+
+    def room_of(self, handle: DispatchHandle) -> int:
+        route: _Route = handle.state
+        return route.max_recv
+
+    def masked(self) -> Tensor:
+        self.raise_pending()
+        return super().masked().to(self.device)
+
+    @one_at_a_time
+    def barrier(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.raise_pending()
+        super().barrier()
+
+    def raise_pending(self) -> None:
+        self._note_fault()
+        self._raise_late()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._link.close(_CLOSE_TIMEOUT_S)
+        super().close()
+        self.raise_pending()
+
+    def _begin_launch(self) -> int:
+        """Orders this call after the engine's earlier ones, and returns the stream.
+
+        Raises:
+            TimeoutError, TransportError: an earlier call has lost a rank, or the link. Anything else that one has found
+                wrong `_end_launch` raises, for the other ranks may not know it yet: they launch, and would wait for
+                this one.
+        """
+        self._note_fault()
+        if isinstance(self._late, (TimeoutError, TransportError)):
+            self._raise_late()
+        return self._order.begin()
+
+    def _end_launch(self) -> None:
+        """Must follow all that a call does with the arena; raises what an earlier call left."""
+        self._order.end()
+        self._raise_late()
+
+    def _route_of(self, handle: DispatchHandle) -> _Route:
+        route = handle.state
+        if not isinstance(route, _Route) or route.engine is not self:
+            raise ConfigError("the handle is of another buffer; allowed between domains: the buffer that made it")
+        return route
+
+    def _wait_for_counts(self, ticket: int, stream: int, reported: Tensor) -> _Mail:
+        mail = self._communicator.wait_for_counts_between(ticket, stream, reported.data_ptr(), len(reported))
+        if mail is not None:
+            return _Mail(*mail)
+        fault = self._take_fault()
+        if fault is None:
+            fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
+        raise fault
+
+    def _matrix(self, route: _Route, num_tokens: int, num_topk: int, num_experts: int) -> Tensor:
+        """``[R, R]`` rows that ranks 0…i send to j; ``[0, 0]`` above 256 ranks, where nobody knows them all."""
+        num_ranks = self.grid.num_ranks
+        if num_ranks > _cuda.max_matrix_ranks:
+            return torch.empty(0, 0, dtype=torch.int32, device=self.device)
+        offset = _cuda.between_rank_prefix(
+            num_domains=self.grid.num_domains,
+            ranks_per_domain=self.grid.num_ranks_per_domain,
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_experts=num_experts,
+        )
+        return self._arena.int_tensor(route.chunk.memory, route.address + 4 * offset, [num_ranks, num_ranks])
+
+    def _count_traffic(self, route: _Route, record_bytes: int) -> None:
+        within, between = route.sent
+        self.traffic.within_domain += within * record_bytes
+        self.traffic.between_domains += between * record_bytes
+
+    def _note_fault(self) -> None:
+        if self._late is None:
+            self._late = self._take_fault()
+
+    def _raise_late(self) -> None:
+        if self._late is not None:
+            late, self._late = self._late, None
+            raise late
+
+    def _take_fault(self) -> HybridEPError | None:
+        """What a kernel has found wrong since the last call."""
+        fault = self._communicator.take_fault()
+        if fault is None:
+            return None
+        if fault.kind != _cuda.FaultKind.TRANSPORT:
+            return as_error(fault, self.grid)
+        where = f"{fault.kernel}: {fault.tag}"
+        try:
+            self._link.check(where)
+        except TransportError as error:
+            return error
+        return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
+
+
+def _results(lease: SlotLease, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> Landed:
+    """What landed, in the slot itself or copied out of slot 0."""
+    landed = lease.landed_between(plan, num_rows)
+    return landed if lease.slot_idx else landed.copied()
+
+
+def _as_sent(sent: Rows, landed: Landed) -> Rows:
+    """What landed, in the dtype in which it was sent."""
+    return Rows(landed.rows if sent.scales is None else landed.rows.view(sent.data.dtype), landed.scales)
+
+
+def _roll_call(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
+    """Meetings of some ranks of `group`, this one among them; it makes a group of them. Collective over them."""
+    if len(ranks) == 1:
+        return RollCall(None, 0, timeout_s, number)
+    members = [dist.get_global_rank(group, member) for member in ranks]
+    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+    return RollCall(made, ranks.index(rank), timeout_s, number)
+
+
+def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:
+    """What allocates memory that this rank and its peers on one host map: for loopback. The function keeps it."""
+    memory: list[SymmetricMemory] = []
+
+    def map_peers(num_bytes: int) -> list[int]:
+        memory.append(SymmetricMemory.allocate(num_bytes, roll_call, device))
+        return memory[-1].addresses
+
+    return map_peers
+
+
+@functools.lru_cache(_MAX_PLANS)
+def _plan_dispatch(
+    grid: RankGrid,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    scales: ScaleKind | None,
+    num_topk: int,
+    num_experts: int,
+    has_topk: bool,
+    has_weights: bool,
+    expert_range: tuple[int, int] | None,
+    pad_multiple: int,
+    bound: int | None,
+    room: int | None,
+    num_sms: int | None,
+) -> _cuda.BetweenDispatchPlan:
+    """Plans a dispatch; without an expert range, one that reads its route.
+
+    Raises:
+        ConfigError: more tokens, experts or bytes of a row than the kernels take, or a bound beyond the room.
+    """
+    num_tokens, hidden = shape
+    if num_tokens > _cuda.max_tokens:
+        raise ConfigError(refusal_of(_cuda.FaultKind.TOO_MANY_TOKENS, grid.rank, num_tokens, _cuda.max_tokens))
+    if bound is not None and room is not None and bound > room:
+        raise ConfigError(refusal_of(_cuda.FaultKind.BAD_BOUND, grid.rank, bound, room))
+    if num_experts > _cuda.max_experts:
+        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    row_bytes_of(hidden, dtype)
+    num_local = num_experts // grid.num_ranks
+    first, end = expert_range or (0, 0)
+    # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
+    asks_for_own = end - first == num_local and first == grid.rank * num_local
+    num_scales, scale_dtype = scales or (0, torch.float32)
+    return _cuda.BetweenDispatchPlan(
+        makes_route=expert_range is not None,
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        has_weights=has_weights,
+        hidden=hidden,
+        row_type=ELEMENT_TYPES[dtype],
+        num_scales=num_scales,
+        scale_type=ELEMENT_TYPES[scale_dtype],
+        range_first=0 if asks_for_own else first,
+        range_step=num_local if asks_for_own else 0,
+        range_size=end - first,
+        row_limit=bound or 0,
+        waits_for_counts=bound is None,
+        num_sms=num_sms or 0,
+        dtype=dtype_code(dtype),
+        scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
+        has_topk=has_topk,
+        num_worst_tokens=bound if expert_range is not None and bound is not None and room is None else ABSENT,
+        room=ABSENT if bound is None else bound if room is None else room,
+        pad_multiple=pad_multiple,
+    )
+
+
+@functools.lru_cache(_MAX_PLANS)
+def _plan_combine(
+    num_tokens: int,
+    num_rows: int,
+    row_bytes: int,
+    num_topk: int,
+    num_experts: int,
+    num_weights: int,
+    num_sms: int | None,
+) -> _cuda.BetweenCombinePlan:
+    return _cuda.BetweenCombinePlan(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        num_weights=num_weights,
+        num_sms=num_sms or 0,
+    )

@@ -1,0 +1,85 @@
+"""The cuda engine between domains, on emulated warps: a link joins the domains, and every bit is the torch engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.battery.cases import Case
+from tests.emulation.engine import run
+from tests.rank_pool import RankPool
+
+CASES = [
+    Case("2x1", 2, 40, num_ranks_per_domain=1),
+    Case("2x2", 4, 40, num_ranks_per_domain=2),
+    Case("3x2_duplicates", 6, 20, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
+    Case("2x4_ragged", 8, (5, 0, 17, 1, 30, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
+    Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
+    Case("2x2_hot", 4, 48, routing="hot", num_ranks_per_domain=2),
+    Case("2x2_empty", 4, 9, routing="empty", num_ranks_per_domain=2),
+    Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
+    Case("2x2_nothing_crosses", 4, 21, routing="local", num_ranks_per_domain=2),
+    Case("2x2_hidden_16384", 4, 6, hidden=16384, num_ranks_per_domain=2),
+    Case("2x2_hidden_8", 4, 20, hidden=8, num_ranks_per_domain=2),
+    Case("2x2_top_32", 4, 11, topk=32, num_experts=64, num_ranks_per_domain=2),
+    Case("2x1_more_chunks_than_slots", 2, (600, 70), hidden=64, num_ranks_per_domain=1),
+]
+_FEW = [case for case in CASES if case.id in ("2x2_holes", "3x2_duplicates", "2x1_more_chunks_than_slots")]
+
+
+class RunEmulated(Protocol):
+    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
+    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
+
+    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
+        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
+
+    yield run_check
+    pool.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("check", ["check_round_trip", "check_cached", "check_bound"])
+def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    run_emulated(case.num_ranks, f"battery.normal.{check}", case)
+
+
+@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("seed", range(2))
+def test_chunks_that_overtake_each_other(run_emulated: RunEmulated, case: Case, seed: int) -> None:
+    check = "battery.normal.check_round_trip"
+    run_emulated(case.num_ranks, "emulation.faulty_links.check_on_slow_link", check, seed, case, seed=seed)
+
+
+def test_lost_chunks_are_an_error_that_names_a_rank(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "emulation.faulty_links.check_lost_chunks", Case("lost", 4, 8, num_ranks_per_domain=2))
+
+
+def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated) -> None:
+    check = "battery.other_calls.check_other_calls"
+    run_emulated(2, "emulation.domains.check_in_domains", 1, check)
+
+
+def test_fp8(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "battery.normal.check_fp8", Case("fp8", 4, 20, num_ranks_per_domain=2))
+
+
+@pytest.mark.parametrize("check", ["check_plain", "check_permuted", "check_permuted_cached", "check_overflow"])
+def test_hybrid(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(4, f"battery.hybrid.{check}", Case("hybrid", 4, 20, num_ranks_per_domain=2))
+
+
+def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "battery.hybrid.check_sms", Case("sms", 4, 20, num_ranks_per_domain=2))
+
+
+def test_two_buffers(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "emulation.domains.check_two_buffers", Case("two_buffers", 4, 20, num_ranks_per_domain=2))

@@ -1,0 +1,45 @@
+"""What the kernels between domains keep stays small, up to 2,048 ranks: docs/internals/between_domains.md."""
+
+from __future__ import annotations
+
+import pytest
+
+_cuda = pytest.importorskip("hybrid_ep._cuda")
+
+# (domains, ranks of a domain)
+GRIDS = [(2, 1), (2, 8), (8, 8), (28, 72), (64, 8), (64, 32)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_rings_of_a_direction_fit_64_megabytes(grid: tuple[int, int]) -> None:
+    num_domains = grid[0]
+    slot_bytes, num_slots, slots_per_credit = _cuda.between_ring(num_domains=num_domains)
+    assert num_slots % slots_per_credit == 0
+    assert num_slots >= 4
+    assert (num_domains - 1) * num_slots * slot_bytes <= 64 << 20
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_control_memory_has_no_cell_for_each_pair_of_many_ranks(grid: tuple[int, int]) -> None:
+    num_domains, size = grid
+    num_ranks = num_domains * size
+    num_columns = num_ranks if num_ranks <= _cuda.max_matrix_ranks else size
+    words = 8 * num_ranks * (17 + num_columns + _cuda.max_experts // num_ranks)
+    used = _cuda.between_control_bytes(num_domains=num_domains, ranks_per_domain=size)
+    assert words <= used <= words + (64 << 10)
+    assert used < 4 << 20
+
+
+def test_a_handle_at_2048_ranks_has_no_cell_for_each_token_and_rank() -> None:
+    num_tokens, num_topk, num_experts, held = 4096, 8, 2048, 8 * 4096
+    ints = _cuda.between_route_ints(
+        num_domains=64,
+        ranks_per_domain=32,
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        held_capacity=held,
+    )
+    formula = num_tokens * (num_topk + 2 * 64 + 1) + 2048 * 33 + held * num_topk + num_experts
+    assert formula <= ints <= formula + 1024
+    assert ints < num_tokens * 2048 // 8
