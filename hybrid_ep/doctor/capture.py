@@ -18,7 +18,7 @@ from hybrid_ep.doctor.node import LogLine, Node
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.topology.recording import Recording, encode
 
-__all__ = ["capture"]
+__all__ = ["capture", "kernel_records"]
 
 _AER = tuple(f"aer_dev_{kind}" for kind in ("correctable", "nonfatal", "fatal"))
 _PCI = (
@@ -165,19 +165,30 @@ def _add_device(recording: Recording, node: Node, path: str) -> None:
 
 
 def _add_kernel_log(recording: Recording, node: Node) -> None:
-    """The driver's and the devices' lines, as /dev/kmsg would have them since the boot."""
+    try:
+        recording.files["/dev/kmsg"] = kernel_records(node)
+    except Unreadable:
+        return
+
+
+def kernel_records(node: Node) -> str:
+    """The driver's and the devices' lines, as /dev/kmsg would have them since the boot.
+
+    Raises:
+        Unreadable: there is no log that may be read.
+    """
     try:
         lines = node.kernel_log()
     except Unreadable as error:
         if not error.log:
-            return
+            raise
         lines = list(error.log)
         first = 1  # the beginning is missing, and stays so
     else:
         first = 0
     kept = [line for line in lines if any(word in line.message for word in _LOG_WORDS)][-_LOG_LINES_KEPT:]
     records = [LogLine(0.0, "first record"), *kept]
-    recording.files["/dev/kmsg"] = "".join(
+    return "".join(
         f"6,{first + number},{line.seconds * 1e6:.0f},-;{_without_builder(line.message)}\n"
         for number, line in enumerate(records)
     )

@@ -67,6 +67,11 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.option("--record", type=_FILE, help="Also write everything that was read, so that it can be replayed.")
 @click.option("--state", type=_FILE, help="Remember counters in this file, to judge what rose since the last run.")
+@click.option(
+    "--kernel-log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Read this file in place of /dev/kmsg: what `hybrid-ep k8s kernel-log` keeps.",
+)
 @click.option("--asked-at", type=float, metavar="SECONDS", help="The caller's Unix time, to measure this node's clock.")
 @click.option("--active", is_flag=True, help="Also load the GPUs and measure them: minutes, for idle nodes.")
 @click.option("--burn-seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="With --active.")
@@ -84,6 +89,7 @@ def doctor(
     junit: Path | None,
     record: Path | None,
     state: Path | None,
+    kernel_log: Path | None,
     asked_at: float | None,
     active: bool,
     burn_seconds: float,
@@ -100,7 +106,7 @@ def doctor(
     selection = Selection(groups, ids, quick)
     memory = Memory.load(state) if state is not None else None
     expected = load_profile(profile) if profile else None
-    with closing(WatchedNode(sysroot)) as node:
+    with closing(WatchedNode(sysroot, open_node=functools.partial(Node, kernel_log=kernel_log))) as node:
         source = "given"
         if expected is None:
             name, source = node.run(_propose)

@@ -63,15 +63,17 @@ No check can hang or crash the doctor. A child process reads the node. A source 
 ## In a container or a Pod
 
 - A container that has some of the node's GPUs is judged by those. A container without GPUs gets `unknown`.
-- `gpu.xid` and `host.kernel_log` need the kernel log. Mount the host's /dev/kmsg (hostPath) or its journal. Without it
-  these two are `unknown`.
+- `gpu.xid` and `host.kernel_log` need the kernel log, which only a privileged container may open. A sidecar keeps it
+  with `hybrid-ep k8s kernel-log FILE`, and `--kernel-log FILE` reads it. Without it these two are `unknown`. They are
+  also `unknown` where the file is older than 15 minutes.
 - The fabric manager may run in the GPU operator's container. A complete fabric shows that it runs.
 - Processes of other containers cannot be seen. Memory in use is then `unknown`, not a fault.
 
 ## Counters between runs
 
 `--state FILE` keeps the counters of ECC, row remapping, PCIe (replay, AER), NVLink and NIC ports. The next run judges
-their rise per hour (`error_rise_per_h` of the profile). Keep the file on the node, in Kubernetes on a hostPath.
+their rise per hour (`error_rise_per_h` of the profile). Keep the file on the node. In
+Kubernetes, `hybrid-ep k8s mark-node --remember` keeps it in an annotation of the node.
 
 A file that is lost or damaged starts over. It is no fault. A counter that is lower than before was reset by the driver
 and counts from 0.

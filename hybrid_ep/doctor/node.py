@@ -14,6 +14,7 @@ import shlex
 import socket
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ __all__ = ["ClockState", "Container", "CudaDevice", "LogLine", "Node", "Unreadab
 T = TypeVar("T")
 _COMMAND_TIMEOUT_S = 4  # shorter than what a `WatchedNode` waits for
 _MOST_BYTES = 16 << 20  # of one file; /proc and /sys hold none near that
+_KEPT_LOG_S = 900  # how old a kept kernel log may be
 _PACKAGES = re.compile(r"(hybrid[-_]ep|deep[-_]ep|torch|triton|nvidia[-_](nccl|nvshmem)[-_]cu\d+|nvshmem4py[-_]cu\d+)")
 
 
@@ -93,14 +95,16 @@ class Node:
 
     Args:
         sysroot: ``/`` for this node, or the folder of a recorded one.
+        kernel_log: read in place of /dev/kmsg; a file that is no longer renewed is not believed.
 
     Attributes:
         listed: folders that were looked into, so that a recording can say that the rest was not there.
         watch: is told what will be read next; may refuse it by raising Unreadable.
     """
 
-    def __init__(self, sysroot: Path = Path("/")) -> None:
+    def __init__(self, sysroot: Path = Path("/"), *, kernel_log: Path | None = None) -> None:
         self.root = sysroot
+        self._kernel_log = kernel_log
         self.watch: Callable[[str], None] = lambda source: None
         self.is_live = sysroot == Path("/")
         self.listed: set[str] = set()
@@ -215,14 +219,15 @@ class Node:
     def kernel_log(self) -> list[LogLine]:
         """The kernel's log since the boot, oldest first.
 
-        From /dev/kmsg; where that cannot be read or no longer reaches back to the boot (its records are numbered from
-        0), from the journal. What is left of /dev/kmsg has to do where there is no journal.
+        From /dev/kmsg, or the file that was given in its place. Where that cannot be read or no longer reaches back to
+        the boot (its records are numbered from 0), from the journal. What is left of it has to do where there is no
+        journal.
 
         Raises:
             Unreadable: neither can be read, or what is left of the log is empty.
         """
         lines: list[LogLine] = []
-        reason = "/dev/kmsg no longer reaches back to the boot"
+        reason = f"{self._kernel_log or '/dev/kmsg'} no longer reaches back to the boot"
         try:
             numbered = list(self._kmsg())
             lines = [line for _, line in numbered]
@@ -238,12 +243,16 @@ class Node:
 
     def _kmsg(self) -> Iterator[tuple[int, LogLine]]:
         """Records of /dev/kmsg, ``level,number,microseconds,flags;message``, with their numbers."""
-        self.watch("/dev/kmsg")
+        name = str(self._kernel_log or "/dev/kmsg")
+        self.watch(name)
         try:
-            descriptor = _open_without_waiting(self._place("/dev/kmsg"))
+            descriptor = _open_without_waiting(self._kernel_log or self._place(name))
         except OSError as error:
-            raise _unreadable("/dev/kmsg", error) from None
+            raise _unreadable(name, error) from None
         try:
+            age_s = time.time() - os.fstat(descriptor).st_mtime
+            if self._kernel_log and age_s > _KEPT_LOG_S:
+                raise Unreadable(f"{name} was written {age_s:.0f} s ago, expected at most {_KEPT_LOG_S}")
             for record in self._kmsg_records(descriptor):
                 prefix, _, message = record.partition(";")
                 fields = prefix.split(",")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,12 @@ from hybrid_ep.k8s.schema import KUBERNETES_VERSION
 
 if TYPE_CHECKING:
     from hybrid_ep.doctor.model import Report
+    from hybrid_ep.k8s.metrics import Metrics
+    from hybrid_ep.k8s.node import Marking
 
 __all__ = ["k8s"]
+
+_UNDER_LOAD_S = 1800.0  # for the active checks of one node
 
 
 @click.group()
@@ -106,41 +111,122 @@ def _counted(count: int, what: str) -> str:
 
 @k8s.command("mark-node", context_settings={"ignore_unknown_options": True})
 @click.option("--every", type=click.FloatRange(min=1), help="Repeat, with so many seconds between; default: once.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="With --every: answer Prometheus on this port.")
+@click.option(
+    "--taint",
+    type=click.Choice(["NoSchedule", "PreferNoSchedule", "NoExecute"]),
+    help="Taint a node that fails with hybrid-ep/doctor=fail, and take the taint away when it passes.",
+)
+@click.option("--remember", is_flag=True, help="Keep the doctor's counters in an annotation of the node.")
+@click.option("--under-load", is_flag=True, help="Run the doctor's active checks, and write a condition of their own.")
 @click.argument("doctor_options", nargs=-1, type=click.UNPROCESSED)
-def mark_node_command(every: float | None, doctor_options: tuple[str, ...]) -> None:
-    """Run the doctor and write its findings to this Pod's node, as a condition and a label.
+@click.pass_context
+def mark_node_command(
+    ctx: click.Context,
+    every: float | None,
+    metrics_port: int | None,
+    taint: str | None,
+    remember: bool,
+    under_load: bool,
+    doctor_options: tuple[str, ...],
+) -> None:
+    """Run the doctor and write its findings to this Pod's node: conditions, a label, events.
 
-    A doctor that gives no report makes the node unknown.
+    The condition HybridEPFit sums up, and each fault has a condition of its own. A doctor that gives no report makes
+    the node unknown. With --under-load a fault ends with 1, for a job that goes on only where there is none.
 
     Takes the doctor's options, too, e.g. --profile hgx-h100. Needs NODE_NAME and a service account that may get and
-    patch nodes.
+    patch nodes and create events.
     """
     # The doctor's modules are loaded only here: a check of manifests needs none.
-    import datetime
-
     from hybrid_ep import env
-    from hybrid_ep.k8s.node import ApiServer, NodeError, examine_node, mark_node
+    from hybrid_ep.k8s.metrics import Metrics, serve
+    from hybrid_ep.k8s.node import CONDITION, UNDER_LOAD, Marking
 
     node = env.NODE_NAME.get()
     if not node:
         raise click.UsageError(f"{env.NODE_NAME.name} is not set; allowed: the name of this Pod's node")
+    if metrics_port is not None and every is None:
+        raise click.UsageError("--metrics-port without --every; allowed: together")
+    if under_load and remember:
+        raise click.UsageError("--remember with --under-load; allowed: one of them, as load makes counters rise")
+    marking = Marking(UNDER_LOAD if under_load else CONDITION, taint or "")
+    metrics = Metrics(node, every or 0.0)
+    if metrics_port is not None:
+        serve(metrics_port, metrics)
     while True:
         try:
-            found: Report | NodeError
-            try:
-                found = examine_node(doctor_options)
-            except NodeError as error:
-                found = error
-            now = datetime.datetime.now(datetime.timezone.utc)
-            # The token is read anew each time: Kubernetes renews it.
-            condition = mark_node(ApiServer.of_this_pod(), node, found, now)
-            click.echo(json.dumps({"node": node, **condition}))
-            if isinstance(found, NodeError):
-                raise found
+            condition = _mark_once(node, marking, metrics, remember, doctor_options)
         except HybridEPError as error:
             if every is None:
                 raise
             click.echo(f"hybrid-ep: {type(error).__name__}: {error}", err=True)
+        if every is None:
+            ctx.exit(1 if under_load and condition["status"] == "False" else 0)
+        time.sleep(every)
+
+
+def _mark_once(
+    node: str, marking: Marking, metrics: Metrics, remember: bool, doctor_options: tuple[str, ...]
+) -> dict[str, str]:
+    """One run of the doctor, written to the node and to the metrics.
+
+    Returns:
+        the condition that sums up.
+
+    Raises:
+        NodeError: there was no report, which is written, too, or the API server could not be reached.
+    """
+    import datetime
+
+    from hybrid_ep.k8s.api import ApiServer, NodeError
+    from hybrid_ep.k8s.node import UNDER_LOAD, examine_and_remember, examine_node, mark_node
+
+    under_load = marking.condition == UNDER_LOAD
+    limits = {"limit_s": _UNDER_LOAD_S} if under_load else {}
+    options = ["--active", *doctor_options] if under_load else list(doctor_options)
+    found: Report | NodeError
+    try:
+        if remember:
+            found, memory = examine_and_remember(ApiServer.of_this_pod(), node, options, **limits)
+            marking = replace(marking, memory=memory)
+        else:
+            found = examine_node(options, **limits)
+    except NodeError as error:
+        found = error
+    metrics.note(found)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    try:
+        # The token is read anew each time: Kubernetes renews it.
+        condition = mark_node(ApiServer.of_this_pod(), node, found, now, marking)
+    except HybridEPError:
+        metrics.note_not_written()
+        raise
+    click.echo(json.dumps({"node": node, **condition}))
+    if isinstance(found, NodeError):
+        raise found
+    return condition
+
+
+@k8s.command("kernel-log")
+@click.option("--every", type=click.FloatRange(min=1), help="Repeat, with so many seconds between; default: once.")
+@click.argument("place", type=click.Path(dir_okay=False, path_type=Path))
+def kernel_log_command(every: float | None, place: Path) -> None:
+    """Keep the kernel log's lines on GPUs and NICs in the file PLACE, for `hybrid-ep doctor --kernel-log PLACE`.
+
+    For a container of its own beside the doctor's: only this one needs to read /dev/kmsg.
+    """
+    from hybrid_ep.doctor.node import Node, Unreadable
+    from hybrid_ep.k8s.api import NodeError
+    from hybrid_ep.k8s.kernel_log import keep_kernel_log
+
+    while True:
+        try:
+            keep_kernel_log(Node(), place)
+        except OSError as error:
+            raise ConfigError(f"{place} cannot be written: {error.strerror}") from error
+        except Unreadable as error:
+            raise NodeError(f"the kernel log cannot be read: {error}") from error
         if every is None:
             return
         time.sleep(every)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_ep.k8s.command import k8s
 from hybrid_ep.k8s.manifest import load
 from hybrid_ep.topology.recording import Recording
 from tests.prerequisites import require_programs
@@ -149,9 +150,9 @@ def doctor_of(overlay: str) -> tuple[list[str], dict[str, Any]]:
     built = objects(overlay)
     if "DaemonSet" in built:
         spec = built["DaemonSet"]["spec"]["template"]["spec"]
-        every, _, *options = spec["containers"][0]["args"]
-        assert every == "--every"
-        return options, spec
+        mark = k8s.commands["mark-node"].make_context("mark-node", list(spec["containers"][0]["args"]))
+        assert mark.params["every"] == 600
+        return list(mark.params["doctor_options"]), spec
     if "Job" in built:
         spec = built["Job"]["spec"]["template"]["spec"]
         return spec["initContainers"][0]["args"], {**spec, "containers": spec["initContainers"]}

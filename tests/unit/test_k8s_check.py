@@ -19,7 +19,9 @@ import yaml
 from click.testing import CliRunner
 
 from hybrid_ep.cli import main
+from hybrid_ep.doctor.command import doctor as cli_doctor
 from hybrid_ep.k8s.check import check
+from hybrid_ep.k8s.command import k8s
 from hybrid_ep.k8s.manifest import find_sources, load
 from hybrid_ep.k8s.rules import RULES
 from tests.prerequisites import require_programs
@@ -313,11 +315,15 @@ def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:
     assert check([overlay]).problems == []
 
 
-def site_build(folder: Path, overlay: str, component: str, **more: Any) -> dict[str, Tree]:
-    """What a site's own overlay makes of a shipped one and a component, by kind; nothing is wrong with it."""
+def site_build(folder: Path, overlay: str, *components: str, **more: Any) -> dict[str, Tree]:
+    """What a site's own overlay makes of a shipped one and components, by kind; nothing is wrong with it."""
     require_programs("kubectl")
     shutil.copytree(K8S, folder / "k8s")
-    kustomization = {"resources": [f"k8s/overlays/{overlay}"], "components": [f"k8s/components/{component}"], **more}
+    kustomization = {
+        "resources": [f"k8s/overlays/{overlay}"],
+        "components": [f"k8s/components/{name}" for name in components],
+        **more,
+    }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     assert check([folder]).open == []
     return {manifest.kind: manifest.content for manifest in load(folder)}
@@ -392,6 +398,26 @@ def test_runtime_class_reaches_every_pod_that_sees_gpus(overlay: str, tmp_path: 
     assert pod_of_ranks(built)["runtimeClassName"] == "nvidia"
     asked = pod_of_ranks(built).get("nodeSelector") == {"nvidia.com/gpu.present": "true"}
     assert asked == (overlay == "node-doctor")
+
+
+def test_components_of_the_node_doctor_fit_together(tmp_path: Path) -> None:
+    components = ["node-doctor-taint", "node-doctor-kernel-log", "node-doctor-pairs"]
+    built = site_build(tmp_path, "node-doctor", *components)
+    reporter, sidecar = pod(built["DaemonSet"])["containers"]
+    assert sidecar["image"] == reporter["image"] != "settings.yaml"
+    mark = k8s.commands["mark-node"].make_context("mark-node", list(reporter["args"]))
+    assert mark.params["taint"] == "NoSchedule"
+    doctor = cli_doctor.make_context("doctor", list(mark.params["doctor_options"]))
+    keeps = k8s.commands["kernel-log"].make_context("kernel-log", sidecar["command"][3:])
+    assert doctor.params["kernel_log"] == keeps.params["place"]
+    assert {"gpu.xid", "host.kernel_log"} <= set(doctor.params["ids"])
+    pairs = pod(built["CronJob"]["spec"]["jobTemplate"])
+    assert pairs["priorityClassName"] == built["PriorityClass"]["metadata"]["name"]
+    assert built["PriorityClass"]["value"] < -10
+    (active,), (bench,) = pairs["initContainers"], pairs["containers"]
+    assert k8s.commands["mark-node"].make_context("mark-node", list(active["args"])).params["under_load"]
+    assert bench["command"][2] == "--nproc-per-node=8"
+    assert active["resources"]["limits"]["nvidia.com/gpu"] == bench["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
 def test_both_kinds_of_job_fit_into_one_namespace() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shutil
 import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +25,13 @@ from click.testing import CliRunner
 from hybrid_ep import env
 from hybrid_ep.cli import main
 from hybrid_ep.doctor.model import Report, Result, Severity, Status
+from hybrid_ep.doctor.node import Node, Unreadable
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s import node
-from hybrid_ep.k8s.node import CONDITION, LABEL, ApiServer, NodeError, mark_node
+from hybrid_ep.k8s import api, node
+from hybrid_ep.k8s.api import ApiServer, ConflictError, NodeError
+from hybrid_ep.k8s.kernel_log import keep_kernel_log
+from hybrid_ep.k8s.metrics import Metrics, serve
+from hybrid_ep.k8s.node import CONDITION, LABEL, MEMORY, UNDER_LOAD, Marking, fault_type, mark_node
 from tests.prerequisites import require_programs
 
 NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.timezone.utc)
@@ -31,14 +39,17 @@ MERGE = "application/strategic-merge-patch+json"
 
 
 class Server(ThreadingHTTPServer):
-    """Node n1, as GET and PATCH see it."""
+    """Node n1, as GET, PATCH and POST see it; `between` is run before a PATCH of the node is looked at."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.node: dict[str, Any] = {
-            "metadata": {"name": "n1", "labels": {"zone": "a"}},
+            "metadata": {"name": "n1", "uid": "u1", "labels": {"zone": "a"}, "resourceVersion": "1"},
+            "spec": {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
             "status": {"conditions": [{"type": "Ready", "status": "True"}]},
         }
+        self.events: list[dict[str, Any]] = []
+        self.between: list[Callable[[], None]] = []
         self.api = ApiServer(f"http://127.0.0.1:{self.server_port}", "secret")
 
     @property
@@ -55,19 +66,34 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PATCH(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.headers["Content-Type"] == MERGE
+        node = self.server.node
         if self.path.endswith("/status"):
+            assert self.headers["Content-Type"] == MERGE
             assert list(body) == ["status"]
             given = {each["type"]: each for each in body["status"]["conditions"]}
-            others = [each for each in self.server.node["status"]["conditions"] if each["type"] not in given]
-            self.server.node["status"]["conditions"] = [*others, *given.values()]
+            others = [each for each in node["status"]["conditions"] if each["type"] not in given]
+            node["status"]["conditions"] = [*others, *given.values()]
+        elif "spec" in body:
+            assert self.headers["Content-Type"] == "application/merge-patch+json"
+            if self.server.between:
+                self.server.between.pop()()
+            if body["metadata"]["resourceVersion"] != node["metadata"]["resourceVersion"]:
+                return self.answer(409)
+            node["spec"] |= body["spec"]
         else:
-            self.server.node["metadata"]["labels"] |= body["metadata"]["labels"]
+            assert self.headers["Content-Type"] == MERGE
+            for name, values in body["metadata"].items():
+                node["metadata"].setdefault(name, {}).update(values)
+        return self.answer()
+
+    def do_POST(self) -> None:
+        assert self.path == "/api/v1/namespaces/default/events"
+        self.server.events.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.answer()
 
-    def answer(self) -> None:
-        allowed = self.headers["Authorization"] == "Bearer secret" and self.path.startswith("/api/v1/nodes/n1")
-        self.send_response(200 if allowed else 403)
+    def answer(self, code: int = 200) -> None:
+        allowed = self.headers["Authorization"] == "Bearer secret" and not self.path.startswith("/api/v1/nodes/n2")
+        self.send_response(code if allowed else 403)
         self.end_headers()
         self.wfile.write(json.dumps(self.server.node if allowed else {"message": "not yours"}).encode())
 
@@ -113,6 +139,229 @@ def test_node_says_what_the_doctor_found(server: Server, given: Report, status: 
     assert (server.condition["status"], server.condition["message"]) == (status, message)
     assert server.node["metadata"]["labels"] == {"zone": "a", LABEL: label}
     assert {"type": "Ready", "status": "True"} in server.node["status"]["conditions"]
+
+
+def conditions_of(server: Server) -> dict[str, str]:
+    """Status by type, of the faults."""
+    found = {each["type"]: each["status"] for each in server.node["status"]["conditions"]}
+    return {name: status for name, status in found.items() if name.endswith("Fault")}
+
+
+def test_fault_has_a_condition_and_events_of_its_own(server: Server) -> None:
+    """True while it is there; a check that never failed has none. Each change is one event."""
+    name = fault_type("gpu.check0")
+    assert name == "HybridEPGpuCheck0Fault"
+    seen = []
+    for status in (Status.PASS, Status.FAIL, Status.FAIL, Status.UNKNOWN, Status.PASS, Status.PASS):
+        mark_node(server.api, "n1", report(status, Status.PASS), NOON)
+        seen.append((conditions_of(server).get(name), len(server.events)))
+    assert seen == [(None, 0), ("True", 1), ("True", 1), ("Unknown", 1), ("False", 2), ("False", 2)]
+    assert set(conditions_of(server)) == {name}
+    came, went = server.events
+    assert (came["type"], came["reason"]) == ("Warning", "HybridEPFaultConfirmed")
+    assert came["message"] == "gpu.check0: 7 (expected 8). Reseat it."
+    assert came["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u1"}
+    assert (went["type"], went["reason"]) == ("Normal", "HybridEPFaultGone")
+
+
+def test_warning_is_no_fault_of_the_node(server: Server) -> None:
+    mark_node(server.api, "n1", report(Status.FAIL, severity=Severity.WARNING), NOON)
+    assert (conditions_of(server), server.events) == ({}, [])
+
+
+def test_check_that_no_longer_applies_is_no_fault(server: Server) -> None:
+    mark_node(server.api, "n1", report(Status.FAIL), NOON)
+    mark_node(server.api, "n1", replace(report(), not_applicable=("gpu.check0", "gpu.check1")), NOON)
+    assert conditions_of(server) == {fault_type("gpu.check0"): "False"}
+
+
+def test_silent_doctor_leaves_faults_and_sends_one_event(server: Server) -> None:
+    mark_node(server.api, "n1", report(Status.FAIL), NOON)
+    for _ in range(2):
+        mark_node(server.api, "n1", NodeError("it did not end"), NOON)
+    assert conditions_of(server) == {fault_type("gpu.check0"): "True"}
+    assert [event["reason"] for event in server.events] == ["HybridEPFaultConfirmed", "HybridEPNoReport"]
+
+
+def test_taint_comes_with_a_fault_and_goes_with_a_pass(server: Server) -> None:
+    others = [{"key": "gpu", "effect": "NoSchedule"}]
+    ours = {"key": LABEL, "value": "fail", "effect": "NoExecute"}
+    wanted = [(Status.FAIL, [*others, ours]), (Status.UNKNOWN, [*others, ours]), (Status.PASS, others)]
+    for status, taints in wanted:
+        mark_node(server.api, "n1", report(status), NOON, Marking(taint="NoExecute"))
+        assert server.node["spec"]["taints"] == taints
+    mark_node(server.api, "n1", report(Status.FAIL), NOON)
+    assert server.node["spec"]["taints"] == others  # nobody asked for one
+
+
+def test_taint_of_somebody_else_is_not_lost(server: Server) -> None:
+    """It comes between our reading and our writing."""
+
+    def drain() -> None:
+        server.node["metadata"]["resourceVersion"] = "2"
+        server.node["spec"]["taints"].append({"key": "drain", "effect": "NoSchedule"})
+
+    server.between.append(drain)
+    mark_node(server.api, "n1", report(Status.FAIL), NOON, Marking(taint="NoSchedule"))
+    assert [taint["key"] for taint in server.node["spec"]["taints"]] == ["gpu", "drain", LABEL]
+
+
+def test_node_that_changes_all_the_time_is_an_error(server: Server) -> None:
+    server.between += [lambda: server.node["metadata"].update(resourceVersion=str(len(server.between) + 7))] * 9
+    with pytest.raises(ConflictError, match="409"):
+        mark_node(server.api, "n1", report(Status.FAIL), NOON, Marking(taint="NoSchedule"))
+
+
+def test_fault_under_load_keeps_jobs_away_until_it_is_old(server: Server) -> None:
+    under_load = Marking(UNDER_LOAD)
+    labels = []
+    for found, now, marking in (
+        (Status.FAIL, NOON, under_load),
+        (Status.PASS, NOON, Marking()),
+        (Status.PASS, NOON + datetime.timedelta(days=8), Marking()),
+        (Status.FAIL, NOON + datetime.timedelta(days=9), under_load),
+        (Status.PASS, NOON + datetime.timedelta(days=9), under_load),
+    ):
+        mark_node(server.api, "n1", report(found), now, marking)
+        labels.append(server.node["metadata"]["labels"][LABEL])
+    assert labels == ["fail", "fail", "pass", "fail", "pass"]
+    assert server.condition["status"] == "True"
+
+
+def test_counters_are_remembered_by_the_node(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor gets the annotation's content as its state file, and the annotation what the doctor leaves there."""
+    monkeypatch.setenv(env.NODE_NAME.name, "n1")
+    monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
+    said = json.dumps(report(Status.PASS).to_json())
+    make_doctor(
+        tmp_path,
+        monkeypatch,
+        "for word; do case $word in --state=*) place=${word#--state=};; esac; done\n"
+        f"[ ! -f $place ] || cat $place >>{tmp_path}/known; printf x >>$place\necho '{said}'",
+    )
+    for _ in range(3):
+        done = CliRunner().invoke(main, ["k8s", "mark-node", "--remember"])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "known").read_text() == "x" + "xx"
+    server.node["metadata"]["annotations"][MEMORY] = "damaged"
+    assert CliRunner().invoke(main, ["k8s", "mark-node", "--remember"]).exit_code == 0
+    assert (tmp_path / "known").read_text() == "x" + "xx"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--metrics-port", "0"], "--metrics-port without --every"),
+        (["--remember", "--under-load"], "--remember with --under-load"),
+        (["--taint", "Never"], "'Never' is not one of"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.NODE_NAME.name, "n1")
+    done = CliRunner().invoke(main, ["k8s", "mark-node", *words])
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_active_checks_write_a_condition_of_their_own(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.NODE_NAME.name, "n1")
+    monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
+    said = json.dumps(report(Status.FAIL).to_json())
+    make_doctor(tmp_path, monkeypatch, f"echo \"$*\" >{tmp_path}/asked\necho '{said}'")
+    done = CliRunner().invoke(main, ["k8s", "mark-node", "--under-load", "--taint", "NoSchedule"])
+    assert done.exit_code == 1, done.output
+    assert (tmp_path / "asked").read_text().endswith("doctor --json --active\n")
+    assert {each["type"] for each in server.node["status"]["conditions"]} >= {UNDER_LOAD, fault_type("gpu.check0")}
+    assert server.node["metadata"]["labels"][LABEL] == "fail"
+    assert server.node["spec"]["taints"][-1]["key"] == LABEL
+
+
+def scrape(metrics: Metrics, path: str = "/metrics") -> tuple[int, str]:
+    server = serve(0, metrics)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_metrics_say_what_was_found() -> None:
+    metrics = Metrics("n1", 600, clock=lambda: 1000.0)
+    metrics.note(report(Status.FAIL, Status.UNKNOWN))
+    code, text = scrape(metrics)
+    assert code == 200
+    rows = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    name = "hybrid_ep_doctor"
+    assert {row: value for row, value in rows.items() if row.endswith('status="fail"}')} == {
+        f'{name}_node_status{{node="n1",status="fail"}}': "1",
+        f'{name}_check_status{{node="n1",check="gpu.check0",severity="error",status="fail"}}': "1",
+        f'{name}_check_status{{node="n1",check="gpu.check1",severity="error",status="fail"}}': "0",
+    }
+    assert rows[f'{name}_last_report_timestamp_seconds{{node="n1"}}'] == "1000.0"
+    assert rows[f'{name}_runs_total{{node="n1",result="report"}}'] == "1"
+    kinds = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds)) == 7
+
+
+def test_old_findings_are_no_metrics() -> None:
+    """Neither pass nor fail; the time of the last report stays."""
+    now = [1000.0]
+    metrics = Metrics("n1", 600, clock=lambda: now[0])
+    metrics.note(report(Status.PASS))
+    now[0] += 3 * 600 + 301
+    _, text = scrape(metrics)
+    assert "check_status{" not in text
+    assert 'node_status{node="n1",status="unknown"} 1' in text
+    assert 'last_report_timestamp_seconds{node="n1"} 1000.0' in text
+    assert scrape(metrics, "/healthz")[0] == 503
+    metrics.note(NodeError("no report"))
+    assert scrape(metrics, "/healthz")[0] == 200
+    assert scrape(metrics, "/else")[0] == 404
+
+
+def test_metrics_port_that_is_taken_is_named() -> None:
+    server = serve(0, Metrics("n1", 1))
+    with pytest.raises(ConfigError, match=f"metrics port {server.server_port} cannot be had"):
+        serve(server.server_port, Metrics("n1", 1))
+    server.shutdown()
+    server.server_close()
+
+
+def test_kernel_log_is_kept_for_a_doctor_that_may_not_read_it(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "kmsg").write_text(
+        "6,0,0,-;Linux version 6\n3,7,5000000,-;NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.\n"
+    )
+    place = tmp_path / "kernel.log"
+    keep_kernel_log(Node(tmp_path), place)
+    assert place.stat().st_mode & 0o777 == 0o644
+    assert [line.message for line in Node(tmp_path, kernel_log=place).kernel_log()] == [
+        "first record",
+        "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.",
+    ]
+    os.utime(place, (0, 0))
+    with pytest.raises(Unreadable, match=r"was written .* s ago, expected at most 900"):
+        Node(tmp_path, kernel_log=place).kernel_log()
+    with pytest.raises(Unreadable, match=r"nowhere"):
+        Node(tmp_path, kernel_log=tmp_path / "nowhere").kernel_log()
+
+
+def test_command_that_keeps_the_kernel_log_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(node: Node) -> str:
+        raise Unreadable("/dev/kmsg: Operation not permitted")
+
+    monkeypatch.setattr("hybrid_ep.k8s.kernel_log.kernel_records", refuse)
+    done = CliRunner().invoke(main, ["k8s", "kernel-log", str(tmp_path / "kernel.log")])
+    assert done.exit_code == 1
+    assert "the kernel log cannot be read: /dev/kmsg: Operation not permitted" in str(done.output + done.stderr)
+    monkeypatch.setattr("hybrid_ep.k8s.kernel_log.kernel_records", lambda node: "")
+    done = CliRunner().invoke(main, ["k8s", "kernel-log", str(tmp_path / "no" / "kernel.log")])
+    assert "cannot be written: No such file or directory" in str(done.output + done.stderr)
 
 
 def test_time_of_change_stays_while_the_status_does(server: Server) -> None:
@@ -232,7 +481,7 @@ def test_pod_speaks_to_its_own_cluster_only(server: Server, tmp_path: Path, monk
     context.load_cert_chain(tmp_path / "own.crt", tmp_path / "own.key")
     server.socket = context.wrap_socket(server.socket, server_side=True)
     (tmp_path / "token").write_text("secret\n")
-    monkeypatch.setattr(node, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(api, "_ACCOUNT", tmp_path)
     monkeypatch.setenv(env.KUBERNETES_HOST.name, "127.0.0.1")
     monkeypatch.setenv(env.KUBERNETES_PORT.name, str(server.server_port))
     shutil.copy(tmp_path / "own.crt", tmp_path / "ca.crt")
