@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from ci.prose import MOST_WORDS, sentences, words
 from hybrid_ep import env
 from hybrid_ep.cli import main
 
@@ -108,3 +109,15 @@ def test_paths_exist(page: Path) -> None:
                 assert list(ROOT.glob(word.rstrip("/,"))), text
     for module in re.findall(r"python -m (tests\.[\w.]+|hybrid_ep\.[\w.]+)", page.read_text()):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+
+
+@each_page
+def test_sentences_are_short(page: Path) -> None:
+    assert [sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS] == []
+
+
+def test_long_sentences_are_found() -> None:
+    long = " ".join(["word"] * (MOST_WORDS + 1))
+    page = f"# {long}\n\nShort. It `runs {long}`:\n\n- {long}\n  [more](there)\n\n| {long} |\n\n```\n{long}.\n```\n"
+    assert list(sentences(page)) == ["Short.", f"It `runs {long}`:", f"{long} more"]
+    assert [words(sentence) for sentence in sentences(page)] == [1, 2, MOST_WORDS + 2]

@@ -1,7 +1,7 @@
 """What schemas cannot know: manifests that fit them, and are refused, hang, fall back or fail.
 
-A rule is a function over one manifest, or over all of one build, that yields findings. Its id, its level and its
-docstring are what docs/kubernetes.md lists. Tests break a shipped overlay for each and see it found by that rule alone.
+A rule is a function over one manifest, or over all of one build, that yields findings. docs/kubernetes_check.md lists
+its id, level and docstring. Tests break a shipped overlay for each rule, and that rule alone must find it.
 """
 
 from hybrid_ep.k8s.rules import jobs, mpijob, network, pods, references
