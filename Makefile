@@ -18,7 +18,7 @@ help: ## Show this list
 setup: $(STAMP) ## Create .venv with the pinned tools and build the extension in place
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/build_inplace.sh $(BIN)/python
 
-$(STAMP): pyproject.toml setup.py hybrid_ep/_version.py
+$(STAMP): pyproject.toml setup.py hybrid_ep/_version.py ci/helm.sh
 	ci/setup.sh $(PYTHON) $(VENV)
 	@touch $@
 

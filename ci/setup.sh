@@ -20,3 +20,4 @@ pip install 'pip>=25.1' # the first that reads dependency groups
 # The tools come first, so that the build below needs no isolation and no other torch.
 pip install --group dev
 PATH="$(cd "$venv" && pwd)/bin:$PATH" pip install --no-build-isolation --editable .
+"$(dirname "$0")/helm.sh" "$venv"

@@ -25,6 +25,7 @@ PACKAGES = {
     "dpkg-deb": "dpkg",
     "g++": "g++",
     "git": "git",
+    "helm": "helm, by ci/helm.sh",
     "ib_write_bw": "perftest",
     "ibv_devinfo": "ibverbs-utils",
     "ip": "iproute2",

@@ -163,9 +163,10 @@ def _add_stray(recording: Recording, root: Path, dice: random.Random) -> str:
     folder = root / dice.choice(folders)
     name = dice.choice(("x", "0", "cpu99", "mlx5_99", "é\udcff", "a\x1b[31m", "uverbs", "..x"))
     folder.mkdir(parents=True, exist_ok=True)
-    dice.choice((lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff"), os.mkfifo, lambda p: p.symlink_to(".")))(
-        folder / name
-    )
+    make = dice.choice((lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff"), os.mkfifo, lambda p: p.symlink_to(".")))
+    if os.path.lexists(folder / name):
+        raise FileExistsError(name)  # an earlier one, maybe a FIFO, for which writing would wait
+    make(folder / name)
     return f"{folder.relative_to(root)} has {name!r}"
 
 

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Writes the Helm chart's files from the kustomize tree: `python ci/chart.py [--check]`.
+
+The chart holds no manifest of its own. Each file in charts/hybrid-ep/files is what kustomize makes of an overlay whose
+settings are placeholders; the chart's templates put the values there. `--check` compares and exits with 1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ROOT / "charts" / "hybrid-ep" / "files"
+# What kustomize gets for a setting, and the word that then takes its place: numbers have to be numbers for kustomize.
+PLACEHOLDERS: dict[str, tuple[str | int, str]] = {
+    "image": ("__IMAGE__", "__IMAGE__"),
+    "nodes": (770001, "__NODES__"),
+    "ranksPerNode": (770002, "__RANKS_PER_NODE__"),
+}
+NAMESPACE = "__NAMESPACE__"
+NODE_DOCTOR = {
+    "node-doctor": [],
+    "node-doctor-kernel-log": ["node-doctor-kernel-log"],
+    "node-doctor-pairs": ["node-doctor-pairs"],
+}
+
+
+def build(k8s: Path, folder: Path, overlay: str, components: list[str]) -> str:
+    """What kustomize makes of an overlay, below `folder`, with placeholders."""
+    settings = k8s / "overlays" / overlay / "settings.yaml"
+    tree = yaml.safe_load(settings.read_text())
+    tree["spec"] = {name: PLACEHOLDERS[name][0] for name in tree["spec"]}
+    kept = settings.read_text()
+    settings.write_text(yaml.safe_dump(tree))
+    kustomization = {
+        "resources": [f"k8s/overlays/{overlay}"],
+        "components": [f"k8s/components/{name}" for name in components],
+        "namespace": NAMESPACE,
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
+    settings.write_text(kept)
+    if done.returncode:
+        raise SystemExit(f"{overlay}: {done.stderr}")
+    built = done.stdout
+    for given, word in PLACEHOLDERS.values():
+        built = built.replace(str(given), word)
+    return built
+
+
+def files() -> dict[str, str]:
+    """Name → content of every file of the chart that is made here."""
+    found: dict[str, str] = {}
+    defaults: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory() as top:
+        folder = Path(top)
+        shutil.copytree(ROOT / "k8s", folder / "k8s")
+        for settings in sorted((folder / "k8s" / "overlays").glob("*/settings.yaml")):
+            overlay = settings.parent.name
+            spec = yaml.safe_load(settings.read_text())["spec"]
+            if overlay != "node-doctor":
+                suffix = "-cpu" if spec["image"].endswith("-cpu") else ""
+                sizes = {name: spec[name] for name in ("nodes", "ranksPerNode")}
+                defaults[overlay] = {"imageSuffix": suffix, **sizes}
+                found[f"jobs/{overlay}.yaml"] = build(folder / "k8s", folder, overlay, [])
+        for name, components in NODE_DOCTOR.items():
+            found[f"{name}.yaml"] = build(folder / "k8s", folder, "node-doctor", components)
+    base = set(found["node-doctor.yaml"].split("---\n"))
+    parts = found["node-doctor-pairs.yaml"].split("---\n")
+    found["node-doctor-pairs.yaml"] = "---\n".join(part for part in parts if part not in base)
+    found["jobs.yaml"] = yaml.safe_dump(defaults, sort_keys=True)
+    return found
+
+
+def main() -> None:
+    """Writes, or compares."""
+    made = files()
+    there = {str(path.relative_to(FILES)): path.read_text() for path in FILES.rglob("*.yaml")}
+    if "--check" in sys.argv[1:]:
+        wrong = sorted(name for name in made.keys() | there.keys() if made.get(name) != there.get(name))
+        if wrong:
+            raise SystemExit(f"not what kustomize makes: {', '.join(wrong)}; run: python ci/chart.py")
+        return
+    shutil.rmtree(FILES, ignore_errors=True)
+    for name, content in made.items():
+        (FILES / name).parent.mkdir(parents=True, exist_ok=True)
+        (FILES / name).write_text(content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The Helm chart makes what kustomize makes, puts a site's values there, and refuses wrong ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybrid_ep import __version__
+from hybrid_ep.k8s.check import check
+from hybrid_ep.k8s.manifest import load
+from hybrid_ep.k8s.problem import Level
+from tests.prerequisites import require_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "hybrid-ep"
+JOBS = yaml.safe_load((CHART / "files" / "jobs.yaml").read_text())
+Tree = Any
+
+
+def helm(*words: str) -> subprocess.CompletedProcess[str]:
+    require_programs("helm")
+    return subprocess.run(["helm", *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def rendered(tmp_path: Path, values: Tree, namespace: str = "default") -> list[Tree]:
+    """The objects of a release; `hybrid-ep k8s check` says of them no more than what the cluster must have besides."""
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    done = helm("template", "release", str(CHART), "--namespace", namespace, "--values", str(file))
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "out.yaml").write_text(done.stdout)
+    found = check([tmp_path / "out.yaml"]).open
+    assert [problem for problem in found if problem.level is not Level.HINT] == []
+    return [manifest.content for manifest in load(tmp_path / "out.yaml")]
+
+
+def kustomized(overlay: str) -> list[Tree]:
+    require_programs("kubectl")
+    return [manifest.content for manifest in load(ROOT / "k8s" / "overlays" / overlay)]
+
+
+def by_name(objects: list[Tree], namespace: str | None = None) -> dict[tuple[str, str], Tree]:
+    """What is compared: the chart writes the namespace that kustomize leaves to kubectl."""
+    found = {}
+    for each in objects:
+        metadata = {key: value for key, value in each["metadata"].items() if key != "namespace"}
+        assert namespace is None or each["metadata"].get("namespace", namespace) == namespace
+        found[each["kind"], metadata["name"]] = {**each, "metadata": metadata}
+    return found
+
+
+def test_files_are_what_kustomize_makes() -> None:
+    """Run `python ci/chart.py` when this fails."""
+    require_programs("kubectl")
+    done = subprocess.run(
+        [sys.executable, "ci/chart.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_helm_finds_nothing_to_complain_about() -> None:
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_chart_is_of_this_version_and_knows_every_overlay() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    overlays = {path.name for path in (ROOT / "k8s" / "overlays").iterdir()} - {"node-doctor"}
+    assert set(schema["properties"]["testJob"]["properties"]["overlay"]["enum"]) == JOBS.keys() == overlays
+
+
+def test_node_doctor_equals_the_overlay(tmp_path: Path) -> None:
+    assert by_name(rendered(tmp_path, {}), "default") == by_name(kustomized("node-doctor"))
+
+
+@pytest.mark.parametrize("overlay", JOBS)
+def test_job_equals_its_overlay(overlay: str, tmp_path: Path) -> None:
+    values = {"nodeDoctor": {"enabled": False}, "testJob": {"enabled": True, "overlay": overlay}}
+    assert by_name(rendered(tmp_path, values), "default") == by_name(kustomized(overlay))
+
+
+def test_namespace_reaches_every_object(tmp_path: Path) -> None:
+    values = {"nodeDoctor": {"pairs": {"enabled": True}}, "testJob": {"enabled": True}}
+    objects = by_name(rendered(tmp_path, values, "gpu-tests"), "gpu-tests")
+    assert objects["ClusterRoleBinding", "hybrid-ep-doctor"]["subjects"][0]["namespace"] == "gpu-tests"
+
+
+def test_values_of_the_node_doctor(tmp_path: Path) -> None:
+    profile = "extends: hgx-h100\ngpu:\n  count: 4\n"
+    values = {
+        "image": {"repository": "registry/hybrid-ep", "digest": f"sha256:{'a' * 64}"},
+        "imagePullSecrets": [{"name": "pull"}],
+        "nodeDoctor": {
+            "everySeconds": 60,
+            "siteProfile": profile,
+            "taint": "NoSchedule",
+            "kernelLog": True,
+            "nodeSelector": {"pool": "gpu"},
+            "runtimeClassName": "nvidia",
+            "pairs": {"enabled": True, "schedule": "30 4 * * 0", "gpusPerNode": 4},
+        },
+    }
+    objects = by_name(rendered(tmp_path, values))
+    pod = objects["DaemonSet", "hybrid-ep-doctor"]["spec"]["template"]["spec"]
+    assert (pod["nodeSelector"], pod["runtimeClassName"]) == ({"pool": "gpu"}, "nvidia")
+    assert pod["imagePullSecrets"] == [{"name": "pull"}]
+    assert {container["image"] for container in pod["containers"]} == {f"registry/hybrid-ep@sha256:{'a' * 64}"}
+    args = pod["containers"][0]["args"]
+    assert args[:2] == ["--every", "60"]
+    assert args[-2:] == ["--taint=NoSchedule", "--profile=/etc/hybrid-ep/profile/site.yaml"]
+    assert "--kernel-log=/run/hybrid-ep/kernel.log" in args
+    assert objects["ConfigMap", "hybrid-ep-doctor-profile"]["data"] == {"site.yaml": profile}
+    cron = objects["CronJob", "hybrid-ep-pairs"]["spec"]
+    bench = cron["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]
+    assert (cron["schedule"], bench["resources"]["limits"]["nvidia.com/gpu"]) == ("30 4 * * 0", 4)
+    assert "--nproc-per-node=4" in bench["command"]
+
+
+def test_values_of_the_test_job(tmp_path: Path) -> None:
+    job = {"enabled": True, "nodes": 3, "ranksPerNode": 4, "fitNodesOnly": True, "helmTest": True}
+    job["tolerations"] = [{"key": "reserved", "operator": "Exists"}]
+    objects = by_name(rendered(tmp_path, {"image": {"tag": "1.2.3"}, "testJob": job}))
+    made = objects["Job", "hybrid-ep-torchrun"]
+    assert made["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    pod = made["spec"]["template"]["spec"]
+    assert (made["spec"]["completions"], pod["nodeSelector"]["hybrid-ep/doctor"]) == (3, "pass")
+    assert {"key": "reserved", "operator": "Exists"} in pod["tolerations"]
+    assert {"--nnodes=3", "--nproc-per-node=4"} <= set(pod["containers"][0]["command"])
+    assert pod["containers"][0]["image"] == "hybrid-ep:1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"nodeDoctor": {"taint": "Never"}}, "/nodeDoctor/taint"),
+        ({"nodeDoctor": {"everySeconds": 0}}, "/nodeDoctor/everySeconds"),
+        ({"nodeDoctor": {"evrySeconds": 60}}, "evrySeconds"),
+        ({"testJob": {"overlay": "ethernet"}}, "/testJob/overlay"),
+        ({"testJob": {"nodes": "two"}}, "/testJob/nodes"),
+        ({"image": {"digest": "latest"}}, "/image/digest"),
+    ],
+)
+def test_wrong_values_are_named(values: Tree, says: str, tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    done = helm("template", "release", str(CHART), "--values", str(tmp_path / "values.yaml"))
+    assert done.returncode != 0
+    assert says in done.stderr
