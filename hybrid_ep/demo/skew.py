@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.demo.settings import Settings
-from hybrid_ep.nn import DispatchedTokens, MoELayer
+from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.reference import dense_moe
 
 __all__ = ["ALLOWED_RMS", "POLICIES", "SkewResult", "run_skewed"]
@@ -61,19 +62,25 @@ class SkewResult:
 class _TimedLayer(MoELayer):
     """Measures its experts."""
 
+    def __init__(self, buffer: Buffer, **sizes: Any) -> None:
+        super().__init__(buffer, **sizes)
+        self.seconds: list[float] = []
+        self.experts.register_forward_pre_hook(self._begin)
+        self.experts.register_forward_hook(self._end)
+
     def run(self, x: Tensor) -> tuple[Tensor, int, float]:
         """Returns the output, the copies that this rank computed, and the least CPU seconds that its experts took."""
-        self.seconds: list[float] = []
+        self.seconds.clear()
         for _ in range(_NUM_RUNS):
             y = self(x)
         return y, self.copies, min(self.seconds)
 
-    def experts(self, tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:  # type: ignore[override]
-        begin = time.process_time()
-        result = MoELayer.experts(tokens, up, down)
-        self.seconds.append(time.process_time() - begin)
-        self.copies = int((tokens.topk_idx >= 0).sum())
-        return result
+    def _begin(self, module: nn.Module, given: Any) -> None:
+        self.copies = int((given[0].topk_idx >= 0).sum())
+        self._began = time.process_time()
+
+    def _end(self, module: nn.Module, given: Any, result: Tensor) -> None:
+        self.seconds.append(time.process_time() - self._began)
 
 
 def run_skewed(settings: Settings) -> list[SkewResult]:
@@ -86,7 +93,7 @@ def run_skewed(settings: Settings) -> list[SkewResult]:
     with torch.no_grad(), Buffer(num_ranks_per_domain=settings.num_ranks) as buffer:
         plain = _layer(buffer, settings, None)
         topk_idx, weights = plain.route(x)
-        up, down = (_gather(parameter.detach()).double() for parameter in (plain.up, plain.down))
+        up, down = (_gather(weight).double() for weight in plain.experts.weights())
         truth = dense_moe(x, topk_idx, weights, lambda e, rows: F.gelu(rows @ up[e].t()) @ down[e].t())
         load = torch.bincount(topk_idx.flatten(), minlength=settings.num_experts)
         dist.all_reduce(load)

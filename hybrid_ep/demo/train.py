@@ -55,8 +55,7 @@ def train(settings: Settings) -> list[float]:
         for _ in range(settings.num_steps):
             layer.zero_grad()
             loss = (layer(x) - target).square().mean() / scale
-            # Gradients of experts add up over ranks: dividing here makes them those of the mean over all tokens.
-            ((loss + _BALANCE_WEIGHT * layer.balance_loss) / dist.get_world_size()).backward()
+            (loss + _BALANCE_WEIGHT * layer.balance_loss).backward()
             layer.sync_router_gradients()
             _descend(list(layer.parameters()), velocities)
             total = loss.detach().clone()

@@ -2,7 +2,17 @@
 them.
 """
 
+from hybrid_ep.nn.experts import Experts, clip_grad_norm_, expert_parameters
 from hybrid_ep.nn.layer import MoELayer
-from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch
+from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch, Route
 
-__all__ = ["DispatchedTokens", "MoECombine", "MoEDispatch", "MoELayer"]
+__all__ = [
+    "DispatchedTokens",
+    "Experts",
+    "MoECombine",
+    "MoEDispatch",
+    "MoELayer",
+    "Route",
+    "clip_grad_norm_",
+    "expert_parameters",
+]

@@ -1,5 +1,5 @@
 """`MoELayer`: a router, this rank's share of the experts, and the two calls between them. Small on purpose, and it
-trains.
+trains, under the wrappers of torch too.
 """
 
 from __future__ import annotations
@@ -7,11 +7,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_tensor
-from hybrid_ep.nn.modules import DispatchedTokens, MoECombine, MoEDispatch, require_buffer
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.nn.experts import Experts
+from hybrid_ep.nn.modules import MoECombine, MoEDispatch, require_buffer
 from hybrid_ep.nn.replicas import make_balancer
 
 __all__ = ["MoELayer"]
@@ -21,8 +25,9 @@ class MoELayer(nn.Module):
     """Top-k mixture of two-layer GELU experts, spread over the ranks of a buffer.
 
     The router is the same on every rank: give every rank the same seed for it (`seed`), and call
-    `sync_router_gradients` after the backward pass. Experts belong to one rank each. Parameters are
-    float32; tokens cross in bf16.
+    `sync_router_gradients` after the backward pass, or wrap the model in `DistributedDataParallel`. Experts belong to
+    one rank each, and their parameters are DTensors where there is more than one rank. All gradients are those of the
+    mean over ranks of the ranks' losses. Parameters are made float32; tokens cross in bf16.
 
     Args:
         buffer: moves the tokens.
@@ -36,8 +41,14 @@ class MoELayer(nn.Module):
             same on all ranks. Parameters are those of home experts with every policy.
         layer: of the placement.
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
+        mesh: a DeviceMesh of one dimension and the buffer's ranks, for the experts' DTensors; None = one is made. Give
+            ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
+        num_worst_tokens: > 0: at most so many rows arrive at a rank. No shape depends on the routing then, as
+            `torch.compile(fullgraph=True)` needs; each expert computes all rows.
 
     Attributes:
+        router: ``[E, H]``, a parameter.
+        experts: an `Experts`, with the parameters `up` and `down`.
         balance_loss: of the last forward: E × Σ (share of tokens × mean probability), 1 when balanced (source: Switch
             Transformers, equation 4).
 
@@ -59,6 +70,8 @@ class MoELayer(nn.Module):
         balance: ExpertPlacement | str | None = None,
         layer: int = 0,
         num_spare: int = 2,
+        mesh: DeviceMesh | None = None,
+        num_worst_tokens: int = 0,
     ) -> None:
         super().__init__()
         require_buffer(buffer)
@@ -69,66 +82,80 @@ class MoELayer(nn.Module):
         limit = min(MAX_TOPK, num_experts)
         require(require_int("topk", topk, minimum=1) <= limit, "topk", topk, f"1 … {limit}")
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
+        self._balance_is_off = balance is None
         self._balancer = make_balancer(buffer, num_experts, balance, layer=layer, num_spare=num_spare)
-        self.dispatch = MoEDispatch(buffer, self._balancer.num_slots * buffer.group_size)
+        self.dispatch = MoEDispatch(buffer, self._balancer.num_slots * buffer.group_size, num_worst_tokens)
         self.combine = MoECombine(buffer)
         self.router = nn.Parameter(_normal(seed, (num_experts, hidden), hidden))
         num_local = num_experts // buffer.group_size
         mine = range(buffer.rank * num_local, (buffer.rank + 1) * num_local)
-        self.up = nn.Parameter(torch.stack([_normal(seed + 1 + e, (ffn_hidden, hidden), hidden) for e in mine]))
-        self.down = nn.Parameter(torch.stack([_normal(-seed - 1 - e, (hidden, ffn_hidden), ffn_hidden) for e in mine]))
+        up = torch.stack([_normal(seed + 1 + e, (ffn_hidden, hidden), hidden) for e in mine])
+        down = torch.stack([_normal(-seed - 1 - e, (hidden, ffn_hidden), ffn_hidden) for e in mine])
+        self.experts = Experts(buffer, up, down, mesh=mesh, is_bounded=num_worst_tokens > 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``[T, H]`` float32 or bf16 tokens of this rank to ``[T, H]`` of the same dtype. Collective.
+        """Maps ``[…, H]`` tokens of this rank to as many of the same shape and dtype. Collective.
+
+        Tokens are float32, bf16 or float16, and cross in bf16. The router computes in float32 (float64 if its weights
+        are), experts in the dtype of their weights, or that of autocast.
 
         Raises:
             ConfigError: dtype or hidden does not fit.
+            OverflowError: more than `num_worst_tokens` rows arrived.
             TimeoutError, TransportError: a rank was lost.
         """
-        require_tensor("x", x, dtypes=(torch.float32, torch.bfloat16), shape=(None, self.hidden))
-        topk_idx, topk_weights = self.route(x)
-        routed = self._balancer.route(topk_idx, self.up, self.down)
-        tokens = self.dispatch(x.to(torch.bfloat16).contiguous(), routed.slots, topk_weights)
-        combined: Tensor = self.combine(self.experts(tokens, *routed.weights), tokens.handle)
-        return combined.to(x.dtype)
+        allowed = (torch.float32, torch.bfloat16, torch.float16)
+        if x.dim() < 2 or x.dtype not in allowed:
+            require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden))
+        tokens = x.reshape(-1, x.shape[-1])
+        require_tensor("x", tokens, dtypes=allowed, shape=(None, self.hidden))
+        topk_idx, topk_weights = self.route(tokens)
+        rows = tokens.to(torch.bfloat16).contiguous()
+        if self._balance_is_off:
+            received = self.dispatch(rows, topk_idx, topk_weights)
+            computed = self.experts(received)
+        else:
+            routed = self._balancer.route(topk_idx, *self.experts.weights())
+            received = self.dispatch(rows, routed.slots, topk_weights)
+            computed = self.experts(received, *routed.weights)
+        combined: Tensor = self.combine(computed, received.handle)
+        return combined.to(x.dtype).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns top-k experts ``[T, K]`` int64 and their weights ``[T, K]`` float32, which sum to 1."""
-        probs = F.softmax(x.float() @ self.router.t(), dim=-1)
-        weights, topk_idx = probs.topk(self.topk, dim=-1)
-        share = torch.bincount(topk_idx.flatten(), minlength=self.num_experts) / max(1, topk_idx.numel())
-        mean = probs.mean(0) if x.shape[0] else torch.zeros_like(share)
-        self.balance_loss = self.num_experts * (share * mean).sum()
-        return topk_idx, weights / weights.sum(-1, keepdim=True)
-
-    @staticmethod
-    def experts(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
-        """Applies experts to received rows; a row's experts are weighted and summed: ``[N, H]`` bf16.
-
-        Args:
-            tokens: received; `topk_idx` counts the slots of this rank.
-            up: ``[slots, ffn_hidden, H]``.
-            down: ``[slots, H, ffn_hidden]``.
-        """
-        total = torch.zeros(tokens.x.shape, dtype=torch.float32, device=tokens.x.device)
-        for expert in range(up.shape[0]):
-            row, column = torch.nonzero(tokens.topk_idx == expert, as_tuple=True)
-            inner = F.gelu(tokens.x[row].float() @ up[expert].t())
-            weighted = inner @ down[expert].t() * tokens.topk_weights[row, column].unsqueeze(1)
-            total = torch.index_add(total, 0, row, weighted)
-        return total.to(torch.bfloat16)
+        precise = torch.promote_types(self.router.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            probs = F.softmax(F.linear(x.to(precise), self.router.to(precise)), dim=-1)
+            weights, topk_idx = probs.topk(self.topk, dim=-1)
+            chosen = topk_idx.flatten()
+            count = probs.new_zeros(self.num_experts).scatter_add(0, chosen, torch.ones_like(chosen, dtype=precise))
+            num_tokens = max(1, x.shape[0])
+            self.balance_loss = self.num_experts * (count / (num_tokens * self.topk) * probs.sum(0) / num_tokens).sum()
+            return topk_idx, (weights / weights.sum(-1, keepdim=True)).float()
 
     def sync_router_gradients(self) -> None:
         """Averages the router's gradient over the ranks. Collective; call it between backward and the optimizer's
         step. A rank without a gradient counts as zero, and gets the average.
 
+        Gradients of experts need no such call: they are made of all ranks' tokens, and have the same scale.
+        `DistributedDataParallel` averages the router's gradient itself, and so does `fully_shard` over these ranks.
+
         Raises:
+            ConfigError: `fully_shard` has sharded the router over ranks of the buffer.
             TimeoutError, TransportError: a rank was lost, or did not come within the buffer's `timeout_s`.
         """
         if self.router.grad is None:
             self.router.grad = torch.zeros_like(self.router)
-        total = self.buffer.engine.sum_over_ranks(self.router.grad)
-        self.router.grad.copy_(total / self.buffer.group_size)
+        grad: Tensor = self.router.grad
+        if isinstance(grad, DTensor):
+            shared = set(grad.device_mesh.mesh.flatten().tolist()) & set(self.experts.ranks)
+            if len(shared) > 1:
+                raise ConfigError(
+                    f"the router is sharded over ranks {sorted(shared)} of the buffer; allowed: no call of "
+                    "sync_router_gradients, because fully_shard averages the gradient"
+                )
+            grad = grad.to_local()
+        grad.copy_(self.buffer.engine.sum_over_ranks(grad) / self.buffer.group_size)
 
 
 def _normal(seed: int, shape: tuple[int, int], fan_in: int) -> Tensor:

@@ -6,17 +6,17 @@ y = combine(experts(tokens), tokens.handle)           # gradients flow to the ex
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_int, require_tensor
 from hybrid_ep.engine.base import DispatchHandle
+from hybrid_ep.nn.ops import hold, number_of
 
-__all__ = ["DispatchedTokens", "MoECombine", "MoEDispatch"]
+__all__ = ["DispatchedTokens", "MoECombine", "MoEDispatch", "Route"]
 
 
 def require_buffer(buffer: Buffer) -> Buffer:
@@ -25,14 +25,30 @@ def require_buffer(buffer: Buffer) -> Buffer:
     return buffer
 
 
+class Route(NamedTuple):
+    """What `MoECombine` needs to know of a dispatch.
+
+    Attributes:
+        handle: ``[1]`` int64 on the CPU: stands for the engine's handle, which lives as long as this tensor. A copy of
+            it does not keep the handle.
+        num_tokens: T.
+        num_topk: K.
+    """
+
+    handle: Tensor
+    num_tokens: int
+    num_topk: int
+
+
 class DispatchedTokens(NamedTuple):
     """What a rank receives.
 
     Attributes:
-        x: ``[N, H]`` bf16, by source rank, then source token.
-        topk_idx: ``[N, K]`` int64, local expert or −1.
+        x: ``[N, H]`` bf16, by source rank, then source token. With a bound, what stands after the last row is
+            undefined.
+        topk_idx: ``[N, K]`` int64, local expert or −1; −1 after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1.
-        num_tokens_per_expert: LE counts.
+        num_tokens_per_expert: LE counts; empty with a bound.
         handle: for `MoECombine`.
     """
 
@@ -40,74 +56,30 @@ class DispatchedTokens(NamedTuple):
     topk_idx: Tensor
     topk_weights: Tensor
     num_tokens_per_expert: list[int]
-    handle: DispatchHandle
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, buffer: Buffer, num_experts: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[int], DispatchHandle]:
-        per_rank, per_domain, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-        recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_domain,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-        )
-        assert isinstance(recv_x, Tensor)
-        assert recv_idx is not None
-        assert recv_weights is not None
-        assert counts is not None
-        assert handle is not None
-        ctx.buffer, ctx.handle = buffer, handle
-        ctx.save_for_backward(recv_idx)
-        ctx.mark_non_differentiable(recv_idx)
-        return recv_x, recv_idx, recv_weights, counts, handle
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        grad_x, _, grad_weights = grads[:3]
-        (recv_idx,) = ctx.saved_tensors
-        # A weight that is reported as 0 because its expert lives elsewhere does not depend on its source.
-        grad_weights = torch.where(recv_idx >= 0, grad_weights, 0.0)
-        x, weights, _ = ctx.buffer.combine(grad_x, ctx.handle, topk_weights=grad_weights)
-        return None, None, x, None, weights
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, buffer: Buffer, handle: DispatchHandle, x: Tensor) -> Tensor:
-        ctx.buffer, ctx.handle = buffer, handle
-        combined, _, _ = buffer.combine(x, handle)
-        return combined
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        received, *_ = ctx.buffer.dispatch(grads[0], handle=ctx.handle)
-        return None, None, received
+    handle: Route
 
 
 class MoEDispatch(nn.Module):
     """Dispatch with a backward pass. Collective, forwards and backwards: every rank of the buffer must take part.
 
+    It is the operator ``torch.ops.hybrid_ep.dispatch``: `torch.compile` and `torch.export` keep it whole, and
+    selective activation checkpointing can name it. Its gradients have no gradients of their own.
+
     Args:
         buffer: moves the tokens.
         num_experts: E, a multiple of the ranks.
+        num_worst_tokens: > 0: the result has that many rows on every rank, as compiling without a graph break needs.
 
     Raises:
         ConfigError: an argument does not fit.
     """
 
-    def __init__(self, buffer: Buffer, num_experts: int) -> None:
+    def __init__(self, buffer: Buffer, num_experts: int, num_worst_tokens: int = 0) -> None:
         super().__init__()
         self.buffer = require_buffer(buffer)
         self.num_experts = require_int("num_experts", num_experts, minimum=1, multiple_of=buffer.group_size)
+        self.num_worst_tokens = require_int("num_worst_tokens", num_worst_tokens, minimum=0)
+        self._number = number_of(buffer)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> DispatchedTokens:
         """Sends tokens to the ranks of their experts.
@@ -118,16 +90,23 @@ class MoEDispatch(nn.Module):
             topk_weights: ``[T, K]`` float32.
 
         Raises:
-            ConfigError, TimeoutError, TransportError: as `Buffer.dispatch`.
+            ConfigError, OverflowError, TimeoutError, TransportError: as `Buffer.dispatch`.
         """
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+        require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
         require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None))
-        parts = _Dispatch.apply(self.buffer, self.num_experts, x, topk_idx, topk_weights)  # type: ignore[no-untyped-call]
-        return DispatchedTokens(*parts)
+        bound = self.num_worst_tokens
+        rows, experts, weights, counts, handle = torch.ops.hybrid_ep.dispatch(
+            x, topk_idx, topk_weights, self._number, self.num_experts, bound
+        )
+        route = Route(handle, topk_idx.shape[0], topk_idx.shape[1])
+        return DispatchedTokens(rows, experts, weights, [] if bound else counts.tolist(), route)
 
 
 class MoECombine(nn.Module):
     """Combine with a backward pass. Collective, forwards and backwards.
+
+    It is the operator ``torch.ops.hybrid_ep.combine``; its gradients have no gradients of their own.
 
     Args:
         buffer: moves the tokens.
@@ -139,12 +118,22 @@ class MoECombine(nn.Module):
     def __init__(self, buffer: Buffer) -> None:
         super().__init__()
         self.buffer = require_buffer(buffer)
+        self._number = number_of(buffer)
 
-    def forward(self, x: Tensor, handle: DispatchHandle) -> Tensor:
+    def forward(self, x: Tensor, handle: Route | DispatchHandle) -> Tensor:
         """Brings the experts' rows ``[N, H]`` bf16 back and sums them: ``[T, H]`` bf16.
+
+        Args:
+            x: the rows.
+            handle: of `MoEDispatch`, or of `Buffer.dispatch`.
 
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.combine`.
         """
-        combined: Tensor = _Combine.apply(self.buffer, handle, x)  # type: ignore[no-untyped-call]
-        return combined
+        if isinstance(handle, DispatchHandle):
+            handle = Route(hold(handle), handle.num_tokens, handle.num_topk)
+        require(isinstance(handle, Route), "handle", type(handle).__name__, "a handle that dispatch returned")
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+        combined, _ = torch.ops.hybrid_ep.combine(x, None, handle.handle, self._number, handle.num_tokens, 0)
+        result: Tensor = combined
+        return result

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement
@@ -61,9 +62,14 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
         (y * pull(rank)).sum().backward()
         again = layer(x.detach())
     assert torch.equal(again, y)
-    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    grads = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
+    shapes = {name: tuple(_local(value).shape) for name, value in layer.state_dict().items()}
     return {"y": y.detach(), "x": x.grad, "copies": received[0], "shapes": shapes, **grads}
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def dense() -> dict[str, Tensor]:
@@ -74,10 +80,12 @@ def dense() -> dict[str, Tensor]:
     probs = F.softmax(x @ layer.router.t(), dim=-1)
     weights, topk_idx = probs.topk(TOPK, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
-    outputs = torch.stack([F.gelu(x @ layer.up[e].t()) @ layer.down[e].t() for e in range(EXPERTS)])
+    outputs = torch.stack([F.gelu(x @ layer.experts.up[e].t()) @ layer.experts.down[e].t() for e in range(EXPERTS)])
     y = (outputs[topk_idx, torch.arange(len(x)).unsqueeze(1)] * weights.unsqueeze(-1)).sum(1)
     (y * torch.cat([pull(rank) for rank in range(NUM_RANKS)]).double()).sum().backward()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    for name in ("experts.up", "experts.down"):
+        grads[name] = grads[name] / NUM_RANKS  # type: ignore[operator]  # of the mean of the ranks' losses
     load = torch.bincount(topk_idx.flatten(), minlength=EXPERTS)
     return {"y": y.detach(), "x": x.grad, "load": load, **grads}  # type: ignore[dict-item]
 
@@ -87,13 +95,17 @@ def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> 
     per_domain, options = POLICIES[policy]
     results = run_ranks(NUM_RANKS, _run, per_domain, options)
     truth = dense()
-    for name in ("y", "x", "up", "down"):
+    for name in ("y", "x", "experts.up", "experts.down"):
         got, want = torch.cat([result[name] for result in results]).double(), truth[name]
         assert ((got - want).norm() / want.norm()).item() < 8 * BF16_STEP, name
     router = sum(result["router"] for result in results).double()
     assert ((router - truth["router"]).norm() / truth["router"].norm()).item() < 8 * BF16_STEP
     num_local = EXPERTS // NUM_RANKS
-    shapes = {"router": (EXPERTS, HIDDEN), "up": (num_local, WIDTH, HIDDEN), "down": (num_local, HIDDEN, WIDTH)}
+    shapes = {
+        "router": (EXPERTS, HIDDEN),
+        "experts.up": (num_local, WIDTH, HIDDEN),
+        "experts.down": (num_local, HIDDEN, WIDTH),
+    }
     assert all(result["shapes"] == shapes for result in results)
 
 
@@ -111,7 +123,7 @@ def test_online_gives_ranks_equal_work_where_a_skewed_router_does_not(run_ranks:
 def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str, Any]) -> None:
     first, again = (run_ranks(NUM_RANKS, _run, 4, options) for _ in range(2))
     for a, b in zip(first, again, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in ("y", "x", "up", "down", "router"))
+        assert all(torch.equal(a[name], b[name]) for name in ("y", "x", "experts.up", "experts.down", "router"))
 
 
 @pytest.mark.parametrize(

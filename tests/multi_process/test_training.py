@@ -81,8 +81,8 @@ def _layer_gradients(num_ranks_per_domain: int | None) -> dict[str, Tensor]:
         "y": y.detach(),
         "x": x.grad,
         "router": layer.router.grad,
-        "up": layer.up.grad,
-        "down": layer.down.grad,
+        "up": layer.experts.up.grad.to_local(),
+        "down": layer.experts.down.grad.to_local(),
     }
 
 
@@ -104,18 +104,21 @@ def test_layer_agrees_with_a_dense_mixture(run_ranks: RunRanks, num_ranks_per_do
     probs = F.softmax(x @ dense.router.t(), dim=-1)
     weights, topk_idx = probs.topk(TOPK, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
-    outputs = torch.stack([F.gelu(x @ dense.up[e].t()) @ dense.down[e].t() for e in range(EXPERTS)])
+    outputs = torch.stack([F.gelu(x @ dense.experts.up[e].t()) @ dense.experts.down[e].t() for e in range(EXPERTS)])
     y = (outputs[topk_idx, torch.arange(x.shape[0]).unsqueeze(1)] * weights.unsqueeze(-1)).sum(1)
-    (y * torch.cat([_pull(rank) for rank in range(num_ranks)]).double()).sum().backward()
+    pull = torch.cat([_pull(rank) for rank in range(num_ranks)]).double()
+    ((y * pull).sum() / num_ranks).backward()  # the mean of the ranks' losses
     num_local = EXPERTS // num_ranks
     wanted = {
         "y": torch.cat([r["y"] for r in results]), "x": torch.cat([r["x"] for r in results]),
-        "router": sum(r["router"] for r in results),
+        "router": sum(r["router"] for r in results) / num_ranks,
         "up": torch.cat([r["up"] for r in results]), "down": torch.cat([r["down"] for r in results]),
     }  # fmt: skip
-    assert dense.up.grad is not None
-    assert dense.up.grad.shape[0] == num_local * num_ranks
-    truth = {"y": y, "x": x.grad, "router": dense.router.grad, "up": dense.up.grad, "down": dense.down.grad}
+    assert dense.experts.up.grad is not None
+    assert dense.experts.up.grad.shape[0] == num_local * num_ranks
+    assert x.grad is not None
+    grads = {name.removeprefix("experts."): parameter.grad for name, parameter in dense.named_parameters()}
+    truth = {"y": y, "x": x.grad * num_ranks, **grads}
     for name, got in wanted.items():
         want = truth[name]
         error = float(((got.double() - want).norm() / want.norm()).detach())
@@ -128,7 +131,7 @@ def test_the_dense_reference_is_the_layer_in_float64() -> None:
         x = _tokens(0)
         topk_idx, weights = layer.route(x)
         got = layer(x)
-    up, down = layer.up.detach().double(), layer.down.detach().double()
+    up, down = layer.experts.up.detach().double(), layer.experts.down.detach().double()
     want = dense_moe(x, topk_idx, weights.detach(), lambda e, rows: F.gelu(rows @ up[e].t()) @ down[e].t())
     assert ((got.detach().double() - want).norm() / want.norm()).item() < 2 * BF16_STEP
 

@@ -1,0 +1,231 @@
+"""The experts of a `MoELayer`, and how the wrappers of torch see them.
+
+With more than one rank, each weight is a DTensor ``[E, …]``, sharded by experts over the ranks of the buffer. So what
+torch offers for sharded weights is right for them: checkpoints, optimizers, norms of gradients. `fully_shard` and
+`DistributedDataParallel` would take plain tensors for copies of one weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.checks import require
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.nn.modules import DispatchedTokens
+
+__all__ = ["Experts", "clip_grad_norm_", "expert_parameters"]
+
+
+class Experts(nn.Module):
+    """Two-layer GELU experts: this rank's share of them.
+
+    Gradients are those of the mean over the buffer's ranks of the ranks' losses, as `DistributedDataParallel` gives
+    them for weights that every rank has.
+
+    Args:
+        buffer: its ranks share the experts.
+        up: ``[LE, ffn_hidden, H]``, of this rank.
+        down: ``[LE, H, ffn_hidden]``, of this rank.
+        mesh: one dimension, of the buffer's ranks; None = one is made.
+        is_bounded: received rows have a fixed number, and shapes must not depend on values.
+
+    Attributes:
+        up, down: parameters; DTensors ``[E, …]`` on `mesh` where there is more than one rank.
+    """
+
+    def __init__(
+        self, buffer: Buffer, up: Tensor, down: Tensor, *, mesh: DeviceMesh | None = None, is_bounded: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_ranks, self.is_bounded = buffer.group_size, is_bounded
+        self.ranks = [0] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
+        self.mesh = _mesh_of(buffer, mesh)
+        self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
+
+    def _sharded(self, weight: Tensor) -> Tensor:
+        if self.mesh is None:
+            return weight
+        return DTensor.from_local(weight, self.mesh, [Shard(0)], run_check=False)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """This rank's ``[LE, ffn_hidden, H]`` and ``[LE, H, ffn_hidden]``, with their way back to the parameters.
+
+        Raises:
+            ConfigError: something has sharded the parameters otherwise.
+        """
+        up, down = self._local("up", self.up), self._local("down", self.down)
+        return up, down
+
+    def _local(self, name: str, parameter: Tensor) -> Tensor:
+        if self.mesh is None:
+            return parameter
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            raise ConfigError(
+                f"parameter {name} of the experts is not sharded over the ranks of their buffer in this call; allowed: "
+                "fully_shard(layer.experts, mesh=…) over other ranks, and balance=None"
+            )
+        local: Tensor = _MeanOverRanks.apply(parameter.to_local(), self.num_ranks)  # type: ignore[no-untyped-call]
+        return local
+
+    def forward(self, tokens: DispatchedTokens, up: Tensor | None = None, down: Tensor | None = None) -> Tensor:
+        """Applies experts to received rows; a row's experts are weighted and summed in at least float32.
+
+        Args:
+            tokens: received; `topk_idx` counts the slots of this rank.
+            up: ``[slots, ffn_hidden, H]``; None = of this rank's experts.
+            down: ``[slots, H, ffn_hidden]``; likewise.
+
+        Returns:
+            ``[N, H]``, of the dtype of the rows.
+        """
+        if up is None or down is None:
+            up, down = self.weights()
+        apply = _in_place if self.is_bounded else _gathered
+        return apply(tokens, up, down).to(tokens.x.dtype)
+
+
+def _gathered(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
+    """Each expert computes the rows that are for it."""
+    rows = tokens.x.to(up.dtype)
+    total = torch.zeros(rows.shape, dtype=_sum_dtype(up), device=rows.device)
+    for expert in range(up.shape[0]):
+        row, column = torch.nonzero(tokens.topk_idx == expert, as_tuple=True)
+        weighted = _expert(rows[row], up[expert], down[expert]) * tokens.topk_weights[row, column].unsqueeze(1)
+        total = torch.index_add(total, 0, row, weighted.to(total.dtype))
+    return total
+
+
+def _in_place(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
+    """Each expert computes all rows, those of others with the weight 0: no shape depends on a value."""
+    is_row = (tokens.topk_idx >= 0).any(1, keepdim=True)
+    rows = torch.where(is_row, tokens.x, 0).to(up.dtype)
+    total = torch.zeros(rows.shape, dtype=_sum_dtype(up), device=rows.device)
+    for expert in range(up.shape[0]):
+        weight = torch.where(tokens.topk_idx == expert, tokens.topk_weights, 0).sum(1, keepdim=True)
+        total = total + _expert(rows, up[expert], down[expert]) * weight
+    return total
+
+
+def _expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(rows, up)), down)
+
+
+def _sum_dtype(weights: Tensor) -> torch.dtype:
+    return torch.promote_types(weights.dtype, torch.float32)
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """The same weight; backwards, the sum over ranks of its gradients becomes their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, num_ranks: int) -> Tensor:
+        ctx.num_ranks = num_ranks
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return grads[0] / ctx.num_ranks, None
+
+
+def _mesh_of(buffer: Buffer, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """A mesh of the buffer's ranks; None for a single one."""
+    if mesh is not None:
+        require(isinstance(mesh, DeviceMesh), "mesh", type(mesh).__name__, "a DeviceMesh")
+        ranks = [] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
+        found = mesh.mesh.flatten().tolist()
+        require(mesh.ndim == 1 and found == ranks, "mesh", mesh, f"one dimension of the buffer's ranks {ranks}")
+        return mesh
+    if buffer.group is None or buffer.group_size == 1:
+        return None
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(buffer.group)
+    return DeviceMesh.from_group(buffer.group, "cuda" if on_gpu else "cpu", mesh_dim_names=("experts",))
+
+
+def _experts_of(model: nn.Module) -> list[tuple[str, Experts]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that differ between ranks, by name.
+
+        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+
+    Args:
+        model: with `MoELayer`s anywhere in it.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, module in _experts_of(model)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _leave_experts_alone(parent: nn.Module, name: str, model: nn.Module | None) -> None:
+    """When `DistributedDataParallel` takes a model: tells it to leave the experts out.
+
+    Raises:
+        ConfigError: copies of the experts on other ranks would drift apart.
+    """
+    if not isinstance(parent, DistributedDataParallel) or model is None:
+        return
+    for prefix, experts in _experts_of(model):
+        ranks = dist.get_process_group_ranks(parent.process_group)
+        if ranks != experts.ranks:
+            raise ConfigError(
+                f"DistributedDataParallel averages over ranks {ranks}, and ranks {experts.ranks} share the experts "
+                f"{prefix!r}; allowed: the same ranks, or fully_shard(…experts, mesh=…) and fully_shard(model)"
+            )
+    for parameter in expert_parameters(model):
+        # Where the model itself is an `Experts`, DDP asks for ".up" too.
+        parent.parameters_to_ignore |= {parameter, f".{parameter}"}
+
+
+register_module_module_registration_hook(_leave_experts_alone)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` where some parameters are the same on every rank and others are sharded.
+
+    A sharded parameter counts with all of its shards, whatever mesh it is on, and one that every rank has counts once.
+    So the norm is that of the whole model, and equal on every rank. Collective.
+
+    Args:
+        parameters: plain tensors and DTensors; those without a gradient are left out.
+        max_norm: of all gradients together, afterwards.
+        norm_type: p of the norm; ``inf`` for the largest element.
+        error_if_nonfinite: raise RuntimeError where the norm is NaN or infinite.
+
+    Returns:
+        The norm before clipping, a scalar tensor.
+    """
+    of_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            of_mesh.setdefault(mesh, []).append(parameter)
+    norms = []
+    for held in of_mesh.values():
+        norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not math.isfinite(float(total)):
+        raise RuntimeError(f"the norm of the gradients is {float(total)}")
+    for held in of_mesh.values():
+        nn.utils.clip_grads_with_norm_(held, max_norm, total)
+    return total

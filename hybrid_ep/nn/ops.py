@@ -1,0 +1,206 @@
+"""Dispatch and combine as operators of torch, so that compiled, exported and checkpointed code keeps them whole.
+
+    hybrid_ep::dispatch   x, topk_idx, topk_weights → rows, their experts, weights and counts, and a handle
+    hybrid_ep::combine    rows, weights, handle → the sums of each token
+    hybrid_ep::redispatch x, handle → rows along the same routes
+
+An operator takes tensors and numbers only. So a buffer goes by its number among those that modules of this process
+were given, and a handle is a tensor that holds a number. The handle lives as long as the storage of that tensor:
+whatever keeps the tensor, as autograd does, keeps the routes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.checks import require, require_tensor
+from hybrid_ep.engine.base import DispatchHandle
+from hybrid_ep.errors import ClosedError
+
+__all__ = ["handle_of", "hold", "number_of"]
+
+_BUFFERS: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_buffer_numbers = itertools.count()
+
+
+class _Held(bytearray):
+    """The memory of a handle's tensor, and the handle."""
+
+    handle: DispatchHandle
+
+
+_HELD: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
+_handle_numbers = itertools.count()
+
+
+def number_of(buffer: Buffer) -> int:
+    """The number by which operators find a buffer: 0 for the first that a module of this process was given."""
+    for number, known in _BUFFERS.items():
+        if known is buffer:
+            return number
+    number = next(_buffer_numbers)
+    _BUFFERS[number] = buffer
+    return number
+
+
+def hold(handle: DispatchHandle) -> Tensor:
+    """``[1]`` int64 on the CPU that stands for a handle and keeps it."""
+    number = next(_handle_numbers)
+    held = _Held(number.to_bytes(8, "little"))
+    held.handle = handle
+    _HELD[number] = held
+    return torch.frombuffer(held, dtype=torch.int64)
+
+
+def handle_of(token: Tensor) -> DispatchHandle:
+    """The handle that a tensor of `hold` stands for.
+
+    Raises:
+        ConfigError: it is no such tensor, or a copy of one that is gone.
+    """
+    require_tensor("handle", token, dtypes=(torch.int64,), shape=(1,), device=torch.device("cpu"))
+    held = _HELD.get(int(token))
+    if held is None:
+        require(False, "handle", f"number {int(token)}, which is gone", "the tensor that MoEDispatch returned, no copy")
+    assert held is not None
+    return held.handle
+
+
+def _buffer(number: int) -> Buffer:
+    found = _BUFFERS.get(number)
+    if found is None:
+        raise ClosedError(f"buffer {number} of this process is gone; allowed: one that lives as long as its modules")
+    return found
+
+
+def _dispatch(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, bound: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mover = _buffer(buffer)
+    per_rank, per_domain, per_expert, in_rank, _ = mover.get_dispatch_layout(topk_idx, num_experts)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = mover.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_domain,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        num_worst_tokens=bound,
+    )
+    assert isinstance(recv_x, Tensor)
+    assert recv_idx is not None
+    assert recv_weights is not None
+    assert counts is not None
+    assert handle is not None
+    return recv_x, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64), hold(handle)
+
+
+def _combine(
+    x: Tensor, weights: Tensor | None, handle: Tensor, buffer: int, num_tokens: int, num_topk: int
+) -> tuple[Tensor, Tensor]:
+    combined, summed, _ = _buffer(buffer).combine(x, handle_of(handle), topk_weights=weights)
+    return combined, x.new_empty(num_tokens, 0, dtype=torch.float32) if summed is None else summed
+
+
+def _redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:
+    received, *_ = _buffer(buffer).dispatch(x, handle=handle_of(handle))
+    assert isinstance(received, Tensor)
+    return received
+
+
+def _fake_dispatch(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, bound: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_recv = bound or torch.library.get_ctx().new_dynamic_size()
+    num_local = 0 if bound else num_experts // _buffer(buffer).group_size
+    num_topk = topk_idx.shape[1]
+    return (
+        x.new_empty(num_recv, x.shape[1]),
+        topk_idx.new_empty(num_recv, num_topk),
+        topk_weights.new_empty(num_recv, num_topk),
+        torch.empty(num_local, dtype=torch.int64, device="cpu"),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _fake_combine(
+    x: Tensor, weights: Tensor | None, handle: Tensor, buffer: int, num_tokens: int, num_topk: int
+) -> tuple[Tensor, Tensor]:
+    width = 0 if weights is None else num_topk
+    return x.new_empty(num_tokens, x.shape[1]), x.new_empty(num_tokens, width, dtype=torch.float32)
+
+
+def _fake_redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:
+    return x.new_empty(num_recv, x.shape[1])
+
+
+def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, topk_idx, _, ctx.buffer, _, _ = inputs
+    _, recv_idx, _, _, handle = output
+    ctx.num_tokens, ctx.num_topk = topk_idx.shape
+    ctx.save_for_backward(recv_idx, handle)
+
+
+@once_differentiable
+def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x, _, grad_weights = grads[:3]
+    recv_idx, handle = ctx.saved_tensors
+    # A weight that is reported as 0 because its expert lives elsewhere does not depend on its source.
+    grad_weights = torch.where(recv_idx >= 0, grad_weights, 0.0)
+    x, weights = torch.ops.hybrid_ep.combine(grad_x, grad_weights, handle, ctx.buffer, ctx.num_tokens, ctx.num_topk)
+    return x, None, weights, None, None, None
+
+
+def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, handle, ctx.buffer, _, _ = inputs
+    ctx.num_recv = x.shape[0]
+    ctx.save_for_backward(handle)
+
+
+@once_differentiable
+def _combine_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    (handle,) = ctx.saved_tensors
+    received = torch.ops.hybrid_ep.redispatch(grads[0], handle, ctx.buffer, ctx.num_recv)
+    return received, None, None, None, None, None
+
+
+def _define() -> None:
+    for name, schema, real, fake in (
+        (
+            "dispatch",
+            "(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int num_experts, SymInt bound) -> "
+            "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+            _dispatch,
+            _fake_dispatch,
+        ),
+        (
+            "combine",
+            "(Tensor x, Tensor? weights, Tensor handle, int buffer, SymInt num_tokens, SymInt num_topk) -> "
+            "(Tensor, Tensor)",
+            _combine,
+            _fake_combine,
+        ),
+        (
+            "redispatch",
+            "(Tensor x, Tensor handle, int buffer, SymInt num_recv) -> Tensor",
+            _redispatch,
+            _fake_redispatch,
+        ),
+    ):
+        operator = torch.library.custom_op(f"hybrid_ep::{name}", real, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+        if name == "dispatch":
+            operator.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
+        elif name == "combine":
+            operator.register_autograd(_combine_backward, setup_context=_keep_combine)
+
+
+_define()
