@@ -34,9 +34,9 @@ def remote_domains(num_domains: int, num_experts: int = EXPERTS, topk: int = TOP
 def rows_between_domains(num_domains: int) -> dict[str, float]:
     """Rows that cross between domains for each token, by way."""
     return {
-        "all-gather: every token to every domain": num_domains - 1.0,
-        "all-to-all: one row for each expert": TOPK * (num_domains - 1) / num_domains,
-        "hybrid_ep: one row for each domain": remote_domains(num_domains),
+        "all-gather: a row per domain": num_domains - 1.0,
+        "all-to-all: a row per expert": TOPK * (num_domains - 1) / num_domains,
+        "hybrid_ep: a row per domain in use": remote_domains(num_domains),
     }
 
 
@@ -46,9 +46,9 @@ def main(out: Path) -> None:
     ways = list(rows_between_domains(DOMAINS[0]))
     colours = dict(zip(ways, (GREY, ORANGE, BLUE), strict=True))
     megabytes = TOKENS * ROW_BYTES / 1e6
-    title = "Bytes between domains: one row for each domain that needs the token"
     with theme():
-        figure, axes = new_figure(size=(9, 5.2), title=title)
+        # Small, so that its text can be read where the page is a phone's.
+        figure, axes = new_figure(size=(6.4, 5), title="Bytes and time between domains")
         axis = axes[0, 0]
         for way in ways:
             sent = [megabytes * rows_between_domains(n)[way] for n in DOMAINS]
@@ -61,8 +61,8 @@ def main(out: Path) -> None:
         axis.set_ylim(0, megabytes * rows_between_domains(DOMAINS[-1])[ways[1]] * 1.15)
         time = axis.secondary_yaxis("right", functions=(lambda mb: mb / PORT_GBPS, lambda ms: ms * PORT_GBPS))
         time.set_ylabel(f"ms at {PORT_GBPS:.0f} GB/s a rank")
-        axis.legend(loc="upper left")
-        axis.set_title(f"{TOKENS} tokens a rank, hidden {HIDDEN} in bf16, top-{TOPK} of {EXPERTS} experts, uniform")
+        axis.legend(loc="lower right")
+        axis.set_title(f"{TOKENS} tokens × {HIDDEN} bf16, top-{TOPK} of {EXPERTS}")
         out.write_bytes(to_png(figure))
 
 

@@ -1,4 +1,4 @@
-"""The `hybrid-ep` command: a list of subcommands, each loaded from its own room only when it is called.
+"""The `hybrid-ep` command: a list of subcommands, each imported only when it is called.
 
 Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check, 2 = could not tell, or wrong usage,
 130 = interrupted by Ctrl-C.
@@ -47,6 +47,15 @@ COMMANDS = {
 }
 
 
+# What to do first, below the list of commands.
+FIRST_STEPS = (
+    ("hybrid-ep info", "what was built, and which engine is chosen"),
+    ("hybrid-ep demo", "dispatch and combine on this machine, checked; no GPU needed"),
+    ("hybrid-ep doctor", "whether this node is fit for GPU work"),
+    ("hybrid-ep bench", "times of dispatch and combine, here"),
+)
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -62,6 +71,8 @@ class _LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+        with formatter.section("First steps"):
+            formatter.write_dl(list(FIRST_STEPS))
 
     def invoke(self, ctx: click.Context) -> object:
         try:

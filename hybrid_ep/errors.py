@@ -9,7 +9,8 @@
     ├── ClosedError                    the buffer was used after `close()` or `destroy()`
     └── CudaError (RuntimeError)       the CUDA runtime refused a call of the cuda engine
 
-Messages carry the value that was given and the values that are allowed.
+A message has the value that was given and the values that are allowed. docs/troubleshooting.md has an entry for each
+class: causes, and what to do.
 """
 
 from __future__ import annotations

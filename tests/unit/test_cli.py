@@ -6,7 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from hybrid_ep.cli import COMMANDS, main
+from hybrid_ep.cli import COMMANDS, FIRST_STEPS, main
 
 _HELP = """
 import sys
@@ -31,6 +31,15 @@ def test_each_command_has_help_and_json(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0
     assert "--json" in result.stdout
+
+
+def test_without_arguments_it_says_what_to_do_first() -> None:
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 2
+    shown = result.output.partition("First steps:")[2]
+    named = [line.split()[1] for line in shown.splitlines() if line.startswith("  hybrid-ep ")]
+    assert named == [command.split()[1] for command, _ in FIRST_STEPS]
+    assert set(named) <= set(COMMANDS)
 
 
 def test_unknown_command_is_wrong_usage() -> None:

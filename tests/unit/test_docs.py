@@ -116,6 +116,16 @@ def test_sentences_are_short(page: Path) -> None:
     assert [sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS] == []
 
 
+def test_every_extra_is_documented() -> None:
+    extras = re.search(
+        r"^\[project.optional-dependencies\]\n((?:[\w-]+ = .*\n)+)", (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    assert extras
+    page = (ROOT / "docs/building.md").read_text()
+    for name in re.findall(r"^([\w-]+) =", extras[1], re.M):
+        assert f"`.[{name}]`" in page, name
+
+
 def test_long_sentences_are_found() -> None:
     long = " ".join(["word"] * (MOST_WORDS + 1))
     page = f"# {long}\n\nShort. It `runs {long}`:\n\n- {long}\n  [more](there)\n\n| {long} |\n\n```\n{long}.\n```\n"
