@@ -42,18 +42,22 @@ TRAINERS: dict[str, tuple[int, Callable[..., dict[str, Tensor]], tuple[Any, ...]
 STEPS = {"bf16": 48, "autocast": 48}
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainers_get_the_gradients_of_a_dense_mixture(run_ranks: RunRanks, name: str) -> None:
-    num_ranks, trainer, args = TRAINERS[name]
-    results = run_ranks(num_ranks, trainers.on_each_rank, trainer, *args)
-    truth = trainers.dense(num_ranks)
+def compare(results: list[dict[str, Tensor]], steps: int) -> None:
+    """Holds the ranks' outputs and gradients to a dense mixture."""
+    truth = trainers.dense(len(results))
     got = {**results[0], "y": torch.cat([result["y"] for result in results])}
     assert got.keys() == truth.keys()
     for key, want in truth.items():
         error = ((got[key].double() - want).norm() / want.norm()).item()
-        assert error < STEPS.get(name, 8) * BF16_STEP, f"{key}: relative error {error:.2e}"
+        assert error < steps * BF16_STEP, f"{key}: relative error {error:.2e}"
     for result in results[1:]:
         assert all(torch.equal(result[key], got[key]) for key in truth if key != "y"), "ranks have other gradients"
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_get_the_gradients_of_a_dense_mixture(run_ranks: RunRanks, name: str) -> None:
+    num_ranks, trainer, args = TRAINERS[name]
+    compare(run_ranks(num_ranks, trainers.on_each_rank, trainer, *args), STEPS.get(name, 8))
 
 
 def test_an_exported_layer_is_the_layer(run_ranks: RunRanks) -> None:

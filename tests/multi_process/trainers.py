@@ -22,7 +22,6 @@ import hybrid_ep
 from hybrid_ep.nn import MoELayer, clip_grad_norm_, expert_parameters
 
 HIDDEN, WIDTH, EXPERTS, TOPK, TOKENS = 32, 48, 8, 2, 12
-BALANCE_WEIGHT = 0.0  # the balance loss is of a rank's own tokens
 
 
 class Model(nn.Module):
@@ -34,17 +33,23 @@ class Model(nn.Module):
         self.inner = nn.Linear(HIDDEN, HIDDEN)
         sizes = {"hidden": HIDDEN, "ffn_hidden": WIDTH, "num_experts": EXPERTS, "topk": TOPK, "seed": 3}
         self.moe = MoELayer(buffer, **sizes, **options)  # type: ignore[arg-type]
+        self.to(here())
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(self.inner(x))
 
 
+def here() -> str:
+    """The device type of this process's group."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def tokens(rank: int) -> Tensor:
-    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(50 + rank))
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(50 + rank)).to(here())
 
 
 def loss_of(y: Tensor, rank: int) -> Tensor:
-    pull = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(90 + rank))
+    pull = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(90 + rank)).to(y.device)
     return (y.view(TOKENS, HIDDEN).to(torch.promote_types(y.dtype, torch.float32)) * pull).sum()
 
 
@@ -77,7 +82,7 @@ def whole(tensor: Tensor) -> Tensor:
 def gradients(model: nn.Module, y: Tensor) -> dict[str, Tensor]:
     """What a rank gives back: its outputs and the whole gradients, under the names of `Model`."""
     grads = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {"y": y.detach().view(TOKENS, HIDDEN), **grads}
+    return {name: tensor.cpu() for name, tensor in {"y": y.detach().view(TOKENS, HIDDEN), **grads}.items()}
 
 
 def average_by_hand(model: Model) -> None:
@@ -124,7 +129,7 @@ def ddp_of_the_layer(buffer: hybrid_ep.Buffer) -> dict[str, Tensor]:
 
 def fsdp_without_experts(buffer: hybrid_ep.Buffer) -> dict[str, Tensor]:
     model = Model(buffer)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(here(), (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, ignored_params=set(expert_parameters(model).values()))
     y = model(tokens(dist.get_rank()))
     loss_of(y, dist.get_rank()).backward()
@@ -134,11 +139,11 @@ def fsdp_without_experts(buffer: hybrid_ep.Buffer) -> dict[str, Tensor]:
 def fsdp_over_replicas(buffer: hybrid_ep.Buffer) -> dict[str, Tensor]:
     """Two groups of two ranks: experts are spread within a group, and sharded over the two groups."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replica", "ep"))
+    mesh = init_device_mesh(here(), (world // 2, 2), mesh_dim_names=("replica", "ep"))
     with hybrid_ep.Buffer(mesh["ep"].get_group()) as own:
         model = Model(own, mesh=mesh["ep"])
         fully_shard(model.moe.experts, mesh=mesh["replica"])
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh(here(), (world,)))
         y = model(tokens(dist.get_rank()))
         loss_of(y, dist.get_rank()).backward()
         return gradients(model, y)
@@ -156,10 +161,9 @@ def under_checkpoint(buffer: hybrid_ep.Buffer, how: str) -> dict[str, Tensor]:
     if how == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     y = checkpoint(model, x, **options)
-    sent = buffer.traffic.within_domain
-    forward = sent
+    forward = buffer.traffic.within_domain
     loss_of(y, dist.get_rank()).backward()
-    backward = buffer.traffic.within_domain - sent
+    backward = buffer.traffic.within_domain - forward
     # Backward itself moves as many rows as forward does; a plain checkpoint dispatches again on top.
     assert (backward > 1.3 * forward) == (how != "selective"), (forward, backward)
     average_by_hand(model)
@@ -185,7 +189,7 @@ def in_dtype(buffer: hybrid_ep.Buffer, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def under_autocast(buffer: hybrid_ep.Buffer) -> dict[str, Tensor]:
     model = Model(buffer)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(here(), torch.bfloat16):
         y = model(tokens(dist.get_rank()))
     loss_of(y, dist.get_rank()).backward()
     average_by_hand(model)
