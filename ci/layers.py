@@ -19,7 +19,7 @@ PYTHON: list[list[str]] = [
     ["cli"],
     ["k8s", "validation", "info"],
     ["demo", "bench", "doctor"],
-    ["nn"],
+    ["nn", "elastic"],
     ["balance"],
     ["report"],
     ["buffers"],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import Floats, Ints
-from hybrid_ep.core.checks import require_int
+from hybrid_ep.core.checks import require, require_int
 
 __all__ = ["NextPlacement", "next_placement"]
 
@@ -51,9 +51,12 @@ def next_placement(present: ExpertPlacement, weight: Tensor, *, max_moves: int) 
         max_moves: expert weights that may be loaded in each layer, ≥ 0.
 
     Raises:
-        ConfigError: `weight` does not fit the placement, or `max_moves` is negative.
+        ConfigError: `weight` does not fit the placement, `max_moves` is negative, or the placement has lost ranks or
+            experts that are not served.
     """
     require_int("max_moves", max_moves, minimum=0)
+    require(not present.lost_ranks, "lost ranks of the placement", list(present.lost_ranks), "none")
+    require(not present.unserved, "unserved experts of the placement", list(present.unserved), "none")
     loads = present.require_weight(weight).numpy()
     slots = present.phy2log.view(present.num_layers, present.num_ranks, present.num_slots).numpy().copy()
     for layer, experts in enumerate(slots):

@@ -5,6 +5,9 @@ is what dispatch gets to see. The *logical* experts are those of the model.
 
 A token goes to a replica in its own domain, or else to any. Where there are several, tokens take turns by their index,
 so that each replica gets its share whatever stride the tokens of an expert have.
+
+Ranks may be out of service. No token goes to their slots, and an expert that has no other slot is not served: copies
+for it are dropped, as with −1.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +41,12 @@ class ExpertPlacement:
 
     Attributes:
         experts: for each layer, the logical expert of each of P slots, P/R in a row for each rank.
-        num_experts: E, logical experts of a layer; each has a slot in every layer.
+        num_experts: E, logical experts of a layer.
         num_ranks: R, divides P.
         num_ranks_per_domain: divides R.
         version: rises with each placement that replaces another.
+        lost_ranks: ranks out of service, ascending.
+        unserved: for each layer, the experts without a slot on a rank in service, ascending; () = none in any layer.
 
     Raises:
         ConfigError: a value does not fit the others.
@@ -51,6 +57,8 @@ class ExpertPlacement:
     num_ranks: int
     num_ranks_per_domain: int
     version: int = 0
+    lost_ranks: tuple[int, ...] = ()
+    unserved: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         require_int("num_experts", self.num_experts, minimum=1)
@@ -59,16 +67,26 @@ class ExpertPlacement:
         require_int("version", self.version, minimum=0)
         require(len(self.experts) > 0, "layers of experts", 0, "≥ 1")
         num_replicas = len(self.experts[0])
-        require_int("slots of a layer", num_replicas, minimum=self.num_experts, multiple_of=self.num_ranks)
+        require_int("slots of a layer", num_replicas, minimum=1, multiple_of=self.num_ranks)
         everyone = set(range(self.num_experts))
+        ranks = sorted(set(self.lost_ranks) & set(range(self.num_ranks)))
+        require(
+            list(self.lost_ranks) == ranks, "lost_ranks", self.lost_ranks, f"ascending, of 0 … {self.num_ranks - 1}"
+        )
+        require(len(ranks) < self.num_ranks, "lost_ranks", self.lost_ranks, "all but one rank at most")
+        if self.unserved:
+            require(len(self.unserved) == len(self.experts), "layers of unserved", len(self.unserved), "as of experts")
         for layer, experts in enumerate(self.experts):
             require(
                 len(experts) == num_replicas, f"slots of layer {layer}", len(experts), f"{num_replicas}, as layer 0"
             )
-            if set(experts) != everyone:
-                odd = sorted(set(experts) ^ everyone)[0]
-                problem = "has no slot" if odd in everyone else f"is not one of 0 … {self.num_experts - 1}"
-                raise ConfigError(f"expert {odd} of layer {layer} {problem}; allowed: every expert at least once")
+            unserved = set(self.unserved[layer]) if self.unserved else set()
+            served = self._in_service(experts)
+            odd = sorted((set(experts) - everyone) | (served ^ (everyone - unserved)))
+            if odd:
+                problem = "is both served and unserved" if odd[0] in unserved & served else "has no slot"
+                problem = problem if odd[0] in everyone else f"is not one of 0 … {self.num_experts - 1}"
+                raise ConfigError(f"expert {odd[0]} of layer {layer} {problem}; allowed: every expert at least once")
 
     @classmethod
     def contiguous(
@@ -154,7 +172,7 @@ class ExpertPlacement:
         total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64)
         for domain in range(num_domains):
             replicas, count = self._choices(domain)
-            share = (loads / num_domains / count).unsqueeze(2).expand(replicas.shape)
+            share = (loads / num_domains / count.clamp_min(1)).unsqueeze(2).expand(replicas.shape)
             spread = torch.where(replicas >= 0, share, 0.0).flatten(1)
             total.scatter_add_(1, replicas.clamp_min(0).flatten(1), spread)
         return total.view(self.num_layers, self.num_ranks, self.num_slots).sum(2)
@@ -175,6 +193,30 @@ class ExpertPlacement:
         """Returns the next version: other experts on the same ranks."""
         return dataclasses.replace(self, experts=experts, version=self.version + 1)
 
+    def without(self, ranks: Iterable[int]) -> ExpertPlacement:
+        """Returns the next version: the same slots, and `ranks` out of service, with those that are already.
+
+        For low-latency calls in which these ranks are masked: the buffer and the numbers of the slots stay.
+
+        Raises:
+            ConfigError: a rank does not exist, or none is left.
+        """
+        lost = tuple(sorted({*self.lost_ranks, *ranks}))
+        require(set(lost) <= set(range(self.num_ranks)), "ranks", list(lost), f"of 0 … {self.num_ranks - 1}")
+        require(len(lost) < self.num_ranks, "ranks", list(lost), "all but one rank at most")
+        trial = dataclasses.replace(self)
+        object.__setattr__(trial, "lost_ranks", lost)
+        everyone = set(range(self.num_experts))
+        unserved = tuple(tuple(sorted(everyone - trial._in_service(experts))) for experts in self.experts)
+        return dataclasses.replace(
+            self, version=self.version + 1, lost_ranks=lost, unserved=unserved if any(unserved) else ()
+        )
+
+    def _in_service(self, experts: tuple[int, ...]) -> set[int]:
+        """Experts of one layer that have a slot on a rank in service."""
+        size = len(experts) // self.num_ranks
+        return {expert for slot, expert in enumerate(experts) if slot // size not in self.lost_ranks}
+
     def num_moves(self, other: ExpertPlacement) -> Tensor:
         """Expert weights that ranks must load to get from `other` to this, ``[layers]`` int64. Slots may change freely.
 
@@ -188,8 +230,7 @@ class ExpertPlacement:
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        Path(path).write_text(json.dumps({"format": _FORMAT, **fields}) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> ExpertPlacement:
@@ -204,13 +245,29 @@ class ExpertPlacement:
             raise ConfigError(f"placement file {path} cannot be read: {error}") from error
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         require(found == _FORMAT, f"format of {path}", repr(found), repr(_FORMAT))
+        return cls.from_json(document, str(path))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `save` writes, for programs."""
+        return {"format": _FORMAT, **{name: getattr(self, name) for name in (*_FIELDS, *_LATER_FIELDS)}}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], source: str = "document") -> ExpertPlacement:
+        """The reverse of `to_json`.
+
+        Args:
+            document: as JSON has it.
+            source: where it comes from, for messages.
+
+        Raises:
+            ConfigError: what it says does not fit together.
+        """
         if missing := [name for name in _FIELDS if name not in document]:
-            raise ConfigError(f"{path} has no {', '.join(missing)}; allowed: all of {', '.join(_FIELDS)}")
-        experts = document["experts"]
-        is_table = isinstance(experts, list) and all(isinstance(row, list) for row in experts)
-        if not (is_table and all(isinstance(expert, int) for row in experts for expert in row)):
-            raise ConfigError(f"experts of {path} is no list of lists of integers; allowed: one list for each layer")
-        return cls(tuple(map(tuple, experts)), *(document[name] for name in _FIELDS[1:]))
+            raise ConfigError(f"{source} has no {', '.join(missing)}; allowed: all of {', '.join(_FIELDS)}")
+        tables = {name: _table(name, document.get(name, []), source) for name in ("experts", "unserved")}
+        (lost_ranks,) = _table("lost_ranks", [document.get("lost_ranks", [])], source)
+        rest = {name: document[name] for name in _FIELDS[1:]}
+        return cls(experts=tables["experts"], **rest, lost_ranks=lost_ranks, unserved=tables["unserved"])
 
     def _copies_per_rank(self) -> Tensor:
         """``[layers, R, E]`` int64."""
@@ -220,18 +277,28 @@ class ExpertPlacement:
 
     def _choices(self, domain: int) -> tuple[Tensor, Tensor]:
         """The replicas that a token of `domain` may go to: ``[layers, E, X]`` slots, −1 behind, and how many."""
-        everywhere, num_everywhere = inverse_map(self.phy2log, self.num_experts)
+        everywhere, _ = inverse_map(self.phy2log, self.num_experts)
         rank = everywhere.div(self.num_slots, rounding_mode="floor")
-        near = (everywhere >= 0) & (rank.div(self.num_ranks_per_domain, rounding_mode="floor") == domain)
+        is_there = (everywhere >= 0) & ~torch.isin(rank, torch.tensor(self.lost_ranks, dtype=rank.dtype))
+        near = is_there & (rank.div(self.num_ranks_per_domain, rounding_mode="floor") == domain)
         num_near = near.sum(2)
-        order = (~near).to(torch.int8).argsort(dim=2, stable=True)
-        count = torch.where(num_near > 0, num_near, num_everywhere)
+        order = torch.where(near, 0, torch.where(is_there, 1, 2)).argsort(dim=2, stable=True)
+        count = torch.where(num_near > 0, num_near, is_there.sum(2))
         sorted_near = everywhere.gather(2, order)
         beyond = torch.arange(everywhere.shape[2]) >= count.unsqueeze(2)
         return torch.where(beyond, -1, sorted_near), count
 
 
 _FIELDS = ("experts", "num_experts", "num_ranks", "num_ranks_per_domain", "version")
+_LATER_FIELDS = ("lost_ranks", "unserved")  # absent in files of older versions
+
+
+def _table(name: str, rows: Any, source: str) -> tuple[tuple[int, ...], ...]:
+    """Returns a list of lists of integers that JSON has made, as tuples."""
+    is_table = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows)
+    if not (is_table and all(isinstance(value, int) for row in rows for value in row)):
+        raise ConfigError(f"{name} of {source} is no list of lists of integers; allowed: one list for each layer")
+    return tuple(map(tuple, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +327,8 @@ class DevicePlacement:
             topk_idx: ``[T, K]`` int64, logical expert or −1.
 
         Returns:
-            ``[T, K]`` int64, slot or −1, for a dispatch with ``num_experts = P``.
+            ``[T, K]`` int64, slot or −1, for a dispatch with ``num_experts = P``; −1 also for experts that are not
+            served.
 
         Raises:
             ConfigError: a dtype, a shape, the layer, or, on a CPU, an index outside −1 … E−1.

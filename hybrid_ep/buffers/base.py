@@ -63,6 +63,7 @@ class BaseBuffer:
         timeout_s: float | None = None,
     ) -> None:
         self._process_id = os.getpid()
+        self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
         self.group = _resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
@@ -73,6 +74,28 @@ class BaseBuffer:
         self._engine: Engine | None = made
         self._comm_stream = CommStream(made.device)
         self.grid = made.grid
+        self.lost = made.lost  # ranks that errors of calls have named, also of calls before the end
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds to wait for a rank."""
+        asked = self._asked["timeout_s"]
+        return env.TIMEOUT_S.get() if asked is None else float(asked)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments, which JSON can hold, for `over`: a buffer like this one on another group. Local."""
+        return dict(self._asked)
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, num_ranks_per_domain: int, options: dict[str, Any]) -> Self:
+        """Makes a buffer on a group. Collective.
+
+        Args:
+            group: the ranks.
+            num_ranks_per_domain: size of a domain.
+            options: of another buffer of this class.
+        """
+        return cls(group, num_ranks_per_domain=num_ranks_per_domain, **options)
 
     @property
     def engine(self) -> Engine:

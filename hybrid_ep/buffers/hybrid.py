@@ -107,6 +107,22 @@ class HybridEPBuffer(BaseBuffer):
         self.num_of_nodes = self.grid.num_domains
         self.node_rank, self.local_rank = divmod(self.rank, self.grid.num_ranks_per_domain)
 
+    def options(self) -> dict[str, Any]:
+        config = self.configurer.buffer_config
+        return super().options() | {
+            "hidden_dim": config.hidden_dim,
+            "max_num_of_tokens_per_rank": config.max_num_of_tokens_per_rank,
+            "num_local_experts": config.num_of_experts_per_rank,
+            "num_sms_dispatch_api": self._num_sms_dispatch,
+            "num_sms_combine_api": self._num_sms_combine,
+            "num_blocks_permute": self._num_sms_permute,
+            "num_blocks_unpermute": self._num_sms_unpermute,
+        }
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, num_ranks_per_domain: int, options: dict[str, Any]) -> HybridEPBuffer:
+        return cls(group, num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks_per_domain, **options)
+
     def update_template_config(
         self,
         hidden_dim: int | None = None,

@@ -109,6 +109,10 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
 
+    def options(self) -> dict[str, Any]:
+        names = "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "explicitly_destroy", "enable_shrink"
+        return super().options() | {name: getattr(self, name) for name in names}
+
     def destroy(self) -> None:
         """Gives back what the buffer holds; the same as `close()`."""
         self.close()

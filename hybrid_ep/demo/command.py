@@ -29,6 +29,7 @@ __all__ = ["demo"]
 @click.option("--steps", default=Settings.num_steps, help="Training steps of the small MoE layer.")
 @click.option("--seed", default=Settings.seed, help="Of everything random.")
 @click.option("--skew", is_flag=True, help="Also run a skewed router without balance, with a placement, and online.")
+@click.option("--lose-rank", is_flag=True, help="Also kill a rank, and go on without it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html here.")
 @click.pass_context
@@ -43,6 +44,7 @@ def demo(
     steps: int,
     seed: int,
     skew: bool,
+    lose_rank: bool,
     as_json: bool,
     out: Path | None,
 ) -> None:
@@ -55,7 +57,7 @@ def demo(
     Exits with 1 if any check fails.
     """
     try:
-        settings = Settings(ranks, domains, tokens, hidden, topk, experts, steps, seed, skew)
+        settings = Settings(ranks, domains, tokens, hidden, topk, experts, steps, seed, skew, lose_rank)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     result = _run_with_progress(settings)
@@ -72,7 +74,7 @@ def demo(
 def _run_with_progress(settings: Settings) -> DemoResult:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=NUM_PHASES + settings.skew)
+        task = progress.add_task("", total=NUM_PHASES + settings.skew + settings.lose_rank)
         begun = False
 
         def begin_phase(what: str) -> None:

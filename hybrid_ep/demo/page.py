@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid_ep._version import __version__
 from hybrid_ep.demo.results import DemoResult, WireResult
-from hybrid_ep.demo.tables import describe_cluster
+from hybrid_ep.demo.tables import describe_cluster, describe_loss
 from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 from hybrid_ep.report.charts import Picture
 from hybrid_ep.report.page import Cell, Page
@@ -82,6 +82,14 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
             "from the counts of this batch before it is sent. The ranks are one domain here.",
         )
         _add(page, pictures, "skew")
+    if result.loss is not None:
+        page.section(
+            "A lost rank",
+            "One process was killed in the middle of its work. The others agreed on who is left, made a new group and "
+            "a new placement, loaded the experts that no survivor held, and went on; every output is compared with "
+            "float64.",
+            describe_loss(result.loss).capitalize() + ".",
+        )
     page.section(
         "Training",
         "A `MoELayer` with its experts spread over all ranks learns a made-up task: the backward pass of dispatch is "

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hybrid_ep.demo.lose_rank import LossResult
 from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.demo.skew import SkewResult
 from hybrid_ep.demo.traffic import HopBytes
@@ -81,6 +82,7 @@ class DemoResult:
         losses: of each training step.
         seconds: how long the whole demo took.
         skew: policies of balance under a skewed router; empty where it was not asked for.
+        loss: what became of a job that lost a rank; None where it was not asked for.
     """
 
     settings: Settings
@@ -91,12 +93,14 @@ class DemoResult:
     losses: list[float]
     seconds: float
     skew: tuple[SkewResult, ...] = ()
+    loss: LossResult | None = None
 
     @property
     def problems(self) -> list[str]:
         """Everything that is wrong, in words; empty = good."""
         found = [problem for result in self.paths for problem in result.problems]
         found += [problem for policy in self.skew for problem in policy.problems]
+        found += [] if self.loss is None else self.loss.problems
         if not self.losses[-1] < self.losses[0]:
             found.append(f"the loss did not fall: {self.losses[0]:.3g} at first, {self.losses[-1]:.3g} at last")
         return found

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from hybrid_ep import env
+from hybrid_ep.demo.lose_rank import lose_a_rank
 from hybrid_ep.demo.results import DemoResult, PathResult, WireResult
 from hybrid_ep.demo.settings import PATHS, ROUTINGS, Path, Settings
 from hybrid_ep.demo.skew import run_skewed
@@ -57,6 +58,10 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
         if settings.skew:
             begin_phase("balancing a skewed router")
             skew = cluster.run(run_skewed, settings)[0]
+        loss = None
+        if settings.lose_rank:
+            begin_phase("losing a rank")
+            loss = lose_a_rank(cluster, settings)
     load = {}
     for routing in ROUTINGS:
         workload = settings.workload(routing, "bf16")
@@ -64,7 +69,7 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
         load[routing] = tokens_per_expert(topk_idx, settings.num_experts)
     seconds = time.perf_counter() - begin
     in_order = sorted(wire, key=lambda item: (ROUTINGS.index(item.routing), item.step.startswith("combine")))
-    return DemoResult(settings, engine, tuple(paths), tuple(in_order), load, losses, seconds, tuple(skew))
+    return DemoResult(settings, engine, tuple(paths), tuple(in_order), load, losses, seconds, tuple(skew), loss)
 
 
 def _path_result(path: Path, routing: str, checks: list[RankCheck]) -> PathResult:

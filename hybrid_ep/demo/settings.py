@@ -52,6 +52,7 @@ class Settings:
         num_steps: training steps.
         seed: of everything random.
         skew: also run a layer with a skewed router, without balance and with.
+        lose_rank: also kill a rank, and go on without it.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -66,9 +67,11 @@ class Settings:
     num_steps: int = 40
     seed: int = 0
     skew: bool = False
+    lose_rank: bool = False
 
     def __post_init__(self) -> None:
         require_int("ranks", self.num_ranks, minimum=1)
+        require(not self.lose_rank or self.num_ranks > 1, "ranks", self.num_ranks, "≥ 2 to lose one")
         require_int("domains", self.num_domains, minimum=1)
         is_regular = self.num_ranks % self.num_domains == 0
         require(is_regular, "ranks", self.num_ranks, f"multiples of domains = {self.num_domains}")

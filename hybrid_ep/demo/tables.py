@@ -8,12 +8,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_ep.demo.lose_rank import LossResult
 from hybrid_ep.demo.results import DemoResult, PathResult
 from hybrid_ep.demo.skew import ALLOWED_RMS
 from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 from hybrid_ep.report.units import format_bytes, format_ratio
 
-__all__ = ["describe_cluster", "print_result"]
+__all__ = ["describe_cluster", "describe_loss", "print_result"]
 
 
 def print_result(console: Console, result: DemoResult) -> None:
@@ -141,7 +142,17 @@ def _load_and_training(result: DemoResult) -> RenderableType:
         )
     first, last = result.losses[0], result.losses[-1]
     lines.append(f"training  a small MoE layer: loss {first:.3g} → {last:.3g} in {len(result.losses)} steps")
+    if result.loss is not None:
+        lines.append("lost rank " + describe_loss(result.loss))
     return Text("\n".join(lines))
+
+
+def describe_loss(loss: LossResult) -> str:
+    """One sentence on the job that lost a rank."""
+    return (
+        f"rank {loss.victim} was killed: all were told within {loss.told_s:.1f} s and went on {loss.recovered_s:.1f} s "
+        f"later with {loss.num_ranks} ranks, {loss.num_loaded} experts loaded again; rms {loss.rms_after:.2%}"
+    )
 
 
 def _verdict(result: DemoResult) -> RenderableType:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import Fp8Format
-from hybrid_ep.errors import ConfigError, OverflowError
+from hybrid_ep.errors import ConfigError, OverflowError, TransportError
 
 __all__ = [
     "MIN_TOKENS_TO_SUM",
@@ -73,6 +73,10 @@ def one_at_a_time(call: Callable[_P, _R]) -> Callable[_P, _R]:
             )
         try:
             return call(*args, **kwargs)
+        except TransportError as error:
+            if error.peer is not None:
+                cast("Engine", args[0]).lost.add(error.peer)
+            raise
         finally:
             busy.release()
 
@@ -258,6 +262,7 @@ class Engine(abc.ABC):
 
     def __init__(self) -> None:
         self.busy = threading.RLock()  # held by the thread that is in a call
+        self.lost: set[int] = set()  # ranks that errors of this rank's calls have named
 
     @abc.abstractmethod
     def dispatch(

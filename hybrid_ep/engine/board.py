@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 __all__ = ["Board", "Meeting", "StoreLostError", "meet"]
 
 T = TypeVar("T")
+_boards: dict[str, Board] = {}  # of groups whose ranks processes number differently, by the name of the group
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _ACCESS_S = 5.0  # a store that does not answer for so long is lost
 
@@ -44,9 +45,25 @@ class Board:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Board:
         """Returns the board of a group."""
+        if group.group_name in _boards:
+            return _boards[group.group_name]
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(group)
         return cls(store, f"hybrid_ep/{group.group_name}/{min(ranks)}-{max(ranks)}/{len(ranks)}")
+
+    def assign(self, group_name: str) -> None:
+        """Makes this the board of a group, for processes that do not know it by the same ranks of one default group."""
+        _boards[group_name] = self
+
+    @property
+    def store(self) -> Store:
+        """In which the notes are."""
+        return self._store
+
+    @property
+    def name(self) -> str:
+        """Under which the notes are."""
+        return self._name
 
     def at(self, name: str) -> Board:
         """Returns the notes under a name below this one."""
@@ -116,7 +133,14 @@ class Meeting(NamedTuple):
 
 
 def meet(
-    board: Board, rank: int, ranks: Iterable[int], text: str, *, timeout_s: float, lost: Collection[int] = ()
+    board: Board,
+    rank: int,
+    ranks: Iterable[int],
+    text: str,
+    *,
+    timeout_s: float,
+    lost: Collection[int] = (),
+    grace_s: float = 0.0,
 ) -> Meeting:
     """Meets other ranks at a board that is used for this meeting only.
 
@@ -127,6 +151,7 @@ def meet(
         text: what this rank brings.
         timeout_s: how long to wait.
         lost: ranks that this one knows to be lost: nobody waits for them, and one that comes nevertheless is welcome.
+        grace_s: how long to wait for these when all others have come: one that was taken for lost may be alive.
 
     Returns:
         The outcome. This rank is not in it where the others had met before it came.
@@ -141,7 +166,9 @@ def meet(
     while (outcome := board.read("outcome")) is None:
         _look(board, ranks, came)
         known_lost = {r for _, their_lost in came.values() for r in their_lost}
-        if ranks - known_lost <= came.keys() or time.monotonic() >= deadline:
+        if ranks - known_lost <= came.keys() and ranks - came.keys():
+            deadline = min(deadline, time.monotonic() + grace_s)
+        if ranks <= came.keys() or time.monotonic() >= deadline:
             outcome = board.decide("outcome", json.dumps(sorted(came)))
             break
         time.sleep(pause)

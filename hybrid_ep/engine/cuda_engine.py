@@ -118,6 +118,7 @@ class CudaEngine(Engine):
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
+        self._low_latency.lost = self._torch.lost = self.lost
 
     def dispatch(
         self,

@@ -27,7 +27,7 @@ from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import address, aligned
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
+from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TimeoutError
 
 __all__ = ["CudaLowLatency"]
 
@@ -174,6 +174,7 @@ class CudaLowLatency:
     Attributes:
         masked: ranks that calls leave out.
         lately_masked: these, and those that were left out since the ranks last met.
+        lost: ranks that errors have named.
 
     Args:
         roll_call: of the ranks of the domain.
@@ -197,6 +198,7 @@ class CudaLowLatency:
         self._index: int = device.index
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
+        self.lost: set[int] = set()
         self._has_stale_masks = False
         self._regions: list[_Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
@@ -315,7 +317,10 @@ class CudaLowLatency:
             return None
         if fault.tag == "shape":
             return self._other_shape(fault)
-        return as_error(fault, self._grid)
+        error = as_error(fault, self._grid)
+        if isinstance(error, TimeoutError) and error.peer is not None:
+            self.lost.add(error.peer)
+        return error
 
     def _other_shape(self, fault: _cuda.Fault) -> ConfigError:
         """The error for a peer whose call has another digest: what the call was like stands in the memory of this rank.

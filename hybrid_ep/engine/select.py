@@ -19,7 +19,7 @@ from hybrid_ep.engine.board import Board, StoreLostError, meet
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 
-__all__ = ["Choice", "choose_engine", "make_engine"]
+__all__ = ["Choice", "choose_engine", "host_name", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -145,10 +145,10 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
         choice = choose_engine(asked)
     except ConfigError as error:
         refusal = str(error)
-    return _Vote(asked, num_ranks_per_domain, choice, refusal, _host())
+    return _Vote(asked, num_ranks_per_domain, choice, refusal, host_name())
 
 
-def _host() -> str:
+def host_name() -> str:
     """Returns what tells this host from every other: images and default names give several the same name.
 
     The kernel draws its boot id at every start. Two containers of one host that have other names count as two: they

@@ -45,7 +45,7 @@ _SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class _Setup(NamedTuple):
-    """What a rank needs to begin; `gpu` is None on a CPU."""
+    """What a rank needs to begin; `gpu` is None on a CPU, and one that is not in the group makes none."""
 
     rank: int
     num_ranks: int
@@ -54,6 +54,7 @@ class _Setup(NamedTuple):
     num_threads: int
     port: int
     variables: dict[str, str]
+    is_in_group: bool = True
 
 
 class RankError(HybridEPError):
@@ -112,7 +113,7 @@ class VirtualCluster:
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         # Without CUDA in the parent, ranks can fork from a server that has torch loaded; CUDA must start in each rank
         # itself.
-        context = multiprocessing.get_context("forkserver")
+        self._context = context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
         )
@@ -122,14 +123,12 @@ class VirtualCluster:
         self._processes: list[Any] = []
         # Answers of each rank that were taken or given up; one that comes late must not be taken for the next.
         self._num_collected = [0] * num_ranks
+        self._setups: list[_Setup] = []
         for rank in range(num_ranks):
-            here, there = context.Pipe()
             gpu = rank % num_gpus if device == "cuda" else None
-            setup = _Setup(rank, num_ranks, backend, gpu, num_threads, self._store.port, variables)
-            process = context.Process(target=_serve, args=(there, setup), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
+            self._setups.append(_Setup(rank, num_ranks, backend, gpu, num_threads, self._store.port, variables))
+            pipe, process = self._start_process(self._setups[-1])
+            self._pipes.append(pipe)
             self._processes.append(process)
         try:
             self.collect(limit_s=_START_S)
@@ -159,6 +158,26 @@ class VirtualCluster:
         for rank in ranks if ranks is not None else range(self.num_ranks):
             with contextlib.suppress(OSError):  # its process has ended: `collect` says so
                 self._pipes[rank].send((function, args))
+
+    @property
+    def port(self) -> int:
+        """Of the ranks' store, on this machine."""
+        port: int = self._store.port
+        return port
+
+    def replace(self, rank: int) -> None:
+        """Starts a new process in the place of one that has ended. It is in no process group."""
+        self._processes[rank].join()
+        self._pipes[rank], self._processes[rank] = self._start_process(self._setups[rank]._replace(is_in_group=False))
+        self._num_collected[rank] = 0
+        self.collect([rank], limit_s=_START_S)
+
+    def _start_process(self, setup: _Setup) -> tuple[Connection, Any]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(there, setup), daemon=True)
+        process.start()
+        there.close()
+        return here, process
 
     def process_id(self, rank: int) -> int:
         """Returns the process id of a rank, to stop or kill it in tests of failures."""
@@ -257,6 +276,8 @@ def _serve(pipe: Connection, setup: _Setup) -> None:
 
 
 def _join(setup: _Setup) -> None:
+    if not setup.is_in_group:
+        return
     store = TCPStore("127.0.0.1", setup.port, None, is_master=False)
     timeout = timedelta(seconds=max(env.TIMEOUT_S.get(), 60.0))
     gpu = None if setup.gpu is None else torch.device("cuda", setup.gpu)

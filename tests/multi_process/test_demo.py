@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from hybrid_ep.cli import main
 from hybrid_ep.demo import run as demo_run
+from hybrid_ep.demo.lose_rank import LossResult
 from hybrid_ep.demo.results import DemoResult
 from hybrid_ep.demo.settings import PATHS, Settings
 from hybrid_ep.demo.skew import run_skewed
@@ -50,6 +51,20 @@ def test_a_skewed_router_is_balanced(run_ranks: RunRanks) -> None:
         assert none.fullest > 1.5
         assert placement.fullest < 1.2
         assert online.fullest < 1.05
+
+
+def test_a_lost_rank_is_gone_on_without(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["demo", *SMALL, "--lose-rank", "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    loss = json.loads(result.stdout)["loss"]
+    assert loss["victim"] == 2
+    assert loss["named"] == [2] * 3
+    assert loss["num_ranks"] == 3
+    assert loss["num_loaded"] >= 1
+    assert 0 < loss["rms_after"] < 0.01
+    assert "rank 2 was killed" in (tmp_path / "index.html").read_text().lower()
+    wrong = dataclasses.replace(LossResult(**{**loss, "named": (2, 1, 2)}), rms_after=float("nan"), num_unserved=1)
+    assert len(wrong.problems) == 3
 
 
 def test_measured_bytes_are_the_rows_that_must_cross_and_little_more(run_ranks: RunRanks) -> None:

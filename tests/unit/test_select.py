@@ -17,8 +17,8 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_p
         boot_id.write_text(f"{boot}\n")
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         monkeypatch.setattr(select, "_BOOT_ID", boot_id)
-        hosts.add(select._host())
-        assert select._host() in hosts
+        hosts.add(select.host_name())
+        assert select.host_name() in hosts
     assert len(hosts) == 3
     monkeypatch.setattr(select, "_BOOT_ID", tmp_path / "none")
-    assert select._host() == "other "
+    assert select.host_name() == "other "

@@ -1,0 +1,6 @@
+"""Service that outlives a rank: survivors agree on who is left and go on; ranks come back, or are new."""
+
+from hybrid_ep.elastic.group import job_of
+from hybrid_ep.elastic.service import Recovered, Report, join, recover, waiting
+
+__all__ = ["Recovered", "Report", "job_of", "join", "recover", "waiting"]

@@ -1,0 +1,160 @@
+"""Process groups over those who are left: made from the store, without the ranks that are lost.
+
+torch makes groups of ranks of one default group, and every process numbers them alike. Here a process may have come
+later: its default group is the first one that it is in. So the store and the name of a group's board are given to it,
+and ranks are known by their place in the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from hybrid_ep.engine.board import Board
+
+__all__ = ["Lineage", "abandon", "follow", "job_of", "lineage_of", "make_group", "root_board"]
+
+_LOG = logging.getLogger(__name__)
+_STRANGERS = 1 << 20  # numbers, in this process, of ranks that are not in its default group
+
+
+@dataclass
+class Lineage:
+    """Where a group comes from.
+
+    Attributes:
+        board: of the group and of all that followed and will follow it.
+        generation: of the last attempt to make a group.
+        is_left_out: whether the others have gone on without this rank.
+    """
+
+    board: Board
+    generation: int = 0
+    is_left_out: bool = False
+
+
+_lineages: dict[str, Lineage] = {}  # by the name of the group
+
+
+def root_board(store: Store, name: str) -> Board:
+    """Returns the board of a job, for all groups that it will have.
+
+    Args:
+        store: as the processes of the job pass it to `init_process_group`.
+        name: of the job.
+    """
+    return Board(PrefixStore("hybrid_ep.elastic", store), name)
+
+
+def lineage_of(group: dist.ProcessGroup) -> Lineage:
+    """Returns the lineage of a group, which begins with it unless it was made here."""
+    known = _lineages.get(group.group_name)
+    if known is None:
+        store = Board.of(group).store
+        if isinstance(store, PrefixStore):  # of the default group, which newcomers are not in
+            store = store.underlying_store
+        known = _lineages[group.group_name] = Lineage(root_board(store, job_of(group)))
+    return known
+
+
+def job_of(group: dist.ProcessGroup) -> str:
+    """Returns the name by which `join` finds the job whose first buffer is on this group."""
+    known = _lineages.get(group.group_name)
+    if known is not None:
+        return known.board.name
+    return "world" if group is dist.group.WORLD else Board.of(group).name
+
+
+def follow(name: str, lineage: Lineage) -> None:
+    """Says where the group that will have this name comes from."""
+    _lineages[name] = lineage
+
+
+def make_group(
+    board: Board,
+    name: str,
+    members: Sequence[int | None],
+    rank: int,
+    *,
+    parent: dist.ProcessGroup | None,
+    backend: str,
+    timeout_s: float,
+) -> dist.ProcessGroup:
+    """Makes the group of those who have met. Collective over them.
+
+    Args:
+        board: of this group only.
+        name: of the group, of no other in the life of the job.
+        members: for each rank, its rank in `parent`, or None.
+        rank: this rank.
+        parent: the group that this rank was in before, None: none.
+        backend: as `torch.distributed.get_backend_config` says.
+        timeout_s: how long it may take.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    is_first = not dist.is_initialized()
+    numbers: list[int] = []
+    if not is_first:
+        known = [] if parent is None else dist.get_process_group_ranks(parent)
+        # A process is asked for as rank `number` of its default group; those that are not in it need numbers as well.
+        numbers = [_STRANGERS + i if old is None or not known else known[old] for i, old in enumerate(members)]
+        numbers[rank] = dist.get_rank()
+    group: dist.ProcessGroup
+    with _without_split():
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            rank,
+            numbers,
+            c10d.Backend(backend),
+            PrefixStore(board.name, board.store),
+            name,  # type: ignore[arg-type]
+            timeout=timedelta(seconds=timeout_s),
+        )
+    if is_first:
+        c10d._update_default_pg(group)
+        numbers = list(range(len(members)))
+    c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(numbers)}
+    board.assign(name)
+    # Only its making was in a hurry.
+    with contextlib.suppress(RuntimeError):
+        c10d._set_pg_timeout(c10d.default_pg_timeout, group)
+    return group
+
+
+def abandon(group: dist.ProcessGroup) -> None:
+    """Gives up a group that has lost a rank, without waiting for anybody. Local.
+
+    NCCL's kernels wait for the lost rank until they are aborted. A group that the caller has made stays in being.
+    """
+    name = group.group_name
+    with contextlib.suppress(RuntimeError, AttributeError):
+        backend = group._get_backend(torch.device("cuda"))
+        if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+            backend.abort()
+    if name.startswith("hybrid_ep.elastic") and group is not dist.group.WORLD:
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _without_split():  # type: ignore[no-untyped-def]
+    """A default group that is bound to a GPU would split its communicator, which needs every rank of it."""
+    default = dist.group.WORLD if dist.is_initialized() else None
+    bound = None if default is None else default.bound_device_id
+    if default is not None and bound is not None:
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        if default is not None and bound is not None:
+            default.bound_device_id = bound

@@ -1,0 +1,490 @@
+"""`recover` and `join`: a new group, buffer and placement over those who are there.
+
+Ranks meet in the store, under one generation number after the other. A meeting has one outcome that all read, so that
+ranks never go on in two parts, and nothing is asked of a rank that is lost.
+
+    survivors ─ meet ─► who is left ─┬─► group and buffer ─ meet ─► all could ─► load experts ─ meet ─► go on
+    newcomers ─ wait ─► are let in ──┘       ▲    one could not, or did not come: next generation │
+                                             └────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from hybrid_ep.balance.placement import ExpertPlacement
+from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.buffers.hybrid import HybridEPBuffer
+from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.checks import require
+from hybrid_ep.elastic.group import Lineage, abandon, follow, lineage_of, make_group, root_board
+from hybrid_ep.elastic.succession import Roster, arrange, succeed
+from hybrid_ep.engine.board import Board, StoreLostError, meet
+from hybrid_ep.engine.select import host_name
+from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
+
+__all__ = ["LoadExpert", "Recovered", "Report", "join", "recover", "waiting"]
+
+LoadExpert = Callable[[int, int], Any]
+B = TypeVar("B", bound=BaseBuffer)
+_KINDS: dict[str, type[BaseBuffer]] = {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}
+_MIN_TIMEOUT_S = 1.0  # processes do not come at the same millisecond
+_GRACE_S = 0.3  # for a rank that others take for lost: it may be alive
+_CONFIRM_S = 1.0  # for a newcomer to say that it is still there
+_POLL_S = 0.05
+_WHERE = "recover"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a recovery has done.
+
+    Attributes:
+        generation: number of the group in the life of the job; numbers may be left out.
+        ranks: who has each rank now: its rank before, or None for a newcomer.
+        lost: ranks of the group before that are not in this one.
+        unserved: (layer, expert) that no rank holds.
+        failed: (layer, expert) → why it could not be loaded.
+        loaded: (layer, slot of this rank) → what `load_expert` has returned.
+        kept: ``[layers, P/R]`` int64: the old slot of this rank whose weights each slot takes, −1 where they are in
+            `loaded`.
+        seconds: from the call of this rank until its end.
+    """
+
+    generation: int
+    ranks: tuple[int | None, ...]
+    lost: tuple[int, ...]
+    unserved: tuple[tuple[int, int], ...]
+    failed: dict[tuple[int, int], str]
+    loaded: dict[tuple[int, int], Any]
+    kept: Tensor
+    seconds: float
+
+
+class Recovered(NamedTuple, Generic[B]):
+    """What a job goes on with.
+
+    Attributes:
+        buffer: on the new group, which is `buffer.group`.
+        placement: over its ranks.
+        report: what has been done.
+    """
+
+    buffer: B
+    placement: ExpertPlacement
+    report: Report
+
+
+def recover(
+    buffer: B,
+    placement: ExpertPlacement,
+    load_expert: LoadExpert | None = None,
+    *,
+    lost: Collection[int] = (),
+    weight: Tensor | None = None,
+    num_ranks_per_domain: int | None = None,
+    max_slots: int | None = None,
+    timeout_s: float | None = None,
+    load_timeout_s: float = 300.0,
+) -> Recovered[B]:
+    """Goes on with the ranks that are left, and with those that wait in `join`. Collective over the survivors.
+
+    Each survivor comes here when a call has raised TransportError, or when the job says so. Who has not come within
+    `timeout_s` is left out. The old buffer is closed; NCCL communicators of its group are aborted. Survivors keep their
+    order, and their experts in their slots. An expert that no survivor holds is loaded into a slot whose expert has
+    another replica; where these are too few, every rank gets more slots.
+
+    Args:
+        buffer: on the group that has lost a rank, a `Buffer` or a `HybridEPBuffer`.
+        placement: in use, the same on all ranks.
+        load_expert: called as ``load_expert(layer, expert)`` on the rank that is to hold the expert; what it returns is
+            in `Report.loaded`. If it raises, the expert is named in `Report.failed`, and the job goes on without it.
+        lost: ranks that the caller knows to be lost, beside those that errors of `buffer` have named.
+        weight: ``[layers, E]`` loads, the same on all ranks: experts are loaded where there is least to do. None = all
+            experts alike.
+        num_ranks_per_domain: of the new group; None = the greatest common divisor of what is left of each domain.
+        max_slots: the most slots that a rank may have afterwards; experts that find none are not served. None = as many
+            as it takes.
+        timeout_s: how long survivors wait for each other; None = that of the buffer.
+        load_timeout_s: how long loading may take.
+
+    Returns:
+        The new buffer, of the same class and options, the placement and the report.
+
+    Raises:
+        ConfigError: an argument does not fit, or differs between ranks.
+        TopologyError: the ranks that are left cannot be divided into domains of the size asked for.
+        TransportError: the store is lost, the others have gone on without this rank, or no group could be connected.
+    """
+    begin = time.monotonic()
+    group, rank = buffer.group, buffer.rank
+    if group is None or buffer.group_size == 1:
+        raise ConfigError("the ranks of the buffer are 1; allowed: ≥ 2, so that one can be left")
+    require(isinstance(placement, ExpertPlacement), "placement", type(placement).__name__, "an ExpertPlacement")
+    found, wanted = placement.num_ranks, buffer.group_size
+    require(found == wanted, "ranks of placement", found, f"{wanted}, as of the buffer")
+    require(load_expert is None or callable(load_expert), "load_expert", load_expert, "a function or None")
+    kinds = [name for name, kind in _KINDS.items() if type(buffer) is kind]
+    require(bool(kinds), "class of the buffer", type(buffer).__name__, " or ".join(_KINDS))
+    lineage = lineage_of(group)
+    if lineage.is_left_out:
+        raise _left_out(rank, None)
+    timeout_s = buffer.timeout_s if timeout_s is None else timeout_s
+    require(timeout_s > 0 and load_timeout_s > 0, "timeout_s and load_timeout_s", (timeout_s, load_timeout_s), "> 0")
+    terms = {
+        "kind": kinds[0],
+        "options": buffer.options(),
+        "backend": dist.get_backend_config(group),
+        "placement": placement.to_json(),
+        "weight": None if weight is None else placement.require_weight(weight).tolist(),
+        "num_ranks_per_domain": num_ranks_per_domain,
+        "old_num_ranks_per_domain": buffer.grid.num_ranks_per_domain,
+        "max_slots": max_slots,
+        "timeout_s": max(timeout_s, _MIN_TIMEOUT_S),
+        "load_timeout_s": load_timeout_s,
+    }
+    ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
+    with contextlib.suppress(HybridEPError):  # what it has to tell is known by now
+        buffer.close()
+    loaded: dict[tuple[int, int], Any] = {}
+    try:
+        for _ in range(buffer.group_size + 1):
+            lineage.generation += 1
+            round_ = _meet_survivors(lineage, rank, terms, load_expert is not None, ranks, gone)
+            made = _Attempt(lineage, round_, rank, group).run(load_expert, loaded, begin)
+            if isinstance(made, Recovered):
+                abandon(group)
+                return made
+            ranks, gone = set(round_.survivors), made
+    except StoreLostError as error:
+        raise TransportError(_WHERE, rank, None, f"the store of the process group is lost ({error})") from error
+    raise TransportError(_WHERE, rank, min(gone, default=None), f"{buffer.group_size + 1} attempts have failed")
+
+
+def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s: float = 600.0) -> Recovered[Any]:
+    """Waits until the ranks of a job let this process in, by their next `recover`, and goes on with them.
+
+    For a new process, whose first group this is: the default one of `torch.distributed`. Likewise for a rank that the
+    others have left out. Buffer, engine and timeouts are those of the job.
+
+    Args:
+        store: as the processes of the job pass it to `init_process_group`; where that has made it from the environment,
+            ``PrefixStore("default_pg", TCPStore(MASTER_ADDR, MASTER_PORT))``.
+        load_expert: as for `recover`; it gives the experts of all slots of this rank.
+        job: ``"world"`` where the job's first buffer was on the default group; otherwise the `job_of` that group.
+        timeout_s: how long to wait.
+
+    Raises:
+        ConfigError: `load_expert` is no function, or what the survivors raise.
+        TimeoutError: nobody has let it in.
+        TransportError: the store is lost.
+    """
+    begin = time.monotonic()
+    require(callable(load_expert), "load_expert", load_expert, "a function")
+    lineage = Lineage(root_board(store, job))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    loaded: dict[tuple[int, int], Any] = {}
+    try:
+        while True:
+            ticket = lineage.board.count("tickets")
+            lineage.board.write(f"newcomer {ticket}", json.dumps(host_name()))
+            while (note := lineage.board.read(f"admission {ticket}")) is None:
+                if time.monotonic() - begin >= timeout_s:
+                    lineage.board.write(f"newcomer {ticket}", "")
+                    raise TimeoutError("join", rank, None, "nobody has let it in", timeout_s=timeout_s)
+                time.sleep(_POLL_S)
+            lineage.generation, *fields = json.loads(note)
+            attempt = _Attempt(lineage, _Round(*fields), -ticket, None)
+            try:
+                made = attempt.run(load_expert, loaded, begin)
+            except _LeftOutError:
+                continue
+            if isinstance(made, Recovered):
+                return made
+    except StoreLostError as error:
+        raise TransportError("join", rank, None, f"the store of the process group is lost ({error})") from error
+
+
+def waiting(buffer: BaseBuffer) -> int:
+    """Returns how many processes wait in `join`. Local: let one rank ask, and tell the others when to `recover`.
+
+    Raises:
+        TransportError: the store is lost.
+    """
+    if buffer.group is None:
+        return 0
+    try:
+        return len(_newcomers(lineage_of(buffer.group).board))
+    except StoreLostError as error:
+        raise TransportError(
+            "waiting", buffer.rank, None, f"the store of the process group is lost ({error})"
+        ) from error
+
+
+class _LeftOutError(TransportError):
+    """The others have gone on without this rank."""
+
+
+class _Round(NamedTuple):
+    """What all who take part in an attempt know; JSON can hold it.
+
+    Attributes:
+        terms: what the survivors agree on.
+        survivors: their ranks in the group before.
+        tickets: of the newcomers.
+        hosts, can_load: of the survivors, then of the newcomers.
+    """
+
+    terms: dict[str, Any]
+    survivors: list[int]
+    tickets: list[int]
+    hosts: list[str]
+    can_load: list[bool]
+
+    @property
+    def ids(self) -> list[int]:
+        """Of all: ranks, and tickets below zero."""
+        return [*self.survivors, *(-ticket for ticket in self.tickets)]
+
+    def only(self, ids: Collection[int]) -> _Round:
+        """Without the others."""
+        kept = [i for i, one in enumerate(self.ids) if one in ids]
+        return _Round(
+            self.terms,
+            [rank for rank in self.survivors if rank in ids],
+            [ticket for ticket in self.tickets if -ticket in ids],
+            [self.hosts[i] for i in kept],
+            [self.can_load[i] for i in kept],
+        )
+
+
+def _left_out(rank: int, peer: int | None) -> TransportError:
+    return _LeftOutError(_WHERE, rank, peer, "the other ranks went on without this one, which was late; allowed: join")
+
+
+def _newcomers(board: Board) -> dict[int, str]:
+    """The hosts of those who wait, by ticket."""
+    count = int(board.read("tickets") or 0)
+    notes = {ticket: board.read(f"newcomer {ticket}") for ticket in range(1, count + 1)}
+    return {ticket: json.loads(note) for ticket, note in notes.items() if note}
+
+
+def _meet_survivors(
+    lineage: Lineage, rank: int, terms: dict[str, Any], can_load: bool, ranks: set[int], gone: set[int]
+) -> _Round:
+    """Agrees with the other survivors on who is left, and lets in who waits.
+
+    Raises:
+        ConfigError: the ranks want different things.
+        TransportError: the others did not wait for this rank.
+    """
+    board = lineage.board
+    digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in terms.items()}
+    text = json.dumps([digests, host_name(), can_load, _newcomers(board)])
+    meeting = meet(
+        board.at(f"generation {lineage.generation}/survivors"),
+        rank,
+        ranks,
+        text,
+        timeout_s=terms["timeout_s"],
+        lost=gone,
+        grace_s=_GRACE_S,
+    )
+    if rank not in meeting.members:
+        lineage.is_left_out = True
+        raise _left_out(rank, min(meeting.members))
+    told = [json.loads(meeting.texts[member]) for member in meeting.members]
+    for member, (theirs, *_) in zip(meeting.members, told, strict=True):
+        for name, digest in told[0][0].items():
+            if theirs[name] != digest:
+                first = meeting.members[0]
+                raise ConfigError(f"{name} differs between ranks {first} and {member}; allowed: the same on every rank")
+    newcomers = {int(ticket): host for one in told for ticket, host in one[3].items()}
+    tickets = sorted(newcomers)
+    hosts = [*(one[1] for one in told), *(newcomers[ticket] for ticket in tickets)]
+    round_ = _Round(terms, meeting.members, tickets, hosts, [*(one[2] for one in told), *[True] * len(tickets)])
+    for ticket in tickets:
+        board.write(f"admission {ticket}", json.dumps([lineage.generation, *round_]))
+        board.write(f"newcomer {ticket}", "")
+    return round_
+
+
+class _Attempt:
+    """One generation, as one who takes part in it goes through.
+
+    Args:
+        lineage: of the group.
+        round_: who takes part.
+        me: this one's id in it.
+        parent: the group that it comes from, None: none.
+    """
+
+    def __init__(self, lineage: Lineage, round_: _Round, me: int, parent: dist.ProcessGroup | None) -> None:
+        self._lineage, self._round, self._me, self._parent = lineage, round_, me, parent
+        self._board = lineage.board.at(f"generation {lineage.generation}")
+        self._terms = round_.terms
+        self._number = max(me, 0)  # for errors
+        self._placement = ExpertPlacement.from_json(self._terms["placement"])
+
+    def run(
+        self, load_expert: LoadExpert | None, loaded: dict[tuple[int, int], Any], begin: float
+    ) -> Recovered[Any] | set[int]:
+        """Makes group, buffer and placement; returns the survivors that were lost on the way where that failed.
+
+        Args:
+            load_expert: as for `recover`.
+            loaded: (layer, expert) → what it has returned so far; is added to.
+            begin: when the call began.
+        """
+        if self._round.tickets:
+            self._round = self._round.only(self._meet("newcomers", self._me, self._round.ids, "", _CONFIRM_S)[0])
+        round_ = self._round
+        roster = arrange(
+            round_.survivors,
+            self._terms["old_num_ranks_per_domain"],
+            round_.hosts,
+            self._terms["num_ranks_per_domain"],
+        )
+        # The id of each new rank.
+        ids = [rank if rank >= 0 else -round_.tickets[-1 - rank] for rank in roster.ranks]
+        rank = ids.index(self._me)
+        made = self._connect(roster, ids, rank)
+        if isinstance(made, set):
+            return made
+        group, buffer = made
+        try:
+            done = self._load(roster, ids, rank, load_expert, loaded)
+        except BaseException:
+            _drop(group, buffer)
+            raise
+        if isinstance(done, set):
+            _drop(group, buffer)
+            return done
+        placement, kept, slots, failed = done
+        report = Report(
+            generation=self._lineage.generation,
+            ranks=tuple(one if one >= 0 else None for one in ids),
+            lost=tuple(sorted(set(range(self._placement.num_ranks)) - set(ids))),
+            unserved=tuple((layer, expert) for layer, experts in enumerate(placement.unserved) for expert in experts),
+            failed=failed,
+            loaded={(layer, slot): loaded[layer, expert] for layer, slot, expert in slots},
+            kept=kept,
+            seconds=time.monotonic() - begin,
+        )
+        return Recovered(buffer, placement, report)
+
+    def _meet(
+        self, what: str, me: int, ids: Collection[int], text: str, timeout_s: float, lost: Collection[int] = ()
+    ) -> tuple[list[int], dict[int, str]]:
+        """Meets the others of this attempt; returns who came and what they have brought.
+
+        Raises:
+            TransportError: they did not wait for this one.
+        """
+        meeting = meet(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost)
+        if me not in meeting.members:
+            self._lineage.is_left_out = True
+            raise _left_out(self._number, max(meeting.members))
+        return meeting.members, meeting.texts
+
+    def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
+        """Makes group and buffer; returns who did not come to say that it could, where any could not."""
+        timeout_s = self._terms["timeout_s"]
+        name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
+        group: dist.ProcessGroup | None = None
+        buffer: BaseBuffer | None = None
+        problem, suspects = "", []
+        options = dict(self._terms["options"])
+        try:
+            group = make_group(
+                self._board.at("group"),
+                name,
+                [one if one >= 0 else None for one in roster.ranks],
+                rank,
+                parent=self._parent,
+                backend=self._terms["backend"],
+                timeout_s=timeout_s,
+            )
+            follow(name, Lineage(self._lineage.board, self._lineage.generation))
+            buffer = _KINDS[self._terms["kind"]].over(group, roster.num_ranks_per_domain, options)
+        except (RuntimeError, HybridEPError) as error:
+            problem = str(error)
+            if isinstance(error, TransportError) and error.peer is not None:
+                suspects = [error.peer]
+        # One that could waits for those that could not: for a group, and then for the votes and links of a buffer.
+        came, texts = self._meet("made", rank, range(len(ids)), problem, 3 * timeout_s, suspects)
+        if len(came) == len(ids) and not any(texts.values()):
+            assert group is not None
+            assert buffer is not None
+            return group, buffer
+        _drop(group, buffer)
+        return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
+
+    def _load(
+        self,
+        roster: Roster,
+        ids: list[int],
+        rank: int,
+        load_expert: LoadExpert | None,
+        loaded: dict[tuple[int, int], Any],
+    ) -> tuple[ExpertPlacement, Tensor, list[tuple[int, int, int]], dict[tuple[int, int], str]] | set[int]:
+        """Loads experts until all that were planned are there; returns who did not come where one did not.
+
+        Otherwise the placement, the old slots that are kept, the (layer, slot, expert) that this rank has loaded, and
+        what failed anywhere.
+        """
+        can_load = [self._round.can_load[self._round.ids.index(one)] for one in ids]
+        weight = None if self._terms["weight"] is None else torch.tensor(self._terms["weight"], dtype=torch.float64)
+        failed: dict[tuple[int, int], str] = {}
+        num_rounds = 0
+        while True:
+            plan = succeed(
+                self._placement,
+                roster,
+                can_load,
+                weight=weight,
+                max_slots=self._terms["max_slots"],
+                refused=failed,
+            )
+            mine = [load for load in plan.loads if load.rank == rank]
+            if not plan.loads:
+                return plan.placement, plan.kept[rank], [], failed
+            problems = []
+            for load in mine:
+                if (load.layer, load.expert) in loaded:
+                    continue
+                assert load_expert is not None
+                try:
+                    loaded[load.layer, load.expert] = load_expert(load.layer, load.expert)
+                except Exception as error:  # a job goes on without an expert
+                    problems.append([load.layer, load.expert, f"rank {rank}: {type(error).__name__}: {error}"])
+            num_rounds += 1
+            what, text = f"loads {num_rounds}", json.dumps(problems)
+            came, texts = self._meet(what, rank, range(len(ids)), text, self._terms["load_timeout_s"])
+            if len(came) < len(ids):
+                return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
+            found = {(layer, expert): why for r in came for layer, expert, why in json.loads(texts[r])}
+            if not found:
+                slots = [(load.layer, load.slot, load.expert) for load in mine]
+                return plan.placement, plan.kept[rank], slots, failed
+            failed |= found
+
+
+def _drop(group: dist.ProcessGroup | None, buffer: BaseBuffer | None) -> None:
+    """Gives up what was made for an attempt."""
+    if buffer is not None:
+        with contextlib.suppress(HybridEPError):
+            buffer.close()
+    if group is not None:
+        abandon(group)

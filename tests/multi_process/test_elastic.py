@@ -1,0 +1,226 @@
+"""Recovery and joining, one thing at a time; `recovery_trials` does it at random."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from hybrid_ep import Buffer, TopologyError, TransportError
+from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.elastic import join, recover, waiting
+from hybrid_ep.errors import ConfigError, TimeoutError
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
+from tests.multi_process.recovery_trials import Job, factor_of, step
+
+NUM_RANKS, VICTIM = 4, 2
+TIMEOUT_S = 3.0
+# Expert 4 is on the victim alone; 5 is also on rank 3.
+PLACEMENT = ExpertPlacement(((0, 1, 7, 2, 3, 0, 4, 5, 1, 6, 7, 5),), 8, NUM_RANKS, NUM_RANKS)
+
+
+@pytest.fixture
+def cluster() -> Iterator[VirtualCluster]:
+    with VirtualCluster(NUM_RANKS) as made:
+        yield made
+
+
+_jobs: list[Job] = []  # of this rank's process
+
+
+def _lose(victim: int, **options: Any) -> Job:
+    """Makes a step with everybody; then the victim dies, and the others are told."""
+    job = Job(Buffer(timeout_s=TIMEOUT_S, **options), PLACEMENT)
+    assert step(job, 0) == ""
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError):
+        step(job, 1)
+    return job
+
+
+def _load(layer: int, expert: int) -> float:
+    if expert == 4:
+        raise OSError("no such file")
+    return factor_of(expert)
+
+
+def _load_all(layer: int, expert: int) -> float:
+    return factor_of(expert)
+
+
+def _lose_and_go_on() -> tuple[Any, ...]:
+    """Goes on without the victim and without its expert."""
+    _jobs[:] = [_lose(VICTIM)]
+    job = _jobs[0]
+    job.take(recover(job.buffer, job.placement))
+    assert step(job, 2) == ""
+    return job.ranks, job.placement.unserved
+
+
+def _let_in() -> tuple[Any, ...]:
+    """Goes on with a new rank, which has the expert."""
+    job, begin = _jobs[0], time.monotonic()
+    while not waiting(job.buffer):
+        assert time.monotonic() - begin < 60
+        time.sleep(0.05)
+    recovered = recover(job.buffer, job.placement, _load_all)
+    job.take(recovered)
+    assert waiting(job.buffer) == 0
+    assert step(job, 3) == ""
+    return job.ranks, job.placement.unserved, recovered.report.lost
+
+
+def _come(port: int) -> tuple[Any, ...]:
+    recovered = join(TCPStore("127.0.0.1", port, None, is_master=False), _load_all)
+    buffer, placement, report = recovered
+    job = Job(buffer, placement)
+    assert job.factors == [report.loaded[0, slot] for slot in range(placement.num_slots)]
+    _jobs[:] = [job]
+    assert step(job, 3) == ""
+    return report.ranks, report.lost
+
+
+def _lose_once_more(victim: int) -> tuple[int, ...]:
+    """The job in which a rank has come loses another one."""
+    job = _jobs[0]
+    if job.buffer.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError):
+        step(job, 4)
+    job.take(recover(job.buffer, job.placement, _load_all))
+    assert step(job, 5) == ""
+    return tuple(job.placement.experts[0])
+
+
+def test_a_rank_is_lost_and_another_comes(cluster: VirtualCluster) -> None:
+    survivors = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
+    cluster.start(_lose_and_go_on)
+    with pytest.raises(RankError):
+        cluster.collect([VICTIM], limit_s=60)
+    assert cluster.collect(survivors, limit_s=60) == [((0, 1, 3), ((4,),))] * 3
+    cluster.replace(VICTIM)
+    cluster.start(_let_in, ranks=survivors)
+    cluster.start(_come, cluster.port, ranks=[VICTIM])
+    assert cluster.collect(survivors, limit_s=60) == [((0, 1, 3, -1), (), ())] * 3
+    (came,) = cluster.collect([VICTIM], limit_s=60)
+    assert came == ((0, 1, 2, None), ())
+    # Ranks are now 0, 1, 3 and the new one; rank 1 of them dies.
+    cluster.start(_lose_once_more, 1)
+    placements = cluster.collect([0, VICTIM, 3], limit_s=60)
+    assert len(set(placements)) == 1
+
+
+def _name_what_cannot_be_loaded() -> tuple[Any, ...]:
+    job = _lose(VICTIM)
+    recovered = recover(job.buffer, job.placement, _load)
+    job.take(recovered)
+    assert step(job, 2) == ""
+    return recovered.report.unserved, recovered.report.failed
+
+
+def test_an_expert_that_cannot_be_loaded_is_named(cluster: VirtualCluster) -> None:
+    cluster.start(_name_what_cannot_be_loaded)
+    told = cluster.collect([rank for rank in range(NUM_RANKS) if rank != VICTIM], limit_s=60)
+    for unserved, failed in told:
+        assert unserved == ((0, 4),)
+        ((where, why),) = failed.items()
+        assert where == (0, 4)
+        assert why.endswith("OSError: no such file")
+    assert len({tuple(failed.items()) for _, failed in told}) == 1
+
+
+def _disagree() -> str:
+    """Ranks that do not want the same are told the same, and can go on once they do."""
+    job = _lose(VICTIM)
+    with pytest.raises(ConfigError) as refused:
+        recover(job.buffer, job.placement, max_slots=3 + (dist.get_rank() == 3))
+    job.take(recover(job.buffer, job.placement))
+    assert step(job, 2) == ""
+    return str(refused.value)
+
+
+def test_ranks_that_disagree_are_told_the_same(cluster: VirtualCluster) -> None:
+    cluster.start(_disagree)
+    told = cluster.collect([rank for rank in range(NUM_RANKS) if rank != VICTIM], limit_s=60)
+    assert set(told) == {"max_slots differs between ranks 0 and 3; allowed: the same on every rank"}
+
+
+def _divide() -> tuple[str, int]:
+    """What is left of two domains cannot be domains of 2; it can be domains of 1."""
+    placement = ExpertPlacement(PLACEMENT.experts, 8, NUM_RANKS, 2)
+    job = Job(Buffer(timeout_s=TIMEOUT_S, num_ranks_per_domain=2), placement)
+    if dist.get_rank() == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError):
+        step(job, 1)
+    with pytest.raises(TopologyError) as refused:
+        recover(job.buffer, job.placement, num_ranks_per_domain=2)
+    recovered = recover(job.buffer, job.placement)
+    job.take(recovered)
+    assert step(job, 2) == ""
+    return str(refused.value), recovered.buffer.grid.num_domains
+
+
+def test_domains_that_do_not_fit_are_refused(cluster: VirtualCluster) -> None:
+    cluster.start(_divide)
+    for told in cluster.collect([rank for rank in range(NUM_RANKS) if rank != VICTIM], limit_s=60):
+        assert told == (
+            "num_ranks_per_domain is 2, with domains of [2, 1] ranks left; allowed: [1], which divide each",
+            3,
+        )
+
+
+def _go_on_by_masks() -> list[str]:
+    """Low-latency calls go on with the same buffer: the lost rank is masked, and the placement leaves it out."""
+    job = Job(Buffer(timeout_s=TIMEOUT_S, low_latency_mode=True, enable_shrink=True), PLACEMENT)
+    buffer = job.buffer
+    assert step(job, 0) == ""
+    if dist.get_rank() == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError) as lost:
+        step(job, 1)
+    assert lost.value.peer is not None
+    job.placement = job.placement.without([lost.value.peer])
+    wrong = [step(job, number) for number in (2, 3)]
+    assert job.buffer is buffer
+    assert job.placement.unserved == ((4,),)
+    return wrong
+
+
+def test_low_latency_goes_on_by_masks(cluster: VirtualCluster) -> None:
+    cluster.start(_go_on_by_masks)
+    survivors = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
+    assert cluster.collect(survivors, limit_s=60) == [["", ""]] * len(survivors)
+
+
+def _refuse() -> None:
+    with pytest.raises(ConfigError, match="ranks of the buffer are 1; allowed: ≥ 2"):
+        recover(Buffer(dist.new_group([dist.get_rank()], use_local_synchronization=True)), PLACEMENT)
+    buffer = Buffer()
+    with pytest.raises(ConfigError, match="placement is NoneType; allowed: an ExpertPlacement"):
+        recover(buffer, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ranks of placement is 3; allowed: 2"):
+        recover(buffer, ExpertPlacement.contiguous(1, 3, 3))
+    fits = ExpertPlacement.contiguous(1, 2, 2)
+    with pytest.raises(ConfigError, match="load_expert is 3; allowed: a function or None"):
+        recover(buffer, fits, 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="allowed: > 0"):
+        recover(buffer, fits, timeout_s=0)
+    store = dist.distributed_c10d._get_default_store()
+    with pytest.raises(ConfigError, match="load_expert is None; allowed: a function"):
+        join(store, None)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match="nobody has let it in"):
+        join(store, _load, job="another", timeout_s=0.2)
+    assert waiting(buffer) == 0
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    with VirtualCluster(2) as cluster:
+        cluster.run(_refuse, limit_s=60)
