@@ -63,8 +63,7 @@ struct DispatchParams {
   int32_t* dst_row;      // [T, R] row at r, expert-major output only, or −1
   int32_t* rank_prefix;  // [R, R] rows that ranks 0…i send to j
   // Written unless the route is read.
-  int32_t* expert_place;  // [T, K] scratch, expert-major output only
-  uint32_t* first_mask;   // [T] scratch: bit k set where topk_idx[k] is an expert that the row has not named before
+  int32_t* expert_place;           // [T, K] scratch, expert-major output only
   int32_t* num_tokens_per_expert;  // [LE], pads included
   int32_t* overflow;               // [1], or nullptr
   Mailbox* mailbox;                // nullptr: the host does not wait

@@ -15,7 +15,7 @@ int64_t compute_layout(const HostLayout& layout) {
     for (int64_t k = 0; k < layout.num_topk; ++k) {
       const int64_t expert = row[k];
       if (expert < -1 || expert >= experts.num_experts) return token * layout.num_topk + k;
-      if (expert < 0 || std::find(row, row + k, expert) != row + k) continue;
+      if (expert < 0) continue;
       ++layout.num_tokens_per_expert[expert];
       bool& seen = in_rank[experts.rank_of(expert)];
       if (!seen) ++layout.num_tokens_per_rank[experts.rank_of(expert)];

@@ -14,7 +14,7 @@ struct HostLayout {
   int64_t num_topk;         // K
   ExpertMap experts;
   int32_t* num_tokens_per_rank;    // [R] out
-  int32_t* num_tokens_per_expert;  // [E] out; an expert named twice by a token counts once
+  int32_t* num_tokens_per_expert;  // [E] out; an expert named twice by a token counts twice
   bool* is_token_in_rank;          // [T, R] out
 };
 

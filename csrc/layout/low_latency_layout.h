@@ -35,7 +35,7 @@ enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m
 // Some columns of a token's route, stored and loaded as one: column k has bits 12 k to 12 k + 11.
 struct alignas(16) RoutePart {
   static constexpr int kColumns = 8, kBits = 12;
-  static constexpr int kNoExpert = (1 << kBits) - 1;  // also for an expert that was named before
+  static constexpr int kNoExpert = (1 << kBits) - 1;
   uint32_t experts[3];
   uint32_t epoch;  // of the call
 };

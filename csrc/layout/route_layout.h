@@ -14,7 +14,6 @@ struct RouteLayout {
   int64_t dst_row;                // [T, R], expert-major only
   int64_t num_tokens_per_expert;  // [LE]; expert-major: [2, LE], with pads, then without
   int64_t overflow;               // [1], expert-major only
-  int64_t first_mask;             // [T]
   int64_t expert_place;           // [T, K]
   int64_t num_ints;
 };
@@ -36,7 +35,6 @@ inline RouteLayout make_route_layout(int num_ranks, int num_tokens, int num_loca
   layout.dst_row = place(is_permuted ? cells : 0);
   layout.num_tokens_per_expert = place((is_permuted ? 2 : 1) * num_local_experts);
   layout.overflow = place(is_permuted ? 1 : 0);
-  layout.first_mask = place(num_tokens);
   layout.expert_place = place(static_cast<int64_t>(num_tokens) * num_topk);
   layout.num_ints = offset;
   return layout;

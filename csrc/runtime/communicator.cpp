@@ -187,7 +187,6 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.dst_row = part(is_permuted, plan.route.dst_row);
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
-  params.first_mask = reinterpret_cast<uint32_t*>(part(is_new, plan.route.first_mask));
   params.expert_place = part(is_new, plan.route.expert_place);
   const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
   params.mailbox = has_mail ? mailbox_ : nullptr;

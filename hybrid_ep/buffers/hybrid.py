@@ -20,7 +20,15 @@ from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.layout import indices_to_map, map_to_indices, weights_in_columns, weights_to_probs, widest_token
+from hybrid_ep.core.layout import (
+    experts_of_columns,
+    indices_to_map,
+    map_to_indices,
+    probs_in_columns,
+    weights_in_columns,
+    weights_to_probs,
+    widest_token,
+)
 from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
@@ -299,7 +307,10 @@ class HybridEPBuffer(BaseBuffer):
         combined = engine.combine(
             hidden.contiguous(), handle.dispatch, weights=weights, bias=(), num_sms=self._num_sms_combine
         )
-        return combined.data, self._to_experts(combined.weights, handle.topk_idx, handle.dispatch.num_experts)
+        if combined.weights is None:
+            return combined.data, None
+        # Columns of the same expert have the same value.
+        return combined.data, experts_of_columns(handle.topk_idx, combined.weights, handle.dispatch.num_experts)
 
     @plain_tensors
     def dispatch_with_permute(
@@ -477,7 +488,9 @@ class HybridEPBuffer(BaseBuffer):
             num_sms=self._num_sms_combine,
             num_expert_sms=self._num_sms_unpermute,
         )
-        return combined.data, self._to_experts(combined.weights, handle.topk_idx, permute.dispatch.num_experts)
+        if combined.weights is None:
+            return combined.data, None
+        return combined.data, weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
 
     def _rows_and_routing(
         self,
@@ -587,16 +600,11 @@ class HybridEPBuffer(BaseBuffer):
                 require(same, "routing", "another than that of the handle", "the same, or None")
         if probs is not None:
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=map_shape, device=device)
-            return probs.gather(1, known_idx.clamp_min(0))
+            return probs_in_columns(known_idx, probs)
         if topk_weights is not None:
             shape = known_idx.shape
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
         return packed(topk_weights)
-
-    @staticmethod
-    def _to_experts(weights: Tensor | None, topk_idx: Tensor, num_experts: int) -> Tensor | None:
-        """``[T, K]`` weights → ``[T, E]``, where there are any."""
-        return None if weights is None else weights_to_probs(topk_idx, weights, num_experts)
 
 
 @functools.lru_cache

@@ -112,11 +112,12 @@ class LowLatencyCalls(BaseBuffer):
             packed_recv_x ``[LE, M×R, H]`` bf16, or (float8_e4m3fn, scales ``[LE, M×R, H/128]`` float32 or
             ``[LE, M×R, ceil(H/512)]`` int32, strided column-major); packed_recv_count ``[LE]`` int32; the handle
             (source token index ``[LE, M×R]`` int32, layout ``[LE, R]`` int64 of ``(begin << 32) | count``, …); the
-            event; the hook (None unless asked for). Rows stand by source rank, then source token; those after the count
-            are undefined.
+            event; the hook (None unless asked for). Rows stand by source rank, source token, then column: each column
+            of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
             ConfigError: an argument does not fit, or the buffer is not in low-latency mode.
+            OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at its rank.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
                 without it.
         """
@@ -182,7 +183,7 @@ class LowLatencyCalls(BaseBuffer):
         Args:
             x: ``[LE, M×R, H]`` bf16, placed as `low_latency_dispatch` placed its rows.
             topk_idx: ``[T, K]`` int64, as dispatched.
-            topk_weights: ``[T, K]`` float32; of a duplicate expert only the first weight counts.
+            topk_weights: ``[T, K]`` float32.
             handle: of the dispatch.
             use_logfmt: not supported.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer(handle)` instead of `x`.

@@ -25,11 +25,12 @@ __all__ = [
     "Permutation",
     "compute_layout",
     "compute_layout_on_device",
-    "drop_duplicates",
+    "experts_of_columns",
     "first_occurrence",
     "indices_to_map",
     "map_to_indices",
     "permutation_by_expert",
+    "probs_in_columns",
     "weights_in_columns",
     "weights_to_probs",
     "widest_token",
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
     Attributes:
         num_tokens_per_rank: ``[R]`` int32.
         num_tokens_per_domain: ``[D]`` int32; tokens with at least one expert in the domain.
-        num_tokens_per_expert: ``[E]`` int32.
+        num_tokens_per_expert: ``[E]`` int32; columns that name the expert.
         is_token_in_rank: ``[T, R]`` bool.
     """
 
@@ -53,7 +54,7 @@ class Layout(NamedTuple):
 
 
 def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> Layout:
-    """Counts tokens per rank, domain and expert. A duplicate expert in a row counts once; −1 counts nowhere.
+    """Counts tokens per rank, domain and expert. Every column counts for its expert; −1 counts nowhere.
 
     Args:
         topk_idx: ``[T, K]`` int64, contiguous, every index in −1 … E−1.
@@ -115,18 +116,15 @@ def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int)
     """Tokens per rank, per expert, and the ranks of each token, in torch operations that never wait for the device."""
     routing_map = _scatter_to_map(topk_idx, num_experts)
     in_rank = routing_map.view(topk_idx.shape[0], num_ranks, num_experts // num_ranks).any(-1)
-    return in_rank.sum(0, dtype=torch.int32), routing_map.sum(0, dtype=torch.int32), in_rank
+    columns = torch.where(topk_idx < 0, num_experts, topk_idx).flatten()
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
+    per_expert.index_add_(0, columns, torch.ones_like(columns, dtype=torch.int32))
+    return in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank
 
 
 def first_occurrence(topk_idx: Tensor) -> Tensor:
     """Returns ``[T, K]`` bool: True where an index ≥ 0 stands for the first time in its row."""
-    same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
-    return ~same.tril(-1).any(2) & (topk_idx >= 0)
-
-
-def drop_duplicates(topk_idx: Tensor) -> Tensor:
-    """Returns `topk_idx` with −1 wherever an index stands in its row for a second time."""
-    return torch.where(first_occurrence(topk_idx), topk_idx, -1)
+    return (_num_before(topk_idx) == 0) & (topk_idx >= 0)
 
 
 def _scatter_to_map(topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -148,7 +146,7 @@ def indices_to_map(
         num_of_experts: E.
 
     Returns:
-        ``[T, E]`` bool, and ``[T, E]`` float32 (None without weights). Of a duplicate, the first weight counts.
+        ``[T, E]`` bool, and ``[T, E]`` float32 (None without weights): the sum of the weights of an expert's columns.
 
     Raises:
         ConfigError: shapes, dtypes or devices do not fit; on a CPU, an index is outside −1 … E−1.
@@ -166,20 +164,39 @@ def indices_to_map(
 
 
 def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
-    """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities. Of a duplicate, the first weight counts."""
-    columns = torch.where(first_occurrence(topk_idx), topk_idx, num_experts)
-    probs = topk_weights.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, topk_weights)
-    return probs[:, :num_experts].contiguous()
+    """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
+    same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
+    # In float64, so that the order of the terms, which devices choose, does not show.
+    totals = torch.where(same, topk_weights.unsqueeze(1), 0.0).sum(2, dtype=torch.float64).float()
+    return experts_of_columns(topk_idx, totals, num_experts)
+
+
+def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
+    """``[T, K]`` indices and values → ``[T, E]``, 0 where an expert is not named; its columns have equal values."""
+    columns = torch.where(topk_idx < 0, num_experts, topk_idx)
+    experts = values.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, values)
+    return experts[:, :num_experts].contiguous()
+
+
+def probs_in_columns(topk_idx: Tensor, probs: Tensor) -> Tensor:
+    """``[T, K]`` indices and ``[T, E]`` probabilities → ``[T, K]`` weights: of several columns, the first has it."""
+    return torch.where(first_occurrence(topk_idx), probs.gather(1, topk_idx.clamp_min(0)), 0.0)
 
 
 def weights_in_columns(wanted_idx: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
     """``[T, J]`` indices, ``[T, K]`` others and their weights → ``[T, J]`` weights, 0 where an index is not among them.
 
-    Of a duplicate, the first weight counts.
+    Of an expert in several columns, the first has the weight of the first, and so on.
     """
     same = wanted_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
-    first = topk_weights.gather(1, same.byte().argmax(2))
-    return torch.where(same.any(2), first, 0.0)
+    same &= _num_before(wanted_idx).unsqueeze(2) == _num_before(topk_idx).unsqueeze(1)
+    found = topk_weights.gather(1, same.byte().argmax(2))
+    return torch.where(same.any(2), found, 0.0)
+
+
+def _num_before(topk_idx: Tensor) -> Tensor:
+    """``[T, K]`` int64: in how many columns before it the same index stands."""
+    return (topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)).tril(-1).sum(2)
 
 
 def map_to_indices(routing_map: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -213,7 +230,7 @@ class Permutation(NamedTuple):
     """Where the copies of N received rows stand once they are grouped by local expert.
 
     Attributes:
-        row: ``[C]`` int64; the received row of each copy, copies in order of (local expert, row).
+        row: ``[C]`` int64; the received row of each copy, copies in order of (local expert, row, column).
         column: ``[C]`` int64; the top-k column that names the expert of each copy.
         place: ``[C]`` int64; row of each copy in the permuted tensor.
         num_tokens_per_expert: ``[LE]`` int32, pads included.
@@ -232,10 +249,10 @@ class Permutation(NamedTuple):
 
 
 def permutation_by_expert(local_topk_idx: Tensor, num_local_experts: int, pad_multiple: int) -> Permutation:
-    """Groups received rows by local expert; a row with several local experts gets a copy for each. Waits for a GPU.
+    """Groups received rows by local expert, a copy for each column that names one. Waits for a GPU.
 
     Args:
-        local_topk_idx: ``[N, K]`` int64, local expert or −1, no duplicates in a row.
+        local_topk_idx: ``[N, K]`` int64, local expert or −1.
         num_local_experts: LE.
         pad_multiple: every expert's block is rounded up to a multiple of it.
     """

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.layout import drop_duplicates
-
 __all__ = ["HopBytes", "all_gather_bytes", "all_to_all_bytes", "tokens_per_expert"]
 
 
@@ -31,10 +29,10 @@ class HopBytes:
 
 
 def all_to_all_bytes(topk_idx: list[Tensor], num_experts: int, num_ranks_per_domain: int, row_bytes: int) -> HopBytes:
-    """A plain all-to-all: one copy of a row for each of its experts, straight to the expert's rank.
+    """A plain all-to-all: one copy of a row for each column of its top-k, straight to the expert's rank.
 
     Args:
-        topk_idx: for each rank, ``[T, K]`` int64, global expert or −1; a duplicate in a row counts once.
+        topk_idx: for each rank, ``[T, K]`` int64, global expert or −1.
         num_experts: E, a multiple of the ranks.
         num_ranks_per_domain: divides the ranks.
         row_bytes: bytes of one row.
@@ -46,8 +44,7 @@ def all_to_all_bytes(topk_idx: list[Tensor], num_experts: int, num_ranks_per_dom
     num_local_experts = num_experts // len(topk_idx)
     within = between = 0
     for rank, routing in enumerate(topk_idx):
-        kept = drop_duplicates(routing)
-        owner = kept[kept >= 0] // num_local_experts
+        owner = routing[routing >= 0] // num_local_experts
         same_domain = owner // num_ranks_per_domain == rank // num_ranks_per_domain
         within += int((same_domain & (owner != rank)).sum())
         between += int((~same_domain).sum())
@@ -72,7 +69,7 @@ def all_gather_bytes(num_tokens: list[int], num_ranks_per_domain: int, row_bytes
 
 
 def tokens_per_expert(topk_idx: list[Tensor], num_experts: int) -> list[int]:
-    """How many tokens of all ranks choose each expert."""
-    chosen = torch.cat([drop_duplicates(routing).flatten() for routing in topk_idx])
+    """How often the tokens of all ranks choose each expert."""
+    chosen = torch.cat([routing.flatten() for routing in topk_idx])
     counts: list[int] = torch.bincount(chosen[chosen >= 0], minlength=num_experts).tolist()
     return counts

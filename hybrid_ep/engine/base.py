@@ -4,14 +4,16 @@ The buffers check every argument, choose streams and shape the results as the pe
 moves tokens: it may trust its arguments, works on the current stream, and must give the same bits as every other
 engine:
 
-* order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank and
-  token;
-* sums: the rows of one token's experts on one rank are summed in fp32 in ascending local expert order and rounded once
-  to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop or the output, and
-  across domains in ascending domain index. Bias is added in fp32 before the last rounding. Low-latency combine
-  multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order; for a source of as many tokens as
-  its `min_tokens_to_sum`, a rank that has several experts of a token first does the same with their rows, rounds once
-  to bf16, and the result stands in the place of the first. Weights and probabilities are summed in fp32.
+* order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank, token
+  and column of top-k;
+* columns: each column of top-k that names an expert counts, has its weight, and is a row of permuted and of
+  low-latency output, also where columns of a token name the same expert. A token crosses once to each rank;
+* sums: the rows of one token's experts on one rank are summed in fp32 in ascending order of local expert, then column,
+  and rounded once to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop
+  or the output, and across domains in ascending domain index. Bias is added in fp32 before the last rounding.
+  Low-latency combine multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order; for a source
+  of as many tokens as its `min_tokens_to_sum`, a rank that has several rows of a token first does the same with them,
+  rounds once to bf16, and the result stands in the place of the first. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
 rows, M the most tokens that a rank may send in low-latency mode.
@@ -99,7 +101,7 @@ class Routing(NamedTuple):
     """Where this rank's tokens go.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64, global expert index or −1; a duplicate in a row counts once (its first place).
+        topk_idx: ``[T, K]`` int64, global expert index or −1. An expert may stand in several columns of a token.
         topk_weights: ``[T, K]`` float32, or None.
         num_experts: E, a multiple of R.
         has_topk: whether `topk_idx` came from the caller; False where it was made from the ranks of each token.

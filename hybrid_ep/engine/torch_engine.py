@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.layout import Permutation, compute_layout, drop_duplicates, permutation_by_expert
+from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
 from hybrid_ep.core.quantize import Fp8Format
 from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import (
@@ -110,7 +110,7 @@ class TorchEngine(Engine):
     ) -> Dispatched:
         """Receives exactly what arrives; the bound is only compared. `pad_multiple` > 0: rows will be permuted."""
         exchange, grid = self._exchange, self.grid
-        topk_idx = drop_duplicates(routing.topk_idx)
+        topk_idx = routing.topk_idx
         columns = self._columns(rows, topk_idx, routing.topk_weights)
         fmt = RecordFormat.of(columns)
         layout = compute_layout(topk_idx, routing.num_experts, grid.num_ranks, grid.num_ranks_per_domain)
@@ -254,12 +254,13 @@ class TorchEngine(Engine):
         permutation: Permutation = handle.state
         kept = permutation.place < handle.num_permuted
         row, column, place = permutation.row[kept], permutation.column[kept], permutation.place[kept]
-        # Copies stand by local expert, and an expert has at most one copy of a row: adding up expert by expert is
-        # ascending.
+        # A row's copies in the order of their places: by local expert, then column.
         sums = data.new_zeros(num_recv, data.shape[1], dtype=torch.float32)
-        block_of = torch.repeat_interleave(handle.num_tokens_per_expert.to(torch.int64))[: handle.num_permuted]
-        for block in torch.split(torch.arange(place.numel(), device=place.device), _run_lengths(block_of[place])):
-            sums.index_add_(0, row[block], data[place[block]].float())
+        places = torch.full((num_recv, handle.dispatch.num_topk), handle.num_permuted, device=data.device)
+        places[row, column] = place
+        for nth in places.sort(1).values.unbind(1):
+            has_nth = nth < handle.num_permuted
+            sums[has_nth] += data[nth[has_nth]].float()
         weights = None
         if probs is not None:
             weights = probs.new_zeros(num_recv, handle.dispatch.num_topk)
@@ -414,9 +415,3 @@ def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) 
 def _permute_rows(received: Rows, handle: PermuteHandle) -> Rows:
     scales = None if received.scales is None else _permute(received.scales, handle)
     return Rows(_permute(received.data, handle), scales)
-
-
-def _run_lengths(sorted_values: Tensor) -> list[int]:
-    """How often each distinct value of a sorted tensor stands in it."""
-    lengths: list[int] = torch.unique_consecutive(sorted_values, return_counts=True)[1].tolist()
-    return lengths

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.layout import compute_layout, drop_duplicates, permutation_by_expert
+from hybrid_ep.core.layout import compute_layout, permutation_by_expert
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
 from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
 from hybrid_ep.engine.records import RecordFormat
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, OverflowError
 
 __all__ = ["TorchLowLatency"]
 
@@ -29,10 +29,10 @@ class _State:
     """Kept in a LowLatencyHandle.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64 without duplicates, as dispatched.
+        topk_idx: ``[T, K]`` int64, as dispatched.
         ranks: the ranks that took part.
         number: of the dispatch, equal at all ranks and of no other, of any buffer of the group.
-        is_finished: whether its `finish` has run.
+        is_finished: whether its `finish` has received the rows.
     """
 
     topk_idx: Tensor
@@ -59,7 +59,6 @@ class TorchLowLatency:
         exchange, grid = self._exchange, self._exchange.grid
         num_local, capacity = num_experts // grid.num_ranks, num_max_tokens_per_rank * grid.num_ranks
         hidden, device = data.shape[1], data.device
-        topk_idx = drop_duplicates(topk_idx)
         packed = _empty_packed(num_local, capacity, hidden, fp8, device)
         count = torch.zeros(num_local, dtype=torch.int32, device=device)
         src_info = torch.full((num_local, capacity), -1, dtype=torch.int32, device=device)
@@ -88,16 +87,21 @@ class TorchLowLatency:
             if rows.scales is not None:
                 same |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}
             exchange.begin("low_latency_dispatch", ranks, device, same, call_number=call, wait_stats=wait_stats)
-            state.is_finished = True
             layout = compute_layout(topk_idx, num_experts, grid.num_ranks, grid.num_ranks_per_domain)
             goes = layout.is_token_in_rank[:, ranks]
             hop = Hop.plan(exchange, "between ranks", ranks, goes)
             arrived = fmt.unpack(hop.forward(exchange, fmt.pack(columns), wait_stats))
 
-            # Rows arrived by source rank, then token; each goes once to every local expert that it names.
+            # Rows arrived by source rank, then token; each has a place for every column that names a local expert.
             local = arrived[1].to(torch.int64) - grid.rank * num_local
             local = torch.where((local >= 0) & (local < num_local), local, -1)
             copies = permutation_by_expert(local, num_local, 1)
+            most = int(copies.num_tokens_per_expert.max())
+            if most > capacity:  # tokens name an expert in several columns
+                raise OverflowError(
+                    f"low_latency_dispatch: rows: {most} at rank {grid.rank}; allowed by the bound: {capacity}"
+                )
+            state.is_finished = True
             count.copy_(copies.num_tokens_per_expert)
             begin = count.cumsum(0) - count
             expert = torch.repeat_interleave(torch.arange(num_local, device=device), count)
@@ -126,8 +130,7 @@ class TorchLowLatency:
         exchange, grid = self._exchange, self._exchange.grid
         state: _State = handle.state
         num_local = handle.num_experts // grid.num_ranks
-        sent = drop_duplicates(topk_idx)
-        if not torch.equal(sent, state.topk_idx):
+        if not torch.equal(topk_idx, state.topk_idx):
             raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")
         if not state.is_finished:
             raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
@@ -145,8 +148,8 @@ class TorchLowLatency:
             exchange.begin("low_latency_combine", ranks, data.device, same, call_number=call, wait_stats=wait_stats)
             # Both sides know the order of the rows between two ranks: by local expert, then by token.
             outgoing = {r: _rows_of_source(data, handle.layout_range, r) for r in ranks}
-            owner = torch.where(sent >= 0, sent.div(num_local, rounding_mode="floor"), -1)
-            wanted = {r: _by_expert_then_token(sent, owner == r) for r in ranks}
+            owner = torch.where(topk_idx >= 0, topk_idx.div(num_local, rounding_mode="floor"), -1)
+            wanted = {r: _by_expert_then_token(topk_idx, owner == r) for r in ranks}
             rows = {r: data.new_empty(token.numel(), handle.hidden) for r, (token, _) in wanted.items()}
             exchange.swap(
                 "rows between ranks",
@@ -154,15 +157,15 @@ class TorchLowLatency:
                 {r: t.view(-1).view(torch.uint8) for r, t in rows.items()},
                 wait_stats,
             )
-            copies = data.new_zeros(*sent.shape, handle.hidden)
+            copies = data.new_zeros(*topk_idx.shape, handle.hidden)
             for r, (token, column) in wanted.items():
                 copies[token, column] = rows[r]
-            weights = torch.where(sent >= 0, topk_weights, 0.0)
+            weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
             # Each rank tells from how many tokens on its rows come summed, and this one sums in its place.
             minimum = torch.tensor([min_tokens_to_sum], device=data.device)
             minima = exchange.all_gather("tokens from which on rows are summed", minimum, ranks, wait_stats)
             for r, (their_minimum,) in zip(ranks, minima.tolist(), strict=True):
-                if sent.shape[0] >= their_minimum:
+                if topk_idx.shape[0] >= their_minimum:
                     copies, weights = _sum_rows_of(copies, weights, owner == r)
             out.copy_(_weighted_sum(copies, weights))
 
@@ -222,7 +225,7 @@ def _rows_of_source(data: Tensor, layout_range: Tensor, rank: int) -> Tensor:
 
 
 def _by_expert_then_token(topk_idx: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (token, column) of the chosen entries, by expert, then token."""
+    """Positions (token, column) of the chosen entries, by expert, then token, then column."""
     token, column = torch.nonzero(chosen, as_tuple=True)
     order = torch.argsort(topk_idx[token, column], stable=True)
     return token[order], column[order]

@@ -16,12 +16,12 @@ __all__ = ["Copy", "Reference", "dense_moe"]
 
 
 class Copy(NamedTuple):
-    """One token as it stands with one of its experts.
+    """One token as it stands with one of its experts, for one column of its top-k.
 
     Attributes:
         src_rank: where it comes from.
         token: its index there.
-        column: the top-k column that names the expert (the first one, of duplicates).
+        column: the top-k column that names the expert.
         expert: global index.
     """
 
@@ -54,13 +54,12 @@ class Reference:
         return self.num_experts // self.num_ranks
 
     def copies(self, rank: int) -> list[Copy]:
-        """Every (token, expert) pair whose expert lives on `rank`: by source rank, token, then expert."""
+        """Every column whose expert lives on `rank`: by source rank, token, expert, then column."""
         found = []
         for src_rank, topk in enumerate(self.topk_idx):
             for token, row in enumerate(topk.tolist()):
                 for expert in range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts):
-                    if expert in row:
-                        found.append(Copy(src_rank, token, row.index(expert), expert))
+                    found += [Copy(src_rank, token, k, expert) for k, named in enumerate(row) if named == expert]
         return found
 
     def received(self, rank: int) -> list[tuple[int, int]]:
@@ -86,7 +85,7 @@ class Reference:
         return rows
 
     def tokens_per_expert(self, rank: int) -> list[int]:
-        """How many tokens each local expert of `rank` receives."""
+        """How many copies each local expert of `rank` receives."""
         experts = [copy.expert for copy in self.copies(rank)]
         return [experts.count(rank * self.num_local_experts + e) for e in range(self.num_local_experts)]
 
@@ -130,7 +129,7 @@ def dense_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expert: Callabl
 
     Args:
         x: ``[T, H]``, any float dtype.
-        topk_idx: ``[T, K]`` int64, global expert or −1; of a duplicate, the first weight counts.
+        topk_idx: ``[T, K]`` int64, global expert or −1.
         topk_weights: ``[T, K]``.
         expert: (global expert, ``[n, H]`` float64) → ``[n, H']`` float64.
 
@@ -141,8 +140,7 @@ def dense_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expert: Callabl
     probe = expert(0, x[:0])
     total = torch.zeros(x.shape[0], probe.shape[1], dtype=torch.float64)
     for index in sorted({int(e) for e in topk_idx.flatten().tolist() if e >= 0}):
-        chosen = topk_idx == index
-        tokens = torch.nonzero(chosen.any(1)).flatten()
-        column = chosen[tokens].int().argmax(1)
-        total[tokens] += expert(index, x[tokens]) * topk_weights[tokens, column].double().unsqueeze(1)
+        weight = torch.where(topk_idx == index, topk_weights.double(), 0.0).sum(1)
+        tokens = torch.nonzero((topk_idx == index).any(1)).flatten()
+        total[tokens] += expert(index, x[tokens]) * weight[tokens].unsqueeze(1)
     return total

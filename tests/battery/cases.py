@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybrid_ep.testing.reference import Reference
+from hybrid_ep.testing.reference import Copy, Reference
 
-__all__ = ["CASES", "LOW_LATENCY_CASES", "Case", "Inputs", "row_of", "select"]
+__all__ = ["CASES", "LOW_LATENCY_CASES", "Case", "Inputs", "expert_row", "row_of", "select"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Case:
         topk: K.
         num_experts: E.
         routing: ``uniform``, ``hot`` (one expert takes every token), ``holes`` (half of the entries are −1, some rows
-            all −1), ``duplicates`` (rows name an expert more than once), ``local`` (every token stays) or ``empty``
-            (all −1).
+            all −1), ``duplicates`` (rows name an expert more than once), ``merged`` (these, with one column for each
+            expert), ``local`` (every token stays) or ``empty`` (all −1).
         num_ranks_per_domain: None = one domain.
         seed: of the inputs.
     """
@@ -65,9 +65,12 @@ class Case:
         if self.routing == "holes":
             topk[torch.rand(topk.shape, generator=generator) < 0.5] = -1
             topk[::5] = -1
-        if self.routing == "duplicates":
+        if self.routing in ("duplicates", "merged"):
             again = torch.randint(self.topk, topk.shape, generator=generator)
             topk = topk.gather(1, again)
+        if self.routing == "merged":
+            merged = [[-1 if e in row[:k] else e for k, e in enumerate(row)] for row in topk.tolist()]
+            topk = torch.tensor(merged, dtype=torch.int64).reshape(topk.shape)
         if self.routing == "empty":
             topk.fill_(-1)
         return topk
@@ -78,7 +81,18 @@ class Case:
         num_tokens = self.tokens_of(rank)
         x = torch.randn(num_tokens, self.hidden, generator=generator).to(torch.bfloat16)
         weights = torch.rand(num_tokens, self.topk, generator=generator)
+        if self.routing == "merged":
+            named = replace(self, routing="duplicates").topk_idx(rank)
+            for row, its_weights in zip(named.tolist(), weights, strict=True):
+                for k, e in enumerate(row):
+                    its_weights[k] = sum(
+                        float(w) for other, w in zip(row[k:], its_weights[k:], strict=True) if other == e
+                    )
         return Inputs(x, self.topk_idx(rank), weights)
+
+    def as_map(self) -> Case:
+        """What the routing is as a dense map, which has one weight for each expert of a token."""
+        return replace(self, routing="merged") if self.routing == "duplicates" else self
 
     def reference(self) -> Reference:
         topk_idx = [self.topk_idx(rank) for rank in range(self.num_ranks)]
@@ -103,6 +117,11 @@ def row_of(seed: int, rank: int, src_rank: int, token: int, size: int) -> Tensor
     row[chosen < 0.25] = 2.0**24
     row[chosen > 0.75] = -(2.0**24)
     return row.to(torch.bfloat16)
+
+
+def expert_row(case: Case, copy: Copy) -> Tensor:
+    """The bf16 row that an expert returns for a copy: another one for each column that names the expert."""
+    return row_of(case.seed, copy.expert + copy.column * case.num_experts, copy.src_rank, copy.token, case.hidden)
 
 
 CASES = [

@@ -13,7 +13,7 @@ import hybrid_ep
 from hybrid_ep.core.layout import indices_to_map
 from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.testing.reference import Copy
-from tests.battery.cases import Case, row_of
+from tests.battery.cases import Case, expert_row, row_of
 from tests.battery.normal import equal, gather_rows, on, returned
 
 __all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain", "check_sms", "check_two_buffers"]
@@ -30,15 +30,15 @@ def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
     )
 
 
-def routings(case: Case, device: str) -> list[dict[str, Any]]:
-    """The same routing as indices and as a map."""
+def routings(case: Case, device: str) -> list[tuple[dict[str, Any], Case]]:
+    """The same routing as indices and as a map, and the case that each of them is."""
     inputs = on(device, case.inputs(dist.get_rank()))
     routing_map, probs = indices_to_map(
         inputs.topk_idx, inputs.topk_weights, inputs.topk_idx.shape[0], case.num_experts
     )
     return [
-        {"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts},
-        {"routing_map": routing_map, "probs": probs},
+        ({"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts}, case),
+        ({"routing_map": routing_map, "probs": probs}, case.as_map()),
     ]
 
 
@@ -61,7 +61,7 @@ def check_plain(case: Case, device: str = "cpu") -> None:
     sources = [case.inputs(r).x for r in range(case.num_ranks)]
     all_probs = [probs_of(case, r)[:, first : first + size] for r in range(case.num_ranks)]
     with make_buffer(case) as buffer:
-        for routing in routings(case, device):
+        for routing, _ in routings(case, device):
             hidden, probs, scales, handle = buffer.dispatch(inputs.x, **routing)
             assert scales is None
             equal(hidden, gather_rows(case, rows, sources), "hidden")
@@ -99,21 +99,21 @@ def _permuted(copies: list[Copy | None], tensors: list[Tensor]) -> Tensor:
 def _expert_rows(case: Case, copies: list[Copy | None]) -> Tensor:
     """What the experts return, pads poisoned: they must not be read."""
     poison = torch.full((case.hidden,), float("nan"), dtype=torch.bfloat16)
-    rows = [poison if c is None else row_of(case.seed, c.expert, c.src_rank, c.token, case.hidden) for c in copies]
+    rows = [poison if c is None else expert_row(case, c) for c in copies]
     return torch.stack(rows) if rows else torch.empty(0, case.hidden, dtype=torch.bfloat16)
 
 
 def expected_unpermuted(case: Case, rank: int) -> Tensor:
-    """Experts of one rank are summed in ascending order and rounded once; then as a plain combine."""
+    """Copies on one rank are summed by expert, then column, and rounded once; then as a plain combine."""
     reference = case.reference()
     num_local = case.num_experts // case.num_ranks
 
     def row(dst: int, src: int, token: int) -> Tensor:
-        chosen = set(reference.topk_idx[src][token].tolist())
+        named = reference.topk_idx[src][token].tolist()
         total = torch.zeros(case.hidden)
         for expert in range(dst * num_local, (dst + 1) * num_local):
-            if expert in chosen:
-                total += row_of(case.seed, expert, src, token, case.hidden).float()
+            for column in (k for k, other in enumerate(named) if other == expert):
+                total += expert_row(case, Copy(src, token, column, expert)).float()
         return total.to(torch.bfloat16)
 
     return reference.combined(rank, case.hidden, row)
@@ -122,7 +122,6 @@ def expected_unpermuted(case: Case, rank: int) -> Tensor:
 def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **options: Any) -> None:
     """Permute-fused dispatch and combine, with and without pads, blocking and not."""
     rank = dist.get_rank()
-    reference = case.reference()
     sources = [cast_to_fp8(case.inputs(r).x) if fp8 else (case.inputs(r).x, None) for r in range(case.num_ranks)]
     data, scale = sources[rank]
     given = {"hidden": data.view(torch.uint8).to(device) if fp8 else data.to(device)}
@@ -131,8 +130,9 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
         given["scaling_factor"] = scale.to(device)
     with make_buffer(case, use_fp8=fp8, **options) as buffer:
         for pad in (None, 16):
-            copies = reference.permuted(rank, pad or 1)
-            for routing in routings(case, device):
+            for routing, routed in routings(case, device):
+                reference = routed.reference()
+                copies = reference.permuted(rank, pad or 1)
                 for non_blocking in (False, True):
                     bound = len(copies) + 5 if non_blocking else None
                     hidden, probs, scales, counts, handle = buffer.dispatch_with_permute(
@@ -146,7 +146,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     if fp8:
                         equal(scales[:n], _permuted(copies, [s[1] for s in sources]), "permuted scales")
                     want_probs = [
-                        0.0 if c is None else case.inputs(c.src_rank).topk_weights[c.token, c.column] for c in copies
+                        0.0 if c is None else routed.inputs(c.src_rank).topk_weights[c.token, c.column] for c in copies
                     ]
                     equal(probs[:n], torch.tensor(want_probs, dtype=torch.float32), "permuted probs")
                     experts = reference.tokens_per_expert(rank)
@@ -162,7 +162,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     combined, probs_home = buffer.combine_with_unpermute(
                         hidden=y.to(device), probs=probs, handle=handle, pad_multiple=pad
                     )
-                    equal(combined, expected_unpermuted(case, rank), "combined hidden")
+                    equal(combined, expected_unpermuted(routed, rank), "combined hidden")
                     equal(probs_home, probs_of(case, rank), "combined probs")
 
 
@@ -185,7 +185,7 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
     copies = case.reference().permuted(rank, 8)
     inputs = on(device, case.inputs(rank))
     with make_buffer(case) as buffer:
-        routing = routings(case, device)[0]
+        routing, _ = routings(case, device)[0]
         *_, handle = buffer.dispatch_with_permute(hidden=inputs.x, **routing, pad_multiple=8)
         hidden, no_probs, _, _, _ = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle)
         assert no_probs is None
@@ -194,11 +194,15 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
         # With weights of its own, as indices and as a map have them.
         halved = [0 if c is None else case.inputs(c.src_rank).topk_weights[c.token, c.column] / 2 for c in copies]
         probs_in = probs_of(case, rank).to(device) / 2
-        for given in ({"topk_weights": inputs.topk_weights / 2}, {"probs": probs_in}):
+        # Of the columns of an expert, the first has what is dense.
+        merged = [case.as_map().inputs(r) for r in range(case.num_ranks)]
+        kept = [torch.where(m.topk_idx >= 0, m.topk_weights / 2, 0.0) for m in merged]
+        dense = [0 if c is None else kept[c.src_rank][c.token, c.column] for c in copies]
+        for given, want in (({"topk_weights": inputs.topk_weights / 2}, halved), ({"probs": probs_in}, dense)):
             again = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle, **given)
             equal(again[0], _permuted(copies, tokens), "permuted hidden with weights")
             assert again[1] is not None
-            equal(again[1], torch.tensor(halved, dtype=torch.float32), "permuted probs")
+            equal(again[1], torch.tensor(want, dtype=torch.float32), "permuted probs")
             assert again[4] is handle
 
 
@@ -209,7 +213,7 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
     bound = max(0, len(copies) - 3)
     inputs = on(device, case.inputs(rank))
     with make_buffer(case) as buffer:
-        given = {"hidden": inputs.x, **routings(case, device)[0], "num_permuted_tokens": bound}
+        given = {"hidden": inputs.x, **routings(case, device)[0][0], "num_permuted_tokens": bound}
         hidden, _, _, _, handle = buffer.dispatch_with_permute(**given, non_blocking=True)
         assert int(handle[-1].item()) == int(len(copies) > bound)
         equal(hidden, _permuted(copies[:bound], [case.inputs(r).x for r in range(case.num_ranks)]), "permuted hidden")
@@ -224,7 +228,7 @@ def check_two_buffers(case: Case, device: str = "cpu") -> None:
     y = _expert_rows(case, case.reference().permuted(rank)).to(device)
     inputs = on(device, case.inputs(rank))
     with make_buffer(case) as first, make_buffer(case) as second:
-        *_, handle = first.dispatch_with_permute(hidden=inputs.x, **routings(case, device)[0])
+        *_, handle = first.dispatch_with_permute(hidden=inputs.x, **routings(case, device)[0][0])
         # In turns with other rows: sums of the call before must not be taken for those of this one.
         for buffer, sign in ((first, 1), (second, -1), (second, 1), (first, -1)):
             combined, _ = buffer.combine_with_unpermute(hidden=sign * y, handle=handle)

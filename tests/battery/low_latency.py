@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, OverflowError
 from hybrid_ep.testing.reference import Copy
-from tests.battery.cases import Case, row_of
+from tests.battery.cases import Case, expert_row
 from tests.battery.normal import equal, make_buffer, on
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "check_low_latency",
     "check_mixed_hooks",
     "check_overlapping_batches",
+    "check_too_many_rows",
     "check_unreceived",
 ]
 
@@ -49,7 +50,7 @@ def expert_output(case: Case, rank: int, capacity: int) -> Tensor:
     y = torch.full((len(copies), capacity, case.hidden), float("nan"), dtype=torch.bfloat16)
     for e, rows in enumerate(copies):
         for place, c in enumerate(rows):
-            y[e, place] = row_of(case.seed, c.expert, c.src_rank, c.token, case.hidden)
+            y[e, place] = expert_row(case, c)
     return y
 
 
@@ -64,8 +65,8 @@ def expected_combine(case: Case, rank: int, is_hooked: Callable[[int], bool]) ->
     for token, experts in enumerate(inputs.topk_idx.tolist()):
         groups: dict[tuple[str, int], list[Tensor]] = {}
         for column, expert in enumerate(experts):
-            if expert >= 0 and experts.index(expert) == column:
-                row = row_of(case.seed, expert, rank, token, case.hidden)
+            if expert >= 0:
+                row = expert_row(case, Copy(rank, token, column, expert))
                 term = row.float() * inputs.topk_weights[token, column]
                 owner = expert // num_local
                 group = ("rank", owner) if has_enough and not is_hooked(owner) else ("column", column)
@@ -254,6 +255,34 @@ def check_late_rank(device: str = "cpu") -> None:
         assert (
             is_waited_for(lambda waited: buffer.low_latency_combine(*back, combine_wait_recv_cost_stats=waited)) == want
         )
+
+
+def check_too_many_rows(device: str = "cpu") -> None:
+    """Tokens that name one expert in every column have more rows than places: its rank is told, and goes on."""
+    rank, num_ranks, num_tokens, topk = dist.get_rank(), dist.get_world_size(), 4, 3
+    case = Case("too_many", num_ranks, num_tokens, hidden=128, topk=topk, num_experts=4 * num_ranks)
+    inputs = on(device, case.inputs(rank))
+    expert = torch.full_like(inputs.topk_idx, 1)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+
+        def dispatch(topk_idx: Tensor) -> tuple:
+            result = buffer.low_latency_dispatch(inputs.x, topk_idx, num_tokens, case.num_experts, use_fp8=False)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            buffer.raise_pending()
+            return result
+
+        for _ in range(2):
+            if rank == 0:
+                rows, places = num_ranks * num_tokens * topk, num_ranks * num_tokens
+                with pytest.raises(OverflowError, match=rf"rows: {rows} at rank 0; allowed by the bound: {places}$"):
+                    dispatch(expert)
+            else:
+                dispatch(expert)
+            buffer.clean_low_latency_buffer(num_tokens, case.hidden, case.num_experts)
+            _, count, *_ = dispatch(inputs.topk_idx)
+            want = torch.tensor([len(rows) for rows in expert_copies(case, rank)], dtype=torch.int32)
+            equal(count, want, "packed_recv_count after an overflow")
 
 
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:

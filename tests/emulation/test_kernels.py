@@ -59,6 +59,7 @@ def test_paces(run_emulated: RunEmulated, case: Case, seed: int) -> None:
 @_cases(
     "one_rank",
     "holes",
+    "duplicates",
     "zero_tokens_on_one_rank",
     "experts_not_a_power_of_two",
     "hidden_7168",
@@ -92,7 +93,7 @@ def test_cleaned_low_latency_buffers_forget(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_cleaned", Case("cleaned", 4, 12))
 
 
-@pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank"])
+@pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank", "check_too_many_rows"])
 def test_low_latency_misuse_and_delay(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.low_latency.{check}")
 

@@ -45,14 +45,24 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def draw_tokens(seed: int, tokens: list[int], hidden: int, topk: int, num_experts: int, holes: float = 0.0) -> Tokens:
-    """Draws on the current device; the same on every rank."""
+def draw_tokens(
+    seed: int,
+    tokens: list[int],
+    hidden: int,
+    topk: int,
+    num_experts: int,
+    holes: float = 0.0,
+    repeats: bool = False,
+) -> Tokens:
+    """Draws on the current device; the same on every rank. With `repeats`, columns may name the same expert."""
     device = current_device()
     generator = torch.Generator(device).manual_seed(seed)
     drawn = Tokens([], [], [], num_experts)
     for num_tokens in tokens:
         scores = torch.rand(num_tokens, num_experts, device=device, generator=generator)
         topk_idx = scores.topk(topk, 1).indices
+        if repeats:
+            topk_idx = topk_idx.gather(1, torch.randint(topk, topk_idx.shape, device=device, generator=generator))
         topk_idx[torch.rand(num_tokens, topk, device=device, generator=generator) < holes] = -1
         drawn.topk_idx.append(topk_idx)
         drawn.x.append(torch.randn(num_tokens, hidden, device=device, generator=generator).to(torch.bfloat16))
@@ -120,7 +130,7 @@ def check_random_routings(count: int) -> None:
             holes = draw.choice([0.0, 0.0, 0.3, 0.95])
             bound = sum(tokens) + draw.randint(1, 9) if draw.random() < 0.5 else 0
             config = Config(num_sms=draw.choice([1, 2, 7, 16, 24]))
-            sent = draw_tokens(seed, tokens, hidden, topk, num_experts, holes)
+            sent = draw_tokens(seed, tokens, hidden, topk, num_experts, holes, repeats=draw.random() < 0.5)
             result = dispatch(buffer, sent, rank, num_worst_tokens=bound, config=config)
             combined, home, _ = buffer.combine(result[0], result[4], result[2], config=config)
             check_received(result, sent, rank, f"seed {seed}", bound)

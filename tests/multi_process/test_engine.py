@@ -65,7 +65,9 @@ def test_cleaned_low_latency_buffers_forget(run_ranks: RunRanks) -> None:
     run_ranks(4, low_latency.check_cleaned, Case("cleaned", 4, 12))
 
 
-@pytest.mark.parametrize("check", [low_latency.check_unreceived, low_latency.check_late_rank])
+@pytest.mark.parametrize(
+    "check", [low_latency.check_unreceived, low_latency.check_late_rank, low_latency.check_too_many_rows]
+)
 def test_low_latency_misuse_and_delay(run_ranks: RunRanks, check: Callable[[], None]) -> None:
     run_ranks(2, check)
 

@@ -29,10 +29,7 @@ def _gradients(case: Case) -> None:
         y = MoECombine(buffer)(scaled, tokens.handle)
         pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(rank))
         (y.float() * pull).sum().backward()
-    kept = torch.zeros_like(inputs.topk_weights)
-    for token, experts in enumerate(inputs.topk_idx.tolist()):
-        for column, expert in enumerate(experts):
-            kept[token, column] = float(expert >= 0 and experts.index(expert) == column)
+    kept = (inputs.topk_idx >= 0).float()
     total = (inputs.topk_weights * kept).sum(1, keepdim=True)
     # Every product and every partial sum is rounded to bf16: at most one rounding for each rank and hop.
     bound = BF16_STEP * (case.num_ranks + 4)

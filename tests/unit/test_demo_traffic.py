@@ -8,7 +8,7 @@ from hybrid_ep.testing.workload import Workload, make_routing
 
 # 4 ranks in 2 domains, 8 experts, 2 on each rank.
 BY_HAND = [
-    torch.tensor([[0, 2, 4], [5, 5, -1]]),  # rank 0: itself, rank 1, rank 2; rank 2 (the duplicate counts once)
+    torch.tensor([[0, 2, 4], [5, 5, -1]]),  # rank 0: itself, rank 1, rank 2; rank 2 twice, for two columns
     torch.tensor([[2, 3, 7]]),  # rank 1: itself twice, rank 3
     torch.tensor([[6, 7, 0]]),  # rank 2: rank 3 twice, rank 0
     torch.zeros(0, 3, dtype=torch.int64),
@@ -16,8 +16,8 @@ BY_HAND = [
 
 
 def test_all_to_all_by_hand() -> None:
-    assert all_to_all_bytes(BY_HAND, 8, 2, row_bytes=10) == HopBytes(within_domain=30, between_domains=40)
-    assert all_to_all_bytes(BY_HAND, 8, 4, row_bytes=10) == HopBytes(within_domain=70, between_domains=0)
+    assert all_to_all_bytes(BY_HAND, 8, 2, row_bytes=10) == HopBytes(within_domain=30, between_domains=50)
+    assert all_to_all_bytes(BY_HAND, 8, 4, row_bytes=10) == HopBytes(within_domain=80, between_domains=0)
 
 
 def test_all_gather_by_hand() -> None:
@@ -27,7 +27,7 @@ def test_all_gather_by_hand() -> None:
 
 
 def test_tokens_per_expert_by_hand() -> None:
-    assert tokens_per_expert(BY_HAND, 8) == [2, 0, 2, 1, 1, 1, 1, 2]
+    assert tokens_per_expert(BY_HAND, 8) == [2, 0, 2, 1, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("num_ranks_per_domain", [1, 2, 3, 6])

@@ -11,11 +11,12 @@ from torch import Tensor
 from hybrid_ep import ConfigError, layout
 from hybrid_ep.core.layout import (
     compute_layout,
-    drop_duplicates,
+    experts_of_columns,
     first_occurrence,
     indices_to_map,
     map_to_indices,
     permutation_by_expert,
+    probs_in_columns,
     weights_in_columns,
 )
 
@@ -43,8 +44,8 @@ def test_layout_counts_as_plain_loops_do(routing: tuple[Tensor, int, int, int]) 
     for row in topk.tolist():
         experts = {e for e in row if e >= 0}
         ranks = {e // num_local for e in experts}
-        for expert in experts:
-            per_expert[expert] += 1
+        for expert in row:
+            per_expert[expert] += int(expert >= 0)
         for rank in ranks:
             per_rank[rank] += 1
         for domain in {r // per_domain for r in ranks}:
@@ -76,8 +77,23 @@ def test_an_index_outside_is_named(bad: int) -> None:
 
 def test_duplicates() -> None:
     topk = torch.tensor([[3, 1, 3, -1], [2, 2, 2, 2], [-1, -1, 0, 1]])
-    assert drop_duplicates(topk).tolist() == [[3, 1, -1, -1], [2, -1, -1, -1], [-1, -1, 0, 1]]
     assert first_occurrence(topk).sum(1).tolist() == [2, 1, 2]
+    weights = torch.tensor([[1.0, 2, 4, 8], [1, 2, 4, 8], [1, 2, 4, 8]])
+    _, probs = indices_to_map(topk, weights, 3, 4)
+    assert probs is not None
+    assert probs.tolist() == [[0, 2, 0, 5], [0, 0, 15, 0], [4, 8, 0, 0]]
+    in_columns = probs_in_columns(topk, probs)
+    assert in_columns.tolist() == [[5, 2, 0, 0], [15, 0, 0, 0], [0, 0, 4, 8]]
+    assert torch.equal(indices_to_map(topk, in_columns, 3, 4)[1], probs)
+    assert torch.equal(experts_of_columns(topk, probs.gather(1, topk.clamp_min(0)), 4), probs)
+
+
+def test_probabilities_do_not_depend_on_the_order_of_columns() -> None:
+    weights = torch.tensor([[1.0, 2.0**-24, 2.0**-24, 2.0**-25]])
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2]):
+        _, probs = indices_to_map(torch.zeros(1, 4, dtype=torch.int64), weights[:, order], 1, 1)
+        assert probs is not None
+        assert probs.item() == 1 + 2.0**-23
 
 
 @given(routings())
@@ -91,7 +107,8 @@ def test_maps_and_indices_say_the_same(routing: tuple[Tensor, int, int, int]) ->
         for expert in range(num_experts):
             named = expert in row
             assert bool(routing_map[token, expert]) == named
-            assert float(probs[token, expert]) == (float(weights[token, row.index(expert)]) if named else 0.0)
+            its_weights = [float(weights[token, k]) for k, other in enumerate(row) if other == expert]
+            assert float(probs[token, expert]) == float(torch.tensor(sum(its_weights), dtype=torch.float32))
     back, back_weights = map_to_indices(routing_map, probs)
     assert back_weights is not None
     again, probs_again = indices_to_map(back, back_weights, topk.shape[0], num_experts)
@@ -105,10 +122,15 @@ def test_weights_go_to_the_columns_of_other_indices(routing: tuple[Tensor, int, 
     topk, _, _, _ = routing
     weights = torch.rand(topk.shape)
     wanted = torch.cat([topk.flip(1), torch.full((topk.shape[0], 1), 999)], 1)
-    given_by = [
-        dict(zip(reversed(row), reversed(w), strict=True)) for row, w in zip(topk.tolist(), weights, strict=True)
-    ]
-    want = [[float(by.get(index, 0)) for index in row] for by, row in zip(given_by, wanted.tolist(), strict=True)]
+    want = []
+    for token, row in enumerate(wanted.tolist()):
+        left = list(zip(topk[token].tolist(), weights[token].tolist(), strict=True))
+        want.append([])
+        for index in row:
+            found = next((pair for pair in left if pair[0] == index), None)
+            want[-1].append(found[1] if found else 0.0)
+            if found:
+                left.remove(found)
     assert weights_in_columns(wanted, topk, weights).tolist() == want
 
 
@@ -130,11 +152,10 @@ def test_maps_without_weights_and_of_wrong_shape() -> None:
 @settings(max_examples=100, deadline=None)
 def test_permutation_groups_by_expert_and_pads(routing: tuple[Tensor, int, int, int], pad: int) -> None:
     topk, num_experts, _, _ = routing
-    topk = drop_duplicates(topk)
     permutation = permutation_by_expert(topk, num_experts, pad)
     expected: list[tuple[int, int] | None] = []
     for expert in range(num_experts):
-        expected += [(n, row.index(expert)) for n, row in enumerate(topk.tolist()) if expert in row]
+        expected += [(n, k) for n, row in enumerate(topk.tolist()) for k, named in enumerate(row) if named == expert]
         expected += [None] * (-len(expected) % pad)
     size = int(permutation.num_tokens_per_expert.sum())
     got: list[tuple[int, int] | None] = [None] * size

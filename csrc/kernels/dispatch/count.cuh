@@ -44,25 +44,22 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
       expert = -1;
     }
     const unsigned same_expert = __match_any_sync(kAllLanes, static_cast<int>(expert));
-    const bool is_first = expert >= 0 && (same_expert & lanes.mates & lanes.before) == 0;
-    const unsigned firsts = __ballot_sync(kAllLanes, is_first);
-    const int rank = is_first ? experts.rank_of(expert) : -1;
+    const bool is_expert = expert >= 0;
+    const int rank = is_expert ? experts.rank_of(expert) : -1;
     const unsigned same_rank = __match_any_sync(kAllLanes, rank);
-    const bool is_leader = is_first && (same_rank & lanes.mates & lanes.before) == 0;
-    const unsigned copies = firsts & same_expert, crossings = __ballot_sync(kAllLanes, is_leader) & same_rank;
-    const int expert_place = is_first ? expert_counts[expert] + __popc(copies & lanes.before) : -1;
+    const bool is_leader = is_expert && (same_rank & lanes.mates & lanes.before) == 0;
+    const unsigned crossings = __ballot_sync(kAllLanes, is_leader) & same_rank;
+    const int expert_place = is_expert ? expert_counts[expert] + __popc(same_expert & lanes.before) : -1;
     const int slot = is_leader ? rank_counts[rank] + __popc(crossings & lanes.before) : -1;
     __syncwarp();
     // The last of those that have counted the same.
-    if (is_first && copies >> lane == 1) expert_counts[expert] = expert_place + 1;
+    if (is_expert && same_expert >> lane == 1) expert_counts[expert] = expert_place + 1;
     if (is_leader && crossings >> lane == 1) rank_counts[rank] = slot + 1;
     __syncwarp();
     if (is_leader) params.send_slot[static_cast<int64_t>(token) * num_ranks + rank] = slot;
-    if (!is_there(token)) return;
-    if (params.pad_multiple > 0) {
+    if (params.pad_multiple > 0 && is_there(token)) {
       params.expert_place[static_cast<int64_t>(token) * num_topk + lanes.column] = expert_place;
     }
-    if (lanes.column == 0) params.first_mask[token] = (firsts & lanes.mates) >> lanes.first;
   };
   int64_t batch[kStepsPerBatch], next[kStepsPerBatch];
   const int tokens_per_batch = kStepsPerBatch * lanes.num_tokens;

@@ -82,8 +82,7 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
       expert[i] = params.topk_idx[cell] - first_expert;
       place[i] = params.pad_multiple > 0 ? params.expert_place[cell] : 0;
       weight[i] = params.has_weights ? params.topk_weights[cell] : 0.0f;
-      const bool is_first = params.first_mask[token] >> k & 1;
-      if (is_first && expert[i] >= 0 && expert[i] < params.range_size) continue;
+      if (expert[i] >= 0 && expert[i] < params.range_size) continue;
       expert[i] = place[i] = -1;
       weight[i] = 0.0f;
     }

@@ -68,7 +68,7 @@ __device__ void push_token(const DispatchBetweenParams& params, const CallBetwee
   }
 }
 
-// A lane's column of a token of this rank. Collective over the warp.
+// A lane's column of a token of this rank.
 __device__ Column column_of_token(const DispatchBetweenParams& params, int token) {
   const int lane = threadIdx.x % 32;
   const int64_t cell = static_cast<int64_t>(token) * params.num_topk + lane;
@@ -81,8 +81,6 @@ __device__ Column column_of_token(const DispatchBetweenParams& params, int token
       if (params.has_weights) column.weight = params.topk_weights[cell];
     }
   }
-  const unsigned same = __match_any_sync(kAllLanes, column.expert);
-  if ((same & ((1u << lane) - 1)) != 0) column.expert = -1;
   return column;
 }
 

@@ -18,14 +18,6 @@ namespace {
 constexpr int kPlaceThreads = 512;
 constexpr int kPlaceWarps = kPlaceThreads / 32;
 
-// Whether the column names an expert that no column before it names.
-__device__ bool is_first_mention(const int64_t* experts, int column) {
-  for (int k = 0; k < column; ++k) {
-    if (experts[k] == experts[column]) return false;
-  }
-  return true;
-}
-
 // Number of threads before this one for which `value` is true; *total of all. Collective over the CTA.
 __device__ int rank_in_cta(bool value, int* total) {
   __shared__ int warp_counts[kPlaceWarps];
@@ -58,7 +50,7 @@ __device__ void place_for_rank(const PlaceTokensParams& params, int rank, int* e
       const int64_t local = experts[k] - first_expert;
       if (local < 0 || local >= num_local) continue;
       destinations[static_cast<int64_t>(token) * params.num_topk + k] = kNowhere;
-      if (is_first_mention(experts, k)) atomicAdd(&expert_counts[local], 1);
+      atomicAdd(&expert_counts[local], 1);
       if (column < 0) column = k;
     }
     int total;

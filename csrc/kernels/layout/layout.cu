@@ -52,12 +52,11 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
       const unsigned same = __match_any_sync(kAllLanes, value);
       return value >= 0 && (same & lanes.mates & lanes.before) == 0;
     };
-    const bool counts_expert = is_leader(static_cast<int>(expert));
-    const int rank = counts_expert ? experts.rank_of(expert) : -1;
+    const int rank = expert >= 0 ? experts.rank_of(expert) : -1;
     const bool counts_rank = is_leader(rank);
     const bool counts_domain = is_leader(rank >= 0 ? rank / params.num_ranks_per_domain : -1);
     __syncwarp();
-    if (counts_expert) atomicAdd(expert_counts + expert, 1);
+    if (expert >= 0) atomicAdd(expert_counts + expert, 1);
     if (counts_domain) atomicAdd(domain_counts + rank / params.num_ranks_per_domain, 1);
     if (counts_rank) {
       atomicAdd(counts + rank, 1);

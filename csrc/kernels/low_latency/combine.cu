@@ -239,15 +239,14 @@ struct Terms {
   float weight[kMaxTopk];
 };
 
-// One warp, a lane per column, which has loaded the expert and the weight that stand there. Of a duplicate expert the
-// first column counts; of several experts of a rank that has summed their rows, the first one's.
+// One warp, a lane per column, which has loaded the expert and the weight that stand there. Of several columns whose
+// rows a rank has summed, the first one counts.
 __device__ void find_terms(const SumRowsParams& params, const bool* present, const bool* has_summed, int64_t expert,
                            float weight, Terms& terms) {
   const int lane = threadIdx.x % 32;
   if (expert >= params.shape.num_experts) expert = -1;  // dispatch reports it
-  bool counts = __ffs(__match_any_sync(kAllLanes, static_cast<int>(expert))) - 1 == lane && expert >= 0;
-  const int rank = counts ? ExpertMap{params.shape.num_experts, params.domain.num_ranks}.rank_of(expert) : -1;
-  counts = counts && present[rank];
+  const int rank = expert >= 0 ? ExpertMap{params.shape.num_experts, params.domain.num_ranks}.rank_of(expert) : -1;
+  bool counts = rank >= 0 && present[rank];
   const unsigned same_rank = __match_any_sync(kAllLanes, rank);
   if (counts && has_summed[rank] && __popc(same_rank) > 1) {
     counts = __ffs(same_rank) - 1 == lane;

@@ -37,7 +37,10 @@ constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart:
 constexpr int kCopyStages = 3;  // of a warp
 constexpr int kCopiesInFlight = 1;
 constexpr int kCopyRingBytes = kReceiveWarps * kCopyStages * kSegmentBytes;
-constexpr int kMaxFound = 2 * kReceiveThreads;  // copies that a CTA has found and not made yet
+constexpr int kMaxFound = 2 * kReceiveThreads;  // tokens that a CTA has found and not copied yet
+// How tokens and rows are counted together: rows in the upper half of a word.
+constexpr uint32_t kFurtherRow = 1u << 16, kTokenWithRow = kFurtherRow + 1;
+static_assert(kReceiveThreads * kMaxTopk < 1 << 16);
 constexpr int kMaxScales = kMaxRowBytes / 2 / kChannelsPerScale;
 
 __device__ void set_column(RoutePart& part, int column, uint32_t expert) {
@@ -71,20 +74,18 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
                  params.shape.num_experts, named);
     named = -1;
   }
-  const auto is_first = [&](int value) { return __ffs(__match_any_sync(kAllLanes, value)) - 1 == lane && value >= 0; };
   const int expert = static_cast<int>(named);
-  const bool counts = is_first(expert);
   // Lane 8 i gathers the columns of part i.
   RoutePart part{{0, 0, 0}, epoch};
 #pragma unroll
   for (int column = 0; column < RoutePart::kColumns; ++column) {
-    const int its_expert = counts ? expert : RoutePart::kNoExpert;
+    const int its_expert = expert >= 0 ? expert : RoutePart::kNoExpert;
     set_column(part, column, __shfl_sync(kAllLanes, its_expert, lane + column));
   }
   if (lane % RoutePart::kColumns == 0) targets.route[lane / RoutePart::kColumns] = part;
-  int rank = counts ? ExpertMap{params.shape.num_experts, domain.num_ranks}.rank_of(expert) : -1;
+  int rank = expert >= 0 ? ExpertMap{params.shape.num_experts, domain.num_ranks}.rank_of(expert) : -1;
   if (rank >= 0 && !present[rank]) rank = -1;
-  const bool leads = is_first(rank);
+  const bool leads = __ffs(__match_any_sync(kAllLanes, rank)) - 1 == lane && rank >= 0;
   const unsigned leaders = __ballot_sync(kAllLanes, leads);
   const int64_t place = static_cast<int64_t>(domain.rank) * params.shape.max_tokens + token;
   if (leads) {
@@ -226,31 +227,35 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
 
 constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<false>, send_tokens_kernel<true>};
 
-// A copy that a CTA has found: of which source and token, by which column of top-k, and which row of its expert it is.
+// A token of the expert that a CTA has found: its source and index, the columns of top-k that name the expert, and the
+// row of the first of them. The rows of the others follow.
 struct Found {
-  int pair, column, place;
+  int pair;
+  uint32_t columns;
+  int place;
 };
 
-// The column in which a token's route names the expert, or −1; also where the route does not come. A route names an
-// expert at most once.
-__device__ int find_column(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
-                           int expert) {
+// The columns in which a token's route names the expert; none where the route does not come.
+__device__ uint32_t find_columns(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
+                                 int expert) {
   const LowLatencyDomain& domain = params.domain;
   const int num_parts = params.message.num_route_parts, source = pair / params.shape.max_tokens;
   const uint4* route = routes_of(domain, domain.rank) + static_cast<int64_t>(pair) * num_parts;
-  int column = -1;
+  uint32_t columns = 0;
   for (int i = 0; i < num_parts; ++i) {
     RoutePart part;
     if (!waiter.until_equal(route + i, epoch, source, WaitTag::kRoutes, reinterpret_cast<uint4*>(&part))) {
       mask(domain, source);
-      return -1;
+      return 0;
     }
+    uint32_t in_part = 0;
 #pragma unroll
     for (int k = 0; k < RoutePart::kColumns; ++k) {
-      if (column_of(part, k) == expert) column = RoutePart::kColumns * i + k;
+      if (column_of(part, k) == expert) in_part |= 1u << k;
     }
+    columns |= in_part << (RoutePart::kColumns * i);
   }
-  return column;
+  return columns;
 }
 
 using SegmentRing = RowRing<kCopiesInFlight>;
@@ -268,7 +273,7 @@ __device__ void note_wait(const ReceiveTokensParams& params, int source, uint64_
 }
 
 // Copies rows and scales to their places once they have come, and writes down which they are; a warp takes a segment of
-// a row at a time.
+// a row at a time. Rows beyond the last place are dropped.
 __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, const Found* found,
                           int num_found, SegmentRing& ring) {
   const LowLatencyDomain& domain = params.domain;
@@ -296,11 +301,15 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
   };
   for (int i = 0; i < ring.num_ahead(); ++i) ask();
   for (int item = warp; item < num_items; item += kReceiveWarps) {
-    const int begin = item % num_segments * kSegmentBytes, row = first_row + found[item / num_segments].place;
+    const int begin = item % num_segments * kSegmentBytes;
+    const Found& row = found[item / num_segments];
     const uint8_t* stage = ring.wait();
     if (threadIdx.x % 32 == 0) {
-      ptx::bulk_store(params.rows + static_cast<int64_t>(row) * row_bytes + begin, stage,
-                      min(kSegmentBytes, row_bytes - begin));
+      int place = row.place;
+      for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1, ++place) {
+        ptx::bulk_store(params.rows + static_cast<int64_t>(first_row + place) * row_bytes + begin, stage,
+                        min(kSegmentBytes, row_bytes - begin));
+      }
     }
     ring.release();
     ask();
@@ -309,14 +318,19 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
   for (int item = threadIdx.x; item < num_found * num_words; item += kReceiveThreads) {
     const Found& row = found[item % num_found];
     const int word = item / num_found;
-    params.scales[(static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity + row.place] =
-        __ldcg(reinterpret_cast<const uint32_t*>(slot_of(row) + row_bytes) + word);
+    const uint32_t scale = __ldcg(reinterpret_cast<const uint32_t*>(slot_of(row) + row_bytes) + word);
+    uint32_t* scales = params.scales + (static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity;
+    int place = row.place;
+    for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1) scales[place++] = scale;
   }
   ptx::wait_for_previous_kernel();  // the send has cleared row_of
   for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
     const Found& row = found[i];
-    params.src_info[first_row + row.place] = row.pair % params.shape.max_tokens;
-    params.row_of[row.pair * params.shape.num_topk + row.column] = first_row + row.place;
+    int place = row.place;
+    for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1, ++place) {
+      params.src_info[first_row + place] = row.pair % params.shape.max_tokens;
+      params.row_of[row.pair * params.shape.num_topk + __ffs(left) - 1] = first_row + place;
+    }
   }
 }
 
@@ -324,7 +338,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
-  __shared__ int warp_counts[kReceiveWarps];
+  __shared__ uint32_t warp_counts[kReceiveWarps];
   __shared__ Found found[kMaxFound];
   __shared__ uint64_t barriers[kReceiveWarps * kCopyStages];
   extern __shared__ __align__(128) uint8_t stages[];
@@ -358,28 +372,42 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
 
   const int local_expert = blockIdx.y, share = blockIdx.x, num_shares = gridDim.x;
   const int expert = domain.rank * static_cast<int>(gridDim.y) + local_expert;
-  const int num_pairs = num_ranks * max_tokens;
-  int total = 0, num_found = 0;  // of the expert's rows; of those of this CTA that are not copied yet
+  const int num_pairs = num_ranks * max_tokens;  // and as many rows fit
+  // Tokens and rows of the expert: a token has a row for each column that names it. Tokens of this CTA that are not
+  // copied yet.
+  int total = 0, num_rows = 0, num_found = 0;
   for (int first_pair = 0; first_pair < num_pairs; first_pair += kReceiveThreads) {
     const int pair = first_pair + tid, source = pair / max_tokens, token = pair % max_tokens;
-    int column = -1;
+    uint32_t columns = 0;
     if (pair < num_pairs && token < static_cast<int>(num_tokens[source])) {
-      column = find_column(params, waiter, epoch, pair, expert);
+      columns = find_columns(params, waiter, epoch, pair, expert);
     }
-    const unsigned here = __ballot_sync(kAllLanes, column >= 0);
-    if (lane == 0) warp_counts[warp] = __popc(here);
+    // Counts of tokens, and in the upper half of rows.
+    const unsigned here = __ballot_sync(kAllLanes, columns != 0);
+    uint32_t count_of_warp = __popc(here) * kTokenWithRow;
+    uint32_t count_before = __popc(here & ((1u << lane) - 1)) * kTokenWithRow;
+    for (unsigned left = __ballot_sync(kAllLanes, (columns & (columns - 1)) != 0); left != 0; left &= left - 1) {
+      const int its_lane = __ffs(left) - 1;
+      const uint32_t further = (__popc(__shfl_sync(kAllLanes, columns, its_lane)) - 1) * kFurtherRow;
+      count_of_warp += further;
+      if (its_lane < lane) count_before += further;
+    }
+    if (lane == 0) warp_counts[warp] = count_of_warp;
     __syncthreads();
-    const int its_count = lane < kReceiveWarps ? warp_counts[lane] : 0;
-    const int num_here = __reduce_add_sync(kAllLanes, its_count);
-    const int before = __popc(here & ((1u << lane) - 1)) + __reduce_add_sync(kAllLanes, lane < warp ? its_count : 0);
-    if (pair < num_pairs && token == 0) begin[source] = total + before;
-    // The CTAs of an expert take its rows in turn; this one those whose place leaves `share` when divided.
+    const uint32_t its_count = lane < kReceiveWarps ? warp_counts[lane] : 0;
+    const uint32_t count_here = __reduce_add_sync(kAllLanes, its_count);
+    count_before += __reduce_add_sync(kAllLanes, lane < warp ? its_count : 0);
+    const int before = count_before % kFurtherRow, num_here = count_here % kFurtherRow;
+    const int place = num_rows + count_before / kFurtherRow;
+    if (pair < num_pairs && token == 0) begin[source] = min(place, num_pairs);
+    // The CTAs of an expert take its tokens in turn; this one those whose number leaves `share` when divided.
     const int skipped = (share + num_shares - total % num_shares) % num_shares;
-    if (column >= 0 && before % num_shares == skipped) {
-      found[num_found + before / num_shares] = {pair, column, total + before};
+    if (columns != 0 && before % num_shares == skipped) {
+      found[num_found + before / num_shares] = {pair, columns, place};
     }
     num_found += (num_here - skipped + num_shares - 1) / num_shares;
     total += num_here;
+    num_rows += count_here / kFurtherRow;
     __syncthreads();
     if (first_pair + kReceiveThreads < num_pairs && num_found + kReceiveThreads <= kMaxFound) continue;
     copy_rows(params, waiter, epoch, found, num_found, ring);
@@ -388,8 +416,11 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   }
   if (share == 0) {
     if (tid == 0) {
-      begin[num_ranks] = total;
-      params.count[local_expert] = total;
+      begin[num_ranks] = params.count[local_expert] = min(num_rows, num_pairs);
+      if (num_rows > num_pairs) {
+        report_fault(domain.fault, FaultKind::kOverflow, KernelName::kLowLatencyDispatch, WaitTag::kRows, domain.rank,
+                     domain.rank, num_pairs, num_rows);
+      }
     }
     __syncthreads();
     if (tid < num_ranks) {
