@@ -20,7 +20,7 @@ from hybrid_ep.doctor.registry import all_checks
 from hybrid_ep.k8s.manifest import Manifest, load
 from tests.prerequisites import require, require_programs
 from tests.sim.hosts import Cluster, Host, missing_prerequisites
-from tests.sim.indexed_job import run_indexed_job
+from tests.sim.indexed_job import run_indexed_job, start_group
 from tests.sim.mpijob import JobResult, MPIJobRun
 from tests.sim.pods import checkout_image
 
@@ -99,6 +99,33 @@ def test_cpu_torchrun_overlay_runs_across_two_hosts(cluster: Cluster) -> None:
     assert [pod.phase for pod in pods] == ["Succeeded", "Succeeded"], "".join(pod.log for pod in pods)
     assert [f"{pod.name}: profile cpu" in pod.log for pod in pods] == [True, True]
     assert_good(pods[0].log)
+
+
+def test_engine_starts_when_low_latency_calls_have_worked_across_the_nodes(cluster: Cluster) -> None:
+    """The overlay for GPUs, asked to do the same on CPUs."""
+    manifests = copy.deepcopy(built("lws-serving"))
+    (lws,) = (manifest.content for manifest in manifests)
+    spec = lws["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    spec["initContainers"][0]["args"] = ["--profile=cpu", "--accept-unknown"]
+    spec["volumes"][0]["emptyDir"]["sizeLimit"] = "1Gi"
+    serve = spec["containers"][0]
+    serve["command"][4] = "--nproc-per-node=1"
+    (options,) = serve["env"]
+    options["value"] = (
+        options["value"].replace("cuda", "cpu") + " --hidden 512 --topk 2 --experts 4 --tokens 4 --runs 2"
+    )
+    serve["args"] = ["sh", "-c", "echo the engine runs"]
+    pods = start_group(manifests, cluster)
+    deadline = time.monotonic() + 120
+    while any(pod.phase == "Running" for pod in pods) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        for pod in pods:
+            pod.poll()
+    assert [pod.phase for pod in pods] == ["Succeeded", "Succeeded"], "".join(pod.log for pod in pods)
+    assert [pod.log.endswith("the engine runs\n") for pod in pods] == [True, True]
+    assert [pod.host.path("/tmp/checked").exists() for pod in pods] == [True, True]
+    result = result_in(pods[0].log)
+    assert (result["ok"], result["num_ranks"]) == (True, 2)
 
 
 def test_worker_without_sshd_is_named(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""Runs an Indexed Job of Kubernetes on simulated hosts: all Pods at once, each told its index, none restarted.
+"""Runs an Indexed Job, or a group of a LeaderWorkerSet, on simulated hosts: all Pods at once, each told its index.
 
 python -m tests.sim.indexed_job k8s/overlays/cpu-torchrun
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.k8s.manifest import Manifest, load
 from tests.sim.hosts import Cluster, Host
-from tests.sim.pods import Kubelet, Pod, checkout_image
+from tests.sim.pods import NAMESPACE, Kubelet, Pod, checkout_image
 
 _POLL_S = 0.1
 
@@ -49,6 +49,30 @@ def run_indexed_job(
         if pod.phase == "Running":
             pod.delete()
     return pods
+
+
+def start_group(
+    manifests: list[Manifest], cluster: Cluster, prepare: Callable[[Host], None] = lambda host: None
+) -> list[Pod]:
+    """Starts the Pods of one replica of the one LeaderWorkerSet among the manifests, the leader first.
+
+    Raises:
+        ConfigError: not one LeaderWorkerSet whose Pods start together.
+    """
+    sets = [manifest.content for manifest in manifests if manifest.kind == "LeaderWorkerSet"]
+    if len(sets) != 1 or sets[0]["spec"].get("startupPolicy") != "LeaderCreated":
+        raise ConfigError(f"there are {len(sets)} LeaderWorkerSets; allowed here: 1, with startupPolicy LeaderCreated")
+    name, template = sets[0]["metadata"]["name"], sets[0]["spec"]["leaderWorkerTemplate"]
+    kubelet = Kubelet(cluster, manifests, name, prepare)
+    # As the controller names them: the leader by its replica, its workers by their place in the group.
+    names = [f"{name}-0", *(f"{name}-0-{i}" for i in range(1, template["size"]))]
+    for pod_name in names:
+        kubelet.reserve_name(pod_name)
+    given = {"LWS_LEADER_ADDRESS": f"{names[0]}.{name}.{NAMESPACE}", "LWS_GROUP_SIZE": str(len(names))}
+    return [
+        kubelet.start(pod_name, template["workerTemplate"], {**given, "LWS_WORKER_INDEX": str(i)})
+        for i, pod_name in enumerate(names)
+    ]
 
 
 def main() -> int:

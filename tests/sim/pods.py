@@ -158,7 +158,8 @@ class Kubelet:
     def _write_names(self, host: Host, name: str, address: str) -> None:
         lines = ["127.0.0.1 localhost", f"{address} {name}"]
         for other, at in self._names.items():
-            lines.append(f"{at} {other}.{self._subdomain} {other}.{self._subdomain}.{NAMESPACE}.svc")
+            service = f"{other}.{self._subdomain}"
+            lines.append(f"{at} {service} {service}.{NAMESPACE} {service}.{NAMESPACE}.svc")
         host.write("/etc/hosts", "\n".join([*lines, ""]))
 
     def _run(

@@ -29,7 +29,7 @@ from tests.prerequisites import require_programs
 K8S = Path(__file__).resolve().parents[2] / "k8s"
 OVERLAYS = (
     *("cpu", "single-node", "infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "gb200-mnnvl"),
-    *("cpu-torchrun", "single-node-torchrun", "oke-roce", "jobset-kueue", "node-doctor"),
+    *("cpu-torchrun", "single-node-torchrun", "oke-roce", "jobset-kueue", "lws-serving", "node-doctor"),
 )
 PAGE = (K8S.parent / "docs" / "kubernetes.md").read_text()
 PAGE_OF_RULES = (K8S.parent / "docs" / "kubernetes_check.md").read_text()
@@ -351,6 +351,9 @@ def test_overlay_that_the_page_shows_can_be_built(tmp_path: Path) -> None:
 
 def pod_of_ranks(built: dict[str, Tree]) -> Tree:
     """The Pod that needs GPUs: the worker, torchrun's, or the node doctor's."""
+    if "LeaderWorkerSet" in built:
+        found: Tree = built["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+        return found
     if "JobSet" in built:
         return pod(built["JobSet"]["spec"]["replicatedJobs"][0]["template"])
     return worker(built["MPIJob"]) if "MPIJob" in built else pod(built.get("Job") or built["DaemonSet"])
@@ -359,7 +362,7 @@ def pod_of_ranks(built: dict[str, Tree]) -> Tree:
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "node-doctor"])
 def test_fit_nodes_alone_are_asked_for(overlay: str, tmp_path: Path) -> None:
     built = site_build(tmp_path, overlay, "fit-nodes")
-    (manifest,) = (each for each in load(tmp_path) if each.kind in ("MPIJob", "Job", "JobSet"))
+    (manifest,) = (each for each in load(tmp_path) if each.kind in ("MPIJob", "Job", "JobSet", "LeaderWorkerSet"))
     template = list(manifest.pod_templates())[-1]
     assert template.content["spec"]["nodeSelector"]["hybrid-ep/doctor"] == "pass"
     assert template.role in ("Worker", *built)
@@ -393,7 +396,9 @@ def test_profile_of_a_site_reaches_every_doctor(overlay: str, tmp_path: Path) ->
     assert asked == f"--profile={mount['mountPath']}/site.yaml"
 
 
-@pytest.mark.parametrize("overlay", ["single-node", "single-node-torchrun", "node-doctor"])
+@pytest.mark.parametrize(
+    "overlay", ["single-node", "single-node-torchrun", "jobset-kueue", "lws-serving", "node-doctor"]
+)
 def test_runtime_class_reaches_every_pod_that_sees_gpus(overlay: str, tmp_path: Path) -> None:
     built = site_build(tmp_path, overlay, "nvidia-runtime")
     assert pod_of_ranks(built)["runtimeClassName"] == "nvidia"
