@@ -7,7 +7,12 @@ import os
 from typing import Any
 from unittest import mock
 
-__all__ = ["check_in_domains"]
+import torch.distributed as dist
+
+from hybrid_ep.engine.cuda_between import CudaBetween
+from hybrid_ep.engine.select import make_engine
+
+__all__ = ["check_auto", "check_in_domains"]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
@@ -15,3 +20,10 @@ def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
     module, name = check.rsplit(".", 1)
     with mock.patch.dict(os.environ, {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": str(num_ranks_per_domain)}):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def check_auto() -> None:
+    """`auto` takes the kernels between domains, and says what joins them."""
+    engine = make_engine(dist.group.WORLD, num_ranks_per_domain=1, asked="auto")
+    assert isinstance(engine, CudaBetween)
+    engine.close()

@@ -92,6 +92,10 @@ def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(4, "emulation.domains.check_in_domains", 2, f"multi_gpu.late_errors.{check}")
 
 
+def test_auto(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.domains.check_auto")
+
+
 def test_fp8(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.normal.check_fp8", Case("fp8", 4, 20, num_ranks_per_domain=2))
 
