@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from hybrid_ep.engine.cuda_between import CudaBetween
 from hybrid_ep.engine.select import make_engine
 
 __all__ = ["check_auto", "check_in_domains"]
@@ -24,6 +23,8 @@ def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
 
 def check_auto() -> None:
     """`auto` takes the kernels between domains, and says what joins them."""
+    from hybrid_ep.engine.cuda_between import CudaBetween
+
     engine = make_engine(dist.group.WORLD, num_ranks_per_domain=1, asked="auto")
     assert isinstance(engine, CudaBetween)
     engine.close()

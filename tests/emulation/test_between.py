@@ -22,6 +22,7 @@ CASES = [
     Case("2x2_empty", 4, 9, routing="empty", num_ranks_per_domain=2),
     Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
     Case("2x2_nothing_crosses", 4, 21, routing="local", num_ranks_per_domain=2),
+    Case("4x1_groups", 4, 30, routing="groups", num_ranks_per_domain=1),
     Case("2x2_hidden_16384", 4, 6, hidden=16384, num_ranks_per_domain=2),
     Case("2x2_hidden_8", 4, 20, hidden=8, num_ranks_per_domain=2),
     Case("2x2_top_32", 4, 11, topk=32, num_experts=64, num_ranks_per_domain=2),
