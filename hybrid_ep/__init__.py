@@ -27,6 +27,9 @@ from hybrid_ep.errors import (
 )
 
 if TYPE_CHECKING:
+    from hybrid_ep.buffers.allocator import BufferAllocator
+    from hybrid_ep.buffers.elastic_buffer import ElasticBuffer, EPBuffer
+    from hybrid_ep.buffers.elastic_handle import EPHandle
     from hybrid_ep.buffers.hybrid import HybridEPBuffer
     from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
     from hybrid_ep.buffers.normal import Buffer, topk_idx_t
@@ -36,10 +39,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Buffer",
+    "BufferAllocator",
     "ClosedError",
     "Config",
     "ConfigError",
     "CudaError",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
@@ -54,6 +61,10 @@ __all__ = [
 
 _HOME = {
     "Buffer": "buffers.normal",
+    "BufferAllocator": "buffers.allocator",
+    "ElasticBuffer": "buffers.elastic_buffer",
+    "EPBuffer": "buffers.elastic_buffer",
+    "EPHandle": "buffers.elastic_handle",
     "topk_idx_t": "buffers.normal",
     "Config": "core.config",
     "EventHandle": "core.event",

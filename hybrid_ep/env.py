@@ -18,6 +18,7 @@ __all__ = [
     "BUILD_NVML",
     "CMAKE_ARGS",
     "CONTAINER",
+    "ELASTIC_BUFFER",
     "ENGINE",
     "GID_INDEX",
     "KUBERNETES_HOST",
@@ -181,6 +182,14 @@ POOL_SLOTS = Variable(
     "an integer ≥ 0",
     "Cuda engine: results of dispatch that can be out at a time without a copy; each costs a receive slot of memory. "
     "With 0 every result is copied to memory of torch's own allocator.",
+)
+ELASTIC_BUFFER = Variable(
+    "HYBRID_EP_ELASTIC_BUFFER",
+    "off",
+    _choice("on", "off"),
+    "on or off",
+    "`on` makes `deep_ep`, where it is hybrid_ep, offer `ElasticBuffer`, `EPBuffer`, `EPHandle` and `BufferAllocator`. "
+    "Callers that find them may leave `Buffer` alone.",
 )
 LOG_LEVEL = Variable(
     "HYBRID_EP_LOG_LEVEL",
@@ -386,6 +395,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     TIMEOUT_S,
     NUM_RANKS_PER_DOMAIN,
     POOL_SLOTS,
+    ELASTIC_BUFFER,
     LOG_LEVEL,
     TRANSPORT,
     GID_INDEX,

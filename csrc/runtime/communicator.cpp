@@ -147,6 +147,10 @@ int Communicator::capacity(const RowWidths& widths) const {
   return make_slot_layout(widths, domain_.slot_bytes).capacity;
 }
 
+int Communicator::default_dispatch_sms() const {
+  return dispatch_sms(0, domain_.num_ranks, is_hopper_, num_device_sms_);
+}
+
 uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
                                 cudaStream_t stream) {
   const DeviceGuard guard(device_);

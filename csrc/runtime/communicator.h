@@ -41,6 +41,9 @@ class Communicator {
   // Rows of these widths that a slot of the arena holds.
   int capacity(const RowWidths& widths) const;
 
+  // SMs of a dispatch that does not ask for a number.
+  int default_dispatch_sms() const;
+
   // `handle` is the number of the handle's dispatch, kAbsent for one that makes its route. Returns the ticket that the
   // mailbox will show, or 0 where there is nothing to wait for: neither counts, nor room that a slot has not got.
   uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,

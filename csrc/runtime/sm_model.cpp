@@ -36,7 +36,7 @@ int default_dispatch_sms(int num_ranks, bool is_hopper) {
 LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
                            int num_device_sms) {
   LaunchShape result{};
-  result.num_sms = num_sms(asked, default_dispatch_sms(num_ranks, is_hopper), num_device_sms);
+  result.num_sms = dispatch_sms(asked, num_ranks, is_hopper, num_device_sms);
   // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps. The rings
   // lie behind the counters, where rows can be loaded while these are in use, unless that costs a warp or there is no
   // room.
@@ -56,6 +56,10 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
   const int ring_bytes = result.num_send_warps * result.num_stages * row_bytes;
   result.shared_bytes = std::max(counter_bytes, result.rings_begin + ring_bytes);
   return result;
+}
+
+int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms) {
+  return num_sms(asked, default_dispatch_sms(num_ranks, is_hopper), num_device_sms);
 }
 
 int combine_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }

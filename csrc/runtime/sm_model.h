@@ -16,6 +16,7 @@ struct LaunchShape {
 // rings lie behind a CTA's counters if there is room for both.
 LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
                            int num_device_sms);
+int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms);
 int combine_sms(int asked, int num_device_sms);
 // What a combine from experts takes beside these for the sums of its rows, with num_topk experts a token.
 int expert_sms(int asked, int num_combine_sms, int num_topk, int num_ranks, int num_device_sms);

@@ -33,7 +33,7 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "as_rows", "check_rows"]
+__all__ = ["BaseBuffer", "as_rows", "check_bias", "check_rows"]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 
@@ -222,7 +222,9 @@ def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
     return world
 
 
-def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.device | None) -> Rows:
+def check_rows(
+    name: str, data: Tensor, scales: Tensor | None, *, device: torch.device | None, opaque_scales: bool = False
+) -> Rows:
     """Checks token rows, of any strides, and returns them in the engine's form.
 
     Args:
@@ -230,6 +232,7 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.
         data: ``[T, H]`` bf16, or float8_e4m3fn with `scales`.
         scales: ``[T, H/128]`` float32 or ``[T, ceil(H/512)]`` int32 (packed UE8M0), of any strides; None for bf16.
         device: where they must be; None = anywhere.
+        opaque_scales: scales may have any number of columns, for nobody here reads them; then hidden sizes are any.
 
     Raises:
         ConfigError: dtype, shape or device does not fit.
@@ -241,10 +244,13 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.
         return as_rows(data, None)
     require_tensor(name, data, dtypes=_FP8_DTYPES, shape=(None, None), device=device)
     num_tokens, size = data.shape
-    require(size % CHANNELS_PER_SCALE == 0, f"hidden of {name}", size, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
-    num_scales = size // CHANNELS_PER_SCALE
-    if isinstance(scales, Tensor) and scales.dtype == torch.int32:
-        num_scales = -(-num_scales // SCALES_PER_WORD)
+    num_scales: int | None = None
+    if not opaque_scales:
+        allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
+        require(size % CHANNELS_PER_SCALE == 0, f"hidden of {name}", size, allowed)
+        num_scales = size // CHANNELS_PER_SCALE
+        if isinstance(scales, Tensor) and scales.dtype == torch.int32:
+            num_scales = -(-num_scales // SCALES_PER_WORD)
     require_tensor(
         f"scales of {name}",
         scales,
@@ -252,7 +258,25 @@ def check_rows(name: str, data: Tensor, scales: Tensor | None, *, device: torch.
         shape=(num_tokens, num_scales),
         device=data.device,
     )
+    if scales.shape[1] == 0:
+        require(False, f"columns of scales of {name}", 0, "≥ 1")
     return as_rows(data, scales)
+
+
+def check_bias(
+    bias: Tensor | tuple[Tensor, Tensor] | None, num_tokens: int, hidden: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Checks what combine adds to its result: none, one or two ``[T, H]`` bf16.
+
+    Raises:
+        ConfigError: dtype, shape, device or number does not fit.
+    """
+    biases: tuple[Tensor, ...] = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    if len(biases) > 2:
+        require(False, "number of biases", len(biases), "0, 1 or 2")
+    for term in biases:
+        require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
+    return biases
 
 
 def as_rows(data: Tensor, scales: Tensor | None) -> Rows:

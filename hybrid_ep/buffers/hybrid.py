@@ -239,10 +239,15 @@ class HybridEPBuffer(BaseBuffer):
             if weights is None:
                 received = engine.dispatch_cached(rows, handle.dispatch, num_sms=self._num_sms_dispatch)
                 return _given(received.data, as_bytes), None, received.scales, handle
-            # A cached route carries rows only; made again from the same experts it is the same.
-            routing = Routing(handle.topk_idx, weights, handle.dispatch.num_experts)
-            bound: int | None = handle.recv_topk_idx.shape[0]
-            room = engine.room_of(handle.dispatch)
+            expert_range = self._experts_of_domain(handle.dispatch.num_experts)
+            result = engine.dispatch_again(
+                rows,
+                handle.topk_idx,
+                weights,
+                handle.dispatch,
+                expert_range=expert_range,
+                num_sms=self._num_sms_dispatch,
+            )
         else:
             rows, as_bytes, routing = self._rows_and_routing(
                 hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
@@ -254,20 +259,19 @@ class HybridEPBuffer(BaseBuffer):
                 bound = int(num_dispatched_tokens_tensor.item())
             if bound is not None:
                 require_int("num_dispatched_tokens", bound, minimum=0)
-            room = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
-        num_local = routing.num_experts // self.group_size
-        first, size = self.grid.domain.start * num_local, self.grid.num_ranks_per_domain * num_local
-        result = engine.dispatch(
-            rows,
-            routing,
-            expert_range=(first, first + size),
-            num_recv_bound=bound,
-            num_sms=self._num_sms_dispatch,
-            room=room,
-        )
+            expert_range = self._experts_of_domain(routing.num_experts)
+            result = engine.dispatch(
+                rows,
+                routing,
+                expert_range=expert_range,
+                num_recv_bound=bound,
+                num_sms=self._num_sms_dispatch,
+                room=self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size,
+            )
         received_probs = None
         if result.topk_weights is not None:
-            received_probs = weights_to_probs(result.topk_idx, result.topk_weights, size)
+            first, end = expert_range
+            received_probs = weights_to_probs(result.topk_idx, result.topk_weights, end - first)
         if handle is None:
             handle = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, self._sizes(0))
         return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, handle
@@ -402,14 +406,13 @@ class HybridEPBuffer(BaseBuffer):
                     rows, permute, num_sms=self._num_sms_dispatch, num_expert_sms=self._num_sms_permute
                 )
                 return _given(cached.data, as_bytes), None, cached.scales, tokens_per_expert, handle
-            again = engine.dispatch_permuted(
+            again = engine.dispatch_permuted_again(
                 rows,
-                Routing(handle.topk_idx, weights, num_experts),
-                pad_multiple=permute.pad_multiple,
-                num_permuted_bound=permute.num_permuted,
+                handle.topk_idx,
+                weights,
+                permute,
                 num_sms=self._num_sms_dispatch,
                 num_expert_sms=self._num_sms_permute,
-                room=engine.room_of(permute.dispatch),
             )
             return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
@@ -561,6 +564,11 @@ class HybridEPBuffer(BaseBuffer):
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
         return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+
+    def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
+        """First and end of those that a plain dispatch reports."""
+        num_local = num_experts // self.group_size
+        return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
 
     def _check_handle(self, handle: DispatchHandle, rows: Rows) -> None:
         self._check_geometry(handle.grid)

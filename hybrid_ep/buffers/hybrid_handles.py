@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
 from hybrid_ep.engine.base import DispatchHandle, PermuteHandle
 
-__all__ = ["HybridHandle", "PermutedHandle"]
+__all__ = ["HybridHandle", "PermutedHandle", "rows_of_copies"]
 
 
 class _Handle(Sequence[Any]):
@@ -125,9 +125,7 @@ class PermutedHandle(_Handle):
 
     @functools.cached_property
     def rows_of_copies(self) -> Tensor:
-        rows = self.permute.state.rows_of_copies(self.dispatch.num_recv, self.dispatch.num_topk)
-        arrived = torch.arange(rows.shape[0], device=rows.device) < self.num_dispatched_tokens
-        return torch.where(arrived.unsqueeze(1), rows, -1)
+        return rows_of_copies(self.permute)
 
     @functools.cached_property
     def local_expert_routing_map(self) -> Tensor:
@@ -135,6 +133,14 @@ class PermutedHandle(_Handle):
         ends = self.permute.num_tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
         expert = torch.searchsorted(ends, rows, right=True)
         return _to_map(torch.where(rows >= 0, expert, -1), ends.numel())
+
+
+def rows_of_copies(permute: PermuteHandle) -> Tensor:
+    """``[N, K]`` int32; the permuted row of each copy of a received row, −1 where there is none."""
+    dispatch = permute.dispatch
+    rows: Tensor = permute.state.rows_of_copies(dispatch.num_recv, dispatch.num_topk)
+    arrived = torch.arange(rows.shape[0], device=rows.device) < _num_dispatched(dispatch)
+    return torch.where(arrived.unsqueeze(1), rows, -1)
 
 
 def _num_dispatched(handle: DispatchHandle) -> Tensor:

@@ -12,19 +12,15 @@ timeouts; only sums are made here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
-from hybrid_ep.core.config import Config
-from hybrid_ep.core.event import EventHandle, EventOverlap
+from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.layout import map_to_indices
-
-if TYPE_CHECKING:
-    from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.engine.base import Routing, Rows
 
 __all__ = ["LoadBalanceCalls", "add_gradients", "copy_weights", "gather_counts"]
 
@@ -33,7 +29,7 @@ _ROW_MULTIPLE = 8  # 16 bytes
 
 
 class LoadBalanceCalls(BaseBuffer):
-    """The calls; a part of `Buffer`."""
+    """The calls; a part of `Buffer`, `ElasticBuffer` and `EPBuffer`."""
 
     def lb_prefetch_weights(
         self,
@@ -41,7 +37,7 @@ class LoadBalanceCalls(BaseBuffer):
         expert_weights: Tensor | Sequence[Tensor],
         redundancy_mapping: Tensor,
         num_sms: int = 0,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
     ) -> EventOverlap:
         """Fills spare slots with the weights of their experts. Collective over the buffer's group.
 
@@ -72,7 +68,7 @@ class LoadBalanceCalls(BaseBuffer):
         expert_grads: Tensor | Sequence[Tensor],
         redundancy_mapping: Tensor,
         num_sms: int = 0,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
     ) -> EventOverlap:
         """Adds the gradients of replicas to those of their experts, in fp32. Collective over the buffer's group.
 
@@ -100,7 +96,7 @@ class LoadBalanceCalls(BaseBuffer):
 
     def lb_get_theoretical_num_sms(self) -> int:
         """Returns how many SMs the two calls need to keep the wire busy: those of a dispatch."""
-        return cast("Buffer", self).num_sms
+        return self.engine.default_num_sms
 
     def _move(
         self,
@@ -109,7 +105,7 @@ class LoadBalanceCalls(BaseBuffer):
         homes: list[Tensor],
         mapping: Tensor,
         num_sms: int,
-        previous_event: EventOverlap | None,
+        previous_event: EventOverlap | EventHandle | None,
     ) -> None:
         """Checks what both calls share, and moves one pair of tensors after another."""
         require(len(spare) == len(homes), "tensors of spare slots", len(spare), f"{len(homes)}, as of the experts")
@@ -118,16 +114,16 @@ class LoadBalanceCalls(BaseBuffer):
         num_experts = self.grid.num_ranks_per_domain * (homes[0].shape[0] if homes else 0)
         require_expert_indices(mapping, num_experts, name="redundancy_mapping")
         require_int("num_sms", num_sms, minimum=0)
-        if previous_event is not None:
-            previous_event.current_stream_wait()
-        config = Config(num_sms) if num_sms else None
+        event = as_overlap("previous_event", previous_event)
+        if event is not None:
+            event.current_stream_wait()
         for ours, theirs in zip(spare, homes, strict=True):
             _require_alike(ours, theirs, (spare[0].shape[0], homes[0].shape[0]))
-            move(cast("Buffer", self), ours, theirs, mapping.long(), self.grid.domain.start, config)
+            move(self, ours, theirs, mapping.long(), self.grid.domain.start, num_sms or None)
 
 
 def copy_weights(
-    buffer: Buffer, spare: Tensor, experts: Tensor, mapping: Tensor, first_rank: int, config: Config | None = None
+    buffer: BaseBuffer, spare: Tensor, experts: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None = None
 ) -> None:
     """Fills ``spare[B, *shape]`` from the ``experts[LE, *shape]`` of other ranks. Collective over the buffer's group.
 
@@ -137,7 +133,7 @@ def copy_weights(
         experts: contiguous.
         mapping: ``[ranks, B]`` int64, the same on these ranks: experts, counted from those of `first_rank`, or −1.
         first_rank: that it begins with.
-        config: SMs to use.
+        num_sms: SMs to use; None = the engine's choice.
     """
     num_slots, num_local = spare.shape[0], experts.shape[0]
     if num_slots == 0:
@@ -149,7 +145,7 @@ def copy_weights(
     wanted = (local.unsqueeze(0) == torch.arange(num_local, device=mapping.device).view(-1, 1, 1)).any(2)
     ranks = torch.zeros(num_local, buffer.group_size, dtype=torch.bool, device=rows.device)
     ranks[:, first_rank : first_rank + mapping.shape[0]] = wanted
-    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, config)
+    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, num_sms)
     # Rows come by rank and expert: slots of one expert share them.
     mine = mapping[buffer.rank - first_rank]
     is_first = (mine.unsqueeze(1) == mine).tril(-1).logical_not().all(1)
@@ -160,7 +156,7 @@ def copy_weights(
 
 
 def add_gradients(
-    buffer: Buffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, config: Config | None = None
+    buffer: BaseBuffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None = None
 ) -> None:
     """Adds float32 ``spare[B, *shape]`` of all ranks to ``homes[LE, *shape]``; arguments as of `copy_weights`."""
     require(homes.dtype == torch.float32, "dtype of gradients", homes.dtype, "torch.float32")
@@ -171,7 +167,7 @@ def add_gradients(
     mine = mapping[buffer.rank - first_rank].to(rows.device)
     home = torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1)
     ranks = home.unsqueeze(1) == torch.arange(buffer.group_size, device=rows.device)
-    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), None, config)
+    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), None, num_sms)
     local = (mapping - (buffer.rank - first_rank) * num_local).tolist()
     source = [
         (rank + first_rank != buffer.rank, expert)
@@ -184,7 +180,7 @@ def add_gradients(
         homes[source[i][1]] += found[i]
 
 
-def gather_counts(buffer: Buffer, counts: Tensor) -> Tensor:
+def gather_counts(buffer: BaseBuffer, counts: Tensor) -> Tensor:
     """``[n]`` int64 of each rank → ``[R, n]`` int64 of all, on every rank. Collective."""
     num_counts = counts.shape[0]
     rows, num_pieces = _as_rows(counts.unsqueeze(0))
@@ -193,7 +189,7 @@ def gather_counts(buffer: Buffer, counts: Tensor) -> Tensor:
     return _as_tensors(arrived, (buffer.group_size, num_counts), torch.int64)
 
 
-def _send(buffer: Buffer, rows: Tensor, ranks: Tensor, bound: int | None, config: Config | None) -> Tensor:
+def _send(buffer: BaseBuffer, rows: Tensor, ranks: Tensor, bound: int | None, num_sms: int | None) -> Tensor:
     """Sends each of ``[T, W]`` rows to the ranks that ``[T, R]`` names.
 
     Returns what arrived, by source rank, then row; with `bound`, so many rows, of which the last may be of no use.
@@ -205,20 +201,16 @@ def _send(buffer: Buffer, rows: Tensor, ranks: Tensor, bound: int | None, config
         some = torch.zeros_like(ranks)
         some[:, first : first + MAX_TOPK] = ranks[:, first : first + MAX_TOPK]
         indices, _ = map_to_indices(some, None)
-        layout = buffer.get_dispatch_layout(indices, num_ranks)
-        received, *_ = buffer.dispatch(
-            rows,
-            num_tokens_per_rank=layout[0],
-            num_tokens_per_rdma_rank=layout[1],
-            is_token_in_rank=layout[3],
-            num_tokens_per_expert=layout[2],
-            topk_idx=indices,
-            num_worst_tokens=bound or 0,
-            config=config,
+        received = buffer.engine.dispatch(
+            Rows(rows),
+            Routing(indices, None, num_ranks),
+            expert_range=(buffer.rank, buffer.rank + 1),
+            num_recv_bound=bound or None,
+            num_sms=num_sms,
         )
         if first <= buffer.rank < first + MAX_TOPK:
-            result = received
-    assert isinstance(result, Tensor)
+            result = received.rows.data
+    assert result is not None
     return result
 
 

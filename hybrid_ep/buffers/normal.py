@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffers.base import as_rows, check_rows
+from hybrid_ep.buffers.base import as_rows, check_bias, check_rows
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.core.calls import plain_tensors
@@ -361,10 +361,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         if topk_weights is not None:
             shape = (x.shape[0], handle.num_topk)
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
-        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        require(len(biases) <= 2, "number of biases", len(biases), "0, 1 or 2")
-        for term in biases:
-            require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, x.shape[1]), device=x.device)
+        biases = check_bias(bias, num_tokens, x.shape[1], x.device)
         with self._comm_stream.scope(previous_event, async_finish):
             combined = engine.combine(
                 x.contiguous(),

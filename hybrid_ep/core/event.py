@@ -10,7 +10,7 @@ import torch
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["EventHandle", "EventOverlap"]
+__all__ = ["EventHandle", "EventOverlap", "as_overlap"]
 
 
 class EventHandle:
@@ -95,3 +95,16 @@ class EventOverlap:
     ) -> None:
         releases, self._releases = self._releases, False
         self.current_stream_wait(release_handle=releases)
+
+
+def as_overlap(name: str, event: EventOverlap | EventHandle | None) -> EventOverlap | None:
+    """An event that a caller hands in, in either form.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if event is None or isinstance(event, EventOverlap):
+        return event
+    if not isinstance(event, EventHandle):
+        raise ConfigError(f"{name} is {type(event).__name__}; allowed: EventHandle, EventOverlap or None")
+    return EventOverlap(event)

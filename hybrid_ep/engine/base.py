@@ -343,6 +343,7 @@ class Engine(abc.ABC):
         probs: Tensor | None,
         num_sms: int | None,
         num_expert_sms: int | None = None,
+        bias: tuple[Tensor, ...] = (),
     ) -> Combined:
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them.
 
@@ -356,6 +357,69 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Returns the sum of a tensor that every rank has, in ascending order of the ranks; equal at all."""
+
+    def dispatch_again(
+        self,
+        rows: Rows,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: DispatchHandle,
+        *,
+        expert_range: tuple[int, int],
+        num_sms: int | None,
+    ) -> Dispatched:
+        """Sends rows and weights where a dispatch of the same `topk_idx` went, of which it made `handle`.
+
+        A cached route carries rows only. Made again from the same experts it is the same, and needs no host sync.
+        """
+        return self.dispatch(
+            rows,
+            Routing(topk_idx, topk_weights, handle.num_experts),
+            expert_range=expert_range,
+            num_recv_bound=handle.num_recv,
+            num_sms=num_sms,
+            room=self.room_of(handle),
+        )
+
+    def dispatch_permuted_again(
+        self,
+        rows: Rows,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: PermuteHandle,
+        *,
+        num_sms: int | None,
+        num_expert_sms: int | None = None,
+    ) -> Permuted:
+        """The same of `dispatch_permuted`."""
+        return self.dispatch_permuted(
+            rows,
+            Routing(topk_idx, topk_weights, handle.dispatch.num_experts),
+            pad_multiple=handle.pad_multiple,
+            num_permuted_bound=handle.num_permuted,
+            num_sms=num_sms,
+            num_expert_sms=num_expert_sms,
+            room=self.room_of(handle.dispatch),
+        )
+
+    @abc.abstractmethod
+    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
+        """Local: ``[LE]`` int32 on the device of the rows; what arrived for each local expert, without pads.
+
+        Of a dispatch with top-k indices. Valid in stream order behind it.
+        """
+
+    def rows_by_source(self, handle: DispatchHandle) -> Tensor:
+        """Local: ``[R]`` int32, without gaps; running sum of the rows that arrived, by source rank.
+
+        Valid in stream order behind the dispatch.
+        """
+        return handle.rank_prefix_matrix[:, self.grid.rank].contiguous()
+
+    @property
+    @abc.abstractmethod
+    def default_num_sms(self) -> int:
+        """SMs of a dispatch that does not ask for a number."""
 
     def room_of(self, handle: DispatchHandle) -> int:
         """Local: the `room` of a dispatch that goes where that of `handle` went."""

@@ -215,6 +215,7 @@ class CudaEngine(Engine):
         probs: Tensor | None,
         num_sms: int | None,
         num_expert_sms: int | None = None,
+        bias: tuple[Tensor, ...] = (),
     ) -> Combined:
         state, route = _state_of(handle), _route_of(handle.dispatch)
         stream = self._begin()
@@ -239,7 +240,15 @@ class CudaEngine(Engine):
             num_expert_sms,
         )
         experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(plan, sums, weights, (), dispatch, route, stream, experts)
+        return self._combine(plan, sums, weights, bias, dispatch, route, stream, experts)
+
+    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
+        return _route_of(handle).tokens_per_expert(handle.num_experts // self.grid.num_ranks)
+
+    @property
+    def default_num_sms(self) -> int:
+        num_sms: int = self._communicator.default_dispatch_sms
+        return num_sms
 
     def room_of(self, handle: DispatchHandle) -> int:
         return _route_of(handle).max_recv
@@ -363,7 +372,9 @@ class CudaEngine(Engine):
         """
         stream = self._begin()
         if bound is None and is_capturing(self._index):
-            raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens or num_permuted_tokens")
+            raise ConfigError(
+                "a captured dispatch has no bound; allowed: num_worst_tokens, num_permuted_tokens or do_cpu_sync=False"
+            )
         topk_idx, topk_weights, num_experts = routing.topk_idx, routing.topk_weights, routing.num_experts
         plan, refusal = plan_dispatch(
             self.grid.rank,
@@ -399,14 +410,22 @@ class CudaEngine(Engine):
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
-                route = Route(chunk, base, num_recv, max_rows, max_rows, 0, 0, number)
+                route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number)
                 return _Sent(plan, lease, stream, route, bound, None)
             assert mail is not None
             self.traffic.within_domain += mail.num_sent_away * plan.row_bytes
             max_recv = mail.max_rows if pad_multiple else mail.max_recv
             num_from_away = mail.num_recv - mail.num_kept
             route = Route(
-                chunk, base, mail.num_recv, max_recv, mail.max_sent, mail.num_sent_away, num_from_away, number
+                chunk,
+                base,
+                plan.counts_at,
+                mail.num_recv,
+                max_recv,
+                mail.max_sent,
+                mail.num_sent_away,
+                num_from_away,
+                number,
             )
             return _Sent(plan, lease, stream, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
         except BaseException:

@@ -25,6 +25,7 @@ class Route(NamedTuple):
     Attributes:
         chunk: the memory that the route is a piece of.
         address: of the piece; csrc/layout/route_layout.h tells what stands in it.
+        counts_at: where in it what arrived for each local expert stands, in int32.
         num_recv: rows of the result: what arrived, or the bound.
         max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
         max_sent: most rows that any rank sends; what the slots of a combine must hold.
@@ -35,12 +36,17 @@ class Route(NamedTuple):
 
     chunk: Chunk
     address: int
+    counts_at: int
     num_recv: int
     max_recv: int
     max_sent: int
     num_sent_away: int
     num_from_away: int
     number: int
+
+    def tokens_per_expert(self, num_local_experts: int) -> Tensor:
+        """``[LE]`` int32, without pads, as the kernel wrote it. On the current stream."""
+        return self.chunk.ints(self.address, self.counts_at, num_local_experts)
 
 
 @dataclass
@@ -62,9 +68,7 @@ class PermuteState:
 
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""
-        self.chunk.note_use(current_raw_stream(self.chunk.memory.device.index))
-        begin = self.address - self.chunk.memory.data_ptr()
-        return self.chunk.memory[begin : begin + _INT_BYTES * num_recv * num_topk].view(torch.int32).view(num_recv, -1)
+        return self.chunk.ints(self.address, 0, num_recv * num_topk).view(num_recv, -1)
 
     def begin_combine(self, communicator: _cuda.Communicator, num_recv: int, num_topk: int, stream: int) -> None:
         """Must be called before a combine on `stream`, the current one: each communicator numbers its own."""
@@ -96,6 +100,12 @@ class Chunk:
         begin = self._end - self.num_left
         self.num_left -= num_bytes
         return begin
+
+    def ints(self, address: int, offset: int, size: int) -> Tensor:
+        """Returns so many int32 of a piece, `offset` int32 from its begin, as a tensor for the current stream."""
+        self.note_use(current_raw_stream(self.memory.device.index))
+        begin = address - self.memory.data_ptr() + _INT_BYTES * offset
+        return self.memory[begin : begin + _INT_BYTES * size].view(torch.int32)
 
     def note_use(self, stream: int) -> None:
         """Must be called where `stream`, the current one, uses a piece: torch keeps the memory until it has."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.config import Config
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
 from hybrid_ep.core.quantize import Fp8Format
@@ -54,6 +55,7 @@ class _Route(NamedTuple):
         within: the hop within the domain.
         order: ``[N]`` int64; arrival position of each received row.
         num_recv: rows that really arrived; the result may have more.
+        num_tokens_per_expert: ``[LE]`` int32; exact counts.
         number: of the dispatch, equal at all ranks and of no other, of any buffer of the group.
     """
 
@@ -61,6 +63,7 @@ class _Route(NamedTuple):
     within: Hop
     order: Tensor
     num_recv: int
+    num_tokens_per_expert: Tensor
     number: int
 
 
@@ -157,7 +160,7 @@ class TorchEngine(Engine):
             num_experts=routing.num_experts,
             num_topk=topk_idx.shape[1],
             grid=grid,
-            state=_Route(between, within, order, num_recv, exchange.handle_number(call)),
+            state=_Route(between, within, order, num_recv, counts, exchange.handle_number(call)),
         )
         return Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
 
@@ -249,6 +252,7 @@ class TorchEngine(Engine):
         probs: Tensor | None,
         num_sms: int | None,
         num_expert_sms: int | None = None,
+        bias: tuple[Tensor, ...] = (),
     ) -> Combined:
         num_recv = handle.dispatch.num_recv
         permutation: Permutation = handle.state
@@ -265,7 +269,16 @@ class TorchEngine(Engine):
         if probs is not None:
             weights = probs.new_zeros(num_recv, handle.dispatch.num_topk)
             weights[row, column] = probs[place]
-        return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=(), num_sms=num_sms)
+        return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=bias, num_sms=num_sms)
+
+    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
+        route: _Route = handle.state
+        return route.num_tokens_per_expert
+
+    @property
+    def default_num_sms(self) -> int:
+        """Of no use here: the number that a `Config` has."""
+        return Config.num_sms
 
     @one_at_a_time
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def check_plain(case: Case, device: str = "cpu") -> None:
             equal(probs_home, probs_of(case, rank), "combined probs")
 
 
-def _permuted(copies: list[Copy | None], tensors: list[Tensor]) -> Tensor:
+def permuted_rows(copies: list[Copy | None], tensors: list[Tensor]) -> Tensor:
     """Rows of per-rank tensors in permuted order, zero where a pad stands."""
     if not copies:
         return tensors[0][:0]
@@ -96,14 +96,14 @@ def _permuted(copies: list[Copy | None], tensors: list[Tensor]) -> Tensor:
     return torch.stack([zero if c is None else tensors[c.src_rank][c.token] for c in copies])
 
 
-def _expert_rows(case: Case, copies: list[Copy | None]) -> Tensor:
+def expert_rows(case: Case, copies: list[Copy | None]) -> Tensor:
     """What the experts return, pads poisoned: they must not be read."""
     poison = torch.full((case.hidden,), float("nan"), dtype=torch.bfloat16)
     rows = [poison if c is None else expert_row(case, c) for c in copies]
     return torch.stack(rows) if rows else torch.empty(0, case.hidden, dtype=torch.bfloat16)
 
 
-def expected_unpermuted(case: Case, rank: int) -> Tensor:
+def expected_unpermuted(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) -> Tensor:
     """Copies on one rank are summed by expert, then column, and rounded once; then as a plain combine."""
     reference = case.reference()
     num_local = case.num_experts // case.num_ranks
@@ -116,7 +116,7 @@ def expected_unpermuted(case: Case, rank: int) -> Tensor:
                 total += expert_row(case, Copy(src, token, column, expert)).float()
         return total.to(torch.bfloat16)
 
-    return reference.combined(rank, case.hidden, row)
+    return reference.combined(rank, case.hidden, row, bias)
 
 
 def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **options: Any) -> None:
@@ -140,11 +140,11 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     )
                     n = len(copies)
                     assert hidden.shape[0] == (n if bound is None else bound)
-                    want = _permuted(copies, [s[0].view(torch.uint8) if fp8 else s[0] for s in sources])
+                    want = permuted_rows(copies, [s[0].view(torch.uint8) if fp8 else s[0] for s in sources])
                     equal(hidden[:n], want, "permuted hidden")
                     assert not bool(hidden[n:].view(torch.uint8).any())
                     if fp8:
-                        equal(scales[:n], _permuted(copies, [s[1] for s in sources]), "permuted scales")
+                        equal(scales[:n], permuted_rows(copies, [s[1] for s in sources]), "permuted scales")
                     want_probs = [
                         0.0 if c is None else routed.inputs(c.src_rank).topk_weights[c.token, c.column] for c in copies
                     ]
@@ -154,7 +154,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     assert int(handle[-1].item()) == 0
 
                     y = torch.full((hidden.shape[0], case.hidden), float("nan"), dtype=torch.bfloat16)
-                    y[:n] = _expert_rows(case, copies)
+                    y[:n] = expert_rows(case, copies)
                     again, _, again_scales, _, _ = buffer.dispatch_with_permute(**given, handle=handle)
                     equal(again.view(torch.uint8)[:n], hidden.view(torch.uint8)[:n].cpu(), "hidden along the handle")
                     if fp8:
@@ -190,7 +190,7 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
         hidden, no_probs, _, _, _ = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle)
         assert no_probs is None
         tokens = [case.inputs(r).x * 2 for r in range(case.num_ranks)]
-        equal(hidden, _permuted(copies, tokens), "permuted hidden")
+        equal(hidden, permuted_rows(copies, tokens), "permuted hidden")
         # With weights of its own, as indices and as a map have them.
         halved = [0 if c is None else case.inputs(c.src_rank).topk_weights[c.token, c.column] / 2 for c in copies]
         probs_in = probs_of(case, rank).to(device) / 2
@@ -200,7 +200,7 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
         dense = [0 if c is None else kept[c.src_rank][c.token, c.column] for c in copies]
         for given, want in (({"topk_weights": inputs.topk_weights / 2}, halved), ({"probs": probs_in}, dense)):
             again = buffer.dispatch_with_permute(hidden=inputs.x * 2, handle=handle, **given)
-            equal(again[0], _permuted(copies, tokens), "permuted hidden with weights")
+            equal(again[0], permuted_rows(copies, tokens), "permuted hidden with weights")
             assert again[1] is not None
             equal(again[1], torch.tensor(want, dtype=torch.float32), "permuted probs")
             assert again[4] is handle
@@ -216,7 +216,9 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
         given = {"hidden": inputs.x, **routings(case, device)[0][0], "num_permuted_tokens": bound}
         hidden, _, _, _, handle = buffer.dispatch_with_permute(**given, non_blocking=True)
         assert int(handle[-1].item()) == int(len(copies) > bound)
-        equal(hidden, _permuted(copies[:bound], [case.inputs(r).x for r in range(case.num_ranks)]), "permuted hidden")
+        equal(
+            hidden, permuted_rows(copies[:bound], [case.inputs(r).x for r in range(case.num_ranks)]), "permuted hidden"
+        )
         if len(copies) > bound:
             with pytest.raises(hybrid_ep.OverflowError, match=str(len(copies))):
                 buffer.dispatch_with_permute(**given)
@@ -225,7 +227,7 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
 def check_two_buffers(case: Case, device: str = "cpu") -> None:
     """A handle serves another buffer of the same ranks."""
     rank = dist.get_rank()
-    y = _expert_rows(case, case.reference().permuted(rank)).to(device)
+    y = expert_rows(case, case.reference().permuted(rank)).to(device)
     inputs = on(device, case.inputs(rank))
     with make_buffer(case) as first, make_buffer(case) as second:
         *_, handle = first.dispatch_with_permute(hidden=inputs.x, **routings(case, device)[0][0])

@@ -106,23 +106,23 @@ def check_round_trip(case: Case, device: str = "cpu") -> None:
 
         y = returned(case, rank, rows).to(device)
         combined, weights, _ = buffer.combine(y, handle, recv_weights)
-        equal(combined, _expected_combine(case, rank), "combined_x")
-        equal(weights, _expected_weight_sum(case, rank), "combined_topk_weights")
+        equal(combined, expected_combine(case, rank), "combined_x")
+        equal(weights, expected_weight_sum(case, rank), "combined_topk_weights")
         bias = row_of(case.seed, rank, 0, 0, case.hidden * case.tokens_of(rank)).view(-1, case.hidden)
         for biases in ((bias,), (bias, bias.neg() * 0.5)):
             on_device = tuple(b.to(device) for b in biases)
             combined, none, _ = buffer.combine(y, handle, bias=on_device[0] if len(biases) == 1 else on_device)
             assert none is None
-            equal(combined, _expected_combine(case, rank, biases), f"combined_x with {len(biases)} biases")
+            equal(combined, expected_combine(case, rank, biases), f"combined_x with {len(biases)} biases")
 
 
-def _expected_combine(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) -> Tensor:
+def expected_combine(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) -> Tensor:
     return case.reference().combined(
         rank, case.hidden, lambda dst, src, token: row_of(case.seed, dst, src, token, case.hidden), bias
     )
 
 
-def _expected_weight_sum(case: Case, rank: int) -> Tensor:
+def expected_weight_sum(case: Case, rank: int) -> Tensor:
     """Each weight comes home once; entries without an expert are 0."""
     inputs = case.inputs(rank)
     return torch.where(inputs.topk_idx >= 0, inputs.topk_weights, 0.0)
@@ -141,7 +141,7 @@ def check_cached(case: Case, device: str = "cpu") -> None:
             sources = [case.inputs(r).x * factor for r in range(case.num_ranks)]
             equal(received, gather_rows(case, rows, sources), "recv_x of a cached dispatch")
         combined, _, _ = buffer.combine(returned(case, rank, rows).to(device), handle)
-        equal(combined, _expected_combine(case, rank), "combined_x")
+        equal(combined, expected_combine(case, rank), "combined_x")
 
 
 def check_bound(case: Case, device: str = "cpu") -> None:
@@ -162,7 +162,7 @@ def check_bound(case: Case, device: str = "cpu") -> None:
         y = torch.full((bound, case.hidden), float("nan"), dtype=torch.bfloat16)
         y[:n] = returned(case, rank, rows)
         combined, _, _ = buffer.combine(y.to(device), handle)
-        equal(combined, _expected_combine(case, rank), "combined_x")
+        equal(combined, expected_combine(case, rank), "combined_x")
         cached, *_ = buffer.dispatch(inputs.x, handle=handle)
         equal(cached[:n], recv_x[:n].cpu(), "recv_x of a cached dispatch")
 
@@ -200,4 +200,4 @@ def check_two_buffers(case: Case, device: str = "cpu") -> None:
         *_, handle_2, _ = dispatch(second, case, inputs)
         for buffer, handle in ((first, handle_1), (second, handle_2), (second, handle_1)):
             combined, _, _ = buffer.combine(y, handle)
-            equal(combined, _expected_combine(case, rank), "combined_x")
+            equal(combined, expected_combine(case, rank), "combined_x")

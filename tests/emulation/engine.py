@@ -49,10 +49,20 @@ def install(module_path: str) -> None:
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
 
-    from hybrid_ep.engine import arena, cuda_between, cuda_engine, cuda_low_latency, cuda_order, select, symmetric
+    from hybrid_ep.engine import (
+        arena,
+        cuda_between,
+        cuda_engine,
+        cuda_low_latency,
+        cuda_order,
+        cuda_route,
+        select,
+        symmetric,
+    )
 
     select._cuda_obstacle = lambda: None
-    arena.current_raw_stream = cuda_order.current_raw_stream = lambda _: 0
+    for module in (arena, cuda_between, cuda_order, cuda_route):
+        module.current_raw_stream = lambda _: 0
     for module in (arena, cuda_between, cuda_engine, cuda_low_latency, cuda_order):
         module.is_capturing = lambda _: False
     cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")

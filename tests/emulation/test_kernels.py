@@ -70,6 +70,17 @@ def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
 
 
+@_cases("two_ranks", "holes", "zero_tokens_on_one_rank")
+@pytest.mark.parametrize("check", ["check_compact", "check_expanded", "check_masked_decode"])
+def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
+
+
+@pytest.mark.parametrize("check", ["check_scales", "check_gradients", "check_deferred"])
+def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))
+
+
 @pytest.mark.parametrize("case", _LOW_LATENCY_CASES, ids=lambda case: case.id)
 def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
     run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, "bf16")

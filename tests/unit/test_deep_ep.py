@@ -36,6 +36,17 @@ def test_its_modules_have_our_names(deep_ep: ModuleType, module: str) -> None:
         assert getattr(found, name) is getattr(hybrid_ep, name, getattr(home, name, None))
 
 
+@pytest.mark.parametrize("name", ["ElasticBuffer", "EPBuffer", "EPHandle", "BufferAllocator"])
+def test_classes_of_the_second_version_are_there_when_asked_for(
+    deep_ep: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HYBRID_EP_ELASTIC_BUFFER", "on")
+    assert getattr(deep_ep, name) is getattr(hybrid_ep, name)
+    exec(f"from deep_ep import {name}")
+    monkeypatch.setenv("HYBRID_EP_ELASTIC_BUFFER", "off")
+    assert not hasattr(deep_ep, name)
+
+
 @pytest.mark.parametrize("name", ["ElasticBuffer", "EPHandle"])
 def test_classes_of_the_second_version_are_known_to_be_missing(deep_ep: ModuleType, name: str) -> None:
     """Callers look for them with `hasattr`, or import them where an ImportError leads to another way."""
@@ -44,6 +55,8 @@ def test_classes_of_the_second_version_are_known_to_be_missing(deep_ep: ModuleTy
         exec(f"from deep_ep import {name}")
     there = "Buffer, Config, EventHandle, EventOverlap, HybridEPBuffer"
     with pytest.raises(AttributeError, match=f"deep_ep, which is hybrid_ep here, has no {name}; there are {there}"):
+        getattr(deep_ep, name)
+    with pytest.raises(AttributeError, match=f"HYBRID_EP_ELASTIC_BUFFER=on offers {name}$"):
         getattr(deep_ep, name)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import Buffer, Config, ConfigError, EventOverlap, HybridEPBuffer
+from hybrid_ep import Buffer, Config, ConfigError, ElasticBuffer, EPBuffer, EventOverlap, HybridEPBuffer
 
 NONE, REQUIRED = None, inspect.Parameter.empty
 
@@ -20,6 +20,41 @@ def of(text: str, **defaults: Any) -> dict[str, Any]:
 
 
 STREAMS = {"previous_event": NONE, "async_finish": False, "allocate_on_comm_stream": False}
+V2_BYTES: dict[str, Any] = {"num_bytes": NONE}
+V2_SIZES = {"num_max_tokens_per_rank": 0, "hidden": 0, "num_topk": 0, "use_fp8_dispatch": False}
+V2_SETTINGS = {
+    "deterministic": False,
+    "allow_hybrid_mode": True,
+    "allow_multiple_reduction": True,
+    "prefer_overlap_with_compute": True,
+}
+V2_LIMITS = {
+    "sl_idx": 3,
+    "num_allocated_qps": 0,
+    "num_cpu_timeout_secs": 300,
+    "num_gpu_timeout_secs": 100,
+    "explicitly_destroy": False,
+}
+V2_SENT = dict.fromkeys(
+    (
+        "topk_idx",
+        "topk_weights",
+        "cumulative_local_expert_recv_stats",
+        "num_experts",
+        "num_max_tokens_per_rank",
+        "expert_alignment",
+    )
+) | {"num_sms": 0, "num_qps": 0}
+V2_RETURNED = {"topk_weights": NONE, "bias": NONE, "num_sms": 0, "num_qps": 0}
+V2_EVENT: dict[str, Any] = {"previous_event": NONE}
+V2_BEFORE_EPILOGUE: dict[str, Any] = {"previous_event_before_epilogue": NONE}
+V2_STREAMS = {"async_with_compute_stream": False, "allocate_on_comm_stream": False}
+V2_LAYOUT = {
+    "do_cpu_sync": NONE,
+    "do_expand": False,
+    "do_zero_padding": False,
+    "use_tma_aligned_col_major_sf": False,
+}
 SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
     (
         Buffer.__init__,
@@ -155,6 +190,57 @@ SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
             )
         ),
     ),
+    (ElasticBuffer.__init__, of("self group") | V2_BYTES | {"num_cpu_bytes": 0} | V2_SIZES | V2_SETTINGS | V2_LIMITS),
+    (
+        ElasticBuffer.dispatch,
+        of("self x")
+        | V2_SENT
+        | V2_EVENT
+        | V2_BEFORE_EPILOGUE
+        | V2_STREAMS
+        | {"handle": NONE, "do_handle_copy": True}
+        | V2_LAYOUT,
+    ),
+    (
+        ElasticBuffer.combine,
+        of("self x handle") | V2_RETURNED | V2_EVENT | V2_BEFORE_EPILOGUE | V2_STREAMS,
+    ),
+    (
+        EPBuffer.__init__,
+        of("self group")
+        | V2_BYTES
+        | V2_SIZES
+        | {"lb_allocation_plan_or_num_bytes": 0}
+        | V2_SETTINGS
+        | V2_LIMITS
+        | {"sl_idx": NONE},
+    ),
+    (
+        EPBuffer.dispatch,
+        of("self x")
+        | V2_SENT
+        | V2_EVENT
+        | V2_STREAMS
+        | {"handle": NONE, "do_handle_copy": False}
+        | V2_LAYOUT
+        | {"defer_epilogue": False},
+    ),
+    (EPBuffer.combine, of("self x handle") | V2_RETURNED | V2_EVENT | V2_STREAMS | {"defer_epilogue": False}),
+    (
+        ElasticBuffer.get_buffer_size_hint,
+        of("group num_max_tokens_per_rank hidden")
+        | {"num_topk": 0, "use_fp8_dispatch": False, "allow_hybrid_mode": True, "allow_multiple_reduction": True},
+    ),
+    (ElasticBuffer.barrier, of("self") | {"use_comm_stream": True, "with_cpu_sync": False, "sequential": True}),
+    (ElasticBuffer.get_theoretical_num_qps, of("self num_sms")),
+    *[
+        (
+            kind.lb_prefetch_weights,
+            of("self redundant_expert_weights expert_weights redundancy_mapping")
+            | {"num_sms": 0, "previous_event": NONE},
+        )
+        for kind in (ElasticBuffer, Buffer)
+    ],
     (HybridEPBuffer.combine, of("self hidden probs handle", probs=NONE, handle=NONE)),
     (hybrid_ep.indices_to_map, of("topk_idx topk_weights num_of_tokens num_of_experts")),
 ]

@@ -12,6 +12,7 @@ else:
         "(`pip uninstall hybrid-ep-as-deep-ep`, then reinstall deep_ep, or the other way round)"
     )
 
+import hybrid_ep
 from hybrid_ep import (
     Buffer,
     Config,
@@ -20,6 +21,7 @@ from hybrid_ep import (
     HybridEPBuffer,
     HybridEpConfigInstance,
     __version__,
+    env,
     topk_idx_t,
 )
 
@@ -35,6 +37,15 @@ __all__ = [
 ]
 
 
+# Of DeepEP 2.1 and 2.5. Callers that find them take them, and leave Buffer alone; so they are there when asked for.
+_SECOND_VERSION = ("BufferAllocator", "EPBuffer", "EPHandle", "ElasticBuffer")
+
+
 def __getattr__(name: str) -> object:
     """Says what there is. Callers look for ElasticBuffer by hasattr, or by an import that may fail: both still work."""
-    raise AttributeError(f"deep_ep, which is hybrid_ep here, has no {name}; there are {', '.join(__all__)}")
+    hint = ""
+    if name in _SECOND_VERSION:
+        if env.ELASTIC_BUFFER.get() == "on":
+            return getattr(hybrid_ep, name)
+        hint = f"; {env.ELASTIC_BUFFER.name}=on offers {name}"
+    raise AttributeError(f"deep_ep, which is hybrid_ep here, has no {name}; there are {', '.join(__all__)}{hint}")

@@ -19,7 +19,7 @@ BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk
                                   int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
                                   int range_step, int range_size, int row_limit, bool waits_for_counts, int num_sms,
                                   int dtype, int scale_dtype, bool has_topk, int num_worst_tokens, int room,
-                                  int pad_multiple, FaultKind refusal, int refused_value) {
+                                  int pad_multiple) {
   BetweenDispatchPlan plan{};
   plan.format.rows = columns(hidden, row_type);
   plan.format.experts = columns(makes_route ? num_topk : 0, {kInt, 64});
@@ -36,7 +36,7 @@ BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk
   plan.row_limit = row_limit;
   plan.num_sms = num_sms;
   plan.pad_multiple = pad_multiple;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value};
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, FaultKind::kNone, 0};
   return plan;
 }
 
@@ -55,9 +55,7 @@ void add_plans(py::module_& module) {
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("row_limit"), py::arg("waits_for_counts"), py::arg("num_sms"),
            py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"), py::arg("num_worst_tokens"), py::arg("room"),
-           py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"))
-      .def_property_readonly("is_refused",
-                             [](const BetweenDispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
+           py::arg("pad_multiple"))
       .def_property_readonly("record_bytes",
                              [](const BetweenDispatchPlan& plan) { return plan.format.widths().total(); })
       .def(
@@ -102,6 +100,16 @@ void add_between(py::module_& module) {
       [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts) {
         return BetweenRoute::of(make_grid(0, num_domains, ranks_per_domain), num_tokens, num_topk, num_experts, 0)
             .rank_prefix;
+      },
+      py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
+      py::arg("num_experts"));
+  // Likewise where [R, G] tokens of each rank to each rank of this domain stand, and [LE] tokens for each local expert.
+  module.def(
+      "between_counts",
+      [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts) {
+        const BetweenRoute route =
+            BetweenRoute::of(make_grid(0, num_domains, ranks_per_domain), num_tokens, num_topk, num_experts, 0);
+        return py::make_tuple(route.counts, route.num_tokens_per_expert);
       },
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
       py::arg("num_experts"));

@@ -100,6 +100,11 @@ void add_plans(py::module_& module) {
       .def_property_readonly("is_refused",
                              [](const DispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
       .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })
+      .def_property_readonly("counts_at",  // in the route: what arrives for each local expert, without pads
+                             [](const DispatchPlan& plan) {
+                               const int num_local = plan.num_experts / plan.num_ranks;
+                               return plan.route.num_tokens_per_expert + (plan.pad_multiple > 0 ? num_local : 0);
+                             })
       .def(
           "slot_bytes_for",
           [](const DispatchPlan& plan, int64_t num_rows) { return slot_bytes_for(plan.format.widths(), num_rows); },
@@ -147,6 +152,7 @@ void add_communicator(py::module_& module) {
           "capacity",
           [](const Communicator& self, const DispatchPlan& plan) { return self.capacity(plan.format.widths()); },
           py::arg("plan"))
+      .def_property_readonly("default_dispatch_sms", &Communicator::default_dispatch_sms)
       .def(
           "dispatch",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,

@@ -1,0 +1,70 @@
+"""`BufferAllocator`: tensors that are planned before the buffer is made, and get their memory with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.core.checks import require, require_int
+
+__all__ = ["BufferAllocator"]
+
+_ALIGNMENT_BYTES = 128
+
+
+class BufferAllocator:
+    """A plan of tensors, side by side in one allocation.
+
+    Attributes:
+        num_bytes: of the allocation so far.
+        alignment: bytes at whose multiples a tensor begins.
+        materialized: whether the tensors have their memory.
+    """
+
+    def __init__(self) -> None:
+        self.alignment = _ALIGNMENT_BYTES
+        self.num_bytes = 0
+        self.materialized = False
+        self._planned: list[tuple[Tensor, int]] = []
+
+    def allocate(self, shape: torch.Size | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Plans one tensor more.
+
+        Args:
+            shape: its shape.
+            dtype: its type.
+
+        Returns:
+            The tensor, on the meta device. It is the same object once a buffer has been made with the plan.
+
+        Raises:
+            ConfigError: the plan has its memory already, or an argument is not what it should be.
+        """
+        require(
+            not self.materialized, "a plan of tensors", "materialized", "calls of allocate before the buffer is made"
+        )
+        require(isinstance(dtype, torch.dtype), "dtype", repr(dtype), "a torch.dtype")
+        sizes = [require_int("a size of shape", size, minimum=0) for size in shape]
+        tensor = torch.empty(sizes, dtype=dtype, device="meta")
+        self._planned.append((tensor, self.num_bytes))
+        self.num_bytes += -(-tensor.nbytes // self.alignment) * self.alignment
+        return tensor
+
+    def require_open(self) -> None:
+        """Raises ConfigError where the tensors have their memory already."""
+        require(not self.materialized, "a plan of tensors", "materialized", "one buffer for each plan")
+
+    def materialize(self, device: torch.device) -> None:
+        """Gives the tensors their memory, which holds zeros. A buffer does it, once.
+
+        Raises:
+            ConfigError: they have it already.
+        """
+        self.require_open()
+        memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        for tensor, begin in self._planned:
+            value = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            torch.utils.swap_tensors(tensor, value)
+        self.materialized = True

@@ -1,0 +1,554 @@
+"""What `ElasticBuffer` and `EPBuffer` do: one implementation of DeepEP's second interface over one engine.
+
+A dispatch of it is a plain dispatch of the engine or, with `do_expand`, one by expert; this file translates arguments
+and results. elastic_buffer.py has the two classes, with the signatures of DeepEP 2.1 and 2.5.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep import env
+from hybrid_ep.buffers.base import check_bias, check_rows
+from hybrid_ep.buffers.elastic_handle import EPHandle
+from hybrid_ep.buffers.load_balance import LoadBalanceCalls
+from hybrid_ep.core.checks import (
+    MAX_BYTES,
+    MAX_TOPK,
+    packed,
+    require,
+    require_bool,
+    require_int,
+    require_no_grad,
+    require_tensor,
+)
+from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
+from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["CombineResult", "DispatchOptions", "DispatchResult", "ElasticCalls", "Event"]
+
+Event = EventOverlap | EventHandle
+DispatchResult = tuple["Tensor | tuple[Tensor, Tensor]", "Tensor | None", "Tensor | None", EPHandle, EventOverlap]
+CombineResult = tuple[Tensor, "Tensor | None", EventOverlap]
+
+_BUFFER_ALIGNMENT_BYTES = 2 << 20  # as the peer's hints are
+_CHANNELS_PER_SCALE = 32  # the most scales that a peer's hint reckons with
+_SCALES_PER_TMA_COLUMN = 4  # 16 bytes
+_DEFAULT_GPU_TIMEOUT_S = 100
+
+
+class DispatchOptions(NamedTuple):
+    """Arguments of a dispatch beside its tensors, as `ElasticBuffer.dispatch` explains them."""
+
+    num_experts: int | None
+    num_max_tokens_per_rank: int | None
+    expert_alignment: int | None
+    num_sms: int
+    num_qps: int
+    previous_event: Event | None
+    previous_event_before_epilogue: Event | None
+    async_with_compute_stream: bool
+    do_handle_copy: bool
+    do_cpu_sync: bool | None
+    do_expand: bool
+    do_zero_padding: bool
+    use_tma_aligned_col_major_sf: bool
+
+
+class _Absent:
+    """A call of DeepEP's that is not there: raises NotImplementedError, by its name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        name = self._name
+
+        def absent(*args: Any, **kwargs: Any) -> NoReturn:
+            raise NotImplementedError(f"{name} is not there; allowed: dispatch, combine, barrier and lb_*")
+
+        return absent
+
+
+class ElasticCalls(LoadBalanceCalls):
+    """The calls; the base of both classes."""
+
+    # Remote memory for Engram, and pipelines and all-gathers over NVLink.
+    engram_write = _Absent()
+    engram_fetch = _Absent()
+    get_engram_storage_size_hint = _Absent()
+    pp_set_config = _Absent()
+    pp_send = _Absent()
+    pp_recv = _Absent()
+    get_pp_buffer_size_hint = _Absent()
+    create_agrs_session = _Absent()
+    destroy_agrs_session = _Absent()
+    agrs_new_session = _Absent()
+    agrs_set_config = _Absent()
+    agrs_get_inplace_tensor = _Absent()
+    all_gather = _Absent()
+    get_agrs_num_max_session_bytes = _Absent()
+    get_agrs_buffer_size_hint = _Absent()
+
+    def _set_up(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        num_bytes: int | None,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        use_fp8_dispatch: bool,
+        deterministic: bool,
+        allow_hybrid_mode: bool,
+        allow_multiple_reduction: bool,
+        prefer_overlap_with_compute: bool,
+        sl_idx: int | None,
+        num_allocated_qps: int,
+        num_cpu_timeout_secs: int,
+        num_gpu_timeout_secs: int,
+        explicitly_destroy: bool,
+        engine: str | None,
+        num_ranks_per_domain: int | None,
+        timeout_s: float | None,
+    ) -> None:
+        """Checks the arguments of both constructors, and makes the engine."""
+        if num_bytes is not None:
+            require_int("num_bytes", num_bytes, minimum=0, maximum=MAX_BYTES)
+        self.num_max_tokens_per_rank = require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, minimum=0)
+        require_int("hidden", hidden, minimum=0)
+        require_int("num_topk", num_topk, minimum=0, maximum=MAX_TOPK)
+        for name, flag in (
+            ("use_fp8_dispatch", use_fp8_dispatch),
+            ("deterministic", deterministic),
+            ("allow_hybrid_mode", allow_hybrid_mode),
+            ("allow_multiple_reduction", allow_multiple_reduction),
+            ("prefer_overlap_with_compute", prefer_overlap_with_compute),
+            ("explicitly_destroy", explicitly_destroy),
+        ):
+            setattr(self, name, _flag(name, flag))
+        if sl_idx is not None:
+            require_int("sl_idx", sl_idx, minimum=0, maximum=15)
+        self.num_allocated_qps = require_int("num_allocated_qps", num_allocated_qps, minimum=0)
+        cpu_s = require_int("num_cpu_timeout_secs", num_cpu_timeout_secs, minimum=1)
+        gpu_s = require_int("num_gpu_timeout_secs", num_gpu_timeout_secs, minimum=1)
+        if timeout_s is None and not (gpu_s == _DEFAULT_GPU_TIMEOUT_S and env.TIMEOUT_S.is_set):
+            timeout_s = float(min(cpu_s, gpu_s))
+        super().__init__(group, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
+        self._sizes = {
+            "num_bytes": num_bytes,
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "hidden": hidden,
+            "num_topk": num_topk,
+            "use_fp8_dispatch": self.use_fp8_dispatch,
+            "allow_hybrid_mode": self.allow_hybrid_mode,
+        }
+        self.rank_idx, self.num_ranks = self.rank, self.group_size
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank, self.num_scaleup_ranks)
+        if num_bytes is None:
+            num_bytes = self.get_buffer_size_hint(
+                group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_hybrid_mode
+            )
+        self.num_bytes = num_bytes
+
+    use_fp8_dispatch: bool
+    allow_hybrid_mode: bool
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | self._sizes
+
+    def destroy(self) -> None:
+        """Gives back what the buffer holds; the same as `close()`. May be left out."""
+        self.close()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup | None,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Returns bytes that callers hand in as `num_bytes`, a multiple of 2 MiB.
+
+        What one dispatch of M tokens from every rank, or one combine of them, lands at a rank at most. The engine takes
+        for itself what its calls need, whatever is handed in (docs/cuda_engine.md, "Memory").
+
+        Args:
+            group: the process group; None = the default group, or a single rank where there is none.
+            num_max_tokens_per_rank: M.
+            hidden: H.
+            num_topk: K; 0 = the most that is allowed.
+            use_fp8_dispatch: rows of a dispatch have a byte for each channel, and scales.
+            allow_hybrid_mode: accepted for compatibility.
+            allow_multiple_reduction: accepted for compatibility.
+
+        Raises:
+            ConfigError: a number is negative.
+        """
+        tokens = require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, minimum=0)
+        require_int("hidden", hidden, minimum=0)
+        topk = require_int("num_topk", num_topk, minimum=0, maximum=MAX_TOPK) or MAX_TOPK
+        num_ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
+        row_bytes = 2 * hidden
+        if use_fp8_dispatch:
+            row_bytes = hidden + 4 * -(-hidden // _CHANNELS_PER_SCALE)
+        dispatch_bytes, combine_bytes = row_bytes + topk * (8 + 4), 2 * hidden + topk * 4
+        needed = num_ranks * tokens * max(dispatch_bytes, combine_bytes)
+        return -(-needed // _BUFFER_ALIGNMENT_BYTES) * _BUFFER_ALIGNMENT_BYTES
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Returns how many domains there are, and how many ranks each has."""
+        return self.grid.num_domains, self.grid.num_ranks_per_domain
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Returns scale-out and scale-up ranks: as above or, without `allow_hybrid_mode`, 1 and all ranks."""
+        return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.group_size)
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """Returns how many SMs a dispatch takes that does not ask for a number: the fewest that fill the wire.
+
+        The model is measured and has no other inputs than the ranks and the GPU (docs/cuda_engine.md). All arguments
+        are accepted for compatibility. On the torch engine, where SMs mean nothing, it is 20.
+        """
+        return self.engine.default_num_sms
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Returns how many queue pairs a link has for each peer and NIC: what `HYBRID_EP_QUEUE_PAIRS` says.
+
+        Raises:
+            ConfigError: `num_sms` is negative.
+        """
+        require_int("num_sms", num_sms, minimum=0)
+        return env.QUEUE_PAIRS.get()
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Returns an event on the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.Stream:
+        """Returns the stream that asynchronous calls run on."""
+        return self._comm_stream.get()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Returns when every rank has called it and every GPU has done its work. Collective.
+
+        Args:
+            use_comm_stream: accepted for compatibility; all streams are waited for.
+            with_cpu_sync: accepted for compatibility; the host waits in any case.
+            sequential: accepted for compatibility.
+
+        Raises:
+            ConfigError: a CUDA graph is captured, or what an earlier call has left to tell.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        device = self.engine.device
+        if device is not None and is_capturing(device.index):
+            raise ConfigError("barrier is called while a CUDA graph is captured; allowed: before and after it")
+        self.engine.barrier()
+
+    def _dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        stats: Tensor | None,
+        handle: EPHandle | None,
+        options: DispatchOptions,
+    ) -> DispatchResult:
+        """A dispatch of either class."""
+        engine = self.engine
+        data, scales = _parts(x)
+        _check_flags(options)
+        previous_event = as_overlap("previous_event", options.previous_event)
+        before_epilogue = as_overlap("previous_event_before_epilogue", options.previous_event_before_epilogue)
+        async_finish, num_sms = options.async_with_compute_stream, options.num_sms or None
+        require_int("num_sms", options.num_sms, minimum=0)
+        require_int("num_qps", options.num_qps, minimum=0)
+        with self._comm_stream.scope(previous_event, async_finish):
+            # Here, because it may copy scales.
+            rows = check_rows("x", data, scales, device=engine.device, opaque_scales=True)
+            if handle is None:
+                routing, sizes = self._routing(rows, topk_idx, topk_weights, options)
+                self._check_stats(stats, routing.num_experts, rows.data.device)
+                received, recv_idx, recv_weights, handle = self._send(rows, routing, sizes, num_sms, options)
+            else:
+                self._check_cached(handle, rows, topk_idx, topk_weights, options)
+                self._check_stats(stats, handle.num_experts, rows.data.device)
+                received, recv_idx, recv_weights = self._send_again(rows, packed(topk_weights), handle, num_sms)
+            if stats is not None:
+                stats.add_(handle.num_unaligned_recv_tokens_per_expert)
+            if before_epilogue is not None:
+                before_epilogue.current_stream_wait()
+            if received.scales is not None and options.use_tma_aligned_col_major_sf:
+                received = Rows(received.data, _column_major(received.scales))
+        made = (
+            handle.topk_idx,
+            handle.psum_num_recv_tokens_per_expert,
+            handle.psum_num_recv_tokens_per_scaleup_rank,
+            handle.num_unaligned_recv_tokens_per_expert,
+            handle.recv_topk_idx,
+        )
+        tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *made)
+        event = self._comm_stream.finish(previous_event, async_finish, tensors)
+        recv_x = received.data if received.scales is None else (received.data, received.scales)
+        return recv_x, recv_idx, recv_weights, handle, event
+
+    def _combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None,
+        bias: Tensor | tuple[Tensor, Tensor] | None,
+        num_sms: int,
+        num_qps: int,
+        previous_event: Event | None,
+        previous_event_before_epilogue: Event | None,
+        async_finish: bool,
+    ) -> CombineResult:
+        """A combine of either class."""
+        engine = self.engine
+        previous = as_overlap("previous_event", previous_event)
+        before_epilogue = as_overlap("previous_event_before_epilogue", previous_event_before_epilogue)
+        require_int("num_sms", num_sms, minimum=0)
+        require_int("num_qps", num_qps, minimum=0)
+        async_finish = _flag("async_with_compute_stream", async_finish)
+        self._check_handle(handle)
+        check_rows("x", x, None, device=engine.device)
+        dispatch, permute = handle.dispatch, handle.permute
+        num_rows = dispatch.num_recv if permute is None else permute.num_permuted
+        if x.shape[0] != num_rows:
+            require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
+        if topk_weights is not None:
+            shape = (num_rows, dispatch.num_topk) if permute is None else (num_rows,)
+            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
+            require_no_grad("topk_weights", topk_weights)
+        biases = check_bias(bias, dispatch.num_tokens, x.shape[1], x.device)
+        sms = num_sms or handle.asked_num_sms
+        with self._comm_stream.scope(previous, async_finish):
+            data, weights = x.contiguous(), packed(topk_weights)
+            terms = tuple(term.contiguous() for term in biases)
+            if permute is None:
+                combined = engine.combine(data, dispatch, weights=weights, bias=terms, num_sms=sms)
+            else:
+                combined = engine.combine_permuted(data, permute, probs=weights, num_sms=sms, bias=terms)
+            if before_epilogue is not None:
+                before_epilogue.current_stream_wait()
+        tensors = (x, topk_weights, *biases, *combined)
+        return combined.data, combined.weights, self._comm_stream.finish(previous, async_finish, tensors)
+
+    def _routing(
+        self, rows: Rows, topk_idx: Tensor | None, topk_weights: Tensor | None, options: DispatchOptions
+    ) -> tuple[Routing, tuple[int, int]]:
+        """Checks where tokens go; returns that, and M and the alignment."""
+        num_tokens = rows.data.shape[0]
+        if topk_idx is None:
+            raise ConfigError("topk_idx is None; allowed without a handle: the routing, [T, K]")
+        if options.num_experts is None:
+            raise ConfigError("num_experts is None; allowed without a handle: the number of experts of all ranks")
+        self._num_local_experts(options.num_experts)
+        self._check_topk(topk_idx, topk_weights, options.num_experts, rows.data.device)
+        if topk_idx.shape[0] != num_tokens:
+            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+        most = options.num_max_tokens_per_rank
+        if most is None:
+            most = self.num_max_tokens_per_rank
+        require_int("num_max_tokens_per_rank", most, minimum=0)
+        if num_tokens > most:
+            require(False, "rows of x", num_tokens, f"≤ num_max_tokens_per_rank = {most}")
+        alignment = 1 if options.expert_alignment is None else options.expert_alignment
+        require_int("expert_alignment", alignment, minimum=1)
+        kept = topk_idx.clone() if options.do_handle_copy else topk_idx.contiguous()
+        return Routing(kept, packed(topk_weights), options.num_experts), (most, alignment)
+
+    def _send(
+        self, rows: Rows, routing: Routing, sizes: tuple[int, int], num_sms: int | None, options: DispatchOptions
+    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
+        """Dispatches; returns rows, experts and weights that arrived, and the handle."""
+        (most, alignment), engine = sizes, self.engine
+        does_sync = options.do_cpu_sync is None or bool(options.do_cpu_sync)
+        most_rows = None if does_sync else most * self.group_size
+        permute: PermuteHandle | None = None
+        recv_idx = None
+        if options.do_expand:
+            bound = None
+            num_local = routing.num_experts // self.group_size
+            if most_rows is not None:
+                # An expert may stand in several columns of a token: min(K, LE) copies of a row are not the most.
+                bound = most_rows * routing.topk_idx.shape[1] + (alignment - 1) * num_local
+                bound = -(-bound // alignment) * alignment
+            by_expert = engine.dispatch_permuted(
+                rows, routing, pad_multiple=alignment, num_permuted_bound=bound, num_sms=num_sms
+            )
+            received, recv_weights, permute = by_expert.rows, by_expert.probs, by_expert.handle
+            dispatch, counts_on_host = permute.dispatch, by_expert.num_tokens_per_expert
+        else:
+            by_source = engine.dispatch(
+                rows,
+                routing,
+                expert_range=self._own_experts(routing.num_experts),
+                num_recv_bound=most_rows,
+                num_sms=num_sms,
+            )
+            received, recv_idx, recv_weights = by_source.rows, by_source.topk_idx, by_source.topk_weights
+            dispatch = by_source.handle
+            assert most_rows is not None or by_source.num_tokens_per_expert is not None
+            counts_on_host = by_source.num_tokens_per_expert  # type: ignore[assignment]
+        counts = engine.tokens_per_expert(dispatch)
+        aligned = counts if alignment == 1 else (counts + (alignment - 1)) // alignment * alignment
+        ends = aligned.cumsum(0, dtype=torch.int32)
+        if options.do_expand and alignment > 1:
+            ends = ends - (aligned - counts)
+        handle = EPHandle(
+            buffer=self,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=most,
+            asked_num_sms=num_sms,
+            topk_idx=routing.topk_idx,
+            num_recv_tokens=dispatch.num_recv if most_rows is None else most_rows,
+            num_recv_tokens_per_expert_list=_rounded(counts_on_host, alignment) if most_rows is None else [],
+            psum_num_recv_tokens_per_scaleup_rank=self._rows_by_scaleup_rank(dispatch),
+            psum_num_recv_tokens_per_expert=ends,
+            num_unaligned_recv_tokens_per_expert=counts,
+            dispatch=dispatch,
+            permute=permute,
+            # What arrived holds its slot, and callers write to it.
+            recv_topk_idx=None if recv_idx is None else recv_idx.clone(),
+        )
+        return received, recv_idx, recv_weights, handle
+
+    def _send_again(
+        self, rows: Rows, weights: Tensor | None, handle: EPHandle, num_sms: int | None
+    ) -> tuple[Rows, Tensor | None, Tensor | None]:
+        """Dispatches along a handle; returns rows, experts and weights that arrived."""
+        engine, permute = self.engine, handle.permute
+        num_sms = num_sms or handle.asked_num_sms
+        if permute is not None:
+            if weights is None:
+                return engine.dispatch_permuted_cached(rows, permute, num_sms=num_sms), None, None
+            by_expert = engine.dispatch_permuted_again(rows, handle.topk_idx, weights, permute, num_sms=num_sms)
+            return by_expert.rows, None, by_expert.probs
+        if weights is None:
+            received = engine.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
+            assert handle.recv_topk_idx is not None
+            return received, handle.recv_topk_idx.clone(), None
+        by_source = engine.dispatch_again(
+            rows,
+            handle.topk_idx,
+            weights,
+            handle.dispatch,
+            expert_range=self._own_experts(handle.num_experts),
+            num_sms=num_sms,
+        )
+        return by_source.rows, by_source.topk_idx, by_source.topk_weights
+
+    def _own_experts(self, num_experts: int) -> tuple[int, int]:
+        """First and end of this rank's experts."""
+        num_local = num_experts // self.group_size
+        return self.rank * num_local, (self.rank + 1) * num_local
+
+    def _rows_by_scaleup_rank(self, dispatch: DispatchHandle) -> Tensor:
+        """``[scale-up ranks]`` int32: running sum of the rows that came by each rank of the logical domain."""
+        by_source = self.engine.rows_by_source(dispatch)
+        if self.num_scaleout_ranks == 1:
+            return by_source
+        own = by_source.diff(prepend=torch.zeros_like(by_source[:1]))
+        return own.view(self.num_scaleout_ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
+
+    def _check_handle(self, handle: EPHandle) -> None:
+        require(isinstance(handle, EPHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
+        self._check_geometry(handle.dispatch.grid)
+
+    def _check_cached(
+        self,
+        handle: EPHandle,
+        rows: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        options: DispatchOptions,
+    ) -> None:
+        """Checks what comes along a handle against it."""
+        self._check_handle(handle)
+        require(topk_idx is None, "topk_idx", "given", "None with a handle")
+        if options.do_cpu_sync:
+            require(False, "do_cpu_sync", True, "None or False with a handle, which knows the counts")
+        for name, given, made_with in (
+            ("num_experts", options.num_experts, handle.num_experts),
+            ("num_max_tokens_per_rank", options.num_max_tokens_per_rank, handle.num_max_tokens_per_rank),
+            ("expert_alignment", options.expert_alignment, handle.expert_alignment),
+            ("do_expand", options.do_expand, handle.do_expand),
+            ("rows of x", rows.data.shape[0], handle.dispatch.num_tokens),
+        ):
+            if given is not None and given != made_with:
+                require(False, name, given, f"{made_with}, as with this handle")
+        if topk_weights is not None:
+            shape, device = tuple(handle.topk_idx.shape), rows.data.device
+            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
+            require_no_grad("topk_weights", topk_weights)
+            handle.require_unchanged()
+
+    def _check_stats(self, stats: Tensor | None, num_experts: int, device: torch.device) -> None:
+        if stats is not None:
+            name, shape = "cumulative_local_expert_recv_stats", (num_experts // self.group_size,)
+            require_tensor(name, stats, dtypes=(torch.int32,), shape=shape, device=device, contiguous=True)
+
+
+def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Rows, and their scales where there are any."""
+    if not isinstance(x, tuple):
+        return x, None
+    num_parts: int = len(x)
+    require(num_parts == 2, "x", f"a tuple of {num_parts}", "a tensor, or a tensor and its scales")
+    return x
+
+
+def _check_flags(options: DispatchOptions) -> None:
+    for name in (
+        "async_with_compute_stream",
+        "do_handle_copy",
+        "do_expand",
+        "do_zero_padding",
+        "use_tma_aligned_col_major_sf",
+    ):
+        _flag(name, getattr(options, name))
+    if options.do_cpu_sync is not None:
+        _flag("do_cpu_sync", options.do_cpu_sync)
+    require(not options.do_zero_padding or bool(options.do_expand), "do_zero_padding", True, "False without do_expand")
+
+
+def _flag(name: str, value: object) -> bool:
+    """A yes or no; callers hand in 1 and 0, too."""
+    return require_bool(name, bool(value) if value in (0, 1) else value)
+
+
+def _rounded(counts: Tensor, alignment: int) -> list[int]:
+    """Counts on the host, rounded up."""
+    return [-(-count // alignment) * alignment for count in counts.tolist()]
+
+
+def _column_major(scales: Tensor) -> Tensor:
+    """The same ``[N, S]`` with columns side by side, each at a multiple of 16 bytes, as a GEMM loads them by TMA."""
+    num_rows, num_scales = scales.shape
+    length = -(-num_rows // _SCALES_PER_TMA_COLUMN) * _SCALES_PER_TMA_COLUMN
+    columns = torch.empty(num_scales, length, dtype=scales.dtype, device=scales.device)
+    return columns.t()[:num_rows].copy_(scales)

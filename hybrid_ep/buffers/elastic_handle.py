@@ -1,0 +1,162 @@
+"""`EPHandle`: what a dispatch of `ElasticBuffer` or `EPBuffer` leaves, with attributes where DeepEP's callers look.
+
+What a caller may need in stream order behind the dispatch is made with it. What only DeepEP's own programs read is made
+when it is first read.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.buffers.hybrid_handles import rows_of_copies
+from hybrid_ep.engine.base import DispatchHandle, Engine, PermuteHandle, Rows
+from hybrid_ep.errors import ClosedError, ConfigError
+
+if TYPE_CHECKING:
+    from hybrid_ep.buffers.base import BaseBuffer
+
+__all__ = ["EPHandle"]
+
+_INDEX_WORDS = 4  # of a row that carries an index: 16 bytes, the least that every engine moves
+
+
+class EPHandle:
+    """Of a dispatch, for `combine` and for a cached `dispatch`.
+
+    A received row stands once for each token and rank; with `do_expand`, once for each token and local expert.
+
+    Attributes:
+        do_expand: whether rows stand by expert.
+        num_experts: E.
+        expert_alignment: counts of experts are rounded up to multiples of it; with `do_expand`, blocks of rows too.
+        num_max_tokens_per_rank: M.
+        num_sms: SMs of the dispatch.
+        topk_idx: ``[T, K]`` int64; this rank's routing.
+        num_recv_tokens: N: rows that arrived, before they were copied for each expert; without a host sync the bound
+            M × R.
+        num_expanded_tokens: P: rows by expert, pads included; without a host sync their bound; 0 without `do_expand`.
+        num_recv_tokens_per_expert_list: of each local expert, rounded up; empty without a host sync.
+        psum_num_recv_tokens_per_scaleup_rank: ``[scale-up ranks]`` int32; running sum of the rows that came by each
+            rank of the logical domain. The last is what arrived.
+        psum_num_recv_tokens_per_expert: ``[LE]`` int32; running sum of the rounded counts. With `do_expand`: where the
+            expert's block begins, plus its exact count.
+        num_unaligned_recv_tokens_per_expert: ``[LE]`` int32; exact counts.
+        token_metadata_at_forward, channel_linked_list: None: nothing here needs them.
+    """
+
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
+
+    def __init__(
+        self,
+        *,
+        buffer: BaseBuffer,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        asked_num_sms: int | None,
+        topk_idx: Tensor,
+        num_recv_tokens: int,
+        num_recv_tokens_per_expert_list: list[int],
+        psum_num_recv_tokens_per_scaleup_rank: Tensor,
+        psum_num_recv_tokens_per_expert: Tensor,
+        num_unaligned_recv_tokens_per_expert: Tensor,
+        dispatch: DispatchHandle,
+        permute: PermuteHandle | None,
+        recv_topk_idx: Tensor | None,
+    ) -> None:
+        self.do_expand = permute is not None
+        self.num_experts = dispatch.num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = asked_num_sms or buffer.engine.default_num_sms
+        self.topk_idx = topk_idx
+        self.num_recv_tokens = num_recv_tokens
+        self.num_expanded_tokens = 0 if permute is None else permute.num_permuted
+        self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
+        self.psum_num_recv_tokens_per_scaleup_rank = psum_num_recv_tokens_per_scaleup_rank
+        self.psum_num_recv_tokens_per_expert = psum_num_recv_tokens_per_expert
+        self.num_unaligned_recv_tokens_per_expert = num_unaligned_recv_tokens_per_expert
+        # For the buffer.
+        self.asked_num_sms = asked_num_sms
+        self.dispatch, self.permute = dispatch, permute
+        self.recv_topk_idx = recv_topk_idx
+        self._version = None if topk_idx.is_inference() else topk_idx._version
+        self._buffer = weakref.ref(buffer)
+
+    def require_unchanged(self) -> None:
+        """Checks that `topk_idx` still says where the dispatch went; torch sees no write through a raw pointer.
+
+        Raises:
+            ConfigError: it was written to.
+        """
+        if self._version is not None and self._version != self.topk_idx._version:
+            raise ConfigError("topk_idx was written to since the dispatch; allowed: do_handle_copy=True, or no writes")
+
+    @functools.cached_property
+    def recv_src_metadata(self) -> Tensor:
+        """``[N, K + 2]`` int32: the source token of each received row, as source rank × M + token; the row; and with
+        `do_expand` the row by expert of each column of its top-k, −1 where there is none.
+
+        Rows after the last that arrived are −1. Collective when it is first read: every rank of the group reads it, in
+        the same order among its calls, and the source tokens travel.
+
+        Raises:
+            ClosedError: the buffer is closed.
+        """
+        buffer = self._buffer()
+        if buffer is None:
+            raise ClosedError("recv_src_metadata was read after its buffer was dropped")
+        engine, dispatch = buffer.engine, self.dispatch
+        device = self.psum_num_recv_tokens_per_expert.device
+        num_topk = dispatch.num_topk
+        metadata = torch.full((self.num_recv_tokens, num_topk + 2), -1, dtype=torch.int32, device=device)
+        places = None if self.permute is None else rows_of_copies(self.permute)[: self.num_recv_tokens]
+        first = dispatch.grid.rank * self.num_max_tokens_per_rank
+        source = self._send_index(engine, first, places)
+        num_rows = source.shape[0]  # of a bounded call on the torch engine, what arrived
+        rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+        arrived = rows < self.psum_num_recv_tokens_per_scaleup_rank[-1]
+        metadata[:num_rows, 0] = torch.where(arrived, source, -1)
+        metadata[:num_rows, 1] = torch.where(arrived, rows, -1)
+        if places is not None:
+            metadata[:num_rows, 2:] = places
+        return metadata
+
+    def _send_index(self, engine: Engine, first: int, places: Tensor | None) -> Tensor:
+        """Sends ``first + token`` along the route; returns what arrived for each row."""
+        num_tokens, device = self.dispatch.num_tokens, self.topk_idx.device
+        index = torch.arange(first, first + num_tokens, dtype=torch.int32, device=device)
+        rows = Rows(index.unsqueeze(1).repeat(1, _INDEX_WORDS).view(torch.bfloat16))
+        if places is None:
+            received = engine.dispatch_cached(rows, self.dispatch, num_sms=None)
+            return received.data.view(torch.int32)[:, 0]
+        assert self.permute is not None
+        received = engine.dispatch_permuted_cached(rows, self.permute, num_sms=None)
+        by_expert = received.data.view(torch.int32)[:, 0]
+        if by_expert.numel() == 0:
+            return by_expert
+        return by_expert[places.amax(1).clamp_min(0).long()]
+
+    @functools.cached_property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """``[T, K]`` int32; the row, at the expert's rank, that each token stands in without `do_expand`; −1 where
+        there is no expert.
+
+        Raises:
+            ConfigError: there are more ranks than can know it.
+        """
+        dispatch, grid = self.dispatch, self.dispatch.grid
+        if dispatch.rank_prefix_matrix.numel() == 0:
+            raise ConfigError(f"dst_buffer_slot_idx is read with {grid.num_ranks} ranks; allowed: at most 256")
+        num_local = dispatch.num_experts // grid.num_ranks
+        owner = self.topk_idx.div(num_local, rounding_mode="floor")
+        ranks = torch.arange(grid.num_ranks, device=owner.device)
+        goes = (owner.unsqueeze(2) == ranks).any(1)
+        begin = dispatch.rank_prefix_matrix[grid.rank - 1] if grid.rank else torch.zeros_like(ranks)
+        rows = begin + goes.cumsum(0) - 1
+        return torch.where(self.topk_idx >= 0, rows.gather(1, owner.clamp_min(0)), -1).to(torch.int32)
