@@ -43,18 +43,24 @@ struct CallHeader {
     kRowLimit,      // rows that fit there; to its own domain
     kHeldCapacity,  // records of other domains that its route has room for; to its own domain
     kNumRecords,    // tokens that it sends to the domain that is told
+    kRefusal,       // FaultKind: what it has found wrong with its own arguments; then nobody sends
+    kRefusedValue,  // the argument
     kFirstField,    // CallField: equal at all ranks, or nobody sends
     kNumColumns = kFirstField + kNumDispatchFields
   };
 };
 
+constexpr int32_t kNoRank = 0x7fffffff;
+
 // What a domain finds once it knows all counts towards it; the same at each of its ranks.
 struct Verdict {
   int32_t fails, lacks_room;
-  int32_t overflows;  // more rows or records than a bound allows
-  int32_t max_rows;   // most rows that a rank receives
-  int32_t max_sums;   // most rows of others that a rank sums in a combine
-  int32_t max_held;   // most records of other domains that a rank forwards
+  int32_t overflowing;     // lowest rank with more rows or records than a bound allows; kNoRank
+  int32_t allowed, asked;  // rows or records of that rank
+  int32_t overflows_held;  // 1: they are records that it forwards
+  int32_t max_rows;        // most rows that a rank receives
+  int32_t max_sums;        // most rows of others that a rank sums in a combine
+  int32_t max_held;        // most records of other domains that a rank forwards
 };
 
 // Where the parts of control memory stand, behind the ControlBlock, in bytes. All of it is zero at first.
@@ -70,6 +76,7 @@ struct BetweenLayout {
   int64_t read_chunks;  // uint64 [D] likewise of the stream from it
   int64_t rows_read;    // uint32 [D][S] of the chunk that stands in the slot
   int64_t slots_read;   // uint32 [D][S] of each group, in this lap
+  int64_t own_epoch;    // uint32 [kMaxTokens] the combine that has last summed the own domain's rows of a token
   int64_t items;        // uint32 [D] next work index towards each domain, 0 between kernels
   int64_t parts_sent;   // uint32 [D][G] chunks of partial rows that stand at their rank, 0 between kernels
   int64_t num_bytes;
@@ -93,6 +100,7 @@ struct BetweenLayout {
     layout.read_chunks = place(8 * num_domains);
     layout.rows_read = place(4 * num_domains * num_slots);
     layout.slots_read = place(4 * num_domains * num_slots);
+    layout.own_epoch = place(4ll * kMaxTokens);
     layout.items = place(4 * num_domains);
     layout.parts_sent = place(4 * num_domains * size);
     layout.num_bytes = offset;
@@ -149,7 +157,6 @@ struct BetweenRoute {
   int64_t counts;                 // [R, G] tokens of each rank to each rank of this domain
   int64_t rank_prefix;            // [R, R] rows that ranks 0…i send to j; up to kMaxMatrixRanks ranks
   int64_t num_tokens_per_expert;  // [LE]
-  int64_t own_epoch;              // [T] the combine that has last summed the own domain's rows of a token
   int64_t held;                   // [held_capacity, K] destinations of records that have come, by domain and place
   int64_t num_ints;
 
@@ -172,7 +179,6 @@ struct BetweenRoute {
     route.counts = place(num_ranks * size);
     route.rank_prefix = place(num_ranks <= kMaxMatrixRanks ? num_ranks * num_ranks : 0);
     route.num_tokens_per_expert = place(num_experts / num_ranks);
-    route.own_epoch = place(num_tokens);
     route.held = place(static_cast<int64_t>(held_capacity) * num_topk);
     route.num_ints = offset;
     return route;

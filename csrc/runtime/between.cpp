@@ -70,11 +70,15 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   params.held_capacity = held_capacity;
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
-  params.mailbox = plan.waits_for_counts ? domain_.mailbox() : nullptr;
-  params.ticket = plan.waits_for_counts ? domain_.next_ticket() : 0;
+  params.refusal = plan.call.refusal;
+  params.refused_value = plan.call.refused_value;
+  params.room = plan.call.room;
+  const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
+  params.mailbox = has_mail ? domain_.mailbox() : nullptr;
+  params.ticket = has_mail ? domain_.next_ticket() : 0;
   if (plan.makes_route) {
-    launch_place_tokens({grid_, params.between.domain.fault, tensors.topk_idx, plan.num_tokens, plan.num_topk,
-                         plan.num_experts, tensors.route, params.parts},
+    launch_place_tokens({grid_, params.between.domain.control[params.between.domain.rank], tensors.topk_idx,
+                         plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
                         stream);
   }
   begin_call(stream);

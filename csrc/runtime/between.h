@@ -18,10 +18,10 @@ struct BetweenDispatchPlan {
   bool makes_route, waits_for_counts;
   int num_tokens, num_topk, num_experts;
   int range_first, range_step, range_size;
-  int row_limit;      // where the host does not wait for counts
-  int num_sms;        // 0: the default
-  int pad_multiple;   // that the rows are permuted with later; 0: they are not
-  DispatchCall call;  // without a refusal
+  int row_limit;     // where the host does not wait for counts
+  int num_sms;       // 0: the default
+  int pad_multiple;  // that the rows are permuted with later; 0: they are not
+  DispatchCall call;
 };
 
 struct BetweenCombinePlan {

@@ -27,7 +27,7 @@ from hybrid_ep.engine.arena import Arena, Landed, SlotLease
 from hybrid_ep.engine.base import Combined, Dispatched, DispatchHandle, Routing, Rows, one_at_a_time
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import ELEMENT_TYPES, ScaleKind, refusal_of, row_bytes_of, scale_kind
+from hybrid_ep.engine.cuda_plan import ELEMENT_TYPES, ScaleKind, find_refusal, row_bytes_of, scale_kind
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned, aligned_rows
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
@@ -54,7 +54,6 @@ class _Route(NamedTuple):
         max_sums: most rows that any rank sums in a combine; what the slots of a combine must hold.
         sent: rows that this rank sends within its domain and between domains; 0 where the host did not learn it.
         number: of the dispatch that made it, equal at all ranks.
-        engine: that made it; no other one can read it.
     """
 
     chunk: Chunk
@@ -65,7 +64,6 @@ class _Route(NamedTuple):
     max_sums: int
     sent: tuple[int, int]
     number: int
-    engine: CudaBetween
 
 
 class _Mail(NamedTuple):
@@ -185,13 +183,12 @@ class CudaBetween(TorchEngine):
         if bound is None and is_capturing(self._index):
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens")
         topk_idx, num_experts = routing.topk_idx.contiguous(), routing.num_experts
-        num_tokens, num_topk = topk_idx.shape
-        plan = _plan_dispatch(
+        plan, refusal, num_tokens = _plan_dispatch(
             self.grid,
             rows.data.shape,
             rows.data.dtype,
             scale_kind(rows),
-            num_topk,
+            topk_idx.shape[1],
             num_experts,
             routing.has_topk,
             routing.topk_weights is not None,
@@ -201,17 +198,23 @@ class CudaBetween(TorchEngine):
             room,
             num_sms,
         )
+        num_topk = topk_idx.shape[1]
         max_rows = 0
         held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
         if bound is not None:
             max_rows = bound if room is None else room
-            self._arena.ensure(plan.slot_bytes_for(max_rows))
+            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to make room
             # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
             held_capacity = max(
                 held_capacity,
                 min(self.grid.num_ranks_per_domain * max_rows, (self.grid.num_domains - 1) * _cuda.max_tokens),
             )
         sent = aligned_rows(rows)
+        reported = (
+            None
+            if bound is not None
+            else torch.empty(num_experts // self.grid.num_ranks, dtype=torch.int32, device="cpu")
+        )
         lease = self._arena.lease(stream)
         try:
             while True:
@@ -224,48 +227,37 @@ class CudaBetween(TorchEngine):
                     held_capacity=held_capacity,
                 )
                 chunk, base = self._routes.take(num_ints, stream, alone=lease.slot_idx == 0)
-                ticket = self._between.dispatch(
-                    plan=plan,
-                    rows=sent.data.data_ptr(),
-                    topk_idx=topk_idx.data_ptr(),
-                    topk_weights=address(routing.topk_weights),
-                    scales=address(sent.scales),
-                    route=base,
-                    held_capacity=held_capacity,
-                    handle=ABSENT,
-                    slot_idx=lease.slot_idx,
-                    stream=stream,
+                mail = self._launch(
+                    plan,
+                    sent,
+                    topk_idx.data_ptr(),
+                    address(routing.topk_weights),
+                    base,
+                    held_capacity,
+                    ABSENT,
+                    lease,
+                    stream,
+                    reported,
                 )
-                self._num_dispatches += 1
-                number = dispatch_number(self._number, self._num_dispatches)
-                if bound is not None:
-                    route = _Route(chunk, base, held_capacity, bound, max_rows, max_rows, (0, 0), number, self)
-                    reported = None
-                    break
-                reported = torch.empty(num_experts // self.grid.num_ranks, dtype=torch.int32, device="cpu")
-                mail = self._wait_for_counts(ticket, stream, reported)
-                if not mail.needs_room:
-                    crossed = (mail.num_sent_within, mail.num_sent_between)
-                    route = _Route(
-                        chunk,
-                        base,
-                        held_capacity,
-                        mail.num_recv,
-                        mail.max_recv,
-                        mail.max_sums,
-                        crossed,
-                        number,
-                        self,
-                    )
+                if refusal is not None:
+                    raise ConfigError(refusal)
+                if mail is None or not mail.needs_room:
                     break
                 lease.give_back()
                 self._arena.ensure(plan.slot_bytes_for(mail.max_recv))
                 held_capacity = max(held_capacity, int(mail.max_held * _GROWTH))
                 self._held_capacity = max(self._held_capacity, held_capacity)
                 lease = self._arena.lease(stream)
+            number = dispatch_number(self._number, self._num_dispatches)
+            if bound is not None:
+                route = _Route(chunk, base, held_capacity, bound, max_rows, max_rows, (0, 0), number)
+            else:
+                assert mail is not None
+                crossed = (mail.num_sent_within, mail.num_sent_between)
+                route = _Route(chunk, base, held_capacity, mail.num_recv, mail.max_recv, mail.max_sums, crossed, number)
             self._count_traffic(route, plan.record_bytes)
-            landed = _results(lease, plan, route.num_recv)
             matrix = self._matrix(route, num_tokens, num_topk, num_experts)
+            landed = _results(lease, plan, route.num_recv)
             self._end_launch()
         finally:
             lease.give_back()
@@ -278,7 +270,7 @@ class CudaBetween(TorchEngine):
         route = self._route_of(handle)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        plan = _plan_dispatch(
+        plan, _, _ = _plan_dispatch(
             self.grid,
             rows.data.shape,
             rows.data.dtype,
@@ -293,25 +285,68 @@ class CudaBetween(TorchEngine):
             None,
             num_sms,
         )
-        self._arena.ensure(plan.slot_bytes_for(route.max_recv))
+        self._arena.holds(plan.slot_bytes_for(route.max_recv))
         sent = aligned_rows(rows)
-        with self._arena.lease(stream) as lease:
-            self._between.dispatch(
-                plan=plan,
-                rows=sent.data.data_ptr(),
-                topk_idx=0,
-                topk_weights=0,
-                scales=address(sent.scales),
-                route=route.address,
-                held_capacity=route.held_capacity,
-                handle=route.number,
-                slot_idx=lease.slot_idx,
-                stream=stream,
-            )
+        lease = self._arena.lease(stream)
+        try:
+            while True:
+                mail = self._launch(
+                    plan, sent, 0, 0, route.address, route.held_capacity, route.number, lease, stream, None
+                )
+                if mail is None or not mail.needs_room:
+                    break
+                lease.give_back()
+                self._arena.ensure(plan.slot_bytes_for(mail.max_recv))
+                lease = self._arena.lease(stream)
             self._count_traffic(route, plan.record_bytes)
             landed = _results(lease, plan, route.num_recv)
             self._end_launch()
+        finally:
+            lease.give_back()
         return _as_sent(rows, landed)
+
+    def _launch(
+        self,
+        plan: _cuda.BetweenDispatchPlan,
+        rows: Rows,
+        topk_idx: int,
+        topk_weights: int,
+        route: int,
+        held_capacity: int,
+        handle: int,
+        lease: SlotLease,
+        stream: int,
+        reported: Tensor | None,
+    ) -> _Mail | None:
+        """Launches a dispatch once. Returns what it tells the host; None where the host does not wait for it.
+
+        Args:
+            plan: of the call.
+            rows: aligned.
+            topk_idx, topk_weights, route: addresses.
+            held_capacity: of the route.
+            handle: number of the dispatch that made the route; ABSENT where this one does.
+            lease: of the slot where its rows land.
+            stream: that it runs on.
+            reported: counts of the local experts, written; None where nobody asks for them.
+        """
+        ticket = self._between.dispatch(
+            plan=plan,
+            rows=rows.data.data_ptr(),
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            scales=address(rows.scales),
+            route=route,
+            held_capacity=held_capacity,
+            handle=handle,
+            slot_idx=lease.slot_idx,
+            stream=stream,
+        )
+        if handle == ABSENT:
+            self._num_dispatches += 1
+        if ticket == 0 or plan.is_refused:
+            return None
+        return self._wait_for_counts(ticket, stream, reported)
 
     @one_at_a_time
     def combine(
@@ -435,12 +470,13 @@ class CudaBetween(TorchEngine):
 
     def _route_of(self, handle: DispatchHandle) -> _Route:
         route = handle.state
-        if not isinstance(route, _Route) or route.engine is not self:
-            raise ConfigError("the handle is of another buffer; allowed between domains: the buffer that made it")
+        if not isinstance(route, _Route) or handle.grid != self.grid:
+            raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
         return route
 
-    def _wait_for_counts(self, ticket: int, stream: int, reported: Tensor) -> _Mail:
-        mail = self._communicator.wait_for_counts_between(ticket, stream, reported.data_ptr(), len(reported))
+    def _wait_for_counts(self, ticket: int, stream: int, reported: Tensor | None) -> _Mail:
+        num_counts = 0 if reported is None else len(reported)
+        mail = self._communicator.wait_for_counts_between(ticket, stream, address(reported), num_counts)
         if mail is not None:
             return _Mail(*mail)
         fault = self._take_fault()
@@ -522,6 +558,20 @@ def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], lis
     return map_peers
 
 
+class _Plan(NamedTuple):
+    """What dispatches of one shape have in common.
+
+    Attributes:
+        native: what the kernels take.
+        refusal: as in `DispatchPlan`.
+        num_tokens: that are sent; none of a call with too many.
+    """
+
+    native: _cuda.BetweenDispatchPlan
+    refusal: str | None
+    num_tokens: int
+
+
 @functools.lru_cache(_MAX_PLANS)
 def _plan_dispatch(
     grid: RankGrid,
@@ -537,17 +587,16 @@ def _plan_dispatch(
     bound: int | None,
     room: int | None,
     num_sms: int | None,
-) -> _cuda.BetweenDispatchPlan:
+) -> _Plan:
     """Plans a dispatch; without an expert range, one that reads its route.
 
     Raises:
-        ConfigError: more tokens, experts or bytes of a row than the kernels take, or a bound beyond the room.
+        ConfigError: more experts or bytes of a row than the kernels take.
     """
     num_tokens, hidden = shape
-    if num_tokens > _cuda.max_tokens:
-        raise ConfigError(refusal_of(_cuda.FaultKind.TOO_MANY_TOKENS, grid.rank, num_tokens, _cuda.max_tokens))
-    if bound is not None and room is not None and bound > room:
-        raise ConfigError(refusal_of(_cuda.FaultKind.BAD_BOUND, grid.rank, bound, room))
+    refusal = find_refusal(grid.rank, num_tokens, bound, room)
+    if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
+        num_tokens = 0
     if num_experts > _cuda.max_experts:
         raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
     row_bytes_of(hidden, dtype)
@@ -556,7 +605,7 @@ def _plan_dispatch(
     # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
     asks_for_own = end - first == num_local and first == grid.rank * num_local
     num_scales, scale_dtype = scales or (0, torch.float32)
-    return _cuda.BetweenDispatchPlan(
+    native = _cuda.BetweenDispatchPlan(
         makes_route=expert_range is not None,
         num_tokens=num_tokens,
         num_topk=num_topk,
@@ -578,7 +627,10 @@ def _plan_dispatch(
         num_worst_tokens=bound if expert_range is not None and bound is not None and room is None else ABSENT,
         room=ABSENT if bound is None else bound if room is None else room,
         pad_multiple=pad_multiple,
+        refusal=refusal.kind,
+        refused_value=refusal.value,
     )
+    return _Plan(native, refusal.text, num_tokens)
 
 
 @functools.lru_cache(_MAX_PLANS)

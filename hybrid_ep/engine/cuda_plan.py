@@ -19,6 +19,7 @@ __all__ = [
     "ELEMENT_TYPES",
     "DispatchPlan",
     "ScaleKind",
+    "find_refusal",
     "plan_cached_dispatch",
     "plan_combine",
     "plan_dispatch",
@@ -74,6 +75,31 @@ class DispatchPlan(NamedTuple):
     refusal: str | None
 
 
+class Refusal(NamedTuple):
+    """What is wrong with this rank's arguments: the call is made nevertheless, so that all ranks learn it.
+
+    Attributes:
+        kind: NONE where nothing is.
+        value: the argument.
+        text: of the error; None where nothing is wrong.
+    """
+
+    kind: _cuda.FaultKind
+    value: int
+    text: str | None
+
+
+def find_refusal(rank: int, num_tokens: int, bound: int | None, room: int | None) -> Refusal:
+    """Looks at the arguments of a dispatch that only this rank's host sees; they are those of `plan_dispatch`."""
+    if num_tokens > _cuda.max_tokens:
+        kind, value, allowed = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, _cuda.max_tokens
+    elif bound is not None and room is not None and bound > room:
+        kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, room
+    else:
+        return Refusal(_cuda.FaultKind.NONE, 0, None)
+    return Refusal(kind, value, refusal_of(kind, rank, value, allowed))
+
+
 def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
     """Says which argument of a rank is wrong, in the same words at every rank."""
     if kind == _cuda.FaultKind.TOO_MANY_TOKENS:
@@ -116,11 +142,9 @@ def plan_dispatch(
         ConfigError: more experts than the kernels take, or rows that they cannot move.
     """
     num_tokens, hidden = shape
-    kind, value, allowed = _cuda.FaultKind.NONE, 0, 0
-    if num_tokens > _cuda.max_tokens:
-        kind, value, allowed, num_tokens = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, _cuda.max_tokens, 0
-    elif bound is not None and room is not None and bound > room:
-        kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, room
+    refusal = find_refusal(rank, num_tokens, bound, room)
+    if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
+        num_tokens = 0
     if num_experts > _cuda.max_experts:
         raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
     row_bytes_of(hidden, dtype)
@@ -152,11 +176,10 @@ def plan_dispatch(
         has_topk=has_topk,
         num_worst_tokens=bound if bound is not None and room is None and pad_multiple == 0 else ABSENT,
         room=ABSENT if bound is None else bound if room is None else room,
-        refusal=kind,
-        refused_value=value,
+        refusal=refusal.kind,
+        refused_value=refusal.value,
     )
-    refusal = None if kind == _cuda.FaultKind.NONE else refusal_of(kind, rank, value, allowed)
-    return DispatchPlan(native, refusal)
+    return DispatchPlan(native, refusal.text)
 
 
 @functools.lru_cache(_MAX_PLANS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import socket
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.board import Board, StoreLostError, meet
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
+from hybrid_ep.transport.choice import TransportState, agree_on_transport, survey
 
-__all__ = ["Choice", "choose_engine", "host_name", "make_engine"]
+__all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MIN_MEETING_S = 1.0  # processes that start together do not begin at the same millisecond
 _said: set[str] = set()
 
@@ -124,6 +125,8 @@ class _Vote(NamedTuple):
         choice: what the rank could serve with; None where that is nothing.
         refusal: why it is nothing.
         host: that it runs on.
+        transport: that is asked for between domains.
+        transports: what the rank could use; empty where it could not serve with the cuda engine.
     """
 
     engine: str
@@ -131,12 +134,25 @@ class _Vote(NamedTuple):
     choice: Choice | None
     refusal: str
     host: str
+    transport: str
+    transports: tuple[TransportState, ...]
 
     @classmethod
     def of(cls, fields: list[Any]) -> _Vote:
         """Returns the vote that JSON has made a list of."""
-        engine, num_ranks_per_domain, choice, refusal, host = fields
-        return cls(engine, num_ranks_per_domain, None if choice is None else Choice(*choice), refusal, host)
+        engine, num_ranks_per_domain, choice, refusal, host, transport, transports = fields
+        return cls(
+            engine,
+            num_ranks_per_domain,
+            None if choice is None else Choice(*choice),
+            refusal,
+            host,
+            transport,
+            tuple(TransportState(**state) for state in transports),
+        )
+
+    def as_json(self) -> str:
+        return json.dumps(self._replace(transports=[asdict(state) for state in self.transports]))  # type: ignore[arg-type]
 
 
 def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
@@ -145,20 +161,9 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
         choice = choose_engine(asked)
     except ConfigError as error:
         refusal = str(error)
-    return _Vote(asked, num_ranks_per_domain, choice, refusal, host_name())
-
-
-def host_name() -> str:
-    """Returns what tells this host from every other: images and default names give several the same name.
-
-    The kernel draws its boot id at every start. Two containers of one host that have other names count as two: they
-    need not reach each other's memory.
-    """
-    try:
-        boot_id = _BOOT_ID.read_text().strip()
-    except OSError:  # not Linux, or not to be read here
-        boot_id = ""
-    return f"{socket.gethostname()} {boot_id}"
+    could_join = choice is not None and choice.name == "cuda"
+    transports = survey() if could_join else ()
+    return _Vote(asked, num_ranks_per_domain, choice, refusal, host_name(), env.TRANSPORT.get(), transports)
 
 
 def _ranks_per_host(hosts: list[str]) -> int:
@@ -176,7 +181,7 @@ def _ranks_per_host(hosts: list[str]) -> int:
 def _agree(
     group: dist.ProcessGroup | None, num_ranks_per_domain: int | None, asked: str, timeout_s: float
 ) -> tuple[Choice, RankGrid, int]:
-    """Returns the same engine at every rank: cuda only where each could serve with it and all share one domain.
+    """Returns the same engine at every rank: cuda only where each could serve with it and something joins the domains.
 
     What a rank finds wrong it raises after the exchange, so that no other rank waits for it there. The third result is
     the number of the buffer on its group.
@@ -200,10 +205,9 @@ def _agree(
         if other.choice is None:
             raise ConfigError(other.refusal if rank == grid.rank else f"rank {rank}: {other.refusal}")
         choices.append(other.choice)
-    hosts = [vote.host for vote in votes]
     if num_ranks_per_domain is None and asked != "cuda":
-        grid = RankGrid(grid.rank, num_ranks, _ranks_per_host(hosts))
-    return _choose(choices, hosts, grid, asked), grid, number
+        grid = RankGrid(grid.rank, num_ranks, _ranks_per_host([vote.host for vote in votes]))
+    return _choose(choices, votes, grid, asked), grid, number
 
 
 def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeout_s: float) -> tuple[list[_Vote], int]:
@@ -216,7 +220,7 @@ def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeou
         while True:
             number = board.count(f"buffers of rank {rank}") - 1
             meeting = meet(
-                board.at(f"buffer {number}/votes"), rank, range(num_ranks), json.dumps(mine), timeout_s=timeout_s
+                board.at(f"buffer {number}/votes"), rank, range(num_ranks), mine.as_json(), timeout_s=timeout_s
             )
             missing = sorted(set(range(num_ranks)) - set(meeting.members))
             if rank not in meeting.members:
@@ -228,15 +232,44 @@ def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeou
         raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
 
 
-def _choose(choices: list[Choice], hosts: list[str], grid: RankGrid, asked: str) -> Choice:
+def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked: str) -> Choice:
+    """Returns the same at every rank. `choices` are those of the votes, none of them None.
+
+    Raises:
+        ConfigError: ranks ask for different transports.
+    """
     if asked != "auto":
         return choices[grid.rank]
     for rank, choice in enumerate(choices):
         if choice.name == "torch":
             return Choice("torch", choice.reason if grid.num_ranks == 1 else f"rank {rank}: {choice.reason}")
-    num_hosts = len(set(hosts))
-    if num_hosts > 1:
-        return Choice("torch", f"the ranks are on {num_hosts} hosts; engine='cuda' says that NVLink joins them")
-    if grid.num_domains > 1:
-        return Choice("torch", f"{grid.num_domains} domains are asked for; engine='cuda' joins those of one host")
-    return choices[grid.rank]
+    hosts = [vote.host for vote in votes]
+    size = grid.num_ranks_per_domain
+    for begin in range(0, grid.num_ranks, size):
+        num_hosts = len(set(hosts[begin : begin + size]))
+        if num_hosts > 1:
+            which = f"ranks {begin} … {begin + size - 1} are on {num_hosts} hosts"
+            return Choice("torch", f"{which}; engine='cuda' says that NVLink joins them")
+    return choices[grid.rank] if grid.num_domains == 1 else _choose_between(votes, grid)
+
+
+def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
+    """The same for several domains: cuda where a transport joins them."""
+    from hybrid_ep import _cuda
+
+    transport = votes[0].transport
+    for rank, vote in enumerate(votes):
+        if vote.transport != transport:
+            raise ConfigError(
+                f"transport is {transport!r} at rank 0 and {vote.transport!r} at rank {rank}; "
+                "allowed: the same on every rank"
+            )
+    what = f"{grid.num_domains} domains of {grid.num_ranks_per_domain} ranks"
+    if grid.num_domains > _cuda.max_domains or grid.num_ranks_per_domain > _cuda.max_ranks:
+        most = f"{_cuda.max_domains} domains of {_cuda.max_ranks}"
+        return Choice("torch", f"{what}; the cuda engine takes at most {most}")
+    try:
+        chosen = agree_on_transport([vote.transports for vote in votes], [vote.host for vote in votes], transport)
+    except ConfigError as error:
+        return Choice("torch", f"{what}; {error}")
+    return Choice("cuda", f"{what}, joined by {chosen.name}: {chosen.reason}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.host import host_name
 from hybrid_ep.errors import ClosedError, TransportError
 from hybrid_ep.topology import probe
 from hybrid_ep.transport.choice import TransportChoice, agree_on_transport, survey
@@ -136,7 +136,7 @@ def open_link(
     """
     asked = env.TRANSPORT.get() if asked is None else asked
     votes: list[Any] = [None] * grid.num_ranks
-    dist.all_gather_object(votes, (survey(), socket.gethostname()), group)
+    dist.all_gather_object(votes, (survey(), host_name()), group)
     choice = agree_on_transport([states for states, _ in votes], [host for _, host in votes], asked)
     layout = native.LinkLayout(
         num_domains=grid.num_domains,

@@ -26,7 +26,8 @@ class Case:
         num_experts: E.
         routing: ``uniform``, ``hot`` (one expert takes every token), ``holes`` (half of the entries are −1, some rows
             all −1), ``duplicates`` (rows name an expert more than once), ``merged`` (these, with one column for each
-            expert), ``local`` (every token stays) or ``empty`` (all −1).
+            expert), ``local`` (every token stays), ``groups`` (experts of half of the domains for each token) or
+            ``empty`` (all −1).
         num_ranks_per_domain: None = one domain.
         seed: of the inputs.
     """
@@ -61,6 +62,11 @@ class Case:
             scores[:, self.num_experts // 2] = 2
         if self.routing == "local":
             scores[:, rank * num_local : (rank + 1) * num_local] += 1
+        if self.routing == "groups":
+            num_domains = self.num_ranks // self.per_domain
+            chosen = torch.rand(num_tokens, num_domains, generator=generator).topk(max(1, num_domains // 2), dim=1)
+            in_group = torch.zeros(num_tokens, num_domains).scatter_(1, chosen.indices, 1)
+            scores += in_group.repeat_interleave(self.num_experts // num_domains, dim=1)
         topk = scores.topk(self.topk, dim=1).indices
         if self.routing == "holes":
             topk[torch.rand(topk.shape, generator=generator) < 0.5] = -1

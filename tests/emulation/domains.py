@@ -1,4 +1,4 @@
-"""Checks of several domains: of buffers that say nothing of them, and of two buffers."""
+"""Checks of buffers that say nothing of domains, in several of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import os
 from typing import Any
 from unittest import mock
 
-import pytest
-import torch
 import torch.distributed as dist
 
-import hybrid_ep
-from tests.battery.cases import Case
-from tests.battery.normal import dispatch, make_buffer
+from hybrid_ep.engine.select import make_engine
 
-__all__ = ["check_in_domains", "check_two_buffers"]
+__all__ = ["check_auto", "check_in_domains"]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
@@ -25,14 +21,10 @@ def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
 
 
-def check_two_buffers(case: Case) -> None:
-    """Calls on two buffers take turns, and none takes a handle of the other."""
-    inputs = case.inputs(dist.get_rank())
-    with make_buffer(case) as first, make_buffer(case) as second:
-        rows, *_, handle, _ = dispatch(first, case, inputs)
-        same_rows, *_, other_handle, _ = dispatch(second, case, inputs)
-        assert torch.equal(rows, same_rows)
-        combined = [buffer.combine(rows, of)[0] for buffer, of in ((first, handle), (second, other_handle))]
-        assert torch.equal(*combined)
-        with pytest.raises(hybrid_ep.ConfigError, match="of another buffer"):
-            second.combine(rows, handle)
+def check_auto() -> None:
+    """`auto` takes the kernels between domains, and says what joins them."""
+    from hybrid_ep.engine.cuda_between import CudaBetween
+
+    engine = make_engine(dist.group.WORLD, num_ranks_per_domain=1, asked="auto")
+    assert isinstance(engine, CudaBetween)
+    engine.close()

@@ -22,6 +22,7 @@ CASES = [
     Case("2x2_empty", 4, 9, routing="empty", num_ranks_per_domain=2),
     Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
     Case("2x2_nothing_crosses", 4, 21, routing="local", num_ranks_per_domain=2),
+    Case("4x1_groups", 4, 30, routing="groups", num_ranks_per_domain=1),
     Case("2x2_hidden_16384", 4, 6, hidden=16384, num_ranks_per_domain=2),
     Case("2x2_hidden_8", 4, 20, hidden=8, num_ranks_per_domain=2),
     Case("2x2_top_32", 4, 11, topk=32, num_experts=64, num_ranks_per_domain=2),
@@ -68,6 +69,34 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.domains.check_in_domains", 1, check)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("check", ["check_bad_expert", "check_too_many_tokens", "check_bound_beyond_room"])
+def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check: str, size: int) -> None:
+    run_emulated(2 * size, "emulation.domains.check_in_domains", size, f"multi_gpu.refusals.{check}")
+
+
+@pytest.mark.parametrize("check", ["check_errors_keep_no_slot", "check_handles_of_others", "check_misaligned_scales"])
+def test_refusals(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, "emulation.domains.check_in_domains", 1, f"multi_gpu.refusals.{check}")
+
+
+@pytest.mark.parametrize(
+    "check", ["multi_gpu.room.check_growth", "multi_gpu.room.check_pool", "multi_gpu.refusals.check_rooms_that_differ"]
+)
+def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:
+    small_slots = "emulation.small_slots.check_with_small_slots"
+    run_emulated(4, "emulation.domains.check_in_domains", 2, small_slots, check)
+
+
+@pytest.mark.parametrize("check", ["check_overflow", "check_error_of_the_last_call"])
+def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(4, "emulation.domains.check_in_domains", 2, f"multi_gpu.late_errors.{check}")
+
+
+def test_auto(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.domains.check_auto")
+
+
 def test_fp8(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.normal.check_fp8", Case("fp8", 4, 20, num_ranks_per_domain=2))
 
@@ -86,5 +115,7 @@ def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.hybrid.check_sms", Case("sms", 4, 20, num_ranks_per_domain=2))
 
 
-def test_two_buffers(run_emulated: RunEmulated) -> None:
-    run_emulated(4, "emulation.domains.check_two_buffers", Case("two_buffers", 4, 20, num_ranks_per_domain=2))
+@pytest.mark.parametrize("check", ["normal", "hybrid"])
+def test_two_buffers(run_emulated: RunEmulated, check: str) -> None:
+    case = Case("two_buffers", 4, 20, num_ranks_per_domain=2)
+    run_emulated(4, f"battery.{check}.check_two_buffers", case)

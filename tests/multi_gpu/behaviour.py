@@ -38,6 +38,7 @@ __all__ = [
     "make_shared_buffer",
     "round_trip",
     "use_without_peer",
+    "use_without_peer_between",
 ]
 
 _shared: dict[str, hybrid_ep.Buffer] = {}
@@ -353,6 +354,27 @@ def use_without_peer(lost: int, timeout_s: float) -> None:
     with pytest.raises(hybrid_ep.TimeoutError) as caught:
         dispatch(buffer, sent, rank, num_worst_tokens=1000)
     assert caught.value.peer == lost
+    torch.cuda.synchronize()
+    ones = torch.ones(64, 64, device="cuda")
+    assert torch.equal(ones @ ones, torch.full((64, 64), 64.0, device="cuda"))
+
+
+def use_without_peer_between(lost: int, timeout_s: float) -> None:
+    """The same where a link leads to the lost rank: the link may know sooner, and says what its transport does."""
+    buffer, rank, sent = _shared["buffer"], dist.get_rank(), draw(1)
+
+    def call(bound: int) -> None:
+        dispatch(buffer, sent, rank, num_worst_tokens=bound)
+        torch.cuda.synchronize()
+        buffer.raise_pending()
+
+    for bound in (0, 1000):
+        begin = time.monotonic()
+        with pytest.raises((hybrid_ep.TimeoutError, hybrid_ep.TransportError)) as caught:
+            call(bound)
+        assert caught.value.peer == lost
+        assert caught.value.rank == rank
+        assert time.monotonic() - begin < 10 * timeout_s
     torch.cuda.synchronize()
     ones = torch.ones(64, 64, device="cuda")
     assert torch.equal(ones @ ones, torch.full((64, 64), 64.0, device="cuda"))

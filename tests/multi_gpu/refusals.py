@@ -293,7 +293,7 @@ def _failing(target: Any, name: str) -> Iterator[None]:
 def check_errors_keep_no_slot() -> None:
     """Whatever fails between taking a slot and handing it out, on all ranks: the slot is free again."""
     from hybrid_ep.engine import arena as arena_module
-    from hybrid_ep.engine import cuda_engine
+    from hybrid_ep.engine import cuda_between, cuda_engine
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent = draw_tokens(0, [12] * num_ranks, 128, 2, 2 * num_ranks)
@@ -311,14 +311,21 @@ def check_errors_keep_no_slot() -> None:
         ]
         free = engine._arena.num_free
         assert free > 0
-        points: list[tuple[Any, str]] = [
-            (engine._routes, "take"),
-            (engine, "_communicator"),
-            (engine, "_spread"),
-            (engine, "_results"),
-            (arena_module.SlotLease, "landed"),
-            (cuda_engine, "aligned_rows"),
-        ]
+        points: list[tuple[Any, str]] = [(engine._routes, "take"), (engine, "_communicator")]
+        if engine.grid.num_domains > 1:
+            points += [
+                (engine, "_between"),
+                (engine, "_matrix"),
+                (arena_module.SlotLease, "landed_between"),
+                (cuda_between, "aligned_rows"),
+            ]
+        else:
+            points += [
+                (engine, "_spread"),
+                (engine, "_results"),
+                (arena_module.SlotLease, "landed"),
+                (cuda_engine, "aligned_rows"),
+            ]
         for target, name in points:
             for call in calls:
                 error = None

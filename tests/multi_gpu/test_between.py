@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import hybrid, normal
 from tests.battery.cases import Case
+from tests.emulation.domains import check_in_domains
+from tests.multi_gpu import behaviour
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -21,6 +26,10 @@ CASES = [
     Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
     Case("2x4_ragged", 8, (5, 0, 17, 1, 30, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
     Case("4x2", 8, 60, num_experts=32, num_ranks_per_domain=2),
+    Case("2x2_hot", 4, 48, routing="hot", num_ranks_per_domain=2),
+    Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
+    Case("4x1_groups", 4, 90, routing="groups", num_ranks_per_domain=1),
+    Case("2x1_more_chunks_than_slots", 2, (6000, 700), hidden=64, num_ranks_per_domain=1),
     Case("3x2_duplicates", 6, 20, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
 ]
 CHECKS = [
@@ -35,16 +44,19 @@ CHECKS = [
 RunRanks = Callable[..., object]
 
 
+def _variables(transport: str) -> dict[str, str]:
+    return {
+        "HYBRID_EP_ENGINE": "cuda",
+        "HYBRID_EP_TIMEOUT_S": "30",
+        "HYBRID_EP_TRANSPORT": transport,
+        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+    }
+
+
 @pytest.fixture(scope="module", params=["loopback", "tcp"])
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
     """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the cuda engine forced."""
-    variables = {
-        "HYBRID_EP_ENGINE": "cuda",
-        "HYBRID_EP_TIMEOUT_S": "30",
-        "HYBRID_EP_TRANSPORT": request.param,
-        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
-    }
-    pool = RankPool(device="cuda", variables=variables, one_at_a_time=True, ranks_share_gpus=True)
+    pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
     yield pool.run
     pool.close()
 
@@ -53,3 +65,49 @@ def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_between(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(case.num_ranks, check, case, "cuda")
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="two domains with a GPU each need 2 GPUs")
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        ("behaviour.check_graph", (40,)),
+        ("behaviour.check_kept_handles", ()),
+        ("behaviour.check_async", ()),
+        ("behaviour.check_captured_streams", ()),
+        ("behaviour.check_other_threads", ()),
+        ("behaviour.check_scales_on_a_stream", ()),
+        ("behaviour.check_bad_arguments", ()),
+        ("late_errors.check_overflow", ()),
+        ("late_errors.check_error_of_the_last_call", ()),
+        ("late_errors.check_error_of_a_replay", ()),
+        ("refusals.check_bad_expert", ()),
+        ("refusals.check_bound_beyond_room", ()),
+        ("refusals.check_handles_of_others", ()),
+        ("refusals.check_misaligned_scales", ()),
+        ("refusals.check_same_bytes", ()),
+        ("refusals.check_too_many_tokens", ()),
+        ("room.check_growth", ()),
+        ("room.check_pool", ()),
+    ],
+    ids=lambda value: value.partition(".")[2] if isinstance(value, str) else "",
+)
+def test_behaviour(run_ranks: RunRanks, check: str, args: tuple[int, ...]) -> None:
+    run_ranks(2, check_in_domains, 1, f"multi_gpu.{check}", *args)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="two domains with a GPU each need 2 GPUs")
+def test_replays(run_ranks: RunRanks) -> None:
+    run_ranks(2, check_in_domains, 1, "multi_gpu.behaviour.check_graph", 1000)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_killed_rank(transport: str) -> None:
+    """The peer is killed; the survivor names it within its time."""
+    timeout_s = 4.0
+    variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    with VirtualCluster(2, device="cuda", variables=variables) as cluster:
+        cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
+        os.kill(cluster.process_id(1), signal.SIGKILL)
+        cluster.run(behaviour.use_without_peer_between, 1, timeout_s, ranks=[0], limit_s=60)

@@ -24,7 +24,7 @@ def test_control_memory_has_no_cell_for_each_pair_of_many_ranks(grid: tuple[int,
     num_domains, size = grid
     num_ranks = num_domains * size
     num_columns = num_ranks if num_ranks <= _cuda.max_matrix_ranks else size
-    words = 8 * num_ranks * (17 + num_columns + _cuda.max_experts // num_ranks)
+    words = 8 * num_ranks * (19 + num_columns + _cuda.max_experts // num_ranks) + 4 * _cuda.max_tokens
     used = _cuda.between_control_bytes(num_domains=num_domains, ranks_per_domain=size)
     assert words <= used <= words + (64 << 10)
     assert used < 4 << 20
@@ -40,6 +40,6 @@ def test_a_handle_at_2048_ranks_has_no_cell_for_each_token_and_rank() -> None:
         num_experts=num_experts,
         held_capacity=held,
     )
-    formula = num_tokens * (num_topk + 2 * 64 + 1) + 2048 * 33 + held * num_topk + num_experts
+    formula = num_tokens * (num_topk + 2 * 64) + 2048 * 33 + held * num_topk + num_experts
     assert formula <= ints <= formula + 1024
     assert ints < num_tokens * 2048 // 8

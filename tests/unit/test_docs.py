@@ -59,7 +59,7 @@ def commands(page: Path) -> Iterator[str]:
     """Every call of `hybrid-ep` that stands in a block or in quotes, from its subcommand on, without a comment."""
     for line in [*blocks(page).splitlines(), *quoted(page)]:
         found = re.search(r"(?:^| )hybrid-ep ([a-z0-9-].*)", line.partition(" #")[0])
-        if found and "│" not in line:
+        if found and "│" not in line and not line.lstrip().startswith("helm "):  # a release has the same name
             yield found[1]
 
 

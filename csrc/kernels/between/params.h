@@ -21,7 +21,7 @@ struct BetweenDomain {
 // Gives each token its place among those that go to each rank and to each domain.
 struct PlaceTokensParams {
   Grid grid;
-  FaultRecord* fault;
+  ControlBlock* own;
   const int64_t* topk_idx;  // [T, K]
   int num_tokens, num_topk, num_experts;
   int32_t* route;
@@ -40,7 +40,10 @@ struct DispatchBetweenParams {
   // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
   int range_first, range_step, range_size;
   int32_t call[kNumDispatchFields];  // what all ranks must have alike
+  FaultKind refusal;                 // what the host has found wrong with the arguments; then nobody sends
+  int refused_value;
   int slot_idx, row_limit, held_capacity;
+  int room;  // rows of a bounded call that every slot must hold; kAbsent without a bound
   SlotLayout slot;
   int32_t* route;
   BetweenRoute parts;

@@ -90,7 +90,7 @@ class DomainSums {
         min(params_.record.per_chunk, num_records_ - index / params_.record.per_chunk * params_.record.per_chunk);
     __syncwarp();
     if (is_own_) {
-      auto* own_epoch = reinterpret_cast<uint32_t*>(const_cast<int32_t*>(params_.route + params_.parts.own_epoch));
+      auto* own_epoch = own_part<uint32_t>(params_.between, params_.between.layout.own_epoch);
       if (threadIdx.x % 32 == 0) ptx::store_release_gpu(&own_epoch[token_of(index)], epoch_);
     } else if (index % params_.record.per_chunk == num_records - 1) {
       ok_ = __all_sync(kAllLanes, ok_) && stream_.send(kControlChunks + index / params_.record.per_chunk,
@@ -217,7 +217,7 @@ class HomeSums {
         const int domain = threadIdx.x % 32 + 32 * q, place = place_of(next_token_, domain);
         if (place < 0) continue;
         if (domain == params_.between.grid.domain_idx()) {
-          const auto* own_epoch = reinterpret_cast<const uint32_t*>(params_.route + params_.parts.own_epoch);
+          const auto* own_epoch = own_part<uint32_t>(params_.between, params_.between.layout.own_epoch);
           if (num_open_ > 0) {
             is_here &= ptx::load_acquire_gpu(own_epoch + next_token_) == epoch_;
           } else {

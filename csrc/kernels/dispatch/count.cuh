@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/lanes.cuh"
+#include "device/refuse.cuh"
 #include "device/wait.cuh"
 #include "kernels/dispatch/routes.cuh"
 #include "layout/expert_map.h"
@@ -10,13 +11,6 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
-
-// Of a call with an index that is none. The others learn it with the counts.
-__device__ void refuse_expert(ControlBlock& own, int64_t expert) {
-  const int64_t value = max(static_cast<int64_t>(INT32_MIN), min(static_cast<int64_t>(INT32_MAX), expert));
-  atomicCAS(&own.refused, 0ull,
-            static_cast<unsigned long long>(FaultKind::kBadExpert) << 32 | static_cast<uint32_t>(value));
-}
 
 // Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
 __device__ void count_tokens(const DispatchParams& params, const Range tokens, DispatchRoutes& routes,

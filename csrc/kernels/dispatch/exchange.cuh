@@ -1,7 +1,7 @@
 // What ranks tell each other at the start of a dispatch. Legend: routes.cuh.
 #pragma once
 
-#include "device/wait.cuh"
+#include "device/refuse.cuh"
 #include "kernels/dispatch/routes.cuh"
 
 namespace hybrid_ep {
@@ -31,8 +31,8 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
     if (column >= CountRow::kNumCallColumns) continue;
     int value = params.call[column];
     if (column == CountRow::kRefusal || column == CountRow::kRefusedValue) {
-      const unsigned long long refused = __ldcg(&domain.control[domain.rank]->refused);
-      if (refused != 0) value = static_cast<int>(column == CountRow::kRefusal ? refused >> 32 : refused);
+      const Refusal refusal = find_refusal(*domain.control[domain.rank], value, value);
+      value = column == CountRow::kRefusal ? refusal.kind : refusal.value;
     }
     tell(column, value);
   }
@@ -120,11 +120,8 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
   // What the host of this rank has refused it knows.
   const auto kind = static_cast<FaultKind>(refusal);
   if (r == domain.rank && kind != FaultKind::kBadExpert) return false;
-  const int allowed = kind == FaultKind::kBadExpert  ? params.num_experts
-                      : kind == FaultKind::kBadBound ? params.room
-                                                     : kMaxTokens;
-  report_fault(domain.fault, kind, KernelName::kDispatch, WaitTag::kCounts, domain.rank, r, allowed,
-               routes.call[r][CountRow::kRefusedValue]);
+  report_refusal(domain.fault, KernelName::kDispatch, kind, domain.rank, r, params.num_experts, params.room,
+                 routes.call[r][CountRow::kRefusedValue]);
   return false;
 }
 

@@ -8,6 +8,7 @@
 // Legend: E experts, LE local experts, R ranks, D domains, G ranks of a domain.
 #pragma once
 
+#include "device/refuse.cuh"
 #include "kernels/between/chunk_stream.cuh"
 
 namespace hybrid_ep {
@@ -55,6 +56,12 @@ __device__ int told_value(const DispatchBetweenParams& params, int domain, int i
       return params.held_capacity;
     case CallHeader::kNumRecords:
       return params.route[parts.domain_counts + domain];
+    case CallHeader::kRefusal:
+    case CallHeader::kRefusedValue: {
+      const Refusal refusal = find_refusal(*between.domain.control[between.domain.rank],
+                                           static_cast<int>(params.refusal), params.refused_value);
+      return i == CallHeader::kRefusal ? refusal.kind : refusal.value;
+    }
     default:
       break;
   }
@@ -139,6 +146,25 @@ __device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, ui
   return static_cast<int>(word >> 32);
 }
 
+// How a fault names a rank.
+__device__ int named(const Grid& grid, int rank) {
+  const bool is_here = rank / grid.ranks_per_domain == grid.domain_idx();
+  return is_here ? rank % grid.ranks_per_domain : kRankElsewhere + rank;
+}
+
+// Whether a source has found nothing wrong with its call; the first CTA reports what it has.
+__device__ bool accepts_call(const DispatchBetweenParams& params, const int* header, int source) {
+  const BetweenDomain& between = params.between;
+  const auto refusal = static_cast<FaultKind>(header[CallHeader::kRefusal]);
+  if (refusal == FaultKind::kNone) return true;
+  // What the host of this rank has refused it knows.
+  if (blockIdx.x == 0 && (source != between.grid.rank || refusal == FaultKind::kBadExpert)) {
+    report_refusal(between.domain.fault, KernelName::kDispatchBetween, refusal, between.domain.rank,
+                   named(between.grid, source), params.num_experts, params.room, header[CallHeader::kRefusedValue]);
+  }
+  return false;
+}
+
 // Whether a source makes the same call; the first CTA reports where it does not.
 __device__ bool makes_same_call(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch, int source,
                                 bool* ok) {
@@ -148,10 +174,8 @@ __device__ bool makes_same_call(const DispatchBetweenParams& params, const Waite
     const int theirs = learn_word(between, waiter, epoch, source, CallHeader::kFirstField + i, ok);
     if (!*ok || theirs == params.call[i]) continue;
     if (blockIdx.x != 0) return false;
-    const int peer =
-        source / grid.ranks_per_domain == grid.domain_idx() ? source % grid.ranks_per_domain : kRankElsewhere + source;
     report_other_call(between.domain.fault, KernelName::kDispatchBetween, static_cast<CallField>(i), grid.domain_rank(),
-                      peer, params.call[i], theirs);
+                      named(grid, source), params.call[i], theirs);
     return false;
   }
   return true;
@@ -174,6 +198,7 @@ __device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter&
     for (int i = 0; i < CallHeader::kFirstField; ++i) header[i] = learn_word(between, waiter, epoch, source, i, &ok);
     same &= makes_same_call(params, waiter, epoch, source, &ok);
     if (!ok) break;
+    same &= accepts_call(params, header, source);
     const int r = source % size, domain = source / size;
     if (r == between.domain.rank) call.num_records[domain] = header[CallHeader::kNumRecords];
     if (domain == grid.domain_idx()) {
@@ -230,11 +255,17 @@ __device__ bool find_bases_between(const DispatchBetweenParams& params, const Wa
   return ok;
 }
 
-// The domain's verdict, alike at each of its ranks; reports what does not fit where rows are bounded. One thread.
+// The domain's verdict, alike at each of its ranks. One thread.
 __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween& call, bool fails) {
-  const Domain& domain = params.between.domain;
-  Verdict verdict{fails, 0, 0, 0, 0, 0};
-  for (int r = 0; r < domain.num_ranks && !fails; ++r) {
+  const Grid& grid = params.between.grid;
+  Verdict verdict{fails, 0, kNoRank, 0, 0, 0, 0, 0, 0};
+  // A bounded call needs the room that all have agreed on; its counts may ask for less.
+  if (!fails && params.is_bound && params.room > params.slot.capacity) {
+    verdict.lacks_room = 1;
+    verdict.max_rows = params.room;
+    return verdict;
+  }
+  for (int r = 0; r < grid.ranks_per_domain && !fails; ++r) {
     verdict.max_rows = max(verdict.max_rows, call.needed[r]);
     verdict.max_sums = max(verdict.max_sums, call.num_sums[r]);
     verdict.max_held = max(verdict.max_held, call.num_held[r]);
@@ -245,16 +276,17 @@ __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween&
       continue;
     }
     if (!held_fit) verdict.fails = 1;
-    if (rows_fit && held_fit) continue;
-    verdict.overflows = 1;
-    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatchBetween,
-                 rows_fit ? WaitTag::kHeld : WaitTag::kRows, domain.rank, r,
-                 rows_fit ? call.held_capacity[r] : call.row_limit[r], rows_fit ? call.num_held[r] : call.needed[r]);
+    if ((rows_fit && held_fit) || verdict.overflowing != kNoRank) continue;
+    verdict.overflowing = grid.domain_idx() * grid.ranks_per_domain + r;
+    verdict.allowed = rows_fit ? call.held_capacity[r] : call.row_limit[r];
+    verdict.asked = rows_fit ? call.num_held[r] : call.needed[r];
+    verdict.overflows_held = rows_fit;
   }
   return verdict;
 }
 
-// Exchanges verdicts with the peers; call.verdict becomes that of all domains.
+// Exchanges verdicts with the peers; call.verdict becomes that of all domains. Every rank reports the same overflow,
+// for sums lack its rows.
 template <typename Link>
 __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link, CallBetween& call) {
   const BetweenDomain& between = params.between;
@@ -263,27 +295,36 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   bool ok = true;
   const Verdict own = call.verdict;
   __syncthreads();
-  for (int i = 1 + warp; i < grid.num_domains; i += num_warps) {
+  for (int i = 1 + warp; i < grid.num_domains && ok; i += num_warps) {
     const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
-    if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(1))) return false;
+    ok = __all_sync(kAllLanes, lane > 0 || stream.wait_free(1));
+    if (!ok) break;
     if (lane == 0) *reinterpret_cast<Verdict*>(stream.send_slot(1)) = own;
-    ok &= stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1);
+    ok = stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1);
   }
-  for (int i = 1 + warp; i < grid.num_domains; i += num_warps) {
-    const int domain = (grid.domain_idx() + i) % grid.num_domains;
-    const ChunkStream<Link> stream(between, waiter, link, domain);
-    if (lane > 0) continue;
-    if (!stream.wait(1)) return false;
+  for (int i = 1 + warp; i < grid.num_domains && lane == 0 && ok; i += num_warps) {
+    const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
+    ok = stream.wait(1);
+    if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
     atomicMax(&call.verdict.fails, theirs.fails);
     atomicMax(&call.verdict.lacks_room, theirs.lacks_room);
+    atomicMin(&call.verdict.overflowing, theirs.overflowing);
     atomicMax(&call.verdict.max_rows, theirs.max_rows);
     atomicMax(&call.verdict.max_sums, theirs.max_sums);
     atomicMax(&call.verdict.max_held, theirs.max_held);
-    if (theirs.overflows) {  // this rank's sums will lack rows
-      report_fault(between.domain.fault, FaultKind::kOverflow, KernelName::kDispatchBetween, WaitTag::kRows,
-                   between.domain.rank, kRankElsewhere + grid.peer_in(domain), params.row_limit, theirs.max_rows);
-    }
+  }
+  ok = __syncthreads_and(ok);
+  const auto report = [&](const Verdict& verdict) {
+    if (verdict.overflowing == kNoRank || verdict.overflowing != call.verdict.overflowing) return;
+    report_fault(between.domain.fault, FaultKind::kOverflow, KernelName::kDispatchBetween,
+                 verdict.overflows_held ? WaitTag::kHeld : WaitTag::kRows, between.domain.rank,
+                 named(grid, verdict.overflowing), verdict.allowed, verdict.asked);
+  };
+  if (threadIdx.x == 0 && ok) report(own);
+  for (int i = 1 + warp; i < grid.num_domains && lane == 0 && ok; i += num_warps) {
+    const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
+    report(*reinterpret_cast<const Verdict*>(stream.chunk(1)));
     ok &= stream.read_rows(1, 1, 1);
   }
   return ok;

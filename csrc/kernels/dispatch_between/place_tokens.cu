@@ -7,7 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "device/lanes.cuh"
-#include "device/wait.cuh"
+#include "device/refuse.cuh"
 #include "kernels/between/params.h"
 #include "kernels/launch.h"
 #include "layout/expert_map.h"
@@ -83,16 +83,12 @@ __device__ void place_for_domain(const PlaceTokensParams& params, int domain) {
       if (domain > 0 || (expert >= 0 && expert < params.num_experts)) continue;
       destinations[cell] = kNowhere;
       if (expert == -1) continue;
-      report_fault(params.fault, FaultKind::kBadExpert, KernelName::kDispatchBetween, WaitTag::kCounts,
-                   params.grid.domain_rank(), -1, params.num_experts, expert);
+      refuse_expert(*params.own, expert);
     }
     int total;
     const int place = num_placed + rank_in_cta(goes, &total);
     if (goes) list[place] = token;
-    if (token < params.num_tokens) {
-      places[token] = goes ? place : -1;
-      if (domain == 0) params.route[params.parts.own_epoch + token] = 0;
-    }
+    if (token < params.num_tokens) places[token] = goes ? place : -1;
     num_placed += total;
   }
   if (threadIdx.x == 0) params.route[params.parts.domain_counts + domain] = num_placed;

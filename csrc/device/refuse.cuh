@@ -1,0 +1,35 @@
+// What a dispatch finds wrong with its own arguments, which all ranks learn with its counts; then nobody sends.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/wait.cuh"
+#include "layout/limits.h"
+
+namespace hybrid_ep {
+
+// Of a call with an index that is no expert's.
+__device__ inline void refuse_expert(ControlBlock& own, int64_t expert) {
+  const int64_t value = max(static_cast<int64_t>(INT32_MIN), min(static_cast<int64_t>(INT32_MAX), expert));
+  atomicCAS(&own.refused, 0ull,
+            static_cast<unsigned long long>(FaultKind::kBadExpert) << 32 | static_cast<uint32_t>(value));
+}
+
+// What the host has refused or, ahead of it, what a kernel has.
+struct Refusal {
+  int kind, value;
+};
+__device__ inline Refusal find_refusal(const ControlBlock& own, int kind, int value) {
+  const unsigned long long refused = __ldcg(&own.refused);
+  if (refused == 0) return {kind, value};
+  return {static_cast<int>(refused >> 32), static_cast<int>(refused)};
+}
+
+// Writes what rank `peer` has refused. `room` is that of a bounded call.
+__device__ inline void report_refusal(FaultRecord* fault, KernelName kernel, FaultKind kind, int rank, int peer,
+                                      int num_experts, int room, int value) {
+  const int allowed = kind == FaultKind::kBadExpert ? num_experts : kind == FaultKind::kBadBound ? room : kMaxTokens;
+  report_fault(fault, kind, kernel, WaitTag::kCounts, rank, peer, allowed, value);
+}
+
+}  // namespace hybrid_ep
