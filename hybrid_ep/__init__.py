@@ -27,6 +27,8 @@ from hybrid_ep.errors import (
 )
 
 if TYPE_CHECKING:
+    from hybrid_ep import nn as nn
+    from hybrid_ep import quantize as quantize
     from hybrid_ep.buffers.allocator import BufferAllocator
     from hybrid_ep.buffers.elastic_buffer import ElasticBuffer, EPBuffer
     from hybrid_ep.buffers.elastic_handle import EPHandle
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from hybrid_ep.core.config import Config
     from hybrid_ep.core.event import EventHandle, EventOverlap
     from hybrid_ep.core.layout import indices_to_map
+    from hybrid_ep.engine.base import DispatchHandle, LowLatencyHandle, PermuteHandle
 
 __all__ = [
     "Buffer",
@@ -44,6 +47,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CudaError",
+    "DispatchHandle",
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
@@ -52,6 +56,8 @@ __all__ = [
     "HybridEPBuffer",
     "HybridEPError",
     "HybridEpConfigInstance",
+    "LowLatencyHandle",
+    "PermuteHandle",
     "TopologyError",
     "TransportError",
     "__version__",
@@ -72,6 +78,9 @@ _HOME = {
     "HybridEPBuffer": "buffers.hybrid",
     "HybridEpConfigInstance": "buffers.hybrid_config",
     "indices_to_map": "core.layout",
+    "DispatchHandle": "engine.base",
+    "LowLatencyHandle": "engine.base",
+    "PermuteHandle": "engine.base",
 }
 _BY_NAME = ("OverflowError", "TimeoutError")  # `import *` would replace the built-in ones
 _SUBMODULES = ("nn", "quantize")

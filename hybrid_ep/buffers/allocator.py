@@ -21,6 +21,13 @@ class BufferAllocator:
         num_bytes: of the allocation so far.
         alignment: bytes at whose multiples a tensor begins.
         materialized: whether the tensors have their memory.
+
+    Example:
+        >>> plan = hybrid_ep.BufferAllocator()
+        >>> spare = plan.allocate([2, 16], torch.bfloat16)
+        >>> with hybrid_ep.EPBuffer(None, lb_allocation_plan_or_num_bytes=plan):
+        ...     plan.num_bytes, plan.materialized, spare.is_meta
+        (128, True, False)
     """
 
     def __init__(self) -> None:

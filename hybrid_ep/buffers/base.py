@@ -158,6 +158,16 @@ class BaseBuffer:
         with contextlib.suppress(HybridEPError):  # one error is enough
             self.close()
 
+    def __repr__(self) -> str:
+        name, where = type(self).__name__, f"rank {self.rank} of {self.group_size}"
+        if self._engine is None:
+            return f"<{name}: {where}, closed>"
+        return (
+            f"<{name}: {where} in {self.grid.num_domains} domains of {self.grid.num_ranks_per_domain}, engine "
+            f"{self._engine.name}, transport {self._engine.transport}, {self._engine.memory_bytes} bytes of symmetric "
+            "memory>"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A buffer stands for connections: a copy of a module that holds it shares it."""
         return self

@@ -72,6 +72,14 @@ class ElasticBuffer(ElasticCalls):
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
         NotImplementedError: `num_cpu_bytes`.
+
+    Example:
+        >>> x, topk_idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3], [1, -1]])
+        >>> with hybrid_ep.ElasticBuffer(None, num_max_tokens_per_rank=4) as buffer:
+        ...     rows, _, _, handle, _ = buffer.dispatch(x, topk_idx, torch.ones(3, 2), num_experts=4, do_expand=True)
+        ...     combined_x = buffer.combine(rows, handle)[0]
+        >>> rows.shape, handle.num_recv_tokens_per_expert_list, combined_x[:, 0].tolist()
+        (torch.Size([5, 128]), [1, 3, 0, 1], [2.0, 2.0, 1.0])
     """
 
     def __init__(
@@ -267,6 +275,13 @@ class EPBuffer(ElasticCalls):
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
+
+    Example:
+        >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+        >>> with hybrid_ep.EPBuffer(None, num_max_tokens_per_rank=4) as buffer:
+        ...     rows, recv_idx, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=2)
+        >>> rows.shape, recv_idx.tolist()
+        (torch.Size([2, 128]), [[0, 1], [1, -1]])
     """
 
     def __init__(

@@ -47,6 +47,14 @@ class EPHandle:
             expert's block begins, plus its exact count.
         num_unaligned_recv_tokens_per_expert: ``[LE]`` int32; exact counts.
         token_metadata_at_forward, channel_linked_list: None: nothing here needs them.
+
+    Example:
+        >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+        >>> with hybrid_ep.ElasticBuffer(None, num_max_tokens_per_rank=4) as buffer:
+        ...     handle = buffer.dispatch(x, topk_idx, num_experts=2)[3]
+        ...     again = buffer.dispatch(2 * x, handle=handle)[0]
+        >>> handle.num_recv_tokens, handle.num_recv_tokens_per_expert_list, again[:, 0].tolist()
+        (2, [1, 2], [2.0, 2.0])
     """
 
     token_metadata_at_forward: None = None

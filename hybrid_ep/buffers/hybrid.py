@@ -73,6 +73,15 @@ class HybridEPBuffer(BaseBuffer):
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
+
+    Example:
+        >>> x, topk_idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3], [1, -1]])
+        >>> with hybrid_ep.HybridEPBuffer(None, 128, 3, num_local_experts=4) as buffer:
+        ...     rows, probs, _, counts, handle = buffer.dispatch_with_permute(
+        ...         hidden=x, topk_idx=topk_idx, topk_weights=torch.full((3, 2), 0.5), num_of_experts=4)
+        ...     combined_x, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
+        >>> rows.shape, counts.tolist(), combined_x[:, 0].tolist()
+        (torch.Size([5, 128]), [1, 3, 0, 1], [2.0, 2.0, 1.0])
     """
 
     def __init__(

@@ -39,6 +39,12 @@ class HybridEpConfigInstance:
         hidden_dim, max_num_of_tokens_per_rank, num_of_experts_per_rank: as in `BufferConfig`.
         num_of_ranks_per_node, num_of_nodes: ranks of a domain, and domains.
         pad_multiple: of every expert's block.
+
+    Example:
+        >>> config = hybrid_ep.HybridEpConfigInstance()
+        >>> config.set(hidden_dim=7168, pad_multiple=16)
+        >>> config.hidden_dim, config.pad_multiple
+        (7168, 16)
     """
 
     hidden_dim: int = 0

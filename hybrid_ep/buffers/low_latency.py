@@ -120,6 +120,16 @@ class LowLatencyCalls(BaseBuffer):
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at its rank.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
                 without it.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
+            >>> with hybrid_ep.Buffer(None, low_latency_mode=True) as buffer:
+            ...     rows, counts, handle, _, receive = buffer.low_latency_dispatch(
+            ...         x, topk_idx, num_max_dispatch_tokens_per_rank=8, num_experts=4, use_fp8=False,
+            ...         return_recv_hook=True)
+            ...     receive()
+            >>> rows.shape, counts.tolist()
+            (torch.Size([4, 8, 128]), [1, 2, 0, 1])
         """
         self._require_low_latency()
         max_tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
@@ -209,6 +219,14 @@ class LowLatencyCalls(BaseBuffer):
             ConfigError: an argument does not fit the handle.
             NotImplementedError: `use_logfmt` or `overlap`.
             TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
+            >>> with hybrid_ep.Buffer(None, low_latency_mode=True) as buffer:
+            ...     rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, 4, use_fp8=False)
+            ...     combined_x, _, _ = buffer.low_latency_combine(rows, topk_idx, torch.full((2, 2), 1.5), handle)
+            >>> combined_x[:, 0].tolist()
+            [3.0, 3.0]
         """
         self._require_low_latency()
         if use_logfmt or overlap:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from hybrid_ep.errors import ConfigError
 __all__ = ["Buffer", "topk_idx_t"]
 
 topk_idx_t = torch.int64
+
+_X = TypeVar("_X", Tensor, tuple[Tensor, Tensor])
 
 DispatchResult = tuple[
     "Tensor | tuple[Tensor, Tensor]",
@@ -75,6 +77,17 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
+
+    Example:
+        >>> x, topk_idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0], [1], [1], [-1]])
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts=2)
+        ...     recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
+        ...         x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+        ...         topk_idx=topk_idx, topk_weights=torch.ones(4, 1))
+        ...     combined_x = buffer.combine(3 * recv_x, handle)[0]
+        >>> recv_x.shape, counts, combined_x[:, 0].tolist()
+        (torch.Size([3, 128]), [1, 2], [3.0, 3.0, 3.0, 0.0])
     """
 
     num_sms: int = 20
@@ -215,6 +228,12 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
 
         Raises:
             ConfigError: a dtype, a shape, an index outside −1 … E−1, or E not divisible by the ranks.
+
+        Example:
+            >>> with hybrid_ep.Buffer(None) as buffer:
+            ...     layout = buffer.get_dispatch_layout(torch.tensor([[0, 1], [1, -1]]), num_experts=4)
+            >>> [counts.tolist() for counts in layout[:4] if counts is not None]
+            [[2], [1, 2, 0, 0], [[True], [True]]]
         """
         _ = self.engine
         self._num_local_experts(num_experts)
@@ -224,6 +243,84 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
         per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
         return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
+
+    @overload
+    def dispatch(
+        self,
+        x: _X,
+        handle: DispatchHandle,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: None = None,
+        topk_weights: None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[_X, None, None, None, None, EventOverlap]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: _X,
+        handle: None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        *,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[_X, Tensor, Tensor, list[int], DispatchHandle, EventOverlap]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: _X,
+        handle: None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        *,
+        topk_idx: Tensor,
+        topk_weights: None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[_X, Tensor, None, list[int], DispatchHandle, EventOverlap]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult: ...
 
     @plain_tensors
     def dispatch(
@@ -274,6 +371,17 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
             ConfigError: an argument does not fit.
             OverflowError: more than `num_worst_tokens` rows arrived.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0], [1], [1], [-1]])
+            >>> with hybrid_ep.Buffer(None) as buffer:
+            ...     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts=2)
+            ...     recv_x, recv_idx, _, _, handle, _ = buffer.dispatch(
+            ...         hybrid_ep.quantize.cast_to_fp8(x), num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
+            ...         num_tokens_per_expert=per_expert, topk_idx=topk_idx, num_worst_tokens=4)
+            ...     again = buffer.dispatch(x, handle)[0]
+            >>> [part.shape for part in recv_x], recv_idx.flatten().tolist(), again.shape
+            ([torch.Size([4, 128]), torch.Size([4, 1])], [0, 1, 1, -1], torch.Size([4, 128]))
         """
         engine = self.engine
         data, scales = _parts(x)
@@ -320,6 +428,45 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         )
         return self._shape(result, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
 
+    @overload
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, None, EventOverlap]: ...
+
+    @overload
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor, EventOverlap]: ...
+
+    @overload
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]: ...
+
     @plain_tensors
     def combine(
         self,
@@ -350,6 +497,17 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         Raises:
             ConfigError: an argument does not fit the handle.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
+            >>> with hybrid_ep.Buffer(None) as buffer:
+            ...     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts=4)
+            ...     recv_x, _, weights, _, handle, _ = buffer.dispatch(
+            ...         x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+            ...         topk_idx=topk_idx, topk_weights=torch.full((2, 2), 0.5))
+            ...     combined_x, summed, _ = buffer.combine(recv_x, handle, topk_weights=weights, bias=x)
+            >>> combined_x[:, 0].tolist(), summed.tolist()
+            ([2.0, 2.0], [[0.5, 0.5], [0.5, 0.5]])
         """
         engine = self.engine
         check_rows("x", x, None, device=engine.device)

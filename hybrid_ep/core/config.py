@@ -27,6 +27,10 @@ class Config:
 
     Raises:
         ConfigError: a number is not a positive integer, or not more tokens are buffered than are sent at once.
+
+    Example:
+        >>> hybrid_ep.Config(num_sms=24).get_nvl_buffer_size_hint(hidden_bytes=7168 * 2, num_ranks=8)
+        745537536
     """
 
     num_sms: int = 20

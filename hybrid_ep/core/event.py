@@ -14,7 +14,11 @@ __all__ = ["EventHandle", "EventOverlap", "as_overlap"]
 
 
 class EventHandle:
-    """A point on the stream that is current when it is made (nothing, on a machine without a GPU)."""
+    """A point on the stream that is current when it is made (nothing, on a machine without a GPU).
+
+    Example:
+        >>> hybrid_ep.EventHandle().current_stream_wait()
+    """
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -37,6 +41,15 @@ class EventOverlap:
     Args:
         event: the point to wait for; None = nothing to wait for.
         extra_tensors: kept alive as long as this object.
+
+    Example:
+        >>> x = torch.ones(2, 128, dtype=torch.bfloat16)
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     layout = buffer.get_dispatch_layout(torch.tensor([[0], [1]]), 2, async_finish=True)
+        ...     with layout[-1]:
+        ...         y = 2 * x  # beside the call; the current stream waits for the call at the end of the block
+        >>> layout[0].tolist()
+        [2]
     """
 
     def __init__(

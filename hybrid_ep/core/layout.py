@@ -150,6 +150,10 @@ def indices_to_map(
 
     Raises:
         ConfigError: shapes, dtypes or devices do not fit; on a CPU, an index is outside −1 … E−1.
+
+    Example:
+        >>> hybrid_ep.indices_to_map(torch.tensor([[0, 2]]), torch.tensor([[0.25, 0.75]]), 1, 3)
+        (tensor([[ True, False,  True]]), tensor([[0.2500, 0.0000, 0.7500]]))
     """
     require_int("num_of_tokens", num_of_tokens, minimum=0)
     require_int("num_of_experts", num_of_experts, minimum=1)

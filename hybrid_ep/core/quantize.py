@@ -38,6 +38,10 @@ class Fp8Format:
     Attributes:
         round_scale: scales are powers of two.
         ue8m0: scales are packed exponents (implies powers of two).
+
+    Example:
+        >>> hybrid_ep.quantize.Fp8Format(round_scale=True, ue8m0=True)
+        Fp8Format(round_scale=True, ue8m0=True)
     """
 
     round_scale: bool = False
@@ -69,6 +73,11 @@ def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor
 
     Raises:
         ConfigError: H is not a multiple of 128.
+
+    Example:
+        >>> data, scales = hybrid_ep.quantize.cast_to_fp8(torch.full((2, 256), 448.0))
+        >>> data.dtype, scales.tolist()
+        (torch.float8_e4m3fn, [[1.0, 1.0], [1.0, 1.0]])
     """
     fmt = fmt or Fp8Format()
     _check_hidden(x.shape[-1])
@@ -97,6 +106,11 @@ def cast_from_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
 
     Raises:
         ConfigError: H is not a multiple of 128, or the number of scales does not fit it.
+
+    Example:
+        >>> x = torch.full((2, 128), 3.0, dtype=torch.bfloat16)
+        >>> bool((hybrid_ep.quantize.cast_from_fp8(*hybrid_ep.quantize.cast_to_fp8(x)) == x).all())
+        True
     """
     hidden = data.shape[-1]
     _check_hidden(hidden)
@@ -117,13 +131,23 @@ def _round_up_to_power_of_two(scales: Tensor) -> Tensor:
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
-    """Packs power-of-two scales ``[..., S]`` float32 into ``[..., ceil(S/4)]`` int32; missing bytes are 0."""
+    """Packs power-of-two scales ``[..., S]`` float32 into ``[..., ceil(S/4)]`` int32; missing bytes are 0.
+
+    Example:
+        >>> hybrid_ep.quantize.pack_ue8m0(torch.tensor([[1.0, 2.0]])).tolist()  # 128 << 8 | 127
+        [[32895]]
+    """
     exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     padding = -exponents.shape[-1] % SCALES_PER_WORD
     return torch.nn.functional.pad(exponents, (0, padding)).contiguous().view(torch.int32)
 
 
 def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
-    """Unpacks ``[..., ceil(S/4)]`` int32 into ``[..., S]`` float32 powers of two."""
+    """Unpacks ``[..., ceil(S/4)]`` int32 into ``[..., S]`` float32 powers of two.
+
+    Example:
+        >>> hybrid_ep.quantize.unpack_ue8m0(torch.tensor([[32895]], dtype=torch.int32), 2).tolist()
+        [[1.0, 2.0]]
+    """
     exponents = packed.contiguous().view(torch.uint8)[..., :num_scales].to(torch.int32)
     return (exponents << 23).view(torch.float32)

@@ -151,6 +151,11 @@ class Arena:
             )
         return False
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots."""
+        return self._num_slots * self._slot_bytes
+
     def ensure(self, num_bytes: int) -> None:
         """Makes every slot at least this large. Collective where it grows: the same value at every rank.
 

@@ -132,7 +132,7 @@ class DispatchHandle(NamedTuple):
     num_experts: int
     num_topk: int
     grid: RankGrid
-    state: Any
+    state: object  # typed, so that a call with a handle has the type of its overload
 
 
 class PermuteHandle(NamedTuple):
@@ -255,16 +255,30 @@ class Traffic:
 
 
 class Engine(abc.ABC):
-    """Moves tokens between the ranks of one group. Every method is collective unless it says otherwise."""
+    """Moves tokens between the ranks of one group. Every method is collective unless it says otherwise.
+
+    Attributes:
+        name: ``torch`` or ``cuda``.
+        transport: what carries rows to other ranks, as a backend or a link is called; ``none`` for a single rank.
+        grid: geometry of the group.
+        device: where tensors must be; None = anywhere.
+        traffic: bytes sent.
+    """
 
     name: str
+    transport: str
     grid: RankGrid
-    device: torch.device | None  # where tensors must be; None = anywhere
+    device: torch.device | None
     traffic: Traffic
 
     def __init__(self) -> None:
         self.busy = threading.RLock()  # held by the thread that is in a call
         self.lost: set[int] = set()  # ranks that errors of this rank's calls have named
+
+    @property
+    def memory_bytes(self) -> int:
+        """Local: bytes of symmetric memory that the engine holds now."""
+        return 0
 
     @abc.abstractmethod
     def dispatch(

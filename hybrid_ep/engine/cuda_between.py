@@ -132,6 +132,7 @@ class CudaBetween(TorchEngine):
             native=_cuda,
             map_symmetric=self._map_peers,
         )
+        self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
             domain=self._communicator, rank=grid.rank, num_domains=grid.num_domains, proxy=self._link.proxy
         )
@@ -142,6 +143,10 @@ class CudaBetween(TorchEngine):
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
         super().barrier()
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._control.local.nbytes + self._arena.num_bytes
 
     @one_at_a_time
     def dispatch(
@@ -399,7 +404,8 @@ class CudaBetween(TorchEngine):
         return Combined(out, out_weights)
 
     def room_of(self, handle: DispatchHandle) -> int:
-        route: _Route = handle.state
+        route = handle.state
+        assert isinstance(route, _Route)
         return route.max_recv
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:

@@ -103,6 +103,7 @@ class CudaEngine(Engine):
             )
         super().__init__()
         self.grid = grid
+        self.transport = "none" if grid.num_ranks == 1 else "NVLink"
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
         self._torch = TorchEngine(group, grid, timeout_s, number)
@@ -119,6 +120,10 @@ class CudaEngine(Engine):
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
         self._low_latency.lost = self._torch.lost = self.lost
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._control.local.nbytes + self._arena.num_bytes + self._low_latency.num_bytes
 
     def dispatch(
         self,

@@ -383,6 +383,11 @@ class CudaLowLatency:
         self._is_closed = True
         self._regions.clear()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the regions that are held."""
+        return sum(region.memory.local.nbytes for region in self._regions)
+
     def _begin(self) -> int:
         """Makes up for masks that a capture could not upload, and returns the stream of the next launch."""
         if self._is_closed:

@@ -40,6 +40,7 @@ from hybrid_ep.engine.base import (
 )
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
+from hybrid_ep.engine.link import uses_gloo
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.engine.torch_low_latency import TorchLowLatency
 from hybrid_ep.errors import OverflowError
@@ -82,6 +83,7 @@ class TorchEngine(Engine):
     def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int = 0) -> None:
         super().__init__()
         self.grid = grid
+        self.transport = "none" if group is None else "gloo" if uses_gloo(group) else dist.get_backend(group)
         self.device = None
         self._exchange = Exchange(group, grid, timeout_s, number)
         self.traffic = self._exchange.traffic
@@ -166,7 +168,8 @@ class TorchEngine(Engine):
 
     @one_at_a_time
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
-        route: _Route = handle.state
+        route = handle.state
+        assert isinstance(route, _Route)
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
         fmt = RecordFormat.of(columns)
         self._begin("dispatch along a handle", rows.data.device, _row_fields(rows) | {"handle": route.number})
@@ -185,7 +188,8 @@ class TorchEngine(Engine):
         bias: tuple[Tensor, ...],
         num_sms: int | None,
     ) -> Combined:
-        route: _Route = handle.state
+        route = handle.state
+        assert isinstance(route, _Route)
         num_weights = 0 if weights is None else weights.shape[1]
         same = _row_fields(Rows(data)) | {"num_weights": num_weights, "handle": route.number}
         self._begin("combine", data.device, same)
@@ -272,7 +276,8 @@ class TorchEngine(Engine):
         return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=bias, num_sms=num_sms)
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        route: _Route = handle.state
+        route = handle.state
+        assert isinstance(route, _Route)
         return route.num_tokens_per_expert
 
     @property

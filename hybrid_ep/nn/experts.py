@@ -43,6 +43,12 @@ class Experts(nn.Module):
 
     Attributes:
         up, down: parameters; DTensors ``[E, …]`` on `mesh` where there is more than one rank.
+
+    Example:
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     layer = hybrid_ep.nn.MoELayer(buffer, hidden=16, ffn_hidden=32, num_experts=4, topk=2)
+        >>> [weight.shape for weight in layer.experts.weights()]
+        [torch.Size([4, 32, 16]), torch.Size([4, 16, 32])]
     """
 
     def __init__(
@@ -164,6 +170,12 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Args:
         model: with `MoELayer`s anywhere in it.
+
+    Example:
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     layer = hybrid_ep.nn.MoELayer(buffer, hidden=16, ffn_hidden=32, num_experts=4, topk=2)
+        >>> list(hybrid_ep.nn.expert_parameters(torch.nn.Sequential(layer)))
+        ['0.experts.up', '0.experts.down']
     """
     return {
         f"{prefix}.{name}" if prefix else name: parameter
@@ -211,6 +223,12 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, a scalar tensor.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> hybrid_ep.nn.clip_grad_norm_([weight], max_norm=1.0), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
     """
     of_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:

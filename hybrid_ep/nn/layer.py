@@ -54,6 +54,13 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: an argument does not fit.
+
+    Example:
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     layer = hybrid_ep.nn.MoELayer(buffer, hidden=16, ffn_hidden=32, num_experts=4, topk=2)
+        ...     layer(torch.ones(2, 3, 16)).sum().backward()
+        >>> layer.experts.up.grad.shape
+        torch.Size([4, 32, 16])
     """
 
     balance_loss: Tensor

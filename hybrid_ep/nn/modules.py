@@ -72,6 +72,14 @@ class MoEDispatch(nn.Module):
 
     Raises:
         ConfigError: an argument does not fit.
+
+    Example:
+        >>> x = torch.ones(2, 16, dtype=torch.bfloat16, requires_grad=True)
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     tokens = hybrid_ep.nn.MoEDispatch(buffer, num_experts=4)(x, torch.tensor([[0], [3]]), torch.ones(2, 1))
+        ...     tokens.x.sum().backward()
+        >>> tokens.num_tokens_per_expert, x.grad[:, 0].tolist()
+        ([1, 0, 0, 1], [1.0, 1.0])
     """
 
     def __init__(self, buffer: Buffer, num_experts: int, num_worst_tokens: int = 0) -> None:
@@ -113,6 +121,14 @@ class MoECombine(nn.Module):
 
     Raises:
         ConfigError: it is not a `Buffer`.
+
+    Example:
+        >>> x = torch.ones(2, 16, dtype=torch.bfloat16)
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     tokens = hybrid_ep.nn.MoEDispatch(buffer, num_experts=4)(x, torch.tensor([[0], [3]]), torch.ones(2, 1))
+        ...     y = hybrid_ep.nn.MoECombine(buffer)(3 * tokens.x, tokens.handle)
+        >>> y[:, 0].tolist()
+        [3.0, 3.0]
     """
 
     def __init__(self, buffer: Buffer) -> None:
