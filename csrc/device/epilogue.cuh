@@ -1,4 +1,4 @@
-// How a persistent kernel ends: every CTA reports, the last one tidies up the control block for the next kernel.
+// How a persistent kernel ends: every CTA reports, and the last one resets the control block for the next kernel.
 #pragma once
 
 #include "device/ptx/memory.cuh"
@@ -6,8 +6,8 @@
 
 namespace hybrid_ep {
 
-// Collective over the CTA; `ok` is false where a wait was given up. Makes all its writes, to any GPU, visible to the
-// system, and returns true in the last CTA of the grid, which thereby sees the writes of all of them.
+// Collective over the CTA; `ok` is false if a wait was given up. Makes all writes of the CTA visible at system scope.
+// Returns true in the last CTA of the grid, which then sees the writes of all CTAs.
 __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
   __shared__ bool is_last;
   ok = __syncthreads_and(ok);
@@ -20,7 +20,7 @@ __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
   return is_last;
 }
 
-// Collective over the last CTA: moves the epoch on, whether or not the call succeeded, so that ranks stay in step.
+// Collective over the last CTA: advances the epoch. A failed call advances it too, so that ranks stay in step.
 __device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;

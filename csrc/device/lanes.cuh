@@ -8,13 +8,13 @@ namespace hybrid_ep {
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxRanksPerLane = (kMaxRanks + 31) / 32;
 
-// A warp looks at as many tokens at once as it has lanes for: each lane at one column of one token.
+// A warp handles several tokens at once: each lane takes one column of one token's top-k.
 struct TokenLanes {
   int num_tokens;     // at once
   int token, column;  // of this lane
   int first;          // lane of the token's first column
   unsigned before;    // lanes below this one
-  unsigned mates;     // lanes of the same token; none for a lane that is left over
+  unsigned mates;     // lanes of the same token; none for a spare lane
 
   __device__ explicit TokenLanes(int num_topk) {
     const int lane = threadIdx.x % 32;

@@ -28,20 +28,20 @@ __device__ inline uint8_t* buffer_of(const LowLatencyDomain& domain, int rank) {
   return domain.region[rank] + domain.buffer_begin;
 }
 
-// Waits for other ranks in a kernel that sends: half as long as one that receives, so that where it gives a rank up,
-// its own rows still come in time for the ranks that wait for them, and it is not given up in its turn.
+// Waits for other ranks in a kernel that sends, for half the time of one that receives. So if it gives a rank up, its
+// own rows still come in time, and no other rank gives this one up.
 __device__ inline Waiter waiter_of_send(const LowLatencyDomain& domain, KernelName kernel) {
   return {domain.fault, kernel, domain.rank, domain.timeout_ns / kSendTimeoutDivisor};
 }
 
-// Number of the call that begins. NOTE: for the threads that wait for a rank, where they do: what all threads load
-// ptxas keeps in a uniform register and waits for at once, while the flags could be on their way.
+// Epoch of the call that begins. NOTE: only the threads that wait for a rank load it. ptxas keeps a value that all
+// threads load in a uniform register, and would wait for it before the loads of the flags.
 __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
   return next_epoch(ptx::load_relaxed_gpu(&progress.epoch));
 }
 
-// Tells every rank how many calls of each buffer this rank has read, in CTA 0 of a kernel that sends: what the kernels
-// before have read is known without a fence of theirs. The first threads do it.
+// Tells every rank how many calls of each buffer this rank has read. CTA 0 of a sending kernel does it, with its first
+// threads. Earlier kernels have ended by then, so they need no fence.
 __device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
   if (blockIdx.x != 0) return;
   LowLatencyChannel* own = &control_of(domain, domain.rank).channels[0][0];
@@ -57,8 +57,8 @@ __device__ inline volatile int32_t& mask_of(const LowLatencyDomain& domain, int 
 }
 __device__ inline bool is_masked(const LowLatencyDomain& domain, int r) { return mask_of(domain, r) != 0; }
 
-// Masks a rank that has not come, so that kernels which are already queued do not wait for it again; the host decides
-// whether that lasts.
+// Masks a rank that did not come, so that kernels already queued do not wait for it again. The host decides whether the
+// mask lasts.
 __device__ inline void mask(const LowLatencyDomain& domain, int r) {
   if (r != domain.rank) mask_of(domain, r) = 1;
 }
@@ -83,29 +83,29 @@ __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kRoom); });
 }
 
-// Waits until rank r has begun to send, and writes the value that its flag brings along, if it takes part.
+// Waits until rank r has begun to send. If it takes part, writes the value of its flag.
 __device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                         uint32_t* value) {
   const uint64_t* flag = &channel_of(domain, domain.rank).begun[r];
   takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kRoutes, value); });
 }
 
-// Waits until the weights of rank r's tokens stand here.
+// Waits until the weights of rank r's tokens have arrived.
 __device__ inline bool wait_for_weights(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).weights_epoch[r];
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kWeights); });
 }
 
-// Waits until the rows of rank r stand here (combine), and writes the value that its flag brings along.
+// Waits until the rows of rank r have arrived (combine), and writes the value of its flag.
 __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                        uint32_t* value) {
   const uint64_t* flag = &channel_of(domain, domain.rank).sent[r];
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kPartialRows, value); });
 }
 
-// Collective over the CTA, at the end of a combine that sends: the last CTA of the grid tells every rank that takes
-// part that all rows stand there, and a value. `has_lost`, of any thread: the CTA left a rank out, and did not send
-// what belongs to it. CTAs may differ in that: each has its own deadline.
+// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid tells every rank that takes
+// part that all rows have arrived, with a value. `has_lost`, of any thread: the CTA left a rank out and sent it
+// nothing. CTAs may differ in that, because each has its own deadline.
 __device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, uint32_t value,
                                    bool has_lost) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
@@ -126,12 +126,12 @@ __device__ inline void finish_send(const LowLatencyDomain& domain, const bool* p
   progress.epoch = epoch;
 }
 
-// Collective over the CTA, at the end of a kernel that tells no rank so. Whether or not a wait was given up, the call
-// counts, so that ranks stay in step.
+// Collective over the CTA, at the end of a kernel that signals no rank. The call counts even if a wait was given up, so
+// that ranks stay in step.
 __device__ inline void finish_quietly(LowLatencyProgress& progress, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  // NOTE: no fence: the only thing to see is the epoch, and every CTA has read it long before it comes here.
+  // NOTE: no fence. Only the epoch must be seen, and every CTA has read it before it comes here.
   if (ptx::add_relaxed_gpu(&progress.finished_ctas, 1) != gridDim.x * gridDim.y - 1) return;
   progress.finished_ctas = 0;
   progress.epoch = epoch;

@@ -1,11 +1,11 @@
-// A warp's ring of stages in shared memory: rows, or pieces of them, come in by bulk loads, and leave by bulk stores of
-// all lanes or are read where they stand.
+// A warp's ring of stages in shared memory. Rows, or pieces of rows, come in by bulk loads. They leave by bulk stores
+// of all lanes, or are read in place.
 //
 //     fetch(row i + S − kInFlight) ─► stage ─► wait(i) ─► each lane stores to its destination ─► release(i)
 //
-// Lane 0 loads; every lane may store and waits for its own stores. A stage is loaded again once the stores of the row
-// that it held have been read, which is known kInFlight rows later: that many rows leave while the others come
-// in. With 0 there are no stores.
+// Lane 0 loads. Every lane may store, and waits for its own stores. A stage is loaded again once the stores of its row
+// have read it, which is known kInFlight rows later. So kInFlight rows leave while the others come in. With 0 there are
+// no stores.
 #pragma once
 
 #include "device/ptx/bulk_copy.cuh"
@@ -34,10 +34,10 @@ class RowRing {
 
   __device__ int num_ahead() const { return num_stages_ - kInFlight; }
 
-  // Lane 0 asks for a row; the others do nothing. At most num_ahead() rows may be asked for and not yet released.
+  // Lane 0 begins to load a row; the others do nothing. At most num_ahead() rows may be fetched and not yet released.
   __device__ void fetch(const uint8_t* row) { fetch(row, row_bytes_); }
 
-  // The same for something shorter than a stage.
+  // The same for less than a stage.
   __device__ void fetch(const uint8_t* from, int num_bytes) {
     if (lane_ == 0) {
       ptx::barrier_expect(barrier_of(load_stage_), num_bytes);
@@ -46,7 +46,7 @@ class RowRing {
     if (++load_stage_ == num_stages_) load_stage_ = 0;
   }
 
-  // Which stages the next row to be asked for has, the next to be waited for, and the one after it.
+  // Stages of the next row to fetch, of the next to wait for, and of the one after it.
   __device__ int load_stage() const { return load_stage_; }
   __device__ int stage() const { return stage_; }
   __device__ int next_stage() const { return stage_ + 1 == num_stages_ ? 0 : stage_ + 1; }
@@ -57,7 +57,7 @@ class RowRing {
     return memory_ + stage_ * row_bytes_;
   }
 
-  // Ends the row: the calling lane's stores of it are one group. Afterwards one more row may be fetched.
+  // Ends the row: the calling lane's stores of it become one group. Then one more row may be fetched.
   __device__ void release() {
     if constexpr (kInFlight > 0) {
       ptx::bulk_commit();

@@ -1,14 +1,14 @@
-// A warp that sends rows of a table to where they belong. The warps of a kernel share the rows: the first go by the
-// number of the warp, the others by tickets.
+// A warp that sends rows of a table to other ranks. The warps of a kernel share the rows. Each warp's first rows are
+// assigned statically, so that their loads can begin early; warps claim the others by work index.
 //
-//     rows[i] ─ bulk load ─► stage of the warp's ring ─ one bulk store per place ─► memory of a rank
+//     rows[i] ─ bulk load ─► stage of the warp's ring ─ one bulk store per destination ─► memory of a rank
 //
-// Each lane stores a row to the places that the lane stands for. Every function is collective over the warp; a warp
+// Each lane serves kPlaces destinations and stores the row to them. Every function is collective over the warp. A warp
 // that sends nothing has a ring without stages.
 #pragma once
 
 #include "device/row_ring.cuh"
-#include "device/tickets.cuh"
+#include "device/work_index.cuh"
 
 namespace hybrid_ep {
 
@@ -28,18 +28,18 @@ class RowSender {
         ring_(stages, barriers, num_stages, table.row_bytes, threadIdx.x % 32),
         indices_(indices) {}
 
-  // Asks for the first rows; `number` is the warp's, 0 … num_warps − 1.
+  // Begins to load the first rows; `number` is the warp's, 0 … num_warps − 1.
   __device__ void begin(int number) {
 #pragma unroll 1  // runs once, with cold instruction caches
     for (int i = 0; i < ring_.num_ahead(); ++i) fetch(number + i * num_warps_);
   }
 
-  // Sends them and all rows after them. `counter` is 0 before the kernel begins. A lane has kPlaces places for a row:
-  // load_place(row, q) begins to load one, and target_of(place, q) tells where that is, or nullptr.
+  // Sends those and all further rows. `counter` is 0 before the kernel begins. For destination q of a lane,
+  // load_place(row, q) begins to load the row's offset there, and target_of(place, q) returns the address or nullptr.
   template <int kPlaces, typename LoadPlace, typename TargetOf>
   __device__ void send(uint32_t* counter, LoadPlace&& load_place, TargetOf&& target_of) {
     using Place = decltype(load_place(0, 0));
-    Tickets<2> tickets(counter, num_warps_ * ring_.num_ahead());
+    WorkIndices<2> items(counter, num_warps_ * ring_.num_ahead());
     Place place[kPlaces], next[kPlaces];
     const auto load_places = [&](int stage, Place(&places)[kPlaces]) {
       __syncwarp();
@@ -57,7 +57,7 @@ class RowSender {
         if (target != nullptr) ptx::bulk_store(target, stage, table_.row_bytes);
       }
       ring_.release();
-      if (has_more_) fetch(tickets.take());
+      if (has_more_) fetch(items.take());
       if (!knows_next && num_ahead_ > 1) load_places(ring_.stage(), next);
 #pragma unroll
       for (int q = 0; q < kPlaces; ++q) place[q] = next[q];
@@ -65,7 +65,7 @@ class RowSender {
     ptx::bulk_wait_written<0>();
   }
 
-  // Instead of send(): waits until nothing is on its way to shared memory.
+  // Instead of send(): waits until no load into shared memory is in flight.
   __device__ void drop() {
     for (; num_ahead_ > 0; --num_ahead_) {
       ring_.wait();
@@ -86,7 +86,7 @@ class RowSender {
   const int num_warps_;
   RowRing<kInFlight> ring_;
   int32_t* indices_;
-  int num_ahead_ = 0;  // rows asked for and not sent
+  int num_ahead_ = 0;  // rows fetched and not sent
   bool has_more_ = true;
 };
 

@@ -1,12 +1,12 @@
-// The one way to wait for another rank or CTA: poll, look at the clock, and give up with a record of who is missing.
+// The only way to wait for another rank or CTA: poll, check the clock, and give up with a record of who is missing.
 //
-// The deadline is the kernel's, not the wait's: once it has passed, every later wait of the kernel polls once and gives
-// up, so that a kernel always ends within its time however many waits it has. A kernel whose wait failed goes on to its
-// end in order and leaves its barriers and epochs as a successful one does.
+// The deadline belongs to the kernel, not to the wait. Once it has passed, every later wait polls once and gives up. So
+// a kernel ends in time however many waits it has. After a failed wait it goes on to its end in order, and leaves
+// barriers and epochs as a successful kernel does.
 //
-// A rank that dies inside a call has sent to some ranks and not to others. Those that lack something stop, and the next
-// ones wait for them. So a rank that waits in vain tells all others for whom, and listens a little longer before it
-// reports: it names the rank at the end of the chain, which has said nothing.
+// A rank that dies inside a call has sent to some ranks and not to others. Ranks left short stall, and become the next
+// ones waited for. So a rank that waits in vain tells all others for whom it waits. It listens for kListenNs before it
+// reports, and names the rank at the end of the chain, which has told nothing.
 #pragma once
 
 #include "device/ptx/memory.cuh"
@@ -16,7 +16,7 @@
 
 namespace hybrid_ep {
 
-constexpr uint64_t kListenNs = 1'000'000'000;  // to what other ranks tell
+constexpr uint64_t kListenNs = 1'000'000'000;  // how long a rank that gives up listens to others
 
 // Writes the record unless an earlier fault has. Any thread.
 __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelName kernel, WaitTag tag, int rank,
@@ -39,7 +39,7 @@ __device__ inline void report_other_call(FaultRecord* record, KernelName kernel,
   report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
 }
 
-// The same of a combine, for word `word` of what its ranks tell before anybody sends (ControlBlock::ready).
+// The same for a combine: `word` is the word of ControlBlock::ready, which ranks compare before any row is sent.
 __device__ inline void report_other_combine(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
                                             uint32_t mine, uint32_t theirs) {
   CallField field = CallField::kHandle;
@@ -57,7 +57,7 @@ __device__ inline void report_other_combine(FaultRecord* record, KernelName kern
 
 class Waiter {
  public:
-  // `control` are the blocks of all ranks, through which they tell each other whom they miss; without, nobody is asked.
+  // `control` are the blocks of all ranks. Through them ranks tell each other whom they wait for; nullptr: they do not.
   __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns,
                     ControlBlock* const* control = nullptr, int num_ranks = 0)
       : record_(record),
@@ -78,8 +78,8 @@ class Waiter {
     return has_reached_epoch(ptx::load_acquire_system(flag), epoch);
   }
 
-  // The same for a flag that brings a value along: the epoch is the lower half of the word. *value is the epoch's, and
-  // stays as it is where a later one has been raised already.
+  // The same for a flag with a value: the epoch is the lower half of the word. *value is that of `epoch`, and is left
+  // alone if a later epoch has been raised already.
   __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {
     const auto load = [&] {
       const uint64_t word = ptx::load_acquire_system(flag);
@@ -90,13 +90,13 @@ class Waiter {
     return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
   }
 
-  // Waits until *flag is `epoch`: for a flag that may be as old as any, because not every call raises it.
+  // Waits until *flag is exactly `epoch`: for a flag that not every call raises.
   __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
     const auto is_equal = [&](uint32_t seen) { return seen == epoch; };
     return poll([&] { return ptx::load_acquire_system(flag); }, is_equal, epoch, peer, tag);
   }
 
-  // The same for a word whose lower half is its epoch: orders nothing, *value is all that there is.
+  // The same for a word whose lower half is its epoch. It orders no other memory: *value is the whole message.
   __device__ bool until_equal(const uint64_t* word, uint32_t epoch, int peer, WaitTag tag, uint64_t* value) const {
     const auto load = [&] { return static_cast<uint32_t>(*value = ptx::load_relaxed_system(word)); };
     return poll(load, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
@@ -114,8 +114,8 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_gpu(counter); }, is_complete, count, rank_, tag);
   }
 
-  // Waits until is_there(), which looks and tells; gives up early where has_failed(), which is asked now and then.
-  // `expected` is for the record.
+  // Waits until is_there() returns true. Gives up early if has_failed(), which is called now and then. `expected` is
+  // for the record.
   template <typename IsThere, typename HasFailed>
   __device__ bool until(IsThere&& is_there, HasFailed&& has_failed, uint32_t expected, int peer, WaitTag tag) const {
     for (uint32_t i = 1; !is_there(); ++i) {
@@ -128,7 +128,7 @@ class Waiter {
     return true;
   }
 
-  // Records that a command found no room in its FIFO, where `was_sent` is false. Returns it.
+  // If `was_sent` is false, records that a command found its FIFO full. Returns `was_sent`.
   __device__ bool sends(bool was_sent, int peer) const { return was_sent || give_up(peer, WaitTag::kCommands, 0, 0); }
 
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
@@ -147,7 +147,7 @@ class Waiter {
   }
 
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
-    // One wait of a kernel reports: the host may take the record at once, and would find that of the next one there.
+    // Only one wait of a kernel reports: the host may take the record at once, and would then find the next one's.
     if (control_ != nullptr && atomicCAS(&control_[rank_]->failed, 0u, 1u) != 0u) return false;
     const bool asks = control_ != nullptr && peer != rank_;
     const int culprit = asks ? find_culprit(control_, num_ranks_, rank_, peer) : peer;
@@ -155,13 +155,13 @@ class Waiter {
     return false;
   }
 
-  // NOTE: what follows is never reached in a call that succeeds, and takes values, so that a Waiter stays in registers.
+  // NOTE: code below does not run in a call that succeeds. It takes values, so that a Waiter stays in registers.
   static __device__ __noinline__ void report_timeout(FaultRecord* record, KernelName kernel, WaitTag tag, int rank,
                                                      int peer, uint32_t expected, uint32_t seen, int witness) {
     report_fault(record, FaultKind::kTimeout, kernel, tag, rank, peer, expected, seen, witness);
   }
 
-  // Tells every rank that this one waits for `peer`, and follows what they tell until the time for that is over.
+  // Tells every rank that this one waits for `peer`. Then follows what they tell, until kListenNs is over.
   static __device__ __noinline__ int find_culprit(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     uint32_t* missed = control[rank]->missed;
     const uint32_t word = static_cast<uint32_t>(peer) + 1;

@@ -58,7 +58,7 @@ struct ControlBlock {
   uint32_t finished_ctas;      // 0 between kernels
   uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels
   unsigned long long refused;  // of a dispatch: FaultKind << 32 | argument, the first that is wrong; 0 between kernels
-  // Tickets, 0 between kernels, each in a line that nobody polls.
+  // Counters of work indices, 0 between kernels. Each is in a cache line that nobody polls.
   alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, chunks of a combine
   alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps
   alignas(kLineBytes) ReportQueue report_queues[kMaxCtas][kCombineSendWarps];

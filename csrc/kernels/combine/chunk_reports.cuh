@@ -1,8 +1,8 @@
-// How the ranks learn which chunks of a combine have arrived.
+// How ranks learn which chunks of a combine have arrived.
 //
 //     sending warps of a CTA: chunk has arrived ─► queue of each ─► one reporting warp ─► chunk_epoch of the source
 //
-// A release at system scope lasts as long as the wire does, and a warp that sends has no time for it.
+// A release at system scope takes as long as the wire. A sending warp would not send meanwhile, so one warp reports.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -20,10 +20,10 @@ __device__ int32_t report_of(int source, int chunk) {
   return source << 16 | chunk;
 }
 
-// One thread of a sending warp tells what it knows to have arrived, and at its end kLastReport.
+// One thread of a sending warp pushes each chunk that has arrived, and at its end kLastReport.
 //
-// NOTE: queues are in global memory, whose L1 is as near as shared memory to two warps of a CTA: a tool that looks for
-// races there knows no other order between warps than barriers.
+// NOTE: queues are in global memory. Its L1 is as near as shared memory, and racecheck knows no order between warps in
+// shared memory but barriers.
 __device__ void push_report(ReportQueue& queue, int32_t report) {
   const uint32_t position = queue.num_pushed;
   // The reporting warp waits for nobody, hence no clock.
@@ -45,8 +45,8 @@ __device__ int32_t take_report(ReportQueue& queue) {
   return report;
 }
 
-// Raises the flags of what the sending warps of a CTA have sent, until each has pushed kLastReport. Collective over a
-// warp.
+// Raises the flags of chunks that the sending warps of a CTA have pushed, until each has pushed kLastReport. Collective
+// over a warp.
 __device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues) {
   const int lane = threadIdx.x % 32;
   bool is_open = lane < kCombineSendWarps;

@@ -3,18 +3,17 @@
 //     rows of source i ─ bulk load ─► shared memory ─ bulk store ─► i's arena ─ chunk_epoch ─┐
 //     send_slot[t] ─► partial rows of token t from each rank ─► fp32 sum in rank order ◄─────┘ ─► + bias ─► out[t]
 //
-// The rows of one source are one run of x, and land as one run in the source's arena, so the push copies chunks. Rows
-// that this rank sent to itself are not moved: the sum reads them from x. Pushing, and not pulling, lets x be any
-// memory. The first warps of a CTA send, one reports what has arrived, the others sum (partial_rows.cuh). All take work
-// by tickets, for SMs do not get equal parts of the wire, and a token waits for its last row. From experts, x is a sum
-// itself, which further CTAs make meanwhile (expert_rows.cuh).
-// Legend: T tokens, R ranks, N received rows, H hidden, W weights.
+// The rows of one source are one run of x, and one run in the source's arena, so the push copies chunks. Rows of this
+// rank's own tokens are not moved: the sum reads them from x. The kernel pushes, so x may be any memory. The first
+// warps of a CTA send, one reports chunks that have arrived, the others sum (partial_rows.cuh). Warps claim work by
+// index, because SMs do not get equal parts of the wire and a token waits for its last row. From experts, x is itself a
+// sum, which further CTAs make (expert_rows.cuh). Legend: T tokens, R ranks, N received rows, H hidden, W weights.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
 #include "device/row_ring.cuh"
-#include "device/tickets.cuh"
 #include "device/wait.cuh"
+#include "device/work_index.cuh"
 #include "kernels/combine/chunk_reports.cuh"
 #include "kernels/combine/expert_rows.cuh"
 #include "kernels/combine/partial_rows.cuh"
@@ -28,7 +27,7 @@ namespace {
 constexpr int kSendStages = 6;
 constexpr int kSendStoresInFlight = 3;
 constexpr int kPieceBytes = 8192;
-constexpr int kPiecesBeforeReport = 4;  // of the next chunk: how long pieces are on the wire
+constexpr int kPiecesBeforeReport = 4;  // of the next chunk: about as many as are in flight
 static_assert(kPiecesBeforeReport <= kRowsPerChunk);
 constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
@@ -40,15 +39,15 @@ static_assert(kCombineWarps * kSumRingBytes <= kRingBytes);  // a CTA of sums of
 static_assert(kRingBytes <= kDynamicSharedBytes);
 static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the matrix of counts
 
-// A run of rows that goes to one source and is reported by one flag.
+// A run of rows for one source, with one flag.
 struct Chunk {
   int source, index;
-  int num_rows;  // 0: the chunk is reported, but nothing is sent: all of it lies beyond a bound, or ranks' calls differ
+  int num_rows;  // 0: only reported. All of it lies beyond a bound, or ranks' calls differ
   int64_t from;  // row of x
   int64_t to;    // row of the source's arena
 };
 
-// Walks the pieces that a run of rows is cut into: no longer than a stage, and none of two rows.
+// Walks the pieces of a run of rows. A piece fits into a stage and is of one row.
 class PieceWalk {
  public:
   __device__ PieceWalk(int num_rows, int row_bytes) : rows_left_(num_rows), row_bytes_(row_bytes) {}
@@ -70,19 +69,19 @@ class PieceWalk {
   int64_t offset_ = 0;  // in the run
 };
 
-// Hands out chunks, all sources in turn, so that no source waits for another's rows.
+// Hands out chunks of all sources in turn, so that no source waits for another's rows.
 class Chunks {
  public:
   __device__ Chunks(const CombineParams& params, const CombineRoutes& routes)
-      : params_(params), routes_(routes), tickets_(&params.domain.control[params.domain.rank]->sent_items) {}
+      : params_(params), routes_(routes), items_(&params.domain.control[params.domain.rank]->sent_items) {}
 
-  // Collective over a warp. Returns false if there are no more. Where ranks' calls differ, nothing is to be sent.
+  // Collective over a warp. Returns false if there are no more. If ranks' calls differ, chunks are empty.
   __device__ bool next(Chunk& chunk, bool is_same) {
     const Domain& domain = params_.domain;
     const int num_peers = domain.num_ranks - 1;
     const int num_items = (routes_.max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
     while (true) {
-      const int item = tickets_.take();
+      const int item = items_.take();
       if (item >= num_items) return false;
       chunk.index = item / num_peers;
       chunk.source = (domain.rank + 1 + item % num_peers) % domain.num_ranks;
@@ -99,11 +98,11 @@ class Chunks {
  private:
   const CombineParams& params_;
   const CombineRoutes& routes_;
-  Tickets<> tickets_;
+  WorkIndices<> items_;
 };
 
-// Waits until all ranks may be written. Collective over a warp, one of which reports ranks whose calls differ; then
-// *is_same is false. Returns false if a rank has not come.
+// Waits until the arenas of all ranks may be written. Collective over a warp. If ranks' calls differ, *is_same is false
+// and one warp reports it. Returns false if a rank has not come.
 __device__ bool wait_until_ready(const CombineParams& params, const Waiter& waiter, uint32_t epoch, bool reports,
                                  bool* is_same) {
   const Domain& domain = params.domain;
@@ -135,7 +134,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
   bool is_same;
   if (!wait_until_ready(params, waiter, epoch, is_first, &is_same)) return false;
 
-  // While a chunk is sent the first pieces of the next one are asked for, so that no load is waited for.
+  // The first pieces of the next chunk are loaded while this one is sent, so that no load is waited for.
   RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
   Chunk chunk{}, next{};
   bool has_chunk = chunks.next(chunk, is_same), has_next = false;
@@ -144,7 +143,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
   int num_ahead = 0;
   const auto ask_ahead = [&] {
     while (num_ahead < ring.num_ahead()) {
-      // Rows of experts may not be there yet, and a chunk that is there does not wait for another.
+      // Sums of experts may not be made yet. A chunk that is complete does not wait for another.
       if (!asked.has_next() && !kFromExperts && has_next && !is_in_next) {
         asked = PieceWalk(next.num_rows, params.row_bytes);
         is_in_next = true;
@@ -156,8 +155,8 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
     }
   };
 
-  // A chunk is reported while the first pieces of the next one leave, so that the wire need not run dry to know that
-  // all of it has arrived.
+  // A chunk is reported while the first pieces of the next one are sent. So the wire is never idle to know that a chunk
+  // has arrived.
   Chunk sent{};
   bool has_sent = false;
   const auto report = [&] {
@@ -176,11 +175,11 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
       ok = __all_sync(kAllLanes, ok);
       if (!ok) break;
       __syncwarp();
-      ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+      ptx::fence_global_for_bulk();  // lane 0 loads rows whose flags other lanes have waited for
     }
     ask_ahead();
     has_next = chunks.next(next, is_same);
-    uint8_t* slot = domain.arena[chunk.source];  // partial rows always land in the arena's first slot
+    uint8_t* slot = domain.arena[chunk.source];  // partial rows are always written into the arena's first slot
     uint8_t* target = slot + params.slot.rows + chunk.to * params.row_bytes;
     int num_sent = 0;
     for (PieceWalk piece(chunk.num_rows, params.row_bytes); piece.has_next(); piece.advance()) {
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
                       domain.num_ranks);
   const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
 
-  // CTAs that have started wait for none that has not: the first sum rows of experts, and these wait for nothing.
+  // A CTA must not wait for one that has not started. The first CTAs to start sum rows of experts and wait for nothing.
   int cta = blockIdx.x;  // among those that combine
   bool is_first = cta == 0;
   if constexpr (kFromExperts) {
@@ -241,7 +240,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
     cta = started_before - (gridDim.x - params.num_sms);
   }
 
-  // This kernel runs, so nothing reads the arena's first slot any more: peers may write it.
+  // This kernel runs, so no earlier one reads the arena's first slot: peers may write it.
   if (is_first) {
     for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kCombineThreads) {
       const int word = i % kNumReadyWords;
@@ -249,7 +248,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
                                 static_cast<uint64_t>(params.call[word]) << 32 | epoch);
     }
   }
-  find_bases(params, routes, reinterpret_cast<int32_t*>(shared));
+  find_combine_bases(params, routes, reinterpret_cast<int32_t*>(shared));
   ptx::fence_shared_for_bulk();  // the rings take over the matrix's memory
   __syncthreads();
 

@@ -1,10 +1,10 @@
-// What a combine from experts sums first: the rows that one token has at several experts of this rank.
+// The first sum of a combine from experts: the rows of one token at several experts of this rank.
 //
 //     received row ─► its copies, experts ascending ─► fp32 sum ─► rows[received row] ─► row_epoch
-//     row_epoch ─► whoever sends the row, or sums it where it stays
+//     row_epoch ─► the warp that sends the row, or that sums it on this rank
 //
-// CTAs of their own do this, on the SMs that the combine leaves free: local memory brings several bytes for each that
-// crosses the wire. They take the rows in the order in which they are sent, and wait for nothing.
+// Separate CTAs make these sums, on SMs that the combine leaves free: local memory brings several bytes for each byte
+// that crosses the wire. They sum rows in sending order and wait for nothing.
 #pragma once
 
 #include "kernels/combine/routes.cuh"
@@ -18,7 +18,7 @@ class ExpertRows {
  public:
   static constexpr int kSourcesPerLane = 1;
 
-  // The warp takes each `stride`-th row from the `first` on, as they are sent.
+  // The warp takes each `stride`-th row from `first` on, in sending order.
   __device__ ExpertRows(const CombineParams& params, const CombineRoutes& routes, uint32_t epoch, int first, int stride)
       : params_(params), routes_(routes), epoch_(epoch), position_(first - stride), stride_(stride) {
     look_ahead();
@@ -60,8 +60,8 @@ class ExpertRows {
   }
 
  private:
-  // Finds the row after this one, or −1, and asks for its places: of its first chunk the rows of each source, then of
-  // its second, as send_rows does.
+  // Finds the next row, or −1, and begins to load its copies' rows. The order is that of send_rows: the first chunk of
+  // each source, then the second ones.
   __device__ void look_ahead() {
     const Domain& domain = params_.domain;
     const int lane = threadIdx.x % 32, num_topk = params_.experts.num_topk;
@@ -83,7 +83,7 @@ class ExpertRows {
   const CombineParams& params_;
   const CombineRoutes& routes_;
   const uint32_t epoch_;
-  int position_;  // in the order in which rows are sent
+  int position_;  // in sending order
   const int stride_;
   int row_ = -1, next_row_, next_place_;
 };

@@ -1,11 +1,11 @@
-// What a combine sums at the source: each token's partial rows, as they arrive.
+// The sum at the source: each token's partial rows, as they arrive.
 //
 //     token ─► wait for its chunks ─► the partial row of each rank, ascending ─► fp32 sum ─► + bias ─► out[token]
 //
-// Many tokens are summed by a warp each. Few are shared: a ticket is then a segment of a token, and not all of it.
+// A work item is a token. If there are few tokens, it is one segment of a token.
 #pragma once
 
-#include "device/tickets.cuh"
+#include "device/work_index.cuh"
 #include "kernels/combine/routes.cuh"
 #include "kernels/combine/sum_rows.cuh"
 
@@ -27,20 +27,20 @@ class PartialRows {
         waiter_(waiter),
         epoch_(epoch),
         num_parts_(params.num_tokens < kTokensPerWarp * num_warps
-                       ? (params.row_bytes + kSegmentBytes - 1) / kSegmentBytes
+                       ? (params.row_bytes + kSumSegmentBytes - 1) / kSumSegmentBytes
                        : 1),
-        tickets_(&params.domain.control[params.domain.rank]->summed_tokens) {
+        items_(&params.domain.control[params.domain.rank]->summed_tokens) {
     look_ahead();
   }
 
   __device__ int row() const { return token_; }
-  __device__ int begin() const { return part_ * kSegmentBytes; }
+  __device__ int begin() const { return part_ * kSumSegmentBytes; }
   __device__ int end() const {
-    return num_parts_ == 1 ? params_.row_bytes : min(begin() + kSegmentBytes, params_.row_bytes);
+    return num_parts_ == 1 ? params_.row_bytes : min(begin() + kSumSegmentBytes, params_.row_bytes);
   }
   __device__ bool ok() const { return ok_; }
 
-  // Also false if a rank has not come.
+  // Returns false also if a rank has not come.
   __device__ bool next(SourceWalk<kRanksPerLane, uint8_t>& walk) {
     const Domain& domain = params_.domain;
     const ControlBlock& own = *domain.control[domain.rank];
@@ -71,7 +71,7 @@ class PartialRows {
       ok_ = __all_sync(kAllLanes, ok_);
       if (!ok_) return false;
       __syncwarp();
-      ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+      ptx::fence_global_for_bulk();  // lane 0 loads rows whose flags other lanes have waited for
       look_ahead();
       if (params_.num_weights > 0 && part_ == 0) sum_weights(SourceWalk<kRanksPerLane, float>(weights));
       walk = SourceWalk<kRanksPerLane, uint8_t>(rows);
@@ -99,12 +99,12 @@ class PartialRows {
   __device__ void finish(int) const {}
 
  private:
-  // Takes the next token and asks for its places: of each lane's ranks, that of its row among those that this rank has
-  // sent there, or −1.
+  // Claims the next token and begins to load its row offsets: for each rank that a lane serves, the offset among the
+  // rows that this rank has sent there, or −1.
   __device__ void look_ahead() {
-    const int ticket = tickets_.take();
-    next_token_ = ticket / num_parts_;
-    next_part_ = ticket % num_parts_;
+    const int item = items_.take();
+    next_token_ = item / num_parts_;
+    next_part_ = item % num_parts_;
     const int num_ranks = params_.domain.num_ranks;
 #pragma unroll
     for (int q = 0; q < kRanksPerLane; ++q) {
@@ -132,7 +132,7 @@ class PartialRows {
   const Waiter& waiter_;
   const uint32_t epoch_;
   const int num_parts_;  // of a token
-  Tickets<> tickets_;
+  WorkIndices<> items_;
   int token_ = -1, part_ = 0, next_token_, next_part_;
   bool ok_ = true;
   int places_[kRanksPerLane];

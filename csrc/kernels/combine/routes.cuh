@@ -1,4 +1,4 @@
-// Where the rows of a combine are and go.
+// Where the rows of a combine are, and where they go.
 #pragma once
 
 #include "device/wait.cuh"
@@ -15,9 +15,9 @@ struct CombineRoutes {
   int max_count;              // most rows of x that belong to one source
 };
 
-// All of it follows from the matrix of counts, which every rank has: nothing needs to be exchanged. Collective over the
+// Fills the routes from the matrix of counts. Every rank has the matrix, so nothing is exchanged. Collective over the
 // CTA; `prefix` is scratch for the matrix.
-__device__ void find_bases(const CombineParams& params, CombineRoutes& routes, int32_t* prefix) {
+__device__ void find_combine_bases(const CombineParams& params, CombineRoutes& routes, int32_t* prefix) {
   const int me = params.domain.rank, num_ranks = params.domain.num_ranks;
   for (int i = threadIdx.x; i < num_ranks * num_ranks; i += blockDim.x) prefix[i] = params.rank_prefix[i];
   if (threadIdx.x == 0) routes.max_count = 0;
@@ -29,13 +29,13 @@ __device__ void find_bases(const CombineParams& params, CombineRoutes& routes, i
     routes.send_begin[r] = r > 0 ? prefix[(r - 1) * num_ranks + me] : 0;
     routes.send_count[r] = count(r, me);
     atomicMax(&routes.max_count, routes.send_count[r]);
-    // A source keeps the partial rows of each rank, itself left out, in ascending order of rank.
+    // A source holds the partial rows of the other ranks in ascending rank order.
     int send_base = 0, recv_base = 0;
     for (int j = 0; j < me; ++j) send_base += j == r ? 0 : count(r, j);
     for (int j = 0; j < r; ++j) recv_base += j == me ? 0 : count(me, j);
     routes.send_base[r] = send_base;
     routes.recv_base[r] = r == me ? routes.send_begin[r] : recv_base;
-    // Only arenas that were sized by a bound can be too small. Every rank sees it, and reports it alike.
+    // Only an arena that was sized by a bound can be too small. Every rank sees and reports that.
     if (blockIdx.x != 0) continue;
     int num_partial = 0;
     for (int j = 0; j < num_ranks; ++j) num_partial += j == r ? 0 : count(r, j);

@@ -1,11 +1,11 @@
-// How a combine sums rows: a warp takes a result at a time, and brings segments of what it adds to shared memory.
+// How a combine sums rows: a warp makes one result at a time, and loads segments of its addends into shared memory.
 //
 //     result ─► per segment, sources in order: bulk load ─► stage ─► fp32 sum ─► one rounding ─► its row
 //
-// Bulk loads keep more bytes on their way than a thread has registers for, and each warp has a ring of its own, so that
-// no warp waits for another. What bounds the sum is then how many instructions a segment costs: therefore the longest
-// segments that fit registers, and one descriptor of a segment instead of walking a second time. What is summed, and
-// where it goes, is decided by partial_rows.cuh and expert_rows.cuh.
+// Bulk loads keep more bytes in flight than a thread has registers. Each warp has its own ring, so no warp waits for
+// another. The sum is then bound by the instructions per segment. So segments are the longest that fit registers, and
+// each has one descriptor, so that sources are walked once. partial_rows.cuh and expert_rows.cuh say what is summed and
+// where it goes.
 #pragma once
 
 #include "device/bf16.cuh"
@@ -16,16 +16,16 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kSumStages = 3;
-constexpr int kVectorsPerLane = 8;  // 16-byte vectors of a segment
-constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
-constexpr int kSumRingBytes = kSumStages * kSegmentBytes;
+constexpr int kSumVectorsPerLane = 8;  // 16-byte vectors of a segment
+constexpr int kSumSegmentBytes = kSumVectorsPerLane * 32 * 16;
+constexpr int kSumRingBytes = kSumStages * kSumSegmentBytes;
 
-// What the sources of a result have, in ascending order, over and over; all lanes together.
+// Walks the addresses of a result's sources, in ascending order, once for each segment; all lanes together.
 template <int kPerLane, typename T>
 class SourceWalk {
  public:
   SourceWalk() = default;
-  // `of_source` is what sources lane, lane + 32, … have; nullptr where they have nothing.
+  // `of_source`: the rows of sources lane, lane + 32, …; nullptr if a source has none.
   __device__ explicit SourceWalk(const T* const (&of_source)[kPerLane]) {
 #pragma unroll
     for (int q = 0; q < kPerLane; ++q) {
@@ -72,15 +72,15 @@ struct alignas(16) Segment {
   bool ends;     // and with it the result
 };
 
-// Asks for what a warp sums: results in turn, of each its segments, of each the sources in order. It runs ahead of the
-// sums by as much as the ring holds, beyond the end of a result too. Collective over the warp.
+// Loads what a warp sums: for each result its segments, for each segment the sources in order. It runs ahead of the
+// sums by as much as the ring holds, also beyond the end of a result. Collective over the warp.
 template <typename Rows>
 class SegmentLoads {
  public:
   __device__ SegmentLoads(Rows& rows, RowRing<0>& ring, Segment* segments)
       : rows_(rows), ring_(ring), segments_(segments) {}
 
-  // Asks for the next segment, once it is there. Returns false if there is none.
+  // Loads the next segment once it has arrived. Returns false if there is none.
   __device__ bool fetch() {
     if (begin_ >= end_) {
       if (!rows_.next(walk_)) return false;
@@ -88,14 +88,14 @@ class SegmentLoads {
       end_ = rows_.end();
     }
     const uint8_t* from = walk_.next() + begin_;
-    const int num_bytes = min(kSegmentBytes, end_ - begin_);
+    const int num_bytes = min(kSumSegmentBytes, end_ - begin_);
     const bool is_last = walk_.is_done();
     if (threadIdx.x % 32 == 0) {
       segments_[ring_.load_stage()] = {rows_.row(), begin_, num_bytes, is_last, is_last && begin_ + num_bytes == end_};
     }
     ring_.fetch(from, num_bytes);
     if (is_last) {
-      begin_ += kSegmentBytes;
+      begin_ += kSumSegmentBytes;
       walk_.restart();
     }
     return true;
@@ -142,15 +142,15 @@ __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
   SegmentLoads<Rows> loads(rows, ring, segments);
   int num_ahead = 0;
   while (num_ahead < kSumStages && loads.fetch()) ++num_ahead;
-  float sum[kVectorsPerLane][8] = {};
+  float sum[kSumVectorsPerLane][8] = {};
   while (num_ahead > 0) {
     const auto* vectors = reinterpret_cast<const uint4*>(ring.wait()) + lane;
     const Segment segment = segments[ring.stage()];
 #pragma unroll
-    for (int v = 0; v < kVectorsPerLane / 2; ++v) add_bf16(sum[v], vectors[v * 32]);
-    if (segment.num_bytes > kSegmentBytes / 2) {  // a row's last one may be short
+    for (int v = 0; v < kSumVectorsPerLane / 2; ++v) add_bf16(sum[v], vectors[v * 32]);
+    if (segment.num_bytes > kSumSegmentBytes / 2) {  // a row's last one may be short
 #pragma unroll
-      for (int v = kVectorsPerLane / 2; v < kVectorsPerLane; ++v) add_bf16(sum[v], vectors[v * 32]);
+      for (int v = kSumVectorsPerLane / 2; v < kSumVectorsPerLane; ++v) add_bf16(sum[v], vectors[v * 32]);
     }
     ring.release();
     if (!loads.fetch()) --num_ahead;
@@ -158,7 +158,7 @@ __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
       rows.store(segment.row, segment.begin + lane * 16, sum);
       if (segment.ends) rows.finish(segment.row);
 #pragma unroll
-      for (int v = 0; v < kVectorsPerLane; ++v) {
+      for (int v = 0; v < kSumVectorsPerLane; ++v) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[v][i] = 0;
       }
@@ -169,7 +169,7 @@ __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
 // The same with kSumRingBytes of stages, and kSumStages barriers and segments.
 template <typename Rows>
 __device__ void sum_rows(Rows& rows, uint8_t* stages, uint64_t* barriers, Segment* segments) {
-  RowRing<0> ring(stages, barriers, kSumStages, kSegmentBytes, threadIdx.x % 32);
+  RowRing<0> ring(stages, barriers, kSumStages, kSumSegmentBytes, threadIdx.x % 32);
   sum_rows(rows, ring, segments);
 }
 

@@ -36,7 +36,7 @@ static_assert(sizeof(CombineHeader) <= 16);
 
 // Fills the tables. Collective over the CTA. Returns whether every rank of the domain has room for what it sums; the
 // first CTA reports where not.
-__device__ bool find_bases(const CombineBetweenParams& params, const CombineTables& tables) {
+__device__ bool find_combine_bases_between(const CombineBetweenParams& params, const CombineTables& tables) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int size = grid.ranks_per_domain, num_domains = grid.num_domains, me = between.domain.rank;
@@ -151,7 +151,7 @@ __device__ void push_rows(const CombineBetweenParams& params, const CombineTable
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int lane = threadIdx.x % 32, size = grid.ranks_per_domain, num_peers = size - 1, me = between.domain.rank;
-  Tickets<> items(&between.domain.control[me]->sent_items);
+  WorkIndices<> items(&between.domain.control[me]->sent_items);
   int item = items.take(), first_item = 0;
   for (int i = 1; i <= grid.num_domains && num_peers > 0; ++i) {
     const int domain = (grid.domain_idx() + i) % grid.num_domains;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Agree with all ranks that their calls are the same.
   bool ok = true, is_same = true;
-  const bool has_room = find_bases(params, tables);
+  const bool has_room = find_combine_bases_between(params, tables);
   uint64_t* decision = own_part<uint64_t>(between, between.layout.decisions) + 1;
   if (blockIdx.x == 0) {
     ok = agree(params, waiter, link, epoch, has_room, &is_same);

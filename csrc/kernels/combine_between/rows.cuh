@@ -7,7 +7,7 @@
 // Legend: T tokens, K top-k, W columns of weights, R ranks, D domains, G ranks of a domain.
 #pragma once
 
-#include "device/tickets.cuh"
+#include "device/work_index.cuh"
 #include "kernels/between/chunk_stream.cuh"
 #include "kernels/combine/sum_rows.cuh"
 
@@ -174,7 +174,7 @@ class DomainSums {
   const bool is_own_;
   const int num_records_;
   const ChunkStream<Link> stream_;
-  Tickets<> chunks_;
+  WorkIndices<> chunks_;
   int held_begin_ = 0;
   int index_ = -1, chunk_end_ = 0;
   int free_chunk_ = -1;
@@ -306,7 +306,7 @@ class HomeSums {
   const Waiter &waiter_, &own_waiter_;
   const Link& link_;
   const uint32_t epoch_;
-  Tickets<> tokens_;
+  WorkIndices<> tokens_;
   int token_ = -1, next_token_;
   int num_open_ = 0;  // tokens whose rows are not all read
   bool ok_ = true;

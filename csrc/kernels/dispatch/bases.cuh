@@ -1,4 +1,4 @@
-// Which rows tokens go to, from the counts of all ranks. Legend: routes.cuh.
+// The rows that tokens go to, from the counts of all ranks. Legend: routes.cuh.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -8,10 +8,10 @@
 namespace hybrid_ep {
 namespace {
 
-// Finds where this rank's rows begin at each rank. Every CTA does it for itself. Returns whether all counts came.
+// Finds the first row of this rank at each rank. Every CTA does so by itself. Returns whether all counts came.
 // Expert-major: expert_base[e] becomes the row, at its rank, of this CTA's first copy for expert e.
-__device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes,
-                           int* expert_base) {
+__device__ bool find_dispatch_bases(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
+                                    DispatchRoutes& routes, int* expert_base) {
   const Domain& domain = params.domain;
   const int num_ranks = domain.num_ranks, num_experts = params.num_experts;
   for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
@@ -25,7 +25,7 @@ __device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, u
   }
   if (params.topk_idx == nullptr || params.pad_multiple == 0) return true;
 
-  int* block_rows = expert_base + num_experts;  // of each expert at its rank, without pads
+  int* block_rows = expert_base + num_experts;  // of each expert at its rank, without padding
   for (int e = threadIdx.x; e < num_experts; e += kDispatchThreads) {
     expert_base[e] = sum_over_ctas(*domain.control[domain.rank], num_ranks + e, blockIdx.x);
     block_rows[e] = 0;
@@ -51,7 +51,7 @@ __device__ bool find_bases(const DispatchParams& params, const Waiter& waiter, u
   return ok;
 }
 
-// Makes places final: among all that this rank sends to r. Needs nothing from other ranks.
+// Makes send_slot final: the offset among all tokens that this rank sends to r. Needs nothing from other ranks.
 __device__ void finish_slots(const DispatchParams& params, const Range tokens, const DispatchRoutes& routes) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
@@ -65,8 +65,8 @@ __device__ void finish_slots(const DispatchParams& params, const Range tokens, c
   }
 }
 
-// Expert-major output: turns places among this warp's copies for an expert into rows at the expert's rank, and finds
-// the row that a token's one crossing goes to: its lowest.
+// Expert-major output: turns offsets among this warp's copies for an expert into rows at the expert's rank. A token
+// crosses once, to the lowest of these rows.
 __device__ void finish_places(const DispatchParams& params, const Range tokens, uint8_t* shared,
                               const int* expert_base) {
   const int warp = threadIdx.x / 32;

@@ -1,4 +1,4 @@
-// How many tokens go to each rank and expert, and each token's place among them. Legend: routes.cuh.
+// The number of tokens for each rank and expert, and each token's offset among them. Legend: routes.cuh.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
 
-// Gives each token its place among the tokens of its warp that go to the same rank, and likewise per expert.
+// Finds each token's offset among the tokens of its warp for the same rank, and likewise for each expert.
 __device__ void count_tokens(const DispatchParams& params, const Range tokens, DispatchRoutes& routes,
                              uint8_t* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -23,7 +23,7 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
   int* expert_counts = warp_expert_counts(shared, warp, params.num_experts);
 
   const auto is_there = [&](int token) { return lanes.mates != 0 && token < tokens.end; };
-  // A batch of loads is on its way while the batch before is counted.
+  // A batch of loads is in flight while the batch before is counted.
   const auto load_experts = [&](int first, int64_t (&experts_of)[kStepsPerBatch]) {
 #pragma unroll
     for (int i = 0; i < kStepsPerBatch; ++i) {
@@ -46,7 +46,7 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
     const int expert_place = is_expert ? expert_counts[expert] + __popc(same_expert & lanes.before) : -1;
     const int slot = is_leader ? rank_counts[rank] + __popc(crossings & lanes.before) : -1;
     __syncwarp();
-    // The last of those that have counted the same.
+    // The last of the lanes with the same destination.
     if (is_expert && same_expert >> lane == 1) expert_counts[expert] = expert_place + 1;
     if (is_leader && crossings >> lane == 1) rank_counts[rank] = slot + 1;
     __syncwarp();

@@ -4,9 +4,9 @@
 //     x[t] ─ bulk load ─► shared memory ─ one bulk store per rank ─► row of every receiver ─► rows_epoch
 //     experts, weights and scales of the same tokens ─ coalesced stores ─► the parts beside the rows
 //
-// A CTA counts a contiguous block of tokens, and sends what goes with their rows. Its first warps send rows, of any
-// tokens, by tickets: SMs do not get equal parts of the wire. Legend: T tokens, K top-k, E experts, R ranks, N received
-// rows.
+// A CTA counts a contiguous block of tokens and sends their metadata. Its first warps send rows of any tokens: they
+// claim them by work index, because SMs do not get equal parts of the wire. Legend: T tokens, K top-k, E experts, R
+// ranks, N received rows.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
@@ -22,12 +22,12 @@ constexpr int kCellsAhead = 4;  // of metadata that a thread loads at once
 
 using DispatchSender = RowSender<kDispatchStoresInFlight>;
 
-// Sends rows, of tokens of any CTA: each lane to the ranks that the lane stands for.
+// Sends rows of tokens of any CTA. Each lane stores to the ranks that it serves.
 template <int kRanksPerLane>
 __device__ void send_rows(const DispatchParams& params, const DispatchRoutes& routes, DispatchSender& sender) {
   const int lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int32_t* places = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
-  // NOTE: another CTA may have written them, and this one's L1 may have the line from before.
+  // NOTE: another CTA may have written them, and this SM's L1 may hold the old line.
   const auto load_place = [&](int token, int q) {
     const int r = lane + 32 * q;
     return r < num_ranks ? __ldcg(places + static_cast<int64_t>(token) * num_ranks + r) : -1;
@@ -41,7 +41,7 @@ __device__ void send_rows(const DispatchParams& params, const DispatchRoutes& ro
   sender.send<kRanksPerLane>(&params.domain.control[params.domain.rank]->sent_items, load_place, target_of);
 }
 
-// Sends the scales of `count` rows that stand in one run at the receiver.
+// Sends the scales of `count` rows that are one run at the receiver.
 template <typename Vector>
 __device__ void send_scales(const uint32_t* scales, const int32_t* list, uint32_t* target, int count, int num_scales,
                             int thread, int num_threads) {
@@ -62,7 +62,7 @@ __device__ void send_scales(const uint32_t* scales, const int32_t* list, uint32_
   }
 }
 
-// Sends experts (or places of copies) and weights of `count` rows that stand in one run at the receiver.
+// Sends experts (or rows of copies) and weights of `count` rows that are one run at the receiver.
 __device__ void send_experts(const DispatchParams& params, const int32_t* list, uint8_t* slot, int64_t first_row,
                              int count, int first_expert, int thread, int num_threads) {
   const int num_topk = params.num_topk, total = count * num_topk;
@@ -100,7 +100,7 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
   }
 }
 
-// Sends what goes with the rows. What this CTA sends to one rank is one run of rows there, so stores are coalesced.
+// Sends the metadata of rows. A CTA's rows for one rank are one run there, so stores are coalesced.
 __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes& routes) {
   const Domain& domain = params.domain;
   const int thread = threadIdx.x - params.num_send_warps * 32;
@@ -111,7 +111,7 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
     uint8_t* slot = routes.slot[peer];
     const int32_t* list = params.send_list + static_cast<int64_t>(peer) * params.num_tokens + routes.cta_base[peer];
     const int64_t first_row = routes.recv_base[peer] + routes.cta_base[peer];
-    // The bound of expert-major output counts copies; what goes with the rows stands once per row.
+    // The bound of expert-major output counts copies; metadata is stored once per row.
     const int64_t limit = params.pad_multiple > 0 ? params.slot.capacity : routes.call[peer][CountRow::kRowLimit];
     const int count = static_cast<int>(min(static_cast<int64_t>(routes.cta_count[peer]), limit - first_row));
     if (params.scales != nullptr) {
@@ -127,7 +127,7 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
                  num_threads);
   }
   if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
-  // Rows between what arrives and the bound: nobody sends them, so they are marked here.
+  // Rows between the last that arrives and the bound: no rank sends them, so they are marked here.
   const int64_t limit = min(params.row_limit, params.slot.capacity);
   const int64_t first_free = min(static_cast<int64_t>(routes.num_recv[domain.rank]), limit);
   uint8_t* slot = routes.slot[domain.rank];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
       ok = waiter.until_count(&own.arrived_ctas, gridDim.x, WaitTag::kGrid);
     }
     ok = __syncthreads_and(ok);
-    // By the last threads, while the others sum up what is told.
+    // By the last threads, while the others sum the counts to send.
     for (int r = kDispatchThreads - 1 - threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
       routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
     }
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   send_counts(params, epoch);
   __syncthreads();
 
-  // While the counts are on their way.
+  // While the counts are in flight.
   const bool sends_rows = warp < params.num_send_warps;
   const int sender_idx = sends_rows ? warp : 0;
   const int num_stages = sends_rows ? params.num_stages : 0, sender_number = warp * gridDim.x + blockIdx.x;
@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     }
   }
 
-  // Learn from every rank, and decide alike: if a slot is too small, calls differ or one is refused, nobody sends.
+  // Read the calls of all ranks, and decide as they do: if a slot is too small, calls differ or one is refused, no rank
+  // sends.
   ok &= learn_call(params, waiter, epoch, routes);
   if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
     ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     is_same &= accepts_call(params, routes, r);
   }
   is_same = __syncthreads_and(is_same);
-  if (ok && is_same) ok = find_bases(params, waiter, epoch, routes, expert_base);
+  if (ok && is_same) ok = find_dispatch_bases(params, waiter, epoch, routes, expert_base);
   ok = __syncthreads_and(ok);
   for (int r = threadIdx.x; r < domain.num_ranks && ok && is_same; r += kDispatchThreads) {
     lacks_room |=
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     send_metadata(params, routes);
   }
 
-  // The last CTA tells every rank that all is sent, and waits until all has arrived. What failed is not called sent.
+  // The last CTA raises its flag at every rank, and waits for every rank's. A failed call raises none.
   if (!finish_cta(own, ok)) return;
   for (int r = threadIdx.x; r < domain.num_ranks && own.failed == 0; r += kDispatchThreads) {
     ptx::store_release_system(&domain.control[r]->rows_epoch[domain.rank], epoch);

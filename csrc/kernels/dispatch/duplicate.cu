@@ -1,10 +1,9 @@
-// What stays inside a rank around expert-major output: copies for further experts on the way in.
+// Expert-major output inside a rank: copies of a token's row for its further experts here.
 //
-//     push ─► rows[lowest place of a token] ─ duplicate ─► rows[its other places], pads and tail = 0
+//     push ─► rows[lowest row of a token] ─ duplicate ─► rows[its other rows], padding and tail = 0
 //
-// A token crosses NVLink once per rank and not once per expert. The kernel runs at the speed of local memory on all
-// SMs; a warp takes a row at a time, and asks for the next while it stores. The sums on the way back are in
-// expert_rows.cuh.
+// A token crosses NVLink once per rank and not once per expert. The kernel runs on all SMs, at the rate of local
+// memory. A warp takes a row at a time, and loads the next while it stores. The sums of combine are in expert_rows.cuh.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,7 +18,7 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kMaxWarps = 16;
-constexpr int kStages = 3;  // of a warp's ring: one comes in, one leaves, and one has left but for its last bytes
+constexpr int kStages = 3;  // of a warp's ring: one being loaded, one being stored, and one whose stores are ending
 constexpr int kStoresInFlight = 1;
 
 __device__ int num_received(const int32_t* rank_prefix, int rank, int num_ranks, int limit) {
@@ -34,7 +33,7 @@ __device__ void clear_row(const DuplicateParams& params, int64_t row, int lane) 
   if (lane == 0 && params.probs != nullptr) params.probs[row] = 0.0f;
 }
 
-// Walks every `stride`-th received row, and writes what goes with it; all lanes together.
+// Walks every `stride`-th received row, and writes its metadata; all lanes together.
 class RowsWithCopies {
  public:
   __device__ RowsWithCopies(const DuplicateParams& params, int first, int stride)
@@ -43,7 +42,7 @@ class RowsWithCopies {
         row_(first - stride),
         stride_(stride) {}
 
-  // Goes on to the next row that stands at one place and belongs at others too. Returns false if there is none.
+  // Goes on to the next row that needs copies. Returns false if there is none.
   __device__ bool next() {
     const int lane = threadIdx.x % 32;
     while ((row_ += stride_) < num_recv_) {
@@ -70,7 +69,7 @@ class RowsWithCopies {
     for (int s = threadIdx.x % 32; s < params_.num_scales; s += 32) {
       const uint32_t scale = params_.scales[static_cast<int64_t>(row_) * params_.num_scales + s];
       for (unsigned left = places; left != 0; left &= left - 1) {
-        // NOTE: the place is read again, because a shuffle needs all lanes and there may be fewer scales.
+        // NOTE: the row is read again, because a shuffle needs all lanes and there may be fewer scales.
         const int to = params_.places[static_cast<int64_t>(row_) * params_.num_topk + __ffs(left) - 1];
         params_.permuted_scales[static_cast<int64_t>(to) * params_.num_scales + s] = scale;
       }
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) duplicate_kernel(const __gr
     ring.release();
   }
 
-  // Pads after each expert's rows, and rows after the last expert's; the warps take them in turn.
+  // Padding after each expert's rows, and rows after the last expert's; the warps take them in turn.
   int next_warp = 0;
   const auto clear_rows = [&](int begin, int end) {
     const int turn = warp - next_warp;

@@ -1,4 +1,4 @@
-// What ranks tell each other at the start of a dispatch. Legend: routes.cuh.
+// The exchange of counts and fields of the call at the start of a dispatch. Legend: routes.cuh.
 #pragma once
 
 #include "device/refuse.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kWordsAhead = 4;  // of counts that a thread loads at once
 
-// Tells every rank what this rank sends, and where its own rows shall land. The CTAs share the ranks among them.
+// Writes to every rank the counts of this rank, and the slot for its own rows. CTAs share the ranks.
 __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
   const Domain& domain = params.domain;
   const int num_ranks = domain.num_ranks;
@@ -42,8 +42,8 @@ struct Cell {
   int source, column;
 };
 
-// Gives visit(cell, value) the cells first, first + step, … of what ranks have told, each once it is there. Returns
-// whether all came. By one thread.
+// Calls visit(cell, value) for the cells first, first + step, … of the words of all ranks, each once it has arrived. By
+// one thread. Returns whether all came.
 template <typename CellOf, typename Visit>
 __device__ bool learn(const ControlBlock& own, const Waiter& waiter, uint32_t epoch, int first, int end, int step,
                       CellOf&& cell_of, Visit&& visit) {
@@ -82,12 +82,12 @@ __device__ bool learn_columns(const DispatchParams& params, const Waiter& waiter
                kDispatchThreads, cell_of, visit);
 }
 
-// What every rank tells of its call, and the sums over ranks of what they send to each: to routes that are cleared.
+// Reads the call of every rank, and sums the counts over ranks, into routes that are cleared.
 __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes) {
   const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
   return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
     if (cell.column < CountRow::kFirstField) {
-      // Whatever a rank tells, nothing is stored beyond its slot.
+      // Whatever a rank says, nothing is stored beyond its slot.
       const bool is_limit = cell.column == CountRow::kRowLimit;
       routes.call[cell.source][cell.column] = is_limit ? min(value, params.slot.capacity) : value;
       return;
@@ -103,7 +103,7 @@ __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, u
   });
 }
 
-// Whether rank r makes the same call and has found nothing wrong with it; what a rank has found wrong all ranks report.
+// Whether rank r makes the same call and has found no fault in it. A fault that one rank found is reported by all.
 // One thread for each rank.
 __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
   const Domain& domain = params.domain;
@@ -117,7 +117,7 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
                       domain.rank, r, params.call[column], static_cast<int32_t>(word >> 32));
     return false;
   }
-  // What the host of this rank has refused it knows.
+  // The host of this rank knows what it has refused.
   const auto kind = static_cast<FaultKind>(refusal);
   if (r == domain.rank && kind != FaultKind::kBadExpert) return false;
   report_refusal(domain.fault, KernelName::kDispatch, kind, domain.rank, r, params.num_experts, params.room,

@@ -1,4 +1,4 @@
-// What a dispatch leaves for the host and for later calls. Legend: routes.cuh.
+// What a dispatch writes for the host and for later calls. Legend: routes.cuh.
 #pragma once
 
 #include "kernels/dispatch/exchange.cuh"
@@ -6,8 +6,8 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a call that has failed, which the host may not know yet: an empty route, so that kernels that are queued behind it
-// find nothing to do. Every CTA clears its tokens; the counts are cleared by who reports them.
+// Makes the route of a failed call empty: the host may not know of the failure, and kernels may be queued behind it.
+// Every CTA clears its tokens. The warp that reports clears the counts.
 __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   const int num_ranks = params.domain.num_ranks;
   const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
@@ -15,8 +15,8 @@ __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
 }
 
-// Writes what the host and later calls need to know: of a call that has failed, that there is nothing. One warp of the
-// grid. Returns whether all counts came.
+// Writes the counts for the host and for later calls; zeroes for a failed call. By one warp of the grid. Returns
+// whether all counts came.
 __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
                               const DispatchRoutes& routes, MailStatus status) {
   const Domain& domain = params.domain;
@@ -59,7 +59,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   }
   max_sent = __reduce_max_sync(kAllLanes, max_sent);
   max_recv = __reduce_max_sync(kAllLanes, max_recv);
-  // Every rank reports where rows are dropped: its own combine will lack them.
+  // Every rank reports dropped rows, because its own combine will lack them.
   for (int r = lane; r < num_ranks && params.overflow == nullptr && status == kSent; r += 32) {
     const int needed = routes.needed[r], limit = routes.call[r][CountRow::kRowLimit];
     if (needed <= limit) continue;

@@ -1,8 +1,8 @@
-// What a CTA of a dispatch knows about where tokens go, in the order in which it learns that: count.cuh, exchange.cuh,
-// bases.cuh; report.cuh tells the host.
+// What a CTA of a dispatch knows about the routes of tokens. count.cuh, exchange.cuh and bases.cuh fill it in this
+// order; report.cuh tells the host.
 //
 // Every function of these files is collective over the CTA unless it says otherwise. A kernel begins with cold
-// instruction caches, and of what runs once a CTA waits for each line, so that loops of few steps are not unrolled.
+// instruction caches, and code that runs once waits for each cache line. So short loops are not unrolled.
 // Legend: T tokens, K top-k, E experts, R ranks.
 #pragma once
 

@@ -11,7 +11,7 @@
 
 #include "device/epilogue.cuh"
 #include "device/row_mover.cuh"
-#include "device/tickets.cuh"
+#include "device/work_index.cuh"
 #include "kernels/dispatch_between/exchange.cuh"
 #include "kernels/launch.h"
 
@@ -94,7 +94,7 @@ __device__ void push_own_tokens(const DispatchBetweenParams& params, const CallB
   const Grid& grid = params.between.grid;
   const int domain = grid.domain_idx();
   const int32_t* list = params.route + params.parts.domain_list + static_cast<int64_t>(domain) * params.num_tokens;
-  Tickets<> items(&params.between.domain.control[params.between.domain.rank]->sent_items);
+  WorkIndices<> items(&params.between.domain.control[params.between.domain.rank]->sent_items);
   for (int i = items.take(); i < call.num_sent[domain]; i = items.take()) {
     const int token = list[i];
     push_token(params, call, base + domain * grid.ranks_per_domain, mover,
@@ -137,7 +137,7 @@ class ChunkItems {
  private:
   const DispatchBetweenParams& params_;
   const int* num_records_;
-  Tickets<> items_;
+  WorkIndices<> items_;
   int most_ = 0;
 };
 
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = __syncthreads_and(ok);
   }
   ok &= learn_headers(params, waiter, epoch, call, &is_same);
-  if (ok && is_same) ok = find_bases_between(params, waiter, epoch, call, base, totals);
+  if (ok && is_same) ok = find_dispatch_bases_between(params, waiter, epoch, call, base, totals);
 
   // The first CTA decides with all domains, and tells the others.
   auto* decision = own_part<uint64_t>(between, between.layout.decisions);

@@ -215,8 +215,8 @@ __device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter&
 
 // Finds the row, at each rank of the domain, of the first token of each source that this rank forwards: base[d × G + r]
 // for its peer in domain d. `totals` is scratch of as many. The first CTA writes the counts to the route.
-__device__ bool find_bases_between(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
-                                   CallBetween& call, int* base, int* totals) {
+__device__ bool find_dispatch_bases_between(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
+                                            CallBetween& call, int* base, int* totals) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int size = grid.ranks_per_domain;

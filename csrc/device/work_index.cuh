@@ -1,4 +1,5 @@
-// How the warps of a kernel share work of which nobody knows how long it takes: SMs do not get equal parts of the wire.
+// How the warps of a kernel share work items: a warp that is done claims the next one. A fixed share would leave fast
+// warps idle, because SMs do not get equal parts of the wire.
 //
 //     counter in global memory ─ atomic ─► 0, 1, 2, … each to one warp, in the order in which warps ask
 #pragma once
@@ -8,22 +9,22 @@
 
 namespace hybrid_ep {
 
-// An atomic takes as long as a load, so that kAhead tickets are always on their way.
+// An atomic takes as long as a load, so kAhead work indices are always in flight.
 template <int kAhead = 1>
-class Tickets {
+class WorkIndices {
  public:
-  // Collective over a warp, as take() is. `counter` is 0 before the kernel begins, `first` the first ticket.
-  __device__ explicit Tickets(uint32_t* counter, int first = 0) : counter_(counter), first_(first) {
+  // Collective over a warp, as take() is. `counter` is 0 before the kernel begins, `first` the first index.
+  __device__ explicit WorkIndices(uint32_t* counter, int first = 0) : counter_(counter), first_(first) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) asked_[i] = ask();
   }
 
   __device__ int take() {
-    const int ticket = first_ + __shfl_sync(kAllLanes, asked_[0], 0);
+    const int index = first_ + __shfl_sync(kAllLanes, asked_[0], 0);
 #pragma unroll
     for (int i = 1; i < kAhead; ++i) asked_[i - 1] = asked_[i];
     asked_[kAhead - 1] = ask();
-    return ticket;
+    return index;
   }
 
  private:
