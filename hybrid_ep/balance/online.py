@@ -3,12 +3,13 @@
 A pure function of the matrix of counts, which all ranks have: every rank computes the same plan, and nothing is sent to
 agree on it. Integers only, so that every device computes the same; the host never waits.
 
-In each domain, spare slots are filled one rank after another, the emptiest first. A rank above the wanted maximum gives
-it what it lacks to the maximum, its largest experts first, at most one for each slot; of several such ranks, the one
-that can give most. A giver may end below the maximum; then it is filled by another one later. So each rank receives
-from one giver only, and with as many spare slots as experts the maximum is the mean (the argument is that of the alias
-method; source: Walker, "An Efficient Method for Generating Discrete Random Variables with General Distributions",
-1977). With fewer spare slots the mean may be out of reach: several maxima are tried at once, and the best plan is kept.
+In each domain, spare slots are filled one rank after another, the emptiest first. A rank above the wanted maximum
+gives it what it lacks to the maximum: its largest experts first, at most one for each slot. Of several such ranks, the
+one that can give most gives. A giver may end below the maximum; then it is filled by another one later. So each rank
+receives from one giver only. With as many spare slots as experts the maximum is the mean. The argument is that of the
+alias method (source: Walker, "An Efficient Method for Generating Discrete Random Variables with General
+Distributions", 1977). With fewer spare slots the mean may be out of reach: several maxima are tried at once, and the
+best plan is kept.
 
     S sources (all ranks)   E experts   R ranks   D domains   LE = E/R   B spare slots of a rank   V wanted maxima
 """

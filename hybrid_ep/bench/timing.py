@@ -4,8 +4,8 @@ On GPUs: CUDA events around each call, after all ranks' GPUs have overwritten th
 all-reduce. While they do, the host queues the call: what is timed is the device's work, and whatever the call itself
 makes the device wait for. On a CPU: the clock around each call, after a barrier.
 
-The host's own time is a second figure, of calls in a row: there caches are warm, as they are between the layers of a
-model, and nothing else is queued. The same is measured under `torch.set_default_device`, as many trainers run.
+The host's own time is a second figure, of calls in a row. There caches are warm, as between the layers of a model, and
+nothing else is queued. The same is measured under `torch.set_default_device`, as many trainers run.
 
 A third figure is what an eager caller waits: the clock from the call until the device is done, with an idle device
 before.

@@ -1,8 +1,8 @@
 """Weights of experts to the ranks that hold replicas, and gradients home: DeepEP's `lb_prefetch_weights` and
 `lb_reduce_grads`.
 
-Weights and gradients travel as rows of a dispatch, bit for bit: a row is a piece of one expert's tensor, read as bf16,
-and goes to the ranks that hold a replica. So they take the path of tokens, on every engine, with its errors and its
+Weights and gradients travel as rows of a dispatch, bit for bit. A row is a piece of one expert's tensor, read as bf16.
+It goes to the ranks that hold a replica. So they take the path of tokens, on every engine, with its errors and its
 timeouts; only sums are made here.
 
     weights   experts[LE, …] ─ rows ─► dispatch to the ranks of the replicas ─► spare[B, …]

@@ -1,7 +1,7 @@
 """FP8 for token rows: e4m3 values with one scale for each 128 channels, as float32 or as packed UE8M0 exponents.
 
 A scale is amax / 448 (448 = the largest e4m3 value), so that ``value × scale`` gives the channel back. `round_scale`
-rounds it up to a power of two; UE8M0 then keeps only the biased exponent of that power in a byte, four of them in an
+rounds it up to a power of two. UE8M0 keeps only the biased exponent of that power, in a byte. Four of them are an
 int32, lowest channel in the lowest byte (source: OCP Microscaling Formats v1.0, sections 5.3 and 5.4.1).
 """
 

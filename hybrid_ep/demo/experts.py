@@ -1,7 +1,7 @@
 """The experts of the demo: two-layer GELU networks in float64.
 
-float64, so that whatever a result lacks against the reference was lost on the way, by rounding rows to the dtype in
-which they travel, and nothing was lost inside an expert.
+float64. So all error against the reference comes from rounding rows to the dtype in which they travel, and none from
+the experts.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ at most 2⁻²⁴:
 
     |result − reference| ≤ ((1 + 2⁻⁸)ⁿ (1 + 2⁻²⁴)ᵐ − 1) · S    for each element
 
-with n roundings on the way (`num_roundings` lists those of each path) and m = top-k + ranks + 2. fp8 tokens are held to
-the same bound against the reference of the tokens as they were quantised. Against the tokens before quantisation,
-e4m3 (4 significant bits) moves each channel by at most 2⁻⁴ of itself; experts with normally distributed weights pass
-that on at no more than the steepest slope of GELU, so the root-mean-square error is held to 1.13 · 2⁻⁴ of the output.
+with n roundings on the way (`num_roundings` lists those of each path) and m = top-k + ranks + 2. The same bound holds
+for fp8 tokens, against the reference of the tokens as they were quantised. Quantisation itself moves each channel by
+at most 2⁻⁴ of itself, because e4m3 has 4 significant bits. Experts with normally distributed weights pass that on at
+no more than the steepest slope of GELU. So the root-mean-square error against the tokens before quantisation may be
+1.13 · 2⁻⁴ of the output.
 """
 
 from __future__ import annotations

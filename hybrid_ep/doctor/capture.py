@@ -1,8 +1,8 @@
 """Records a real node, so that its checks can be replayed anywhere (`Recording`, ``--sysroot``).
 
-A recording holds the files that the checks and the topology probe read, and nothing else: no host keys, no environment,
-no addresses but the GIDs of RDMA ports, no serial numbers. The kernel log is reduced to the driver's lines, without who
-built it where. It stays well below 1 MB.
+A recording holds the files that the checks and the topology probe read, and nothing else. It has no host keys, no
+environment, no serial numbers, and no addresses but the GIDs of RDMA ports. The kernel log is reduced to the driver's
+lines, without who built it where. It stays well below 1 MB.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a check is and what it says.
 
 Every check ends in one of three ways: `pass`, `fail` (a confirmed fault) or `unknown` (a tool is missing, a file may
-not be read). A check of severity `warning` is reported like any other and shown as "warn" when it fails, but does not
-decide the exit code, because the node can do its work: only `error` checks do.
+not be read). A failed check of severity `warning` is shown as "warn". It does not decide the exit code, because the
+node can do its work; only `error` checks do.
 """
 
 from __future__ import annotations

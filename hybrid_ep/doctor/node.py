@@ -1,8 +1,7 @@
 """Everything that a check may read of a node, live or below --sysroot.
 
-A check reads nothing by itself. That keeps three promises in one place: a recorded node answers like the real one,
-what cannot be read becomes `unknown` with the reason, and a missing file counts as missing only where its folder can be
-seen.
+A check reads nothing by itself. That keeps three promises in one place. A recorded node answers like the real one.
+What cannot be read becomes `unknown` with the reason. A missing file counts as missing only if its folder can be seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which NICs are the GPUs': those are judged. A server has more, for storage, management and services of its own.
 
 A NIC is told by where it hangs and what it is. Of those within the profile's distance of a GPU, as many as the profile
-counts are taken: first the ones that have the profile's rate and link layer, or are of the same model as one that has
-(so that a broken one is not mistaken for another's), then the nearest. A second port or function without a cable is no
-NIC of its own. Everything else is named with the reason.
+counts are taken. The first are those with the profile's rate and link layer, or of the same model as one that has
+both, so that a broken NIC counts too. Then come the nearest. A second port or function without a cable is no NIC of
+its own. Everything else is named with the reason.
 """
 
 from __future__ import annotations

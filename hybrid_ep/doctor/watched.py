@@ -1,9 +1,9 @@
 """A node that is read by a child process, so that nothing it reads can hang or kill the doctor.
 
 A driver that does not answer blocks the thread that asked it, often where no signal reaches it. So a child does the
-reading. It notes in shared memory what it is about to read; the parent waits for answers and watches that note. A note
-that stands for too long, or a child that dies, ends one question: it is `Unreadable`, the source is not asked again,
-and another child goes on with the rest.
+reading. It notes in shared memory what it is about to read; the parent waits for answers and watches that note. If a
+note stands for too long, or a child dies, one question ends: it is `Unreadable` and its source is not asked again.
+Another child goes on with the rest.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ tensor has its own storage that holds the slot; when the last view dies, the slo
 the stream that is current then). Where no slot is free, and while a CUDA graph is captured, rows land in slot 0 and are
 copied to memory of torch's own allocator. Slot 0 also takes combine's partial rows.
 
-A slot's tensor that is used on a stream other than the one that is current when it dies must be kept until that use has
-ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
+A slot's tensor may be used on another stream than the one that is current when it dies. Then it must be kept until
+that use has ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
 """
 
 from __future__ import annotations

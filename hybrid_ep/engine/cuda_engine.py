@@ -1,8 +1,8 @@
 """The cuda engine: hand-written kernels for the GPUs of one NVLink domain.
 
-A call is one launch on the current stream (`_cuda.Communicator`); this file allocates what the call writes, decides
-where rows land, and shapes the results. docs/internals/cuda_engine.md says how the kernels work. What calls
-of one shape have in common is in cuda_plan.py.
+A call is one launch on the current stream (`_cuda.Communicator`). This file allocates what the call writes, chooses
+the slot for its rows, and shapes the results. docs/internals/cuda_engine.md says how the kernels work. What calls of
+one shape have in common is in cuda_plan.py.
 
 A call with a bound never waits for the device. One without waits for a mailbox that the kernel fills as soon as the
 counts are known, while the rows are still on their way. If a slot of any rank is too small for what would arrive, no

@@ -1,8 +1,8 @@
 """Low-latency dispatch and combine of the cuda engine; docs/low_latency.md tells how they work and what they reach.
 
 Each call is two launches: one sends, and `finish` receives. Nothing waits for the device, so both can be captured in a
-CUDA graph. What a kernel finds wrong (a rank that does not come, an expert that does not exist) is therefore raised
-later, by the first `finish` that sees it; until then kernels leave a lost rank out by themselves. A call whose `finish`
+CUDA graph. So a fault that a kernel finds (a rank that does not come, an expert that does not exist) is raised later,
+by the first `finish` that sees it. Until then kernels leave a lost rank out by themselves. A call whose `finish`
 raises so has been launched nevertheless, and ranks that notice at different times stay in step.
 """
 

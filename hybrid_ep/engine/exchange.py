@@ -4,9 +4,9 @@ Point-to-point messages, not collectives: a collective that fails cannot say whi
 masked rank out. A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of
 the call as a tag.
 
-When a message does not arrive, the rank to blame is found (`blame`) and raised, and the connections are given up: what
-lies half sent on them would be taken for part of a later call. `leave_out` and `barrier` connect those who are left, or
-all, once they have met at the store (`board`).
+If a message does not arrive, the rank to blame is found (`blame`) and raised. The connections are given up, because
+half-sent messages on them would be taken for part of a later call. `leave_out` and `barrier` connect those who are
+left, or all, once they have met at the store (`board`).
 """
 
 from __future__ import annotations

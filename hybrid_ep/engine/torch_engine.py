@@ -1,8 +1,8 @@
 """The torch engine: plain PyTorch on `torch.distributed`. Runs everywhere and is the oracle for every other engine.
 
-A row takes two hops, and both are the same kind of thing (`Hop`): between domains to the peer in each domain that needs
-it, then within the domain to each rank that needs it. In a single domain the first hop is this rank alone. Combine goes
-the same way back.
+A row takes two hops, each a `Hop`. The first goes between domains, to the peer in each domain that needs the row. The
+second goes within the domain, to each rank that needs it. In a single domain the first hop is this rank alone. Combine
+goes the same way back.
 
     dispatch   x[T,H] ─ pack ─► records ─ between domains ─► held ─ within domain ─► arrived ─ sort ─► recv_x[N,H]
     combine    out[T,H] ◄─ sum, round ─ between domains ◄─ sum, round ─ within domain ◄─ unsort ─ x[N,H]

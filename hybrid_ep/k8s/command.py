@@ -66,8 +66,8 @@ def check_command(
 ) -> None:
     """Check YAML files, folders with a kustomization.yaml, or trees of them; `-` reads standard input.
 
-    Builds what kustomize builds, holds it to the schemas of Kubernetes and of operators with unknown fields closed, and
-    to rules about what is accepted and then refused by a node, hangs or falls back. An object's annotation
+    Builds what kustomize builds. Checks it against the schemas of Kubernetes and of operators, with unknown fields
+    closed. Then checks rules: what is accepted and then refused by a node, hangs or falls back. An object's annotation
     ignore.hybrid-ep/RULE: REASON silences a rule there.
 
     Exits with 1 if anything is wrong, with 2 if something could not be checked.

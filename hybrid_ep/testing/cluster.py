@@ -1,8 +1,7 @@
 """A virtual cluster: ranks as processes of this machine, waiting to run functions together.
 
-`hybrid-ep demo`, `hybrid-ep bench` and the tests all start their ranks here. A fork server that has imported torch once
-makes a rank start in milliseconds instead of seconds, and the parent holds the process group's store, so that it
-outlives any rank.
+`hybrid-ep demo`, `hybrid-ep bench` and the tests all start their ranks here. A fork server imports torch once, so that
+a rank starts fast. The parent holds the process group's store, so that the store outlives any rank.
 
     with VirtualCluster(8) as cluster:
         results = cluster.run(function, argument)      # function(argument) on every rank, results by rank

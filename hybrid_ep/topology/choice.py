@@ -20,8 +20,8 @@ def choose_nic(topology: Topology, gpu_idx: int, names: Sequence[str] | None = N
 def choose_nics(topology: Topology, gpu_idx: int, names: Sequence[str] | None = None) -> tuple[Nic, ...]:
     """Chooses the NICs that serve a GPU.
 
-    GPUs that have the same nearest NICs take them in turn, so that eight GPUs over four equally near NICs put two on
-    each, and two GPUs over four NICs have two each. Every rank computes the same answer from the same node.
+    GPUs with the same nearest NICs take them in turn. Eight GPUs over four equally near NICs put two on each; two GPUs
+    over four NICs have two each. Every rank computes the same answer from the same node.
 
     Args:
         topology: of this node.

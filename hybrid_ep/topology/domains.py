@@ -38,8 +38,8 @@ class DomainMember:
 def find_domains(members: Sequence[DomainMember]) -> tuple[tuple[int, ...], ...]:
     """Groups ranks into domains.
 
-    Two ranks share a domain when their GPUs belong to one clique of one multi-node fabric, or stand in one node and are
-    one GPU or NVLink peers; and with them whoever shares a domain with either.
+    Two ranks share a domain if their GPUs belong to one clique of one multi-node fabric. They also do if the GPUs are
+    in one node and are the same GPU or NVLink peers. The relation is transitive.
 
     Returns:
         Domains by their first rank, each with its ranks ascending.

@@ -1,7 +1,7 @@
 """Reads one node into a `Topology`: /sys through `_C`, NVML through `_nvml`, verbs through `verbs_readers`.
 
-A module that is not built, a library that is not installed and a driver that does not answer all end the same way: the
-part stays empty and `Topology.missing` says why.
+A module may not be built, a library not installed, a driver silent. Each ends the same way: the part stays empty and
+`Topology.missing` says why.
 """
 
 from __future__ import annotations

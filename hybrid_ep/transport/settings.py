@@ -66,7 +66,7 @@ def _parse_cpus(text: str) -> set[int]:
 def local_address() -> str:
     """Returns the numeric address at which the other hosts reach this one.
 
-    ``HYBRID_EP_TCP_ADDRESS``, else the address of the way to rank 0's host; where that leads through the loopback
+    ``HYBRID_EP_TCP_ADDRESS``, else the address of the route to rank 0's host. If that route uses the loopback
     interface although rank 0's host has a name, the address of the default route.
     """
     if named := env.TCP_ADDRESS.get():

@@ -1,7 +1,7 @@
 """The start of a validation: holds the inventory to its rules and makes a fresh results folder of it.
 
-The rules are those of the playbooks' inventories: every group has hosts, every host has a platform (a profile of the
-doctor), and every node of a platform whose NVLink domains span nodes is in one group ``domain_NAME``.
+The rules are those of the playbooks' inventories. Every group has hosts. Every host has a platform (a profile of the
+doctor). If NVLink domains of a platform span nodes, each of its nodes is in one group ``domain_NAME``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The whole validation as one: nodes, findings between them, jobs; which hosts are fit, and how it all ended.
 
-Everything that can be judged becomes a `Result` of the doctor's model, also what the doctor could not say itself: that
-a host gave no report, or that test jobs speak against it. So the order of statuses, the exit code and the JUnit writer
-are the doctor's.
+Everything that can be judged becomes a `Result` of the doctor's model. This includes what the doctor cannot say
+itself: that a host gave no report, or that test jobs speak against it. So the order of statuses, the exit code and the
+JUnit writer are the doctor's.
 """
 
 from __future__ import annotations

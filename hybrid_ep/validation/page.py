@@ -1,8 +1,8 @@
 """The validation as one HTML file that asks nobody for anything.
 
-What must be readable without JavaScript (summary, what to do, findings, jobs, slowest pairs, topology) is written as
-HTML; the matrix and the heat map, which grow with nodes × checks and hosts², are drawn by page.js from one block of
-JSON. There every text stands once and a cell is two indices, so that a thousand nodes stay a small file.
+What must be readable without JavaScript is written as HTML: summary, what to do, findings, jobs, slowest pairs,
+topology. page.js draws the matrix and the heat map from one block of JSON, because these grow with nodes × checks and
+hosts². There every text stands once and a cell is two indices, so that a thousand nodes stay a small file.
 """
 
 from __future__ import annotations

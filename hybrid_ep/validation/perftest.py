@@ -1,8 +1,8 @@
 """NIC to NIC bandwidth between two nodes by perftest's ib_write_bw: one rank on each node, as mpirun starts them.
 
-Each NIC of one node that is a nearest one of a GPU writes to the NIC at the same position on the other, one after the
-other, so that a slow path is not hidden behind the sum. Others, for storage and management, may be in networks in which
-nodes do not meet. Rank 0 listens; rank 1 connects, again and again until the listener is there, and reports.
+Each GPU's nearest NIC on one node writes to the NIC at the same position on the other. NICs write one after the other,
+so that the sum does not hide a slow path. Others, for storage and management, may be in networks in which nodes do not
+meet. Rank 0 listens; rank 1 connects, again and again until the listener is there, and reports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The active checks: what is measured, in which order, and what the figures mean.
 
-A figure is held to the profile's where that has one, else to the median of its kind in this run: one GPU or link that
-is slower than its like is a fault wherever it stands. What has neither is confirmed by nothing: `unknown`.
+A figure is compared with the profile's, or with the median of its kind in this run if the profile has none. So one GPU
+or link that is slower than the others is a fault on any node. What has neither is confirmed by nothing: `unknown`.
 """
 
 from __future__ import annotations
