@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = rows.ok();
   } else if (sends) {
     HomeSums<Link> rows(params, waiter, own_waiter, link, epoch);
-    RowRing<0> ring(sum_stages, sum_barriers[sum_warp], kSumStages, kSegmentBytes, lane);
+    RowRing<0> ring(sum_stages, sum_barriers[sum_warp], kSumStages, kSumSegmentBytes, lane);
     while (!rows.is_done()) sum_rows(rows, ring, segments[sum_warp]);
     ok = rows.ok();
   }
