@@ -1,5 +1,5 @@
-// Numbers of calls, for host and device alike: 1, 2, … 2³² − 1, 1, … Memory of flags begins as 0, which is therefore no
-// call's number, and counts as long past wherever two numbers are compared by their distance.
+// Numbers of calls, for host and device: 1, 2, … 2³² − 1, 1, … Flags are 0 at first. So 0 is no call's number, and
+// counts as long past when two numbers are compared by their distance.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ enum class FaultKind : int32_t {
   kBadExpert = 2,
   kOverflow = 3,
   kOtherCall = 4,
-  kBadBound = 5,  // a rank gives a bound beyond the room that all have agreed on
+  kBadBound = 5,  // a rank gives a bound beyond the capacity that all have agreed on
   kTooManyTokens = 6,
   kTransport = 7
 };
@@ -52,7 +52,7 @@ struct FaultRecord {
   WaitTag tag;  // of kOtherCall, the CallField in which the peer's call differs
   int32_t rank;
   int32_t peer;      // whose argument is wrong, or who did not come; −1 where no single rank is to blame
-  int32_t witness;   // the rank that was waited for and has itself waited for the peer; −1 where it was the peer
+  int32_t witness;   // the rank that was waited for, which itself waited for the peer; −1 if that was the peer
   int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, this rank's value
   int64_t seen;      // epoch seen, or the value found; the peer's
 };

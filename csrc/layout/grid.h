@@ -1,4 +1,4 @@
-// Where a rank stands: ranks are domains × ranks of a domain, rank = domain_idx × ranks_per_domain + domain_rank.
+// A rank in the grid of domains × ranks of a domain: rank = domain_idx × ranks_per_domain + domain_rank.
 #pragma once
 
 #include "common/host_device.h"

@@ -1,4 +1,4 @@
-// The dispatch layout on the CPU: who gets which token, and how many.
+// The dispatch layout on the CPU: which rank gets which token, and how many.
 #pragma once
 
 #include <cstdint>

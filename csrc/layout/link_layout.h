@@ -5,15 +5,16 @@
 //     words:  per ring and peer  a flag for each receive slot │ per ring and peer  a credit for each group of send
 //     slots
 //
-// A chunk is built in the send slot (ring, peer, slot) of the sender and lands in the receive slot (ring, sender, slot)
-// of the peer. Its flag is a 64-bit word of its own, written when the whole chunk stands there. The receiver returns a
-// credit when it has read a group of slots; the credit is a word at the sender, and frees the send slots as well.
+// A chunk is built in the send slot (ring, peer, slot) of the sender. It arrives in the receive slot (ring, sender,
+// slot) of the peer. Each chunk has its own flag, a 64-bit word that is written when the whole chunk has arrived. The
+// receiver returns a credit when it has read a group of slots. The credit is a word at the sender, and frees the send
+// slots too.
 //
-// The link never looks into words. Who uses them keeps these rules, which make any order of delivery correct:
-// - Words are 0 at first and are never reset. A word that is written differs from what stood there before.
+// The link never interprets words. Users of words keep these rules, which make any order of delivery correct:
+// - Words are 0 at first and are never reset. A new value differs from the old one.
 // - A slot is written again, and its flag with it, only after the sender has seen the credit of its group. A credit is
 //   returned again only after the receiver has seen a flag of the group's next use. So no two writes to one word are
-//   ever on their way at once.
+//   ever in flight at once.
 // - Nothing orders one slot's flag after another slot's chunk.
 #pragma once
 

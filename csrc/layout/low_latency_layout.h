@@ -2,16 +2,15 @@
 //
 //     control │ routes of dispatch │ flags of its slots │ its slots │ combine, two buffers of each
 //
-// Two buffers of a kind let two micro-batches be on their way at once. A buffer of dispatch has, for each source rank
-// and token, a route (the experts of the token) and a slot (its row and scales): a token's place is its own index, so
-// that nobody needs counts to send. Routes tell by their epoch that they have come, ahead of the rows, and each slot
-// has a flag; hence nothing else is ever written where routes stand, or flags, whatever the sizes of a call. A buffer
-// of combine has a row for each token and column of top-k, and the weights of every rank's tokens, with which rows are
-// summed before they cross.
+// Each kind has two buffers, so that two micro-batches can be in flight. A buffer of dispatch has a route (the experts
+// of the token) and a slot (its row and scales) for each source rank and token. A token's slot is its own index, so a
+// sender needs no counts. A route has its epoch, and each slot a flag. So the memory of routes and of flags never holds
+// anything else, whatever the sizes of a call. A buffer of combine has a row for each token and column of top-k, and
+// the weights of every rank's tokens, for partial sums.
 //
-// Epochs number the calls that use a buffer and live here, not in launch arguments, so that a CUDA graph can be
-// replayed. Whoever sends into a buffer first waits until its owner has read what the call before had left there; the
-// owner says so at the begin of its next send of either kind, when the kernels before have ended by themselves.
+// Epochs number the calls that use a buffer. They live here, not in launch arguments, so that a CUDA graph can be
+// replayed. A sender first waits until the buffer's owner has read the rows of the call before. The owner says so at
+// the begin of its next send of either kind, when its earlier kernels have ended.
 #pragma once
 
 #include <cstdint>
@@ -54,10 +53,10 @@ struct LowLatencyChannel {
   // digest << 16.
   uint64_t begun[kMaxRanks];
   uint64_t shape[kMaxRanks][kNumShapeWords];  // by i likewise: value << 32 | epoch, for a host whose digest differs
-  // By i when all that it sends stands here (combine): value << 32 | epoch. The value is how many tokens a source must
+  // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
   // have for i to sum each token's rows before it sends them.
   uint64_t sent[kMaxRanks];
-  uint32_t weights_epoch[kMaxRanks];  // by i when its weights stand here (combine)
+  uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
   // Written by this rank.
   LowLatencyProgress send, receive;
@@ -91,7 +90,7 @@ struct LowLatencyCall {
   uint32_t hidden() const { return words[0] >> kTokensBits; }
   uint32_t max_tokens() const { return words[0] & ((1u << kTokensBits) - 1); }
 
-  // By which ranks notice, in all but one of 65,536 cases, that their calls differ.
+  // By which ranks notice that their calls differ, except in one case of 65,536.
   uint32_t digest() const {
     uint32_t hash = 0;
     for (const uint32_t word : words) {

@@ -1,6 +1,5 @@
-// Where the parts of a route stand in the memory that holds them, in int32 from its begin: first what a combine
-// and a cached dispatch read, at places that only tokens and ranks decide; then what a new dispatch reports; last the
-// kernel's scratch.
+// Offsets of a route's parts in its memory, in int32. First come the parts that a combine and a cached dispatch read;
+// their offsets depend only on tokens and ranks. Then comes what a new dispatch reports, last the kernel's scratch.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@ struct RouteLayout {
   int64_t send_slot;              // [T, R]
   int64_t send_list;              // [R, T]
   int64_t dst_row;                // [T, R], expert-major only
-  int64_t num_tokens_per_expert;  // [LE]; expert-major: [2, LE], with pads, then without
+  int64_t num_tokens_per_expert;  // [LE]; expert-major: [2, LE], with padding, then without
   int64_t overflow;               // [1], expert-major only
   int64_t expert_place;           // [T, K]
   int64_t num_ints;

@@ -1,7 +1,7 @@
-// Where the parts of a dispatch's result, or of a combine's incoming partial rows, stand in a slot of the arena.
+// Offsets in a slot of the arena: the parts of a dispatch's result, or of a combine's incoming partial rows.
 //
-// Every part has room for the same number of rows, which follows from the slot's size and the bytes of a row. Both are
-// equal at all ranks of a call, so a sender knows where a receiver keeps each part.
+// All parts hold the same number of rows. It follows from the slot's size and the bytes of a row. Both are equal at all
+// ranks of a call, so a sender knows the receiver's offsets.
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,8 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr double kMailboxGraceS = 10;  // for the kernel to tell, on top of its own time
-constexpr double kStreamQueryS = 1;    // between looks at a stream that has not come to the call
+constexpr double kMailboxGraceS = 10;  // for the kernel to report, on top of its own timeout
+constexpr double kStreamQueryS = 1;    // between queries of a stream that has not reached the call
 
 const char* name_of(KernelName kernel) {
   switch (kernel) {
@@ -65,7 +65,7 @@ const char* name_of(WaitTag tag) {
   return "unknown";
 }
 
-// Whether the stream has work to do. Another thread's capture does not mind.
+// Whether the stream has work to do. It does not break another thread's capture.
 bool is_busy(int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -174,7 +174,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.range_step = plan.range_step;
   params.range_size = plan.range_size;
   params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
-  // A call that waits for the host takes whatever fits; the host makes room if that is not enough.
+  // A call that waits for the host takes what fits; the host grows the arena if that is not enough.
   params.is_bound = !plan.waits_for_counts;
   params.room = plan.call.room;
   params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;

@@ -45,21 +45,21 @@ class Communicator {
   int default_dispatch_sms() const;
 
   // `handle` is the number of the handle's dispatch, kAbsent for one that makes its route. Returns the ticket that the
-  // mailbox will show, or 0 where there is nothing to wait for: neither counts, nor room that a slot has not got.
+  // mailbox will show, or 0 if there is nothing to wait for: neither counts, nor a slot that must grow.
   uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
                     cudaStream_t stream);
-  // Completes the expert-major rows of a dispatch where they landed: makes the further copies of num_recv rows, clears
-  // what none of them takes of num_rows, and writes the tensors. With num_sms 0 all SMs do that.
+  // Completes the expert-major rows of a dispatch in place: copies num_recv rows to their further experts, zeroes the
+  // rest of num_rows, and writes the tensors. With num_sms 0 all SMs do that.
   void duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows, int num_recv,
                  int num_sms, cudaStream_t stream);
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts, int handle,
                cudaStream_t stream);
 
   // Waits, without a device synchronisation, until the call with this ticket, which runs on `stream`, has written the
-  // mailbox, which the next call overwrites. However long the stream needs to come to the call, the time that it has
-  // begins with its kernel. Returns nullptr when the call has failed and a fault says why, as soon as this or an
-  // earlier call has lost a rank, and when there is no mail by long after the kernel's own deadline, or after its end.
-  // Throws CudaError where the stream has failed.
+  // mailbox. The next call overwrites the mailbox. The timeout begins with the call's kernel, however long the stream
+  // needs to reach it. Returns nullptr if the call has failed and a fault says why, as soon as this or an earlier call
+  // has lost a rank, and if nothing is written long after the kernel's own deadline or after its end.
+  // Throws CudaError if the stream has failed.
   const Mailbox* wait_mailbox(uint32_t ticket, cudaStream_t stream) const;
 
   // For calls that are not the communicator's own, and write the mailbox.

@@ -1,4 +1,4 @@
-// What calls of one shape have in common: made by the first of them, kept by the caller, and read by all that follow,
+// What calls of one shape have in common. The first such call makes it, the caller keeps it, and later calls read it,
 // so that a call passes only its addresses.
 #pragma once
 

@@ -1,8 +1,8 @@
-// The receive arena as a pool of equal slots: who holds each, and when it may be used again.
+// The receive arena as a pool of equal slots: which results hold each, and when it may be used again.
 //
-// A dispatch lands in a slot, and its results are tensors that hold the slot. When the last hold is released, an event
-// is recorded on the stream that is then current, and the slot goes back; whoever takes it next waits for the event.
-// Slot 0 is held by nobody: rows land there when they are copied out, and partial rows of combine on their way home.
+// The rows of a dispatch arrive in a slot, and its results are tensors that hold the slot. When the last hold is
+// released, an event is recorded on the current stream and the slot is free; its next user waits for the event. No
+// result holds slot 0: rows that are copied out arrive there, and partial rows of combine.
 #pragma once
 
 #include <cuda_runtime_api.h>

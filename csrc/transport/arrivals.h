@@ -1,6 +1,6 @@
-// What has come over a network that keeps no order. A put is two writes with immediate: the chunk, and its word into a
-// staging place. Each tells the receiver's CPU that it stands in memory; when both have, the CPU writes the word to the
-// flag. Words without a chunk come alone.
+// Arrivals over a network that keeps no order. A put is two writes with immediate: the chunk, and its word into staging
+// memory. Each immediate tells the receiver's CPU that its write has arrived. After both, the CPU writes the word to
+// the flag. Words without a chunk come alone.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
-// The way of commands from kernels to the proxy: FIFOs in pinned host memory, each with many writers and one reader.
+// Commands from kernels to the proxy: FIFOs in pinned host memory, each with many writers and one reader.
 //
 //     head (GPU) ─ compare and swap ─► ticket ─► 16 bytes at ticket % kFifoSlots ─► proxy ─► done (host), seen by
 //     writers
 //
-// A command carries the parity of its lap, so the reader needs no tail: it looks whether the next place holds a command
-// of the lap that it expects. Tickets wrap at 2³², a multiple of kFifoSlots.
+// A command has the parity of its lap, so the reader needs no tail: it checks whether the next entry has a command of
+// the expected lap. Tickets wrap at 2³², a multiple of kFifoSlots.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The transport for networks without RDMA. Window and words lie in pinned host memory, where kernels write and read
-// them over PCIe: it is also the staging that sockets need.
+// The transport for networks without RDMA. Window and words are in pinned host memory. Kernels write and read them over
+// PCIe, and sockets use the same memory as staging.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// In the place of verbs_*.cpp where the headers of libibverbs were missing.
+// Replaces verbs_*.cpp if the headers of libibverbs are missing.
 #include "transport/verbs_link.h"
 
 namespace hybrid_ep {

@@ -4,13 +4,14 @@
 //     topk_weights ─► every rank ─────────────────────┘
 //     sum_rows: out[t] = Σ_k weight[t, k] × row (t, k), weight 1 where the row is a sum already
 //
-// The expert's rank stores each row straight where the source's sum reads it: dispatch has written down which packed
-// row stands for each source, token and column. Where a token has several experts on one rank, their rows are summed
-// before they cross, into the first one's column. That needs the source's weights, which only combine is given: every
-// rank sends them first, and rows that stand alone leave while they are on their way. A source of few tokens gets every
-// row, because its weights would cost more time than the bytes save; so does every source from a rank whose receive is
-// a launch of its own, because such a send may not wait for another rank. Each rank decides that by itself: its flag
-// says from how many tokens on its rows are sums.
+// The expert's rank stores each row where the source's sum reads it. Dispatch has recorded the packed row of each
+// source, token and column.
+//
+// Partial sums: if a token has several experts on one rank, their rows are summed before they cross, into the first
+// column. That needs the source's weights, which only combine has, so every rank sends them first. Rows that are not
+// summed leave meanwhile. Two kinds of rows are never summed: those of a source with few tokens, whose weights would
+// cost more time than the bytes save, and those of a rank whose receive is a launch of its own, because such a send may
+// not wait for another rank. Each rank decides by itself. Its flag says from how many tokens on its rows are sums.
 // Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
 #include <cuda_runtime.h>
 
@@ -36,8 +37,8 @@ static_assert(kReturnRingBytes <= kDynamicSharedBytes);
 constexpr int kWeightsInFlight = 8;  // 16-byte vectors of weights that a lane loads before it stores
 constexpr int kSumThreads = 256;     // a thread sums one 16-byte vector of a token
 constexpr int kRowsInFlight = 8;     // that a thread loads before it adds
-// NOTE: the warps of return_rows that wait for the ranks do so before they announce what the ranks wait for, hence no
-// thread of theirs may be among the first ones, which announce.
+// NOTE: the first threads announce what other ranks wait for. The warps of return_rows that wait for ranks must not
+// have any of these threads, or ranks would wait for each other.
 static_assert((kMaxAnnouncements + 31) / 32 <= (kReturnWarps * 32 - kMaxRanks) / 32);
 
 using SegmentRing = RowRing<kReturnStoresInFlight>;
@@ -56,8 +57,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& row, 
   }
 }
 
-// What a warp sends at a time: one segment of the rows, or of their sum, that a rank has for a source's token.
-// Collective over the warp; lane i holds the i-th row.
+// What a warp sends at a time: one segment of a token's rows on this rank, or of their sum. Collective over the warp;
+// lane i holds the i-th row.
 struct Unit {
   int source, token;
   int begin, num_bytes;  // of each row
@@ -65,7 +66,7 @@ struct Unit {
   int row, column;  // the packed row, and its column of top-k
   int num_fetched;
 
-  // Units stand in the order of tokens, so that neighbouring ones, which are on different SMs, go to different sources.
+  // Units are in the order of tokens. Neighbouring units run on different SMs, and so go to different sources.
   static __device__ Unit find(const ReturnRowsParams& params, int index) {
     const LowLatencyShape& shape = params.shape;
     const int num_segments = segments_of(shape), lane = threadIdx.x % 32;
@@ -96,7 +97,7 @@ struct Unit {
   }
 };
 
-// Where the weights of a source's tokens stand at a rank: [M, K].
+// The weights of a source's tokens at a rank: [M, K].
 __device__ float* weights_of(const ReturnRowsParams& params, int rank, int source) {
   return reinterpret_cast<float*>(buffer_of(params.domain, rank) + params.weights.begin +
                                   source * params.weights.rank_bytes);
@@ -107,7 +108,7 @@ __device__ void send_weights(const ReturnRowsParams& params, const bool* present
   const LowLatencyDomain& domain = params.domain;
   if (params.num_tokens < kMinTokensToSum) return;
   const int lane = threadIdx.x % 32;
-  // NOTE: the last vector may reach beyond the tensor, but not beyond the 16 bytes that its end stands in.
+  // NOTE: the last vector may reach beyond the tensor, but not beyond the 16 bytes that its end is in.
   const int num_vectors = (params.num_tokens * params.shape.num_topk + 3) / 4;
   const auto* weights = reinterpret_cast<const uint4*>(params.topk_weights);
   for (int r = blockIdx.x; r < domain.num_ranks; r += gridDim.x) {
@@ -139,8 +140,8 @@ __device__ void note_waits(const ReturnRowsParams& params, const int* num_receiv
   params.wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
 }
 
-// Sends a unit's rows as they are, or, summed, into the first one's column; lane i has the weight of the i-th row. The
-// first rows have been asked for. Where the source was given up they are dropped. Collective over the warp.
+// Sends a unit's rows as they are, or their sum into the first column; lane i has the weight of the i-th row. The first
+// rows are being loaded already. If the source was given up, rows are dropped. Collective over the warp.
 __device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_present, bool is_sum, float weight,
                           SegmentRing& ring) {
   const int lane = threadIdx.x % 32, row_bytes = 2 * params.shape.hidden;
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   SegmentRing ring(stages + warp * kReturnStages * kSegmentBytes, barriers + warp * kReturnStages, kReturnStages,
                    kSegmentBytes, lane);
 
-  // The last warps wait for the ranks while the first rows of the others are on their way.
+  // The last warps wait for the ranks while the others load their first rows.
   const int peer = kReturnWarps * 32 - 1 - tid;
   if (peer < domain.num_ranks) {
     const int received = params.num_received[peer];
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
   if (tid < domain.num_ranks) {
     uint32_t min_tokens_to_sum = 0;
     epoch = next_epoch(progress);
-    // For weights of a late rank every send waits, this rank's as the others': that is not the others' doing.
+    // Every send waits for the weights of a late rank. That time is not counted for the other ranks.
     if (params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &min_tokens_to_sum);
     const uint64_t started = ptx::clock_ns();
     present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);

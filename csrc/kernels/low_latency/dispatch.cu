@@ -3,11 +3,11 @@
 //     x[t] ─► (quantised) ─► slot (me, t) of each rank that has an expert of t ─┐
 //     topk_idx[t] ─────────► route (me, t) of every rank ─► place of each copy ─┴─ flag ─► rows[e][place] ◄─ slots
 //
-// A row crosses once for each destination rank, not once for each expert, and the slot is the token's own index, so the
-// send needs no counts. The receiver finds the places from the routes: every CTA walks through all of them in the
-// order of source rank and token, and copies its share of its expert's rows. A route is small and tells by itself that
-// it has come, so all of that walk happens while the rows are on the wire. Legend: T tokens of this rank, M most tokens
-// of a rank, K top-k, R ranks, W words of scales.
+// A row crosses once for each destination rank, not once for each expert. The slot is the token's own index, so the
+// send needs no counts. The receiver finds output rows from the routes: every CTA walks through all routes in the order
+// of source rank and token, and copies its share of its expert's rows. A route is small and has its epoch, so the walk
+// runs while rows are on the wire.
+// Legend: T tokens of this rank, M most tokens of a rank, K top-k, R ranks, W words of scales.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ constexpr int kRouteWarp = kSendThreads / 32 - 1;  // the one with the fewest ve
 constexpr int kMaxOwed = 256;                      // flags of slots that a CTA has not raised yet
 constexpr int kReceiveThreads = 512;
 constexpr int kReceiveWarps = kReceiveThreads / 32;
-// With half the registers of those that send: an SM has room for both beside one that sends, and they find their copies
+// With half the registers of sending CTAs: two receiving CTAs fit on an SM beside one that sends, and find their copies
 // while rows are on the wire.
 constexpr int kReceiveCtasPerSm = 2;
 constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart::kColumns;
@@ -63,8 +63,8 @@ struct Targets {
   RoutePart route[kMaxRouteParts];
 };
 
-// Finds the ranks of a token, and the flags that its row will owe them, and sends its route to every rank that takes
-// part. One warp, a lane per column, which has loaded the expert that is `named` there.
+// Finds the ranks of a token and the flags to raise for its row, and sends its route to every rank that takes part. One
+// warp, a lane per column, which has loaded the expert that is `named` there.
 __device__ void find_targets(const SendTokensParams& params, const bool* present, uint32_t epoch, int token,
                              int64_t named, Targets& targets, uint32_t** owed) {
   const LowLatencyDomain& domain = params.domain;
@@ -105,7 +105,7 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   }
 }
 
-// Tells the ranks that rows which the CTA has stored stand there; one warp, after a barrier of the CTA.
+// Raises the flags of the rows that the CTA has stored; one warp, after a barrier of the CTA.
 __device__ void raise_flags(uint32_t* const* owed, int num_owed, uint32_t epoch) {
   ptx::fence_acq_rel_system();
   for (int i = threadIdx.x % 32; i < num_owed; i += 32) ptx::store_relaxed_system(owed[i], epoch);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
       next[i] = is_there ? ptx::load_streaming(row + vector * kVectorsIn + i) : make_uint4(0, 0, 0, 0);
     }
   };
-  // Makes what leaves of what was loaded, and loads what comes kSendThreads vectors later. Collective over a warp.
+  // Converts the loaded vectors to what is sent, and loads those kSendThreads further. Collective over a warp.
   const auto prepare = [&](int token, int vector) {
     if constexpr (kQuantise) {
       const Fp8Scale scale = make_scale(find_amax_bits(next), params.format != ScaleFormat::kFloat);
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     const bool is_there = warp == kRouteWarp && token < params.num_tokens && lane < params.shape.num_topk;
     named = is_there ? params.topk_idx[static_cast<int64_t>(token) * params.shape.num_topk + lane] : -1;
   };
-  // What a CTA needs first is on its way, and becomes what it sends, while the last threads wait for the ranks.
+  // A CTA's first vectors are loaded and converted while the last threads wait for the ranks.
   load_expert(blockIdx.x);
   load(blockIdx.x, tid);
   announce_free_buffers(domain);
@@ -235,7 +235,7 @@ struct Found {
   int place;
 };
 
-// The columns in which a token's route names the expert; none where the route does not come.
+// The columns in which a token's route names the expert; none if the route does not come.
 __device__ uint32_t find_columns(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
                                  int expert) {
   const LowLatencyDomain& domain = params.domain;
@@ -264,16 +264,16 @@ __device__ unsigned long long* wait_stats_of(const ReceiveTokensParams& params, 
   return reinterpret_cast<unsigned long long*>(params.wait_stats + source);
 }
 
-// Adds to wait_stats how long a rank's row has been waited for since `started`, as far as that is longer than for any
-// other row of the call, so that in the end the longest wait is added.
+// Adds to wait_stats how long a rank's row has been waited for since `started`, as far as that exceeds the call's
+// longest wait so far. In the end the longest wait is added.
 __device__ void note_wait(const ReceiveTokensParams& params, int source, uint64_t started) {
   const auto waited_us = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
   const uint32_t before = atomicMax(&channel_of(params.domain, params.domain.rank).waited_us[source], waited_us);
   if (waited_us > before) atomicAdd(wait_stats_of(params, source), waited_us - before);
 }
 
-// Copies rows and scales to their places once they have come, and writes down which they are; a warp takes a segment of
-// a row at a time. Rows beyond the last place are dropped.
+// Copies rows and scales to the output once they have arrived, and records their source; a warp takes a segment of a
+// row at a time. Rows beyond the end of the output are dropped.
 __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, const Found* found,
                           int num_found, SegmentRing& ring) {
   const LowLatencyDomain& domain = params.domain;
@@ -289,7 +289,7 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
     if (params.wait_stats != nullptr) note_wait(params, source, started);
   }
   __syncthreads();
-  ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
+  ptx::fence_global_for_bulk();  // lane 0 loads rows whose flags other lanes have waited for
 
   const int num_segments = (row_bytes + kSegmentBytes - 1) / kSegmentBytes, num_items = num_found * num_segments;
   int asked = warp;
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
                         params.digest, digest);
     }
   }
-  // Where ranks' calls differ nothing is taken, for what one of them sends may lie over another's routes.
+  // If ranks' calls differ nothing is used, because rows of one may overwrite routes of another.
   if (__syncthreads_or(is_other_call) && tid < num_ranks) num_tokens[tid] = 0;
   __syncthreads();
 
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     const int before = count_before % kFurtherRow, num_here = count_here % kFurtherRow;
     const int place = num_rows + count_before / kFurtherRow;
     if (pair < num_pairs && token == 0) begin[source] = min(place, num_pairs);
-    // The CTAs of an expert take its tokens in turn; this one those whose number leaves `share` when divided.
+    // The CTAs of an expert take its tokens in turn: this one those with number % CTAs == share.
     const int skipped = (share + num_shares - total % num_shares) % num_shares;
     if (columns != 0 && before % num_shares == skipped) {
       found[num_found + before / num_shares] = {pair, columns, place};

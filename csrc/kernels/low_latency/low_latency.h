@@ -67,8 +67,8 @@ void prepare_low_latency_dispatch();
 void prepare_low_latency_combine();
 
 // Each launches on the stream and returns; throws CudaError if the launch is refused. The sum may start while the
-// kernel before it still runs, but writes nothing before it has ended. So may a receive that directly follows its own
-// send, and that writes at once: nothing else that runs then knows the results' memory.
+// kernel before it still runs, but writes nothing before that has ended. A receive that directly follows its own send
+// may also start early. It writes at once, because no other running kernel uses the results' memory.
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
 void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
                            cudaStream_t stream);
