@@ -326,6 +326,36 @@ def layout(
     device: int,
     stream: int,
 ) -> None: ...
+def map_topk(
+    *,
+    topk_idx: int,
+    replicas: int,
+    num_choices: int,
+    slots: int,
+    num_copies: int,
+    num_topk: int,
+    num_experts: int,
+    max_replicas: int,
+    num_slots: int,
+    rank_turn: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def plan_fits(*, num_ranks: int, num_experts: int, ranks_per_domain: int, num_spare: int) -> bool: ...
+def plan_online(
+    *,
+    counts: int,
+    spare: int,
+    quota: int,
+    loads: int,
+    num_ranks: int,
+    num_experts: int,
+    ranks_per_domain: int,
+    num_spare: int,
+    tolerance_factor: float,
+    device: int,
+    stream: int,
+) -> None: ...
 def can_run(device: int) -> bool: ...
 
 low_latency_buffers: int

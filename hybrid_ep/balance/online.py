@@ -22,6 +22,13 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core.checks import require, require_int, require_tensor
+from hybrid_ep.core.layout import has_kernels
+from hybrid_ep.core.streams import current_raw_stream
+
+try:
+    from hybrid_ep import _cuda
+except ImportError:  # not built here
+    _cuda = None  # type: ignore[assignment]
 
 __all__ = ["OnlinePlan", "map_online", "plan_online"]
 
@@ -46,7 +53,8 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
     """Plans replicas for one micro-batch. Local, deterministic, and without a host sync.
 
     Args:
-        counts: ``[R, E]`` int64: copies that each rank sends to each expert.
+        counts: ``[R, E]`` int64: copies that each rank sends to each expert; fewer than 2³¹ for the experts of a
+            domain.
         num_ranks_per_domain: divides R; replicas stay in the domain of their expert.
         num_spare: B, spare slots of each rank.
         tolerance: ε; a rank may receive (1 + ε) times the mean of its domain, which needs fewer replicas.
@@ -61,6 +69,10 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
     require_int("experts of counts", num_experts, minimum=1, multiple_of=num_ranks)
     require_int("num_spare", num_spare, minimum=0)
     require(isinstance(tolerance, float | int) and tolerance >= 0, "tolerance", tolerance, "a number ≥ 0")
+    if counts.is_cuda and has_kernels(counts.device.index):
+        sizes = {"num_ranks": num_ranks, "num_experts": num_experts, "num_spare": num_spare}
+        if _cuda.plan_fits(**sizes, ranks_per_domain=num_ranks_per_domain):
+            return _plan_by_kernel(counts.contiguous(), num_ranks_per_domain, num_spare, tolerance)
     num_local, num_domains = num_experts // num_ranks, num_ranks // num_ranks_per_domain
     home = counts.sum(0).view(num_domains, 1, num_ranks_per_domain, num_local)
     wanted = _wanted_maxima(home.sum(3).squeeze(1), tolerance)
@@ -85,6 +97,30 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
         quota=quota.view(num_experts, num_ranks_per_domain),
         loads=(home.sum(2) + given.sum(2)).view(num_ranks),
     )
+
+
+def _plan_by_kernel(counts: Tensor, num_ranks_per_domain: int, num_spare: int, tolerance: float) -> OnlinePlan:
+    """The same plan in one kernel."""
+    num_ranks, num_experts = counts.shape
+    plan = OnlinePlan(
+        spare=counts.new_empty(num_ranks, num_spare),
+        quota=counts.new_empty(num_experts, num_ranks_per_domain),
+        loads=counts.new_empty(num_ranks),
+    )
+    _cuda.plan_online(
+        counts=counts.data_ptr(),
+        spare=plan.spare.data_ptr(),
+        quota=plan.quota.data_ptr(),
+        loads=plan.loads.data_ptr(),
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        ranks_per_domain=num_ranks_per_domain,
+        num_spare=num_spare,
+        tolerance_factor=1 + float(tolerance),
+        device=counts.device.index,
+        stream=current_raw_stream(counts.device.index),
+    )
+    return plan
 
 
 def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) -> Tensor:

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
 from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.layout import has_kernels
+from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.errors import ConfigError
+
+try:
+    from hybrid_ep import _cuda
+except ImportError:  # not built here
+    _cuda = None  # type: ignore[assignment]
 
 __all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]
 
@@ -317,10 +324,16 @@ class DevicePlacement:
     num_choices: Tensor
     rank: int
 
+    @property
+    def rank_turn(self) -> int:
+        """Where this rank's tokens begin in the order of turns."""
+        return self.rank * _RANK_STEP % _WORD
+
     def map_topk(self, layer: int, topk_idx: Tensor) -> Tensor:
         """Maps logical to physical experts. The host does not wait; every engine and device gives the same.
 
-        Columns stay where they are, and so do their weights.
+        Columns stay where they are, and so do their weights. On a GPU this is one kernel, and what is no expert becomes
+        what is no slot: the dispatch reports it.
 
         Args:
             layer: index of the layer.
@@ -343,12 +356,34 @@ class DevicePlacement:
             device=self.replicas.device,
         )
         require_expert_indices(topk_idx, num_experts)
+        if topk_idx.is_cuda and has_kernels(topk_idx.device.index):
+            return self._map_by_kernel(layer, topk_idx.contiguous())
         expert = topk_idx.clamp_min(0)
         token = torch.arange(topk_idx.shape[0], device=topk_idx.device).unsqueeze(1)
-        turn = (token * _TOKEN_STEP + self.rank * _RANK_STEP) % _WORD
+        turn = (token * _TOKEN_STEP + self.rank_turn) % _WORD
         nth = (turn * self.num_choices[layer][expert]) >> 32
         slot = self.replicas[layer][expert, nth]
         return torch.where(topk_idx >= 0, slot, -1)
+
+    def _map_by_kernel(self, layer: int, topk_idx: Tensor) -> Tensor:
+        slots = torch.empty_like(topk_idx)
+        _, num_experts, max_replicas = self.replicas.shape
+        index = topk_idx.device.index
+        _cuda.map_topk(
+            topk_idx=topk_idx.data_ptr(),
+            replicas=self.replicas[layer].data_ptr(),
+            num_choices=self.num_choices[layer].data_ptr(),
+            slots=slots.data_ptr(),
+            num_copies=topk_idx.numel(),
+            num_topk=topk_idx.shape[1],
+            num_experts=num_experts,
+            max_replicas=max_replicas,
+            num_slots=self.phy2log.shape[1],
+            rank_turn=self.rank_turn,
+            device=index,
+            stream=current_raw_stream(index),
+        )
+        return slots
 
 
 def balancedness(loads: Tensor) -> Tensor:

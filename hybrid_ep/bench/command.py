@@ -11,16 +11,17 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hybrid_ep.bench.balance import POLICIES
 from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
 from hybrid_ep.bench.link import print_link_report, run_link_bench
-from hybrid_ep.bench.plan import MODES, BenchPlan, Candidate, default_workload_sizes
+from hybrid_ep.bench.plan import BALANCE, MODES, SKEWS_PER_EXPONENT, BenchPlan, Candidate, default_workload_sizes
 from hybrid_ep.bench.results import BenchReport
 from hybrid_ep.bench.subjects import BASELINE, require_known
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.core.checks import require_int
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFolder
-from hybrid_ep.testing.workload import DTYPES, ROUTINGS, Workload
+from hybrid_ep.testing.workload import DTYPES, ROUTINGS, ZIPF_EXPONENT, Workload
 
 __all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
 
@@ -50,6 +51,12 @@ _DEFAULT_CHUNKS = 1000
 @click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs.")
 @click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs.")
 @click.option("--experts", type=int, help="Experts of all ranks together; default: 256 on GPUs.")
+@click.option(
+    "--skew",
+    default=",".join(map(str, range(11))),
+    show_default=True,
+    help="In mode balance: skews of the router; the r-th most popular expert is liked ∝ r^(−skew/5).",
+)
 @click.option("--seed", default=0, show_default=True, help="Of tokens and routing.")
 @click.option(
     "--impl",
@@ -80,6 +87,7 @@ def bench(
     hidden: int | None,
     topk: int | None,
     experts: int | None,
+    skew: str,
     seed: int,
     implementations: tuple[str, ...],
     num_sms: str | None,
@@ -109,8 +117,14 @@ def bench(
             chunks = require_int("runs", _DEFAULT_CHUNKS if runs is None else runs, minimum=1)
             ctx.exit(_bench_link(num_ranks, launcher, sizes, chunks, as_json))
         require_int("experts", sizes["experts"], minimum=num_ranks, multiple_of=num_ranks)
-        for implementation in implementations:
-            require_known(implementation, mode)
+        exponents: list[float | None] = [None]
+        if mode == BALANCE:
+            exponents = [one / SKEWS_PER_EXPONENT for one in _integers("skew", skew, minimum=0)]
+            candidates = tuple(Candidate(policy) for policy in POLICIES)
+        else:
+            for implementation in implementations:
+                require_known(implementation, mode)
+            candidates = _candidates(implementations, num_sms, mode)
         plans = [
             BenchPlan(
                 workload=Workload(
@@ -119,19 +133,21 @@ def bench(
                     num_topk=sizes["topk"],
                     num_experts=sizes["experts"],
                     dtype=dtype,
-                    routing=routing,
+                    routing=routing if exponent is None else "skewed",
                     seed=seed,
+                    exponent=ZIPF_EXPONENT if exponent is None else exponent,
                 ),
                 mode=mode,
-                candidates=_candidates(implementations, num_sms, mode),
+                candidates=candidates,
                 num_warmups=warmups,
                 num_runs=_DEFAULT_RUNS[device] if runs is None else runs,
                 no_sync=no_sync,
                 device=device,
-                wire=wire,
+                wire=wire and mode != BALANCE,
                 num_held=hold,
             )
             for num_tokens in ([sizes["tokens"]] if tokens is None else _integers("tokens", tokens, minimum=0))
+            for exponent in exponents
         ]
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from hybrid_ep.bench.plan import CALLS
+from hybrid_ep.bench.plan import BALANCE, CALLS, SKEWS_PER_EXPONENT
 from hybrid_ep.bench.results import WIRE, BenchReport, BenchResult, Operation, Outcome, settings, varying
 from hybrid_ep.report.charts import GREY, PALETTE, Picture, label_bars, new_figure, theme, to_png
 
@@ -40,6 +40,8 @@ def draw(report: BenchReport) -> Picture:
     Of plans that differ in tokens all are drawn; otherwise only those that sweep SMs, if any does.
     """
     results = report.results
+    if results[0].plan.mode == BALANCE:
+        return _draw_balance(report)
     over_tokens = "tokens" in report.varying()
     sweeps = [] if over_tokens else [result for result in results if _sweeps_sms(result)]
     results = sweeps or results
@@ -69,6 +71,31 @@ def draw(report: BenchReport) -> Picture:
         png = to_png(figure)
     name = "latency" if low_latency else "bandwidth"
     return Picture(name, png, f"{name.capitalize()} of dispatch and combine for each implementation")
+
+
+def _draw_balance(report: BenchReport) -> Picture:
+    """Over the skew of the router: the time of the layer, and how full the fullest rank is."""
+    panels: tuple[tuple[str, Callable[[Outcome], float]], ...] = (
+        ("time of the layer, ms", lambda outcome: _operation(outcome, "layer").median_us / 1e3),
+        ("copies of the fullest rank over the mean", lambda outcome: outcome.fullest or 0.0),
+    )
+    with theme():
+        figure, axes = new_figure(1, 2, size=(12, 5.6), title=_title(report, report.results), grid="y")
+        for axis, (title, value) in zip(axes[0], panels, strict=True):
+            axis.set_title(title)
+            lines: dict[str, list[_Point]] = {}
+            for result in report.results:
+                skew = result.plan.workload.exponent * SKEWS_PER_EXPONENT
+                for outcome in result.outcomes:
+                    if outcome.operations:
+                        lines.setdefault(outcome.candidate.title, []).append((skew, value(outcome)))
+            for i, (name, points) in enumerate(lines.items()):
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", color=PALETTE[i], linewidth=2, label=name)
+            axis.set_ylim(bottom=0)
+            _set_scale(axis, "skew of the router", logarithmic=False)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.5)
+        png = to_png(figure)
+    return Picture("balance", png, "Time of a layer and its fullest rank over the skew of the router")
 
 
 def _shown(result: BenchResult) -> list[Outcome]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.bench.balance import measure_balance
 from hybrid_ep.bench.machine import device_name, versions
 from hybrid_ep.bench.measure import measure
-from hybrid_ep.bench.plan import BenchPlan
+from hybrid_ep.bench.plan import BALANCE, BenchPlan
 from hybrid_ep.bench.results import WIRE, BenchReport, summarize
 from hybrid_ep.bench.timing import time_floor
 from hybrid_ep.bench.wire import measure_wire
@@ -122,7 +123,7 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
         measurements = []
         for candidate in plan.candidates:
             begin(plan, candidate.title)
-            measurements.append(run(measure, candidate, plan))
+            measurements.append(run(measure_balance if plan.mode == BALANCE else measure, candidate, plan))
         results.append(summarize(plan, wire, measurements))
     return BenchReport(date, len(names), names[0], versions(device), floor_us, results)
 

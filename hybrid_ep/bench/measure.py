@@ -17,7 +17,7 @@ from hybrid_ep.bench.subjects import open_subject
 from hybrid_ep.bench.timing import Holding, Times, time_calls, time_host, time_until_done
 from hybrid_ep.testing.workload import make_batch
 
-__all__ = ["RankMeasurement", "measure"]
+__all__ = ["RankMeasurement", "anywhere", "measure"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,14 @@ class RankMeasurement:
         problems: what is wrong, in words; then nothing was timed.
         times: operation → time of each run.
         rows: call → rows that cross to this rank.
+        fullest: in mode ``balance``, copies of the fullest rank over the mean.
     """
 
     engine: str
     problems: list[str]
     times: dict[str, Times]
     rows: dict[str, RowCounts]
+    fullest: float | None = None
 
 
 def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
@@ -49,7 +51,7 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
         outputs = subject.outputs(dispatched, expert_factor(rank))
         problems += check_combined(subject.combine(dispatched, outputs), batch, plan, rank, num_ranks)
         times: dict[str, Times] = {}
-        if not _anywhere(bool(problems), on_gpu):
+        if not anywhere(bool(problems), on_gpu):
 
             def dispatch() -> None:
                 nonlocal dispatched
@@ -96,8 +98,8 @@ def _time_as_callers_live(
     return times | time_until_done(until_done, num_runs=plan.num_runs, device=plan.device)
 
 
-def _anywhere(flag: bool, on_gpu: bool) -> bool:
-    """Whether the flag is set on any rank."""
+def anywhere(flag: bool, on_gpu: bool) -> bool:
+    """Whether the flag is set on any rank. Collective."""
     total = torch.tensor([int(flag)], device="cuda" if on_gpu else "cpu")
     dist.all_reduce(total)
     return bool(total.item())

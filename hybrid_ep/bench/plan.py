@@ -7,10 +7,21 @@ from dataclasses import dataclass
 from hybrid_ep.core.checks import require, require_int
 from hybrid_ep.testing.workload import Workload
 
-__all__ = ["CALLS", "MODES", "BenchPlan", "Candidate", "call_of", "default_workload_sizes"]
+__all__ = [
+    "BALANCE",
+    "CALLS",
+    "MODES",
+    "SKEWS_PER_EXPONENT",
+    "BenchPlan",
+    "Candidate",
+    "call_of",
+    "default_workload_sizes",
+]
 
-MODES = ("normal", "permute", "low-latency")
+BALANCE = "balance"
+MODES = ("normal", "permute", "low-latency", BALANCE)
 CALLS = ("dispatch", "combine")
+SKEWS_PER_EXPONENT = 5  # skew 5 is Zipf's law
 _HALVES = (": send", ": receive")
 _IN_A_ROW = ": graph of "
 _UNTIL_DONE = ": until done"
@@ -21,7 +32,8 @@ class Candidate:
     """One row of the comparison.
 
     Attributes:
-        implementation: ``hybrid_ep``, ``torch-nccl``, or a module with DeepEP's or Hybrid-EP's interface.
+        implementation: ``hybrid_ep``, ``torch-nccl``, or a module with DeepEP's or Hybrid-EP's interface; in mode
+            ``balance`` a policy.
         num_sms: SMs that it may use; None = its own choice.
     """
 
@@ -40,8 +52,9 @@ class BenchPlan:
 
     Attributes:
         workload: of each rank.
-        mode: ``normal`` (`Buffer`), ``permute`` (`HybridEPBuffer`, rows grouped by expert) or ``low-latency``.
-        candidates: who takes part.
+        mode: ``normal`` (`Buffer`), ``permute`` (`HybridEPBuffer`, rows grouped by expert), ``low-latency``, or
+            ``balance`` (a layer with policies of balance).
+        candidates: who takes part; in mode ``balance`` the policies.
         num_warmups: calls before timing.
         num_runs: timed calls.
         no_sync: give the upper bound of received rows, so that no call waits for the host.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_ep.bench.measure import RankMeasurement
-from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate, call_of
+from hybrid_ep.bench.plan import BALANCE, CALLS, SKEWS_PER_EXPONENT, BenchPlan, Candidate, call_of
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.timing import Times
 from hybrid_ep.bench.wire import RankWire, compared_sms
@@ -74,6 +74,7 @@ class Outcome:
     engine: str
     problems: list[str]
     operations: list[Operation]
+    fullest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def settings(plan: BenchPlan) -> dict[str, str]:
         "topk": str(workload.num_topk),
         "experts": str(workload.num_experts),
         "no-sync": "yes" if plan.no_sync else "no",
+        **({"skew": f"{workload.exponent * SKEWS_PER_EXPONENT:g}"} if plan.mode == BALANCE else {}),
     }
 
 
@@ -186,7 +188,7 @@ def summarize(plan: BenchPlan, wire: list[RankWire] | None, measurements: list[l
         wire_us = {op.name: op.median_us for limit in same_sms for op in limit.operations}
         ranks = [(rank.times, rank.rows) for rank in found]
         operations = [_operation(name, plan, ranks, wire_us.get(call_of(name) or "")) for name in found[0].times]
-        outcomes.append(Outcome(candidate, found[0].engine, problems, operations))
+        outcomes.append(Outcome(candidate, found[0].engine, problems, operations, found[0].fullest))
     return BenchResult(plan, outcomes, limits, wire[0].obstacle if wire else None)
 
 

@@ -119,8 +119,22 @@ def _notes(report: BenchReport) -> list[str]:
     ]
     obstacles = dict.fromkeys(result.wire_obstacle for result in report.results if result.wire_obstacle)
     return (
-        notes + [f"Wire limit not measured: {obstacle}." for obstacle in obstacles] + _where_others_are_faster(report)
+        notes
+        + _fullest(report)
+        + [f"Wire limit not measured: {obstacle}." for obstacle in obstacles]
+        + _where_others_are_faster(report)
     )
+
+
+def _fullest(report: BenchReport) -> list[str]:
+    """In mode balance, how full the fullest rank is."""
+    return [
+        f"{', '.join((*_labels(report, i), outcome.candidate.title))}: the fullest rank has {outcome.fullest:.2f} × "
+        "the mean copies."
+        for i, result in enumerate(report.results)
+        for outcome in result.outcomes
+        if outcome.fullest is not None
+    ]
 
 
 def _where_others_are_faster(report: BenchReport) -> list[str]:
@@ -155,7 +169,7 @@ def _problems(report: BenchReport) -> list[str]:
 def _labels(report: BenchReport, result_idx: int) -> list[str]:
     """What tells this plan from the others."""
     values = settings(report.results[result_idx].plan)
-    return [values[name] for name in report.varying()]
+    return [f"skew {values[name]}" if name == "skew" else values[name] for name in report.varying()]
 
 
 def _rows(report: BenchReport) -> list[list[str]]:

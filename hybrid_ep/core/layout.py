@@ -27,6 +27,7 @@ __all__ = [
     "compute_layout_on_device",
     "experts_of_columns",
     "first_occurrence",
+    "has_kernels",
     "indices_to_map",
     "map_to_indices",
     "permutation_by_expert",
@@ -83,7 +84,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             is_token_in_rank=in_rank.data_ptr(),
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
-    elif device.type == "cuda" and _has_kernels(device.index):
+    elif device.type == "cuda" and has_kernels(device.index):
         num_domains = num_ranks // num_ranks_per_domain
         totals = torch.empty(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
         in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
@@ -108,7 +109,8 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
 
 
 @functools.cache
-def _has_kernels(device_index: int) -> bool:
+def has_kernels(device_index: int) -> bool:
+    """Whether the kernels of `_cuda` run on this GPU."""
     return _cuda is not None and _cuda.can_run(device_index)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from hybrid_ep.core.checks import MAX_TOPK, require, require_int
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE
 
-__all__ = ["DTYPES", "ROUTINGS", "Batch", "Workload", "make_batch", "make_routing"]
+__all__ = ["DTYPES", "ROUTINGS", "ZIPF_EXPONENT", "Batch", "Workload", "make_batch", "make_routing"]
 
 DTYPES = ("bf16", "fp8")
 ROUTINGS = ("uniform", "skewed", "hot")
-_ZIPF_EXPONENT = 0.6
+ZIPF_EXPONENT = 0.6
 _HOT_SHARE = 0.3
 _FP8_SCALE_BYTES = 4
 
@@ -38,6 +38,7 @@ class Workload:
             seed), and every token has its own noise on top. ``hot``: 30 % of the tokens want expert 0 first, the others
             not at all; otherwise uniform.
         seed: of tokens and routing.
+        exponent: of the popularity in the skewed routing; 0 is uniform.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -50,6 +51,7 @@ class Workload:
     dtype: str = "bf16"
     routing: str = "uniform"
     seed: int = 0
+    exponent: float = ZIPF_EXPONENT
 
     def __post_init__(self) -> None:
         require_int("tokens", self.num_tokens, minimum=0)
@@ -57,6 +59,7 @@ class Workload:
         require(self.routing in ROUTINGS, "routing", self.routing, ", ".join(ROUTINGS))
         require_int("hidden", self.hidden, minimum=1, multiple_of=CHANNELS_PER_SCALE if self.dtype == "fp8" else 1)
         require_int("experts", self.num_experts, minimum=1)
+        require(0 <= self.exponent < float("inf"), "exponent", self.exponent, "a number ≥ 0")
         limit = min(MAX_TOPK, self.num_experts)
         require(1 <= self.num_topk <= limit, "topk", self.num_topk, f"1 … {limit}")
 
@@ -125,7 +128,7 @@ def make_routing(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
     if workload.routing == "skewed":
         popular_first = torch.randperm(num_experts, generator=torch.Generator().manual_seed(workload.seed))
         popularity_rank = popular_first.argsort() + 1
-        logits -= _ZIPF_EXPONENT * popularity_rank.double().log()
+        logits -= workload.exponent * popularity_rank.double().log()
     elif workload.routing == "hot":
         wants = torch.rand(num_tokens, generator=generator) < _HOT_SHARE
         logits[:, 0] = torch.where(wants, logits.amax(1) + 1.0, -torch.inf if num_experts > workload.num_topk else 0.0)

@@ -195,6 +195,11 @@ def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 
 
+def test_balance(run_emulated: RunEmulated) -> None:
+    run_emulated(1, "emulation.balance.check_plan", 40)
+    run_emulated(1, "emulation.balance.check_map_topk", 20)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
     """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
+from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.online import map_online, plan_online
 from tests.rank_pool import RankPool
 
@@ -49,6 +50,41 @@ def test_a_captured_plan_is_that_of_the_cpu() -> None:
         want = plan_online(count, num_ranks_per_domain=4, num_spare=2)
         for a, b in zip(got, (*want, map_online(want, count, routing[5], 5)), strict=True):
             assert torch.equal(a.cpu(), b)
+
+
+def test_a_captured_mapping_is_that_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(3)
+    placement = ExpertPlacement.from_loads(torch.rand(2, 64, generator=generator), 80, 8, num_ranks_per_domain=4)
+    placement = placement.without([2])
+    here, there = placement.on("cpu", 5), placement.on("cuda", 5)
+    routings = [torch.randint(-1, 64, (1000, 6), generator=generator) for _ in range(2)]
+    given = routings[0].cuda()
+    there.map_topk(1, given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = there.map_topk(1, given)
+    for routing in routings:
+        given.copy_(routing)
+        graph.replay()
+        assert torch.equal(got.cpu(), here.map_topk(1, routing))
+    assert there.map_topk(0, given[:0]).shape == (0, 6)
+    assert torch.equal(there.map_topk(0, given[::2, :3]).cpu(), here.map_topk(0, routings[1][::2, :3]))
+
+
+@pytest.mark.parametrize("num_spare", [0, 1, 2, 32, 40])
+@pytest.mark.parametrize("num_ranks_per_domain", [8, 4])
+def test_plans_are_those_of_the_cpu(num_ranks_per_domain: int, num_spare: int) -> None:
+    generator = torch.Generator().manual_seed(num_spare)
+    for exponent in (0.0, 1.0, 2.0):
+        odds = torch.arange(1, 257).double() ** -exponent
+        counts = torch.stack(
+            [odds.multinomial(4096, True, generator=generator).bincount(minlength=256) for _ in range(8)]
+        )
+        for tolerance in (0.0, 0.1):
+            options = {"num_ranks_per_domain": num_ranks_per_domain, "num_spare": num_spare, "tolerance": tolerance}
+            for a, b in zip(plan_online(counts.cuda(), **options), plan_online(counts, **options), strict=True):
+                assert torch.equal(a.cpu(), b)
 
 
 def _move() -> None:

@@ -100,6 +100,7 @@ class Told:
         served: experts of the last placement.
         num_steps: that were right.
         wrong: what was not.
+        left_out: what a rank that could not go on was told.
         noticed: when errors came, and `recovered` when the next group was there, by one clock for all.
     """
 
@@ -108,6 +109,7 @@ class Told:
     served: tuple[int, ...] = ()
     num_steps: int = 0
     wrong: list[str] = field(default_factory=list)
+    left_out: str = ""
     noticed: list[float] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
 
@@ -273,8 +275,9 @@ def _work(trial: Trial) -> Told:
                     lost=lost,
                     load_timeout_s=2 * TIMEOUT_S,
                 )
-            except TransportError:
-                return told  # left out
+            except TransportError as error:
+                told.left_out = str(error)
+                return told
             told.recovered.append(time.monotonic())
             told.generations.append(recovered.report.generation)
             job.take(recovered)
@@ -319,8 +322,11 @@ def _run_one(trial: Trial) -> Outcome:
                 os.kill(pid, signal.SIGKILL)
     problems += [problem for one in told for problem in one.wrong]
     problems += _judge(trial, survivors, told)
-    ends, begins = [one.recovered[0] for one in told], [one.noticed[0] for one in told]
-    return Outcome(trial, problems, max(ends) - max(begins), sum(one.num_steps for one in told))
+    told_of = [one for one in told if one.recovered]
+    seconds = max((one.recovered[0] for one in told_of), default=0.0) - max(
+        (one.noticed[0] for one in told_of), default=0.0
+    )
+    return Outcome(trial, problems, seconds, sum(one.num_steps for one in told))
 
 
 def _judge(trial: Trial, survivors: list[int], told: list[Told]) -> list[str]:
@@ -328,7 +334,7 @@ def _judge(trial: Trial, survivors: list[int], told: list[Told]) -> list[str]:
     # The second victim may have come to the end before its time.
     allowed = [tuple(survivors), tuple(sorted([*survivors, *trial.victims[1:]]))]
     problems = [
-        f"rank {rank} ended with ranks {one.ranks}, not {survivors}"
+        f"rank {rank} ended with ranks {one.ranks}, not {survivors} {one.left_out}"
         for rank, one in zip(survivors, told, strict=True)
         if one.ranks not in allowed or one.ranks != told[0].ranks
     ]

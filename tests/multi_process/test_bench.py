@@ -22,13 +22,14 @@ from click.testing import CliRunner
 
 from benchmarks.figures import main as figures
 from hybrid_ep.bench import wire
+from hybrid_ep.bench.balance import _check
 from hybrid_ep.bench.measure import RankMeasurement, measure
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_host
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.testing.workload import Workload, make_batch
 from tests.conftest import RunRanks
 
 TINY = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]
@@ -40,6 +41,37 @@ DESTROYED = "tests.multi_process.destroyed_implementation"
 def plan(mode: str, dtype: str = "bf16", *, routing: str = "uniform", no_sync: bool = False) -> BenchPlan:
     workload = Workload(num_tokens=24, hidden=256, num_topk=3, num_experts=8, dtype=dtype, routing=routing)
     return BenchPlan(workload, mode, (), num_warmups=0, num_runs=2, no_sync=no_sync, device="cpu")
+
+
+def test_balance_is_right_and_timed(tmp_path: Path) -> None:
+    asked = ["--mode", "balance", "--ranks", "4", "--skew", "0,10", "--warmups", "0", "--json", "--out", str(tmp_path)]
+    result = CliRunner().invoke(main, ["bench", *TINY, *asked])
+    assert result.exit_code == 0, result.output
+    outcomes = json.loads(result.stdout)["outcomes"]
+    assert [(one["plan"]["workload"]["exponent"], one["candidate"]["implementation"]) for one in outcomes] == [
+        (exponent, policy) for exponent in (0.0, 2.0) for policy in ("none", "placement", "online")
+    ]
+    names = [[operation["name"] for operation in one["operations"]] for one in outcomes]
+    parts = ["counts of all ranks", "plan", "map", "weights to replicas"]
+    assert names == [["layer"], ["layer", "map_topk"], ["layer", *parts]] * 2
+    none, placement, online = (one["fullest"] for one in outcomes[3:])
+    assert none > 1.3
+    assert placement < none
+    assert online == 1.0
+    assert "skew 10, online: the fullest rank has 1.00 × the mean copies" in (tmp_path / "result.md").read_text()
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+    refused = CliRunner().invoke(main, ["bench", *TINY, "--mode", "balance", "--skew", "-1"])
+    assert "skew is '-1'; allowed: integers ≥ 0, separated by commas" in refused.output
+
+
+def _wrong_layer() -> list[str]:
+    batch = make_batch(plan("balance").workload, dist.get_rank())
+    return _check(torch.zeros_like(batch.x), batch, plan("balance"))
+
+
+def test_a_wrong_layer_is_seen(run_ranks: RunRanks) -> None:
+    for rank, problems in enumerate(run_ranks(2, _wrong_layer)):
+        assert problems == [f"rank {rank}: rms error 100.00%; allowed 3.12%"]
 
 
 @pytest.mark.parametrize("routing", ["uniform", "hot"])

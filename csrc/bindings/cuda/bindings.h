@@ -10,6 +10,7 @@
 
 namespace hybrid_ep::bindings {
 
+void add_balance(pybind11::module_& module);
 void add_between(pybind11::module_& module);
 void add_communicator(pybind11::module_& module);
 void add_local_kernels(pybind11::module_& module);

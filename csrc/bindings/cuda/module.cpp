@@ -32,6 +32,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.attr("max_topk") = hybrid_ep::kMaxTopk;
   module.attr("max_row_bytes") = hybrid_ep::kMaxRowBytes;
   module.attr("row_align_bytes") = hybrid_ep::kRowAlignBytes;
+  hybrid_ep::bindings::add_balance(module);
   hybrid_ep::bindings::add_communicator(module);
   hybrid_ep::bindings::add_local_kernels(module);
   hybrid_ep::bindings::add_low_latency(module);

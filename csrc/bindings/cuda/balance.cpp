@@ -1,0 +1,51 @@
+// Replicas of experts: which a token goes to, and the plan of a micro-batch.
+#include "kernels/balance/balance.h"
+
+#include "bindings/cuda/bindings.h"
+#include "common/device_guard.h"
+#include "kernels/launch.h"
+
+namespace hybrid_ep::bindings {
+
+void add_balance(pybind11::module_& module) {
+  namespace py = pybind11;
+  module.def(
+      "map_topk",
+      [](uintptr_t topk_idx, uintptr_t replicas, uintptr_t num_choices, uintptr_t slots, int64_t num_copies,
+         int num_topk, int num_experts, int max_replicas, int num_slots, uint32_t rank_turn, int device,
+         uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_map_topk(
+            {pointer<int64_t>(topk_idx), pointer<int64_t>(replicas), pointer<int64_t>(num_choices),
+             pointer<int64_t>(slots), num_copies, num_topk, num_experts, max_replicas, num_slots, rank_turn},
+            stream_of(stream));
+      },
+      py::kw_only(), py::arg("topk_idx"), py::arg("replicas"), py::arg("num_choices"), py::arg("slots"),
+      py::arg("num_copies"), py::arg("num_topk"), py::arg("num_experts"), py::arg("max_replicas"), py::arg("num_slots"),
+      py::arg("rank_turn"), py::arg("device"), py::arg("stream"));
+  module.def(
+      "plan_fits",
+      [](int num_ranks, int num_experts, int ranks_per_domain, int num_spare) {
+        PlanParams params{};
+        params.num_ranks = num_ranks;
+        params.num_experts = num_experts;
+        params.ranks_per_domain = ranks_per_domain;
+        params.num_spare = num_spare;
+        return plan_shared_bytes(params) <= kDynamicSharedBytes;
+      },
+      py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("ranks_per_domain"), py::arg("num_spare"));
+  module.def(
+      "plan_online",
+      [](uintptr_t counts, uintptr_t spare, uintptr_t quota, uintptr_t loads, int num_ranks, int num_experts,
+         int ranks_per_domain, int num_spare, double tolerance_factor, int device, uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_plan({pointer<int64_t>(counts), pointer<int64_t>(spare), pointer<int64_t>(quota),
+                     pointer<int64_t>(loads), num_ranks, num_experts, ranks_per_domain, num_spare, tolerance_factor},
+                    stream_of(stream));
+      },
+      py::kw_only(), py::arg("counts"), py::arg("spare"), py::arg("quota"), py::arg("loads"), py::arg("num_ranks"),
+      py::arg("num_experts"), py::arg("ranks_per_domain"), py::arg("num_spare"), py::arg("tolerance_factor"),
+      py::arg("device"), py::arg("stream"));
+}
+
+}  // namespace hybrid_ep::bindings

@@ -1,0 +1,96 @@
+"""The kernels of `hybrid_ep.balance`, held to the torch form: equal in every number."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.balance.online import plan_online
+from tests.battery.normal import equal
+
+__all__ = ["check_map_topk", "check_plan"]
+
+
+def check_plan(count: int) -> None:
+    """Random counts: even, skewed, with ties and zeros; several domains; more spare slots than experts."""
+    from hybrid_ep import _cuda
+
+    for seed in range(count):
+        draw = random.Random(seed)
+        num_domains, per_domain = draw.choice([(1, 8), (1, 1), (2, 4), (3, 2), (1, 34), (1, 5)])
+        num_local, num_spare = draw.choice([1, 2, 5, 32, 40]), draw.choice([0, 1, 2, 3, 33])
+        num_ranks = num_domains * per_domain
+        num_experts = num_ranks * num_local
+        if not _cuda.plan_fits(
+            num_ranks=num_ranks, num_experts=num_experts, ranks_per_domain=per_domain, num_spare=num_spare
+        ):
+            continue
+        generator = torch.Generator().manual_seed(seed)
+        most = draw.choice([1, 3, 1000])
+        counts = torch.randint(0, most + 1, (num_ranks, num_experts), generator=generator)
+        if draw.random() < 0.6:  # a few get most
+            counts[:, torch.randint(0, num_experts, (3,), generator=generator)] *= draw.choice([0, 7, 300])
+        tolerance = draw.choice([0.0, 0.0, 0.05, 0.3])
+        want = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=num_spare, tolerance=tolerance)
+
+        spare = torch.full((num_ranks, num_spare), -7)
+        quota = torch.full((num_experts, per_domain), -7)
+        loads = torch.full((num_ranks,), -7)
+        _cuda.plan_online(
+            counts=counts.data_ptr(),
+            spare=spare.data_ptr(),
+            quota=quota.data_ptr(),
+            loads=loads.data_ptr(),
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            ranks_per_domain=per_domain,
+            num_spare=num_spare,
+            tolerance_factor=1 + tolerance,
+            device=0,
+            stream=0,
+        )
+        about = f"seed {seed}, {num_domains} × {per_domain} ranks, {num_local} experts, {num_spare} spare slots"
+        equal(spare, want.spare, f"{about}: spare")
+        equal(quota, want.quota, f"{about}: quota")
+        equal(loads, want.loads, f"{about}: loads")
+
+
+def check_map_topk(count: int) -> None:
+    """Random placements, some with lost ranks; holes; indices that dispatch is to report."""
+    from hybrid_ep import _cuda
+
+    for seed in range(count):
+        draw = random.Random(seed)
+        num_ranks, num_topk = 4, draw.randint(1, 8)
+        num_experts = draw.choice([4, 12])
+        replicas = num_experts + draw.choice([0, 4, 12])
+        generator = torch.Generator().manual_seed(seed)
+        loads = torch.rand(2, num_experts, generator=generator)
+        placement = ExpertPlacement.from_loads(loads, replicas, num_ranks, num_ranks_per_domain=draw.choice([2, 4]))
+        if draw.random() < 0.3:
+            placement = placement.without([draw.randrange(num_ranks)])
+        rank, layer = draw.randrange(num_ranks), draw.randrange(2)
+        mapper = placement.on("cpu", rank)
+        topk_idx = torch.randint(-1, num_experts, (draw.choice([0, 1, 300]), num_topk), generator=generator)
+        slots = torch.full_like(topk_idx, -7)
+        wrong = torch.tensor([[-2, num_experts]])
+        wrong_slots = torch.zeros_like(wrong)
+        for given, result in ((topk_idx, slots), (wrong, wrong_slots)):
+            _cuda.map_topk(
+                topk_idx=given.data_ptr(),
+                replicas=mapper.replicas[layer].data_ptr(),
+                num_choices=mapper.num_choices[layer].data_ptr(),
+                slots=result.data_ptr(),
+                num_copies=given.numel(),
+                num_topk=given.shape[1],
+                num_experts=num_experts,
+                max_replicas=mapper.replicas.shape[2],
+                num_slots=replicas,
+                rank_turn=mapper.rank_turn,
+                device=0,
+                stream=0,
+            )
+        equal(slots, mapper.map_topk(layer, topk_idx), f"seed {seed}: slots")
+        equal(wrong_slots, torch.tensor([[-2, replicas + num_experts]]), f"seed {seed}: what is no slot")
