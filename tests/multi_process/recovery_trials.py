@@ -34,7 +34,7 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
 __all__ = ["Job", "Outcome", "Trial", "run", "step"]
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 MAX_RECOVERY_S = 2.0  # from the moment in which the last survivor was told, on a machine that is not busy
 _LIMIT_S = 90.0
 _NUM_STEPS_AFTER = 2
