@@ -348,7 +348,10 @@ class _Attempt:
             begin: when the call began.
         """
         if self._round.tickets:
-            self._round = self._round.only(self._meet("newcomers", self._me, self._round.ids, "", _CONFIRM_S)[0])
+            newcomers = [-ticket for ticket in self._round.tickets]  # who may have ended while they waited
+            timeout_s = self._terms["timeout_s"]
+            came, _ = self._meet("newcomers", self._me, self._round.ids, "", timeout_s, newcomers)
+            self._round = self._round.only(came)
         round_ = self._round
         roster = arrange(
             round_.survivors,
@@ -392,7 +395,7 @@ class _Attempt:
         Raises:
             TransportError: they did not wait for this one.
         """
-        meeting = meet(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost)
+        meeting = meet(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost, grace_s=_CONFIRM_S)
         if me not in meeting.members:
             self._lineage.is_left_out = True
             raise _left_out(self._number, max(meeting.members))
@@ -404,7 +407,7 @@ class _Attempt:
         name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
         group: dist.ProcessGroup | None = None
         buffer: BaseBuffer | None = None
-        problem, suspects = "", []
+        problem = ""
         options = dict(self._terms["options"])
         try:
             group = make_group(
@@ -420,10 +423,8 @@ class _Attempt:
             buffer = _KINDS[self._terms["kind"]].over(group, roster.num_ranks_per_domain, options)
         except (RuntimeError, HybridEPError) as error:
             problem = str(error)
-            if isinstance(error, TransportError) and error.peer is not None:
-                suspects = [error.peer]
-        # One that could waits for those that could not: for a group, and then for the votes and links of a buffer.
-        came, texts = self._meet("made", rank, range(len(ids)), problem, 3 * timeout_s, suspects)
+        # Whom an error here names may only be slow to fail itself: first for the group, then for votes or a link.
+        came, texts = self._meet("made", rank, range(len(ids)), problem, 2 * timeout_s + _CONFIRM_S)
         if len(came) == len(ids) and not any(texts.values()):
             assert group is not None
             assert buffer is not None

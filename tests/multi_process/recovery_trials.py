@@ -154,13 +154,14 @@ def factor_of(expert: int) -> float:
     return float(expert % 16 + 1)
 
 
-def step(job: Job, number: int, hang_s: float = 0.0) -> str:
+def step(job: Job, number: int, hang_s: float = 0.0, device: str = "cpu") -> str:
     """Takes tokens through the experts and back; returns what is wrong, or "".
 
     Args:
         job: of this rank.
         number: of the step, which the tokens depend on.
         hang_s: how long the experts take.
+        device: of the tokens.
     """
     buffer, placement = job.buffer, job.placement
     rank, num_slots = buffer.rank, placement.num_slots
@@ -169,15 +170,15 @@ def step(job: Job, number: int, hang_s: float = 0.0) -> str:
     x = torch.randint(1, 8, (num_tokens, 1), generator=generator).expand(-1, _HIDDEN).bfloat16().contiguous()
     order = torch.rand(num_tokens, placement.num_experts, generator=generator)
     topk_idx = order.argsort(1)[:, :_TOPK].contiguous()
-    weights = torch.ones(num_tokens, _TOPK)
-    slots = placement.on("cpu", rank).map_topk(0, topk_idx)
-    factors = torch.tensor(job.factors)
+    x, topk_idx, weights = (tensor.to(device) for tensor in (x, topk_idx, torch.ones(num_tokens, _TOPK)))
+    slots = placement.on(device, rank).map_topk(0, topk_idx)
+    factors = torch.tensor(job.factors, device=device)
     if isinstance(buffer, HybridEPBuffer):
         tokens, _, _, per_expert, handle = buffer.dispatch_with_permute(
             hidden=x, topk_idx=slots, topk_weights=weights, num_of_experts=placement.num_replicas
         )
         time.sleep(hang_s)
-        scale = factors.repeat_interleave(per_expert.cpu().long())
+        scale = factors.repeat_interleave(per_expert.long().to(device))
         combined, _ = buffer.combine_with_unpermute(
             hidden=(tokens.float() * scale.unsqueeze(1)).bfloat16(), handle=handle
         )
@@ -208,10 +209,11 @@ def step(job: Job, number: int, hang_s: float = 0.0) -> str:
         [e not in (placement.unserved[0] if placement.unserved else ()) for e in range(placement.num_experts)]
     )
     factor = torch.tensor([factor_of(e) for e in range(placement.num_experts)], dtype=torch.float64)
-    want = x.double() * torch.where(served, factor, 0.0)[topk_idx].sum(1, keepdim=True)
-    if torch.equal(combined.double(), want):
+    want = x.double().cpu() * torch.where(served, factor, 0.0)[topk_idx.cpu()].sum(1, keepdim=True)
+    got = combined.double().cpu()
+    if torch.equal(got, want):
         return ""
-    return f"step {number}, rank {rank}: {int((combined.double() != want).any(1).sum())} of {num_tokens} rows are wrong"
+    return f"step {number}, rank {rank}: {int((got != want).any(1).sum())} of {num_tokens} rows are wrong"
 
 
 _jobs: list[Job] = []  # of this rank's process

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +227,16 @@ def _refuse() -> None:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with VirtualCluster(2) as cluster:
         cluster.run(_refuse, limit_s=60)
+
+
+def test_torchrun_starts_a_job_again(tmp_path: Path) -> None:
+    """docs/elastic.md: with stores of their own, attempts do not find each other's addresses."""
+    path = tmp_path / "placement.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    job = ["--max-restarts", "1", "-m", "tests.multi_process.restarted_job", str(path)]
+    variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*torchrun, *job], capture_output=True, text=True, timeout=200, env=variables, check=False)
+    assert ended.returncode == 0, ended.stderr
+    experts = ExpertPlacement.load(path).experts[0]
+    told = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank "))
+    assert told == [f"rank {rank} is right with placement {experts}" for rank in range(3)]
