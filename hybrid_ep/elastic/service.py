@@ -398,7 +398,7 @@ class _Attempt:
         meeting = meet(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost, grace_s=_CONFIRM_S)
         if me not in meeting.members:
             self._lineage.is_left_out = True
-            raise _left_out(self._number, max(meeting.members))
+            raise _left_out(self._number, None)
         return meeting.members, meeting.texts
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
