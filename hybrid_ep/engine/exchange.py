@@ -27,7 +27,7 @@ from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, require_agreement
 from hybrid_ep.engine.base import Traffic
 from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.board import Board, Meeting, StoreLostError, meet
-from hybrid_ep.engine.link import Link
+from hybrid_ep.engine.link import Link, uses_gloo
 from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["Exchange"]
@@ -73,6 +73,7 @@ class Exchange:
         self._blame = Blame(None, grid.rank, timeout_s)
         self._generation = 0  # of the connections
         self._members: list[int] = []  # that were connected last
+        self._reconnects = group is not None and uses_gloo(group)
         self._may_go_on = False  # whether connections of this generation were lost in a call
         self._lost: TransportError | None = None  # why there are no connections
         self._board: Board | None = None
@@ -172,6 +173,9 @@ class Exchange:
             return
         ranks = self.active(range(self.grid.num_ranks))
         self._label = "barrier"
+        if self._link is None and not self._reconnects:
+            assert self._lost is not None
+            raise type(self._lost)(**vars(self._lost))
         if self._link is None or not set(ranks) <= set(self._link.members):
             self._meet_again(ranks)
             return
@@ -186,9 +190,12 @@ class Exchange:
 
         All survivors come here from the call that was lost, each within the timeout. Who does not is left out by the
         others and is told so by its next call. It does not go on by itself: only `barrier` brings it back.
+
+        Over NCCL nobody goes on. What was on its way stays in the communicator, where a later call would receive it,
+        and ranks that mask by themselves could split into parts that compute alone. Every call raises from then on.
         """
-        if self._board is None or self._link is not None:
-            self.masked.add(peer)  # over NCCL, whose connections outlive this
+        if self._link is not None:
+            self.masked.add(peer)  # it is left out already
             return
         if not self._may_go_on:
             return
@@ -317,10 +324,13 @@ class Exchange:
         error = TransportError(where, self.grid.rank, peer, detail)
         if "imed out" in str(first.error):
             error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=self._timeout_s)
-        if self._board is not None and self._link is not None and self._link.device is not None:
+        if self._link is not None:
             self.close()
-            self._may_go_on = True
-            self._lost = type(error)(**{**vars(error), "detail": f"lost in an earlier call ({where}): {detail}"})
+            self._may_go_on = self._reconnects
+            again = f"lost in an earlier call ({where}): {detail}"
+            if not self._reconnects:
+                again += "; allowed then: a new process group, and a buffer of it"
+            self._lost = type(error)(**{**vars(error), "detail": again})
         raise error from first.error
 
     def _connect(self, members: list[int]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, ClosedError, ConfigError, TimeoutError, TransportError
+from hybrid_ep.engine import exchange, link
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import normal
@@ -202,3 +203,39 @@ def test_survivors_agree_and_go_on_together(how: str) -> None:
     for peer, status, _ in told:
         assert peer == VICTIM
         assert status == [int(rank == VICTIM) for rank in range(4)]
+
+
+def _stay_away(case: Case, victim: int) -> tuple[list[str], list[int]]:
+    """As over NCCL: messages go through the user's group, which cannot be connected again."""
+    exchange.uses_gloo = link.uses_gloo = lambda group: False
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    told = []
+    with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        buffer.low_latency_dispatch(*send, use_fp8=False)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for call in (
+            lambda: buffer.low_latency_dispatch(*send, use_fp8=False),
+            lambda: buffer.low_latency_dispatch(*send, use_fp8=False),
+            lambda: buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts),
+        ):
+            with pytest.raises(TransportError) as error:
+                call()
+            told.append(str(error.value))
+        status = torch.zeros(case.num_ranks, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+    return told, status.tolist()
+
+
+def test_nobody_goes_on_where_connections_cannot_be_made_again() -> None:
+    survivors = [rank for rank in range(4) if rank != VICTIM]
+    with VirtualCluster(4, variables={"HYBRID_EP_TIMEOUT_S": str(TIMEOUT_S)}) as cluster:
+        cluster.start(_stay_away, FOUR, VICTIM)
+        for told, status in cluster.collect(survivors, limit_s=60):
+            assert all(f"lost rank {VICTIM}" in text or f"for rank {VICTIM}" in text for text in told), told
+            for text in told[1:]:
+                assert "lost in an earlier call" in text
+                assert "allowed then: a new process group, and a buffer of it" in text
+            assert status == [0, 0, 0, 0]
