@@ -9,10 +9,10 @@ ARCH ?= $(shell uname -m)
 export HYBRID_EP_STRICT ?= $(if $(filter true,$(CI)),on,off)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all lint type format wheel image image-test test-bare test-gpu bench docs validate clean
+.PHONY: help setup demo test test-fast test-all test-consumers lint type format wheel image image-test test-bare test-gpu bench docs validate clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The build runs every time: CMake looks again for what the machine has, and only changes are compiled.
 setup: $(STAMP) ## Create .venv with the pinned tools and build the extension in place
@@ -59,6 +59,9 @@ image-test: ## Build the images of both architectures and run them; takes long
 
 test-bare: ## Run the first two commands in an empty Debian: MODE=short|full AS=root|user; needs root, full takes long
 	ci/bare_root_test.sh $(or $(MODE),short) $(or $(AS),root)
+
+test-consumers: setup ## Download Megatron-core and SGLang, and run their dispatchers on CPU ranks
+	ci/test_consumers.sh $(BIN)
 
 test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda engine to every case
 	ci/test_gpu.sh $(PYTHON)

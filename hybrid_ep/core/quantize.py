@@ -3,6 +3,12 @@
 A scale is amax / 448 (448 = the largest e4m3 value), so that ``value × scale`` gives the channel back. `round_scale`
 rounds it up to a power of two. UE8M0 keeps only the biased exponent of that power, in a byte. Four of them are an
 int32, lowest channel in the lowest byte (source: OCP Microscaling Formats v1.0, sections 5.3 and 5.4.1).
+
+NVFP4 keeps a channel as e2m1: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two stand in a byte, the lower channel in
+the low half. Each block of 16 channels has an e4m3 scale. A tensor has one float32 scale, which brings the scales of
+blocks into e4m3's range: ``value × block scale / global scale`` gives a channel back. With A = the block's amax, a
+channel is at most ``A/6 × 17/16 + 6 × 2⁻¹⁰ / global scale`` off. Half the widest gap of e2m1 is 1. A block scale is
+rounded by at most 1/16 of itself, or where it is subnormal by at most 2⁻¹⁰.
 """
 
 from __future__ import annotations
@@ -15,12 +21,17 @@ from torch import Tensor
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
+    "CHANNELS_PER_BLOCK",
     "CHANNELS_PER_SCALE",
+    "E2M1_MAX",
     "E4M3_MAX",
     "SCALES_PER_WORD",
     "Fp8Format",
     "cast_from_fp8",
+    "cast_from_nvfp4",
     "cast_to_fp8",
+    "cast_to_nvfp4",
+    "global_scale_of",
     "pack_ue8m0",
     "unpack_ue8m0",
 ]
@@ -28,6 +39,11 @@ __all__ = [
 CHANNELS_PER_SCALE = 128
 SCALES_PER_WORD = 4
 E4M3_MAX = 448.0
+CHANNELS_PER_BLOCK = 16
+E2M1_MAX = 6.0
+# Halfway between neighbours of e2m1, by where a tie goes: to the neighbour whose mantissa is even.
+_TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and its values zero
 
 
@@ -151,3 +167,82 @@ def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
     """
     exponents = packed.contiguous().view(torch.uint8)[..., :num_scales].to(torch.int32)
     return (exponents << 23).view(torch.float32)
+
+
+def global_scale_of(x: Tensor) -> Tensor:
+    """Returns ``[1]`` float32: 448 × 6 / amax, the largest that `cast_to_nvfp4` can take for `x`; 1 for zeros."""
+    amax = x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
+    return torch.where(amax > 0, E4M3_MAX * E2M1_MAX / amax, 1.0)
+
+
+def cast_to_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantises rows.
+
+    Args:
+        x: ``[..., H]`` bf16 or float32; H a multiple of 16.
+        global_scale: one positive float32, at most that of `global_scale_of`, or large values are cut; None = that.
+
+    Returns:
+        ``[..., H/2]`` uint8 of two e2m1 each, scales ``[..., H/16]`` float8_e4m3fn, and the global scale ``[1]``
+        float32.
+
+    Raises:
+        ConfigError: H is not a multiple of 16, or there is not one global scale.
+    """
+    hidden = x.shape[-1]
+    _check_blocks(hidden)
+    given = global_scale_of(x) if global_scale is None else _one_scale(global_scale)
+    blocks = x.float().reshape(*x.shape[:-1], hidden // CHANNELS_PER_BLOCK, CHANNELS_PER_BLOCK)
+    wanted = blocks.abs().amax(-1) * given / torch.full_like(given, E2M1_MAX)
+    scales = wanted.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    divisor = (scales.float() / given).unsqueeze(-1)
+    values = torch.where(divisor > 0, blocks / divisor, 0.0).flatten(-2)
+    codes = _bucket(values.abs(), _TIES_DOWN, right=False) + _bucket(values.abs(), _TIES_UP, right=True)
+    codes = (codes + 8 * (values < 0)).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scales, given
+
+
+def cast_from_nvfp4(data: Tensor, scales: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Gives quantised rows back.
+
+    Args:
+        data: ``[..., H/2]`` uint8.
+        scales: ``[..., H/16]`` float8_e4m3fn (or uint8 holding its bits).
+        global_scale: one float32, or one for each row: the shape of `data` without its last dimension.
+        dtype: of the result.
+
+    Returns:
+        ``[..., H]`` of `dtype`; the products are made in float32.
+
+    Raises:
+        ConfigError: H is not a multiple of 16, or the number of scales does not fit it.
+    """
+    hidden = 2 * data.shape[-1]
+    _check_blocks(hidden)
+    num_blocks = hidden // CHANNELS_PER_BLOCK
+    if scales.shape[-1] != num_blocks:
+        raise ConfigError(f"scales has {scales.shape[-1]} columns; allowed for hidden {hidden}: {num_blocks}")
+    codes = torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    magnitudes = torch.tensor(_E2M1, device=data.device)[(codes & 7).long()]
+    values = torch.where(codes > 7, -magnitudes, magnitudes).unflatten(-1, (num_blocks, CHANNELS_PER_BLOCK))
+    per_row = global_scale.float().reshape(()) if global_scale.numel() == 1 else global_scale.float().unsqueeze(-1)
+    factor = scales.view(torch.float8_e4m3fn).float() / per_row
+    rows: Tensor = (values * factor.unsqueeze(-1)).flatten(-2).to(dtype)
+    return rows
+
+
+def _check_blocks(hidden: int) -> None:
+    if hidden % CHANNELS_PER_BLOCK or hidden == 0:
+        raise ConfigError(f"hidden is {hidden}; allowed with NVFP4: multiples of {CHANNELS_PER_BLOCK}")
+
+
+def _one_scale(global_scale: Tensor) -> Tensor:
+    if global_scale.numel() != 1:
+        raise ConfigError(f"global_scale has {global_scale.numel()} values; allowed: one")
+    return global_scale.float().reshape(1)
+
+
+def _bucket(values: Tensor, bounds: tuple[float, ...], *, right: bool) -> Tensor:
+    """How many bounds are below each value, or with `right` not above it."""
+    found: Tensor = torch.bucketize(values, torch.tensor(bounds, device=values.device), right=right)
+    return found

@@ -1,4 +1,4 @@
-"""FP8 helpers: bounds of the error, exact powers of two, packing."""
+"""FP8 and NVFP4 helpers: bounds of the error, exact powers of two, packing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep import ConfigError
-from hybrid_ep.core.quantize import E4M3_MAX, Fp8Format, cast_from_fp8, cast_to_fp8, pack_ue8m0, unpack_ue8m0
+from hybrid_ep.core.quantize import (
+    E4M3_MAX,
+    Fp8Format,
+    cast_from_fp8,
+    cast_from_nvfp4,
+    cast_to_fp8,
+    cast_to_nvfp4,
+    global_scale_of,
+    pack_ue8m0,
+    unpack_ue8m0,
+)
 
 FORMATS = [Fp8Format(), Fp8Format(round_scale=True), Fp8Format(round_scale=True, ue8m0=True)]
 
@@ -74,3 +84,54 @@ def test_bad_formats_and_scales() -> None:
     with pytest.raises(ConfigError, match="3 columns"):
         cast_from_fp8(data, torch.ones(2, 3))
     assert scales.shape == (2, 2)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 2.0, 6.0]), st.floats(0.01, 1.0))
+@settings(max_examples=50, deadline=None)
+def test_nvfp4_is_within_its_bound(seed: int, spread: float, share: float) -> None:
+    """Blocks of very different sizes, and global scales smaller than the largest that may be taken."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10 ** (spread * torch.rand(4, 4, generator=generator))
+    x = torch.randn(4, 64, generator=generator) * sizes.repeat_interleave(16, 1)
+    data, scales, scale = cast_to_nvfp4(x, share * global_scale_of(x))
+    assert (data.shape, scales.shape, scale.shape) == ((4, 32), (4, 4), (1,))
+    back = cast_from_nvfp4(data, scales, scale, torch.float32)
+    amax = x.view(4, 4, 16).abs().amax(-1, keepdim=True)
+    bound = amax / 6 * 17 / 16 + 6 * 2**-10 / scale
+    assert bool(((back - x).view(4, 4, 16).abs() <= bound * (1 + 1e-5)).all())
+    assert bool((back * x >= 0).all())
+
+
+def test_nvfp4_values_and_their_place() -> None:
+    """What e2m1 can tell comes back bit for bit; the lower channel lies in the lower half; ties go to the even one."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.cat((values, -values)).unsqueeze(0)
+    data, scales, scale = cast_to_nvfp4(x, torch.tensor(1.0))
+    assert data.tolist() == [[0x10, 0x32, 0x54, 0x76, 0x90, 0xBA, 0xDC, 0xFE]]
+    assert scales.float().tolist() == [[1.0]]
+    assert torch.equal(cast_from_nvfp4(data, scales, scale, torch.float32), x)
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] + [0.0] * 8])
+    back = cast_from_nvfp4(*cast_to_nvfp4(ties, torch.tensor(1.0)), torch.float32)
+    assert back[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+
+
+def test_nvfp4_with_a_global_scale_of_each_row() -> None:
+    x = torch.randn(5, 32)
+    made = [cast_to_nvfp4(row) for row in x]
+    data, scales, scale = (torch.stack([part[i] for part in made]) for i in range(3))
+    together = cast_from_nvfp4(data, scales, scale.flatten(), torch.float32)
+    for row, (one, one_scales, one_scale) in enumerate(made):
+        assert torch.equal(together[row], cast_from_nvfp4(one, one_scales, one_scale, torch.float32))
+    assert cast_to_nvfp4(torch.zeros(2, 32))[2].item() == 1
+    assert not bool(cast_from_nvfp4(*cast_to_nvfp4(torch.zeros(2, 32))).any())
+    assert cast_to_nvfp4(torch.zeros(0, 32))[0].shape == (0, 16)
+
+
+def test_nvfp4_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="hidden is 40; allowed with NVFP4: multiples of 16"):
+        cast_to_nvfp4(torch.zeros(1, 40))
+    with pytest.raises(ConfigError, match="global_scale has 2 values; allowed: one"):
+        cast_to_nvfp4(torch.zeros(1, 32), torch.ones(2))
+    data, scales, scale = cast_to_nvfp4(torch.ones(1, 32))
+    with pytest.raises(ConfigError, match="scales has 1 columns; allowed for hidden 32: 2"):
+        cast_from_nvfp4(data, scales[:, :1], scale)

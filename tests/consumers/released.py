@@ -1,0 +1,172 @@
+"""Released programs that import `deep_ep`, as `make test-consumers` unpacks them, on CPU ranks with hybrid_ep under it.
+
+Nothing of them is copied: a wheel's files are imported where they lie. What a file needs of its own package, and is not
+asked for here, is a stub.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+
+from tests.battery.cases import Case
+
+__all__ = ["ROOT", "check_megatron", "check_sglang"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROOT = REPOSITORY / "out" / "consumers"
+
+
+def _import_from(package: str) -> None:
+    """Makes a package that was unpacked, and `deep_ep`, importable."""
+    os.environ["HYBRID_EP_ELASTIC_BUFFER"] = "on"
+    for path in (ROOT / package, REPOSITORY / "compat" / "deep_ep"):
+        if str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+
+
+def _case() -> Case:
+    return Case("consumer", dist.get_world_size(), 24, topk=2, num_experts=8)
+
+
+def _dense(case: Case, rank: int) -> torch.Tensor:
+    """Σ weight × (expert + 1) × x."""
+    inputs = case.inputs(rank)
+    return inputs.x.double() * (inputs.topk_weights.double() * (inputs.topk_idx + 1)).sum(1, keepdim=True)
+
+
+def _times_expert(tokens: torch.Tensor, counts: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
+    """What the experts of this rank make of rows by expert: (expert + 1) × weight × row."""
+    num_local = len(counts)
+    numbers = torch.arange(num_local) + dist.get_rank() * num_local + 1
+    factors = torch.repeat_interleave(numbers, torch.tensor(counts))
+    return (tokens.float() * (factors * weights).unsqueeze(1)).to(tokens.dtype)
+
+
+def check_megatron(backend: str) -> None:
+    """Its flex dispatcher, forward and backward, against a dense mixture."""
+    _import_from("megatron-core")
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True  # it compiles a reshape, which takes longer than all the rest
+    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    rank, case = dist.get_rank(), _case()
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    alone = [dist.new_group([r]) for r in range(case.num_ranks)][rank]
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=case.hidden,
+        num_attention_heads=4,
+        num_moe_experts=case.num_experts,
+        moe_router_topk=case.topk,
+        expert_model_parallel_size=case.num_ranks,
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend,
+        moe_router_dtype="fp32",
+    )
+    groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone, tp_ep=dist.group.WORLD)
+    local = list(range(rank * num_local, (rank + 1) * num_local))
+    dispatcher = MoEFlexTokenDispatcher(num_local, local, config, pg_collection=groups)
+    routing_map = torch.zeros(case.tokens_of(rank), case.num_experts, dtype=torch.bool).scatter_(
+        1, inputs.topk_idx, True
+    )
+    probs = torch.zeros(routing_map.shape).scatter_(1, inputs.topk_idx, inputs.topk_weights).requires_grad_()
+    x = inputs.x.clone().requires_grad_()
+    hidden, token_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+    hidden, dispatched_probs = dispatcher.token_dispatch(hidden, token_probs)
+    tokens, counts, permuted_probs = dispatcher.dispatch_postprocess(hidden, dispatched_probs)
+    y = dispatcher.combine_preprocess(_times_expert(tokens, counts.tolist(), permuted_probs))
+    y = dispatcher.combine_postprocess(dispatcher.token_combine(y))
+    want = _dense(case, rank)
+    torch.testing.assert_close(y.double(), want, rtol=2**-6, atol=2**-6)
+    y.float().sum().backward()
+    assert x.grad is not None
+    factors = (inputs.topk_weights * (inputs.topk_idx + 1)).sum(1, keepdim=True).expand_as(x)
+    torch.testing.assert_close(x.grad.float(), factors, rtol=2**-6, atol=2**-6)
+    assert probs.grad is not None
+    sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
+    torch.testing.assert_close(probs.grad.gather(1, inputs.topk_idx), sums, rtol=2**-5, atol=2**-3)
+
+
+class _Stubs(MetaPathFinder, Loader):
+    """Imports stubs for a package, but for the modules that are asked for, which are the package's own."""
+
+    def __init__(self, package: str, real: dict[str, Path]) -> None:
+        self._package, self._real = package, real
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._package and not name.startswith(f"{self._package}."):
+            return None
+        spec = ModuleSpec(name, self, is_package=name not in self._real)
+        if name in self._real:
+            spec.origin, spec.has_location = str(self._real[name]), True
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if spec.name in self._real:
+            return None
+        stub: Any = MagicMock(name=spec.name)
+        stub.__path__, stub.__spec__ = [], spec
+        return stub  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = self._real.get(module.__name__)
+        if path is not None:
+            exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+
+
+def check_sglang(is_decode: bool) -> None:
+    """Its dispatcher for DeepEP V2, in prefill and in decode steps, against a dense mixture."""
+    _import_from("sglang")
+    folder = ROOT / "sglang" / "sglang" / "srt" / "layers" / "moe" / "token_dispatcher"
+    name = "sglang.srt.layers.moe.token_dispatcher"
+    if name not in sys.modules:
+        sys.meta_path.insert(
+            0, _Stubs("sglang", {f"{name}.{part}": folder / f"{part}.py" for part in ("base", "deepep_v2")})
+        )
+    module: Any = __import__(f"{name}.deepep_v2", fromlist=["deepep_v2"])
+    rank, case = dist.get_rank(), _case()
+    inputs = case.inputs(rank)
+    module.envs = SimpleNamespace(
+        SGLANG_DEEPEP_V2_NUM_SMS=SimpleNamespace(get=lambda: 0),
+        SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=SimpleNamespace(get=lambda: True),
+    )
+    module.get_is_extend_in_batch = lambda: not is_decode
+    module.get_parallel = lambda: SimpleNamespace(attn_dp_size=2, attn_cp_size=1, tp_size=1, tp_group=None)
+    module._get_allow_hybrid_mode = lambda: False
+    state = SimpleNamespace(buffer=None, key=None)
+    module.DeepEPv2Buffer._state = classmethod(lambda _: state)
+    scale_format = SimpleNamespace(ue8m0=False, tma_aligned=False)
+    num_local = case.num_experts // case.num_ranks
+    made = module._DeepEPv2Impl(
+        dist.group.WORLD, case.topk, case.num_experts, num_local, case.hidden, scale_format, 32, use_fp8_dispatch=False
+    )
+    topk = SimpleNamespace(topk_ids=inputs.topk_idx.to(torch.int32), topk_weights=inputs.topk_weights)
+    for _ in range(2):
+        sent = made.dispatch(inputs.x, topk)
+        ends = sent.psum_num_recv_tokens_per_expert.tolist()
+        y = torch.zeros_like(sent.hidden_states)
+        begin = 0
+        for local, end in enumerate(ends):
+            rows = slice(begin, end)
+            weights = sent.topk_weights[rows]
+            y[rows] = (sent.hidden_states[rows].float() * (weights * (rank * num_local + local + 1)).unsqueeze(1)).to(
+                y.dtype
+            )
+            begin = -(-end // sent.expert_alignment) * sent.expert_alignment
+        combined = made.combine(SimpleNamespace(hidden_states=y, topk_weights=None, routewise_layout=None))
+        torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    assert state.buffer is not None
+    state.buffer.close()

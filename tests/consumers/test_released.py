@@ -1,0 +1,25 @@
+"""Released consumers against hybrid_ep as `deep_ep`: `make test-consumers` downloads them first."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import RunRanks
+from tests.consumers import released
+
+
+def _require(package: str) -> None:
+    if not (released.ROOT / package).is_dir():
+        pytest.skip(f"{package} is not unpacked; make test-consumers does it")
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_megatron_core(run_ranks: RunRanks, backend: str) -> None:
+    _require("megatron-core")
+    run_ranks(2, released.check_megatron, backend)
+
+
+@pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
+def test_sglang(run_ranks: RunRanks, is_decode: bool) -> None:
+    _require("sglang")
+    run_ranks(2, released.check_sglang, is_decode)
