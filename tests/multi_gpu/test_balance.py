@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.balance.grouped import dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
 from tests.rank_pool import RankPool
 
@@ -115,3 +116,41 @@ def test_weights_and_gradients_move(run_gpus: RunGpus, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(num_ranks, _move)
+
+
+def _dispatch_without_sync() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_local, num_tokens, num_topk = 4, 64, 2
+    generator = torch.Generator().manual_seed(9)
+    odds = torch.arange(1, num_ranks * num_local + 1).double() ** -1.5
+    topk = torch.stack(
+        [odds.repeat(num_tokens, 1).multinomial(num_topk, generator=generator) for _ in range(num_ranks)]
+    )
+    counts = torch.stack([idx.flatten().bincount(minlength=num_ranks * num_local) for idx in topk]).cuda()
+    mine, x = topk[rank].cuda(), torch.ones(num_tokens, 128, dtype=torch.bfloat16, device="cuda")
+    weights = torch.full((num_tokens, num_topk), 0.5, device="cuda")
+    with hybrid_ep.HybridEPBuffer(
+        None, 128, num_tokens, 2 * num_local, num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks
+    ) as buffer:
+        for is_watched in (False, True):  # the first call makes what later ones use again
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if is_watched and buffer.engine.name == "cuda" else "default")
+            try:
+                plan = plan_online(counts, num_ranks_per_domain=num_ranks, num_spare=num_local)
+                slots = map_online(plan, counts, mine, rank)
+                got = dispatch_online(buffer, x, slots, weights, plan, num_rows=num_tokens * num_topk)
+                assert got.probs is not None
+                y = (got.rows.float() * got.probs.unsqueeze(1)).to(torch.bfloat16)
+                out, _ = buffer.combine_with_unpermute(hidden=y, handle=got.handle)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.equal(out, x)
+            assert int(got.handle[-1]) == 0
+            assert int(got.spare_ends[-1]) == num_tokens * num_topk == got.rows.shape[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_dispatch_along_a_plan_waits_for_no_host(run_gpus: RunGpus, num_ranks: int) -> None:
+    if num_ranks > NUM_GPUS:
+        pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
+    run_gpus(num_ranks, _dispatch_without_sync)
