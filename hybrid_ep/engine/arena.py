@@ -1,4 +1,4 @@
-"""The receive arena: symmetric memory cut into equal slots, and results that are the slots they landed in.
+"""The receive arena: symmetric memory cut into equal slots, and results that are the slots in which their rows arrived.
 
 A dispatch lands in a free slot of the pool, and its results are tensors over that slot: nothing is copied. Each such
 tensor has its own storage that holds the slot; when the last view dies, the slot goes back in stream order (an event on
@@ -24,14 +24,14 @@ from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Arena", "Landed", "SlotLease"]
+__all__ = ["Arena", "DispatchOutput", "SlotLease"]
 
 _INITIAL_SLOT_BYTES = 64 << 20
 _GROWTH = 1.25  # a slot that was too small becomes this much larger than what it must hold
 _SLOT_ALIGN_BYTES = 2 << 20  # the page size of device memory
 
 
-class Landed(NamedTuple):
+class DispatchOutput(NamedTuple):
     """What a dispatch wrote to a slot and to the memory of its route; None where the call has none.
 
     Attributes:
@@ -40,7 +40,7 @@ class Landed(NamedTuple):
         weights: ``[n, K]`` float32.
         scales: ``[n, …]``.
         rank_prefix: ``[R, R]`` int32. This and the next two only of a call that made its route.
-        counts: ``[LE]`` int32, pads included; expert-major only.
+        counts: ``[LE]`` int32, padding included; expert-major only.
         overflow: ``[1]`` int32; expert-major only.
     """
 
@@ -52,7 +52,7 @@ class Landed(NamedTuple):
     counts: Tensor | None
     overflow: Tensor | None
 
-    def copied(self) -> Landed:
+    def copied(self) -> DispatchOutput:
         """The same, with what is in the slot in memory of torch's own allocator."""
         experts, weights, scales = (None if tensor is None else tensor.clone() for tensor in self[1:4])
         return self._replace(rows=self.rows.clone(), experts=experts, weights=weights, scales=scales)
@@ -71,22 +71,22 @@ class SlotLease:
         self._pool: _cuda.SlotPool | None = pool
         self.slot_idx = pool.take(stream)
 
-    def landed(self, plan: _cuda.DispatchPlan, num_rows: int, route: Route) -> Landed:
+    def output(self, plan: _cuda.DispatchPlan, num_rows: int, route: Route) -> DispatchOutput:
         """Returns what a dispatch of this plan wrote; the tensors hold the slot from now on.
 
         Of slot 0, only valid until the next call.
         """
         assert self._pool is not None
-        landed = Landed(*self._pool.tensors(self.slot_idx, plan, num_rows, route.chunk.memory, route.address))
+        output = DispatchOutput(*self._pool.tensors(self.slot_idx, plan, num_rows, route.chunk.memory, route.address))
         self._pool = None
-        return landed
+        return output
 
-    def landed_between(self, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> Landed:
+    def output_between(self, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> DispatchOutput:
         """The same of a dispatch between domains, without what its route has."""
         assert self._pool is not None
-        landed = Landed(*self._pool.tensors_between(self.slot_idx, plan, num_rows), None, None, None)
+        output = DispatchOutput(*self._pool.tensors_between(self.slot_idx, plan, num_rows), None, None, None)
         self._pool = None
-        return landed
+        return output
 
     def give_back(self) -> None:
         """Harmless when called again."""

@@ -23,7 +23,7 @@ from hybrid_ep import _cuda, env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT, dtype_code
-from hybrid_ep.engine.arena import Arena, Landed, SlotLease
+from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import Combined, Dispatched, DispatchHandle, Routing, Rows, one_at_a_time
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -66,7 +66,7 @@ class _Route(NamedTuple):
     number: int
 
 
-class _Mail(NamedTuple):
+class _HostCounts(NamedTuple):
     """What a dispatch tells a host that waits for its counts.
 
     Attributes:
@@ -232,7 +232,7 @@ class CudaBetween(TorchEngine):
                     held_capacity=held_capacity,
                 )
                 chunk, base = self._routes.take(num_ints, stream, alone=lease.slot_idx == 0)
-                mail = self._launch(
+                host_counts = self._launch(
                     plan,
                     sent,
                     topk_idx.data_ptr(),
@@ -246,29 +246,38 @@ class CudaBetween(TorchEngine):
                 )
                 if refusal is not None:
                     raise ConfigError(refusal)
-                if mail is None or not mail.needs_room:
+                if host_counts is None or not host_counts.needs_room:
                     break
                 lease.give_back()
-                self._arena.ensure(plan.slot_bytes_for(mail.max_recv))
-                held_capacity = max(held_capacity, int(mail.max_held * _GROWTH))
+                self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
+                held_capacity = max(held_capacity, int(host_counts.max_held * _GROWTH))
                 self._held_capacity = max(self._held_capacity, held_capacity)
                 lease = self._arena.lease(stream)
             number = dispatch_number(self._number, self._num_dispatches)
             if bound is not None:
                 route = _Route(chunk, base, held_capacity, bound, max_rows, max_rows, (0, 0), number)
             else:
-                assert mail is not None
-                crossed = (mail.num_sent_within, mail.num_sent_between)
-                route = _Route(chunk, base, held_capacity, mail.num_recv, mail.max_recv, mail.max_sums, crossed, number)
+                assert host_counts is not None
+                crossed = (host_counts.num_sent_within, host_counts.num_sent_between)
+                route = _Route(
+                    chunk,
+                    base,
+                    held_capacity,
+                    host_counts.num_recv,
+                    host_counts.max_recv,
+                    host_counts.max_sums,
+                    crossed,
+                    number,
+                )
             self._count_traffic(route, plan.record_bytes)
             matrix = self._matrix(route, num_tokens, num_topk, num_experts)
-            landed = _results(lease, plan, route.num_recv)
+            output = _results(lease, plan, route.num_recv)
             self._end_launch()
         finally:
             lease.give_back()
-        assert landed.experts is not None
+        assert output.experts is not None
         handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
-        return Dispatched(_as_sent(rows, landed), landed.experts, landed.weights, reported, handle)
+        return Dispatched(_as_sent(rows, output), output.experts, output.weights, reported, handle)
 
     @one_at_a_time
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
@@ -295,20 +304,20 @@ class CudaBetween(TorchEngine):
         lease = self._arena.lease(stream)
         try:
             while True:
-                mail = self._launch(
+                host_counts = self._launch(
                     plan, sent, 0, 0, route.address, route.held_capacity, route.number, lease, stream, None
                 )
-                if mail is None or not mail.needs_room:
+                if host_counts is None or not host_counts.needs_room:
                     break
                 lease.give_back()
-                self._arena.ensure(plan.slot_bytes_for(mail.max_recv))
+                self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
                 lease = self._arena.lease(stream)
             self._count_traffic(route, plan.record_bytes)
-            landed = _results(lease, plan, route.num_recv)
+            output = _results(lease, plan, route.num_recv)
             self._end_launch()
         finally:
             lease.give_back()
-        return _as_sent(rows, landed)
+        return _as_sent(rows, output)
 
     def _launch(
         self,
@@ -322,7 +331,7 @@ class CudaBetween(TorchEngine):
         lease: SlotLease,
         stream: int,
         reported: Tensor | None,
-    ) -> _Mail | None:
+    ) -> _HostCounts | None:
         """Launches a dispatch once. Returns what it tells the host; None where the host does not wait for it.
 
         Args:
@@ -480,11 +489,11 @@ class CudaBetween(TorchEngine):
             raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
         return route
 
-    def _wait_for_counts(self, ticket: int, stream: int, reported: Tensor | None) -> _Mail:
+    def _wait_for_counts(self, ticket: int, stream: int, reported: Tensor | None) -> _HostCounts:
         num_counts = 0 if reported is None else len(reported)
-        mail = self._communicator.wait_for_counts_between(ticket, stream, address(reported), num_counts)
-        if mail is not None:
-            return _Mail(*mail)
+        host_counts = self._communicator.wait_for_counts_between(ticket, stream, address(reported), num_counts)
+        if host_counts is not None:
+            return _HostCounts(*host_counts)
         fault = self._take_fault()
         if fault is None:
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
@@ -533,15 +542,15 @@ class CudaBetween(TorchEngine):
         return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
 
 
-def _results(lease: SlotLease, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> Landed:
-    """What landed, in the slot itself or copied out of slot 0."""
-    landed = lease.landed_between(plan, num_rows)
-    return landed if lease.slot_idx else landed.copied()
+def _results(lease: SlotLease, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> DispatchOutput:
+    """The output of a dispatch, in the slot itself or copied out of slot 0."""
+    output = lease.output_between(plan, num_rows)
+    return output if lease.slot_idx else output.copied()
 
 
-def _as_sent(sent: Rows, landed: Landed) -> Rows:
-    """What landed, in the dtype in which it was sent."""
-    return Rows(landed.rows if sent.scales is None else landed.rows.view(sent.data.dtype), landed.scales)
+def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
+    """The rows of a dispatch, in the dtype in which they were sent."""
+    return Rows(output.rows if sent.scales is None else output.rows.view(sent.data.dtype), output.scales)
 
 
 def _roll_call(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:

@@ -25,7 +25,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import Fp8Format
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
-from hybrid_ep.engine.arena import Arena, Landed, SlotLease
+from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import (
     Combined,
     Dispatched,
@@ -43,7 +43,7 @@ from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, scale_kind
 from hybrid_ep.engine.cuda_route import (
-    Mail,
+    HostCounts,
     PermuteState,
     Route,
     RouteMemory,
@@ -137,21 +137,21 @@ class CudaEngine(Engine):
     ) -> Dispatched:
         sent = self._send(rows, routing, expert_range, 0, num_recv_bound, room, num_sms)
         with sent.lease:
-            landed = self._results(sent)
+            output = self._results(sent)
             self._end()
-        assert landed.experts is not None
-        handle = self._handle(sent, routing, landed)
+        assert output.experts is not None
+        handle = self._handle(sent, routing, output)
         return Dispatched(
-            _as_sent(rows, landed.rows, landed.scales), landed.experts, landed.weights, sent.reported, handle
+            _as_sent(rows, output.rows, output.scales), output.experts, output.weights, sent.reported, handle
         )
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
         route = _route_of(handle)
         sent = self._send_again(rows, handle, route.num_recv, 0, num_sms)
         with sent.lease:
-            landed = self._results(sent)
+            output = self._results(sent)
             self._end()
-        return _as_sent(rows, landed.rows, landed.scales)
+        return _as_sent(rows, output.rows, output.scales)
 
     def combine(
         self,
@@ -190,14 +190,14 @@ class CudaEngine(Engine):
             probs = None
             if routing.topk_weights is not None:
                 probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
-            permuted, landed = self._spread(rows, sent, kept, probs, num_expert_sms)
+            permuted, output = self._spread(rows, sent, kept, probs, num_expert_sms)
             self._end()
-        assert landed.counts is not None
-        assert landed.overflow is not None
-        counts = landed.counts if sent.reported is None else sent.reported
+        assert output.counts is not None
+        assert output.overflow is not None
+        counts = output.counts if sent.reported is None else sent.reported
         state = PermuteState(chunk, kept, self._communicator, num_permuted_bound is None)
         handle = PermuteHandle(
-            self._handle(sent, routing, landed), counts, sent.num_rows, pad_multiple, state, landed.overflow
+            self._handle(sent, routing, output), counts, sent.num_rows, pad_multiple, state, output.overflow
         )
         return Permuted(permuted, probs, counts, handle)
 
@@ -406,7 +406,7 @@ class CudaEngine(Engine):
         try:
             # With slot 0, the call may be part of a graph.
             chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.slot_idx == 0)
-            lease, mail, reported = self._launch(
+            lease, host_counts, reported = self._launch(
                 plan, sent, topk_idx.data_ptr(), address(topk_weights), base, ABSENT, lease, stream
             )
             if refusal is not None:
@@ -417,22 +417,24 @@ class CudaEngine(Engine):
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
                 route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number)
                 return _Sent(plan, lease, stream, route, bound, None)
-            assert mail is not None
-            self.traffic.within_domain += mail.num_sent_away * plan.row_bytes
-            max_recv = mail.max_rows if pad_multiple else mail.max_recv
-            num_from_away = mail.num_recv - mail.num_kept
+            assert host_counts is not None
+            self.traffic.within_domain += host_counts.num_sent_away * plan.row_bytes
+            max_recv = host_counts.max_rows if pad_multiple else host_counts.max_recv
+            num_from_away = host_counts.num_recv - host_counts.num_kept
             route = Route(
                 chunk,
                 base,
                 plan.counts_at,
-                mail.num_recv,
+                host_counts.num_recv,
                 max_recv,
-                mail.max_sent,
-                mail.num_sent_away,
+                host_counts.max_sent,
+                host_counts.num_sent_away,
                 num_from_away,
                 number,
             )
-            return _Sent(plan, lease, stream, route, mail.num_permuted if pad_multiple else mail.num_recv, reported)
+            return _Sent(
+                plan, lease, stream, route, host_counts.num_permuted if pad_multiple else host_counts.num_recv, reported
+            )
         except BaseException:
             lease.give_back()
             raise
@@ -447,7 +449,7 @@ class CudaEngine(Engine):
         handle: int,
         lease: SlotLease,
         stream: int,
-    ) -> tuple[SlotLease, Mail | None, Tensor | None]:
+    ) -> tuple[SlotLease, HostCounts | None, Tensor | None]:
         """Launches a dispatch until there is room for its rows, in which all ranks agree.
 
         Args:
@@ -459,7 +461,7 @@ class CudaEngine(Engine):
             stream: that it runs on.
 
         Returns:
-            The lease of the slot in which they have landed, and of a call that waits for its counts, what the kernel
+            The lease of the slot in which rows arrive, and of a call that waits for its counts, what the kernel
             has told, and the counts of the local experts.
         """
         num_local = plan.num_local_experts if handle == ABSENT else 0
@@ -485,11 +487,11 @@ class CudaEngine(Engine):
                 fields = self._communicator.wait_for_counts(ticket, stream, reported.data_ptr(), num_local)
                 if fields is None:
                     self._raise_failed()
-                mail = Mail(*fields)
-                if not mail.needs_room:
-                    return lease, mail, reported
+                host_counts = HostCounts(*fields)
+                if not host_counts.needs_room:
+                    return lease, host_counts, reported
                 lease.give_back()
-                self._arena.ensure(plan.slot_bytes_for(mail.max_rows))
+                self._arena.ensure(plan.slot_bytes_for(host_counts.max_rows))
                 lease = self._arena.lease(stream)
         except BaseException:
             lease.give_back()
@@ -576,22 +578,22 @@ class CudaEngine(Engine):
         self._end()
         return Combined(out, out_weights)
 
-    def _handle(self, sent: _Sent, routing: Routing, landed: Landed) -> DispatchHandle:
-        route, prefix = sent.route, landed.rank_prefix
+    def _handle(self, sent: _Sent, routing: Routing, output: DispatchOutput) -> DispatchHandle:
+        route, prefix = sent.route, output.rank_prefix
         assert prefix is not None
         num_tokens, num_topk = routing.topk_idx.shape
         return DispatchHandle(prefix, num_tokens, route.num_recv, routing.num_experts, num_topk, self.grid, route)
 
     @staticmethod
-    def _results(sent: _Sent) -> Landed:
-        """What landed, in the slot itself or copied out of slot 0."""
-        landed = sent.lease.landed(sent.plan, sent.num_rows, sent.route)
-        return landed if sent.lease.slot_idx else landed.copied()
+    def _results(sent: _Sent) -> DispatchOutput:
+        """The output of a dispatch, in the slot itself or copied out of slot 0."""
+        output = sent.lease.output(sent.plan, sent.num_rows, sent.route)
+        return output if sent.lease.slot_idx else output.copied()
 
     def _spread(
         self, like: Rows, sent: _Sent, kept: int, probs: Tensor | None, num_sms: int | None
-    ) -> tuple[Rows, Landed]:
-        """Completes expert-major rows where they landed: further copies, pads, scales and probabilities.
+    ) -> tuple[Rows, DispatchOutput]:
+        """Completes expert-major rows in place: further copies, padding, scales and probabilities.
 
         Args:
             like: what was sent.
@@ -616,12 +618,12 @@ class CudaEngine(Engine):
             num_sms or 0,
             stream,
         )
-        landed = lease.landed(plan, num_rows, route)
-        return _as_sent(like, landed.rows if lease.slot_idx else landed.rows.clone(), scales), landed
+        output = lease.output(plan, num_rows, route)
+        return _as_sent(like, output.rows if lease.slot_idx else output.rows.clone(), scales), output
 
 
 def _as_sent(sent: Rows, data: Tensor, scales: Tensor | None) -> Rows:
-    """What landed, in the dtype in which it was sent."""
+    """The rows of a dispatch, in the dtype in which they were sent."""
     return Rows(data) if sent.scales is None else Rows(data.view(sent.data.dtype), scales)
 
 

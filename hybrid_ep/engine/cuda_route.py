@@ -12,7 +12,7 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.engine.base import Rows
 
-__all__ = ["Chunk", "Mail", "PermuteState", "Route", "RouteMemory", "address", "aligned", "aligned_rows"]
+__all__ = ["Chunk", "HostCounts", "PermuteState", "Route", "RouteMemory", "address", "aligned", "aligned_rows"]
 
 _INT_BYTES = 4
 _ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
@@ -143,13 +143,13 @@ class RouteMemory:
         return last, last.cut(num_bytes)
 
 
-class Mail(NamedTuple):
+class HostCounts(NamedTuple):
     """What the kernel of a dispatch tells a host that waits for its counts.
 
     Attributes:
         needs_room: nobody sends, for the slots of some rank are too small.
         num_recv: rows that arrive here.
-        num_permuted: rows of the result with a row for each copy, pads included; 0 where rows are by source.
+        num_permuted: rows of the result with a row for each copy, padding included; 0 where rows are by source.
         num_sent_away: rows that this rank sends to others.
         num_kept: rows that this rank sends to itself.
         max_recv: most rows that arrive at any rank.

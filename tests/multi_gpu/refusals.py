@@ -316,14 +316,14 @@ def check_errors_keep_no_slot() -> None:
             points += [
                 (engine, "_between"),
                 (engine, "_matrix"),
-                (arena_module.SlotLease, "landed_between"),
+                (arena_module.SlotLease, "output_between"),
                 (cuda_between, "aligned_rows"),
             ]
         else:
             points += [
                 (engine, "_spread"),
                 (engine, "_results"),
-                (arena_module.SlotLease, "landed"),
+                (arena_module.SlotLease, "output"),
                 (cuda_engine, "aligned_rows"),
             ]
         for target, name in points:

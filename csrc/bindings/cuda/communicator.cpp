@@ -58,7 +58,7 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
 }
 
 // Waits for the mailbox, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the fields of
-// Mail in cuda_route.py; None when the call has failed.
+// HostCounts in cuda_route.py; None when the call has failed.
 py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t stream, uintptr_t counts,
                            int num_counts) {
   const Mailbox* mail = nullptr;
@@ -72,7 +72,7 @@ py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t 
                         mail->num_kept, mail->max_recv, mail->max_sent, mail->max_rows);
 }
 
-// The same of a dispatch between domains, and returns the fields of _Mail in cuda_between.py.
+// The same of a dispatch between domains, and returns the fields of _HostCounts in cuda_between.py.
 py::object wait_for_counts_between(const Communicator& self, uint32_t ticket, uintptr_t stream, uintptr_t counts,
                                    int num_counts) {
   const Mailbox* mail = nullptr;
