@@ -157,8 +157,9 @@ ENGINE = Variable(
     "auto",
     _choice("auto", "torch", "cuda"),
     "auto, torch or cuda",
-    "The engine that moves tokens. `auto` takes cuda where it is built and all ranks have capable GPUs of one host, "
-    "else torch; `cuda` says that NVLink joins the hosts.",
+    "The engine that moves tokens. `auto` takes cuda if it is built, all ranks have capable GPUs, and each domain is "
+    "one host; several domains also need a transport. Otherwise it takes torch. "
+    "`cuda` says that NVLink joins the hosts.",
 )
 TIMEOUT_S = Variable(
     "HYBRID_EP_TIMEOUT_S",
