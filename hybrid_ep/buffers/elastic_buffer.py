@@ -173,9 +173,9 @@ class ElasticBuffer(ElasticCalls):
             do_handle_copy: keep a copy of `topk_idx`; otherwise the caller must not write to it.
             do_cpu_sync: wait on the host for how many rows arrive; None = True, or with `handle` False. Without, no
                 rank's host waits (cuda engine) and results have as many rows as there can be: M × R, with `do_expand`
-                M × R × K and the pads.
+                M × R × K and the padding.
             do_expand: rows stand by local expert, a row for each expert of a token.
-            do_zero_padding: pads are zero; needs `do_expand`. They always are.
+            do_zero_padding: padding is zero; needs `do_expand`. It always is.
             use_tma_aligned_col_major_sf: scales of the result are column-major, columns at multiples of 16 bytes.
 
         Returns:
@@ -228,7 +228,7 @@ class ElasticBuffer(ElasticCalls):
         """Brings rows back to their source tokens and sums them, without weighting. Collective.
 
         Args:
-            x: ``[N, H]`` bf16, or ``[P, H]`` with `do_expand`, in the order of recv_x. Rows after the last, and pads,
+            x: ``[N, H]`` bf16, or ``[P, H]`` with `do_expand`, in the order of recv_x. Padding and rows after the last
                 are not read.
             handle: of the dispatch.
             topk_weights: ``[N, K]`` float32, or ``[P]`` with `do_expand`; summed the same way.

@@ -39,7 +39,7 @@ class EPHandle:
         topk_idx: ``[T, K]`` int64; this rank's routing.
         num_recv_tokens: N: rows that arrived, before they were copied for each expert; without a host sync the bound
             M × R.
-        num_expanded_tokens: P: rows by expert, pads included; without a host sync their bound; 0 without `do_expand`.
+        num_expanded_tokens: P: rows by expert with padding; without a host sync their bound; 0 without `do_expand`.
         num_recv_tokens_per_expert_list: of each local expert, rounded up; empty without a host sync.
         psum_num_recv_tokens_per_scaleup_rank: ``[scale-up ranks]`` int32; running sum of the rows that came by each
             rank of the logical domain. The last is what arrived.

@@ -34,7 +34,7 @@ from hybrid_ep.errors import ConfigError
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-_MAX_PAD = 1 << 16  # so that rows with pads can be counted in 32 bits
+_MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 _TOKENS_MULTIPLE = 16  # as the peer grows
 
 
@@ -371,7 +371,7 @@ class HybridEPBuffer(BaseBuffer):
 
         Returns:
             hidden ``[P, H]`` by local expert, then source rank and token; probs ``[P]`` float32 (None without weights);
-            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` int64, pads included (on the
+            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` int64, padding included (on the
             host; with `non_blocking` on the device; with `handle` where the handle has them, or on the device if
             `non_blocking` asks for it); the handle, whose last entry is the overflow flag ``[1]`` int32.
 

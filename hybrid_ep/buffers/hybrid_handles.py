@@ -92,7 +92,7 @@ class PermutedHandle(_Handle):
         local_expert_routing_map: ``[N, LE]`` bool; which of this rank's experts a received row is for.
         num_permuted: rows of the result.
         rows_of_copies: ``[N, K]`` int32; the permuted row of each copy of a received row, −1 where there is none.
-        tokens_per_expert: ``[LE]``, pads included, as it was returned.
+        tokens_per_expert: ``[LE]``, padding included, as it was returned.
         num_of_tokens_per_rank: T.
         config: the sizes of the buffer when the handle was made.
         overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.

@@ -239,7 +239,7 @@ class Permutation(NamedTuple):
         row: ``[C]`` int64; the received row of each copy, copies in order of (local expert, row, column).
         column: ``[C]`` int64; the top-k column that names the expert of each copy.
         place: ``[C]`` int64; row of each copy in the permuted tensor.
-        num_tokens_per_expert: ``[LE]`` int32, pads included.
+        num_tokens_per_expert: ``[LE]`` int32, padding included.
     """
 
     row: Tensor

@@ -140,9 +140,9 @@ class PermuteHandle(NamedTuple):
 
     Attributes:
         dispatch: the handle of the dispatch underneath.
-        num_tokens_per_expert: ``[LE]`` int32, pads included.
+        num_tokens_per_expert: ``[LE]`` int32, padding included.
         num_permuted: P, rows of the permuted tensor (its bound when `overflow` can be raised).
-        pad_multiple: every expert's block is a multiple of it (1 = no pads).
+        pad_multiple: every expert's block is a multiple of it (1 = no padding).
         state: what the engine keeps for itself.
         overflow: ``[1]`` int32, 1 when more rows arrived than the bound; last, as the peer has it.
     """
@@ -203,9 +203,9 @@ class Permuted(NamedTuple):
     """Result of `Engine.dispatch_permuted`.
 
     Attributes:
-        rows: P rows by local expert; pads and rows after the last are zero.
+        rows: P rows by local expert; padding and rows after the last are zero.
         probs: ``[P]`` float32, or None when no weights were sent.
-        num_tokens_per_expert: ``[LE]`` int32, pads included; on the device, or on the host where they are known there.
+        num_tokens_per_expert: ``[LE]`` int32, padding included; on the device, or on the host if known there.
         handle: for `combine_permuted` and a cached `dispatch_permuted`.
     """
 
@@ -418,7 +418,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        """Local: ``[LE]`` int32 on the device of the rows; what arrived for each local expert, without pads.
+        """Local: ``[LE]`` int32 on the device of the rows; what arrived for each local expert, without padding.
 
         Of a dispatch with top-k indices. Valid in stream order behind it.
         """

@@ -45,7 +45,7 @@ class Route(NamedTuple):
     number: int
 
     def tokens_per_expert(self, num_local_experts: int) -> Tensor:
-        """``[LE]`` int32, without pads, as the kernel wrote it. On the current stream."""
+        """``[LE]`` int32, without padding, as the kernel wrote it. On the current stream."""
         return self.chunk.ints(self.address, self.counts_at, num_local_experts)
 
 

@@ -419,7 +419,7 @@ def _padded(result: Dispatched, bound: int) -> Dispatched:
 
 
 def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) -> Tensor:
-    """``[N, …]`` received rows → ``[P, …]`` (or, for weights, ``[N, K]`` → ``[P]``); pads stay zero."""
+    """``[N, …]`` received rows → ``[P, …]`` (or, for weights, ``[N, K]`` → ``[P]``); padding stays zero."""
     permutation: Permutation = handle.state
     kept = permutation.place < handle.num_permuted
     row, place = permutation.row[kept], permutation.place[kept]
