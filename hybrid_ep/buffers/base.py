@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["BaseBuffer", "as_rows", "check_bias", "check_rows"]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
 
 class BaseBuffer:
@@ -242,7 +243,7 @@ def check_rows(
         data: ``[T, H]`` bf16, or float8_e4m3fn with `scales`.
         scales: ``[T, H/128]`` float32 or ``[T, ceil(H/512)]`` int32 (packed UE8M0), of any strides; None for bf16.
         device: where they must be; None = anywhere.
-        opaque_scales: scales may have any number of columns, for nobody here reads them; then hidden sizes are any.
+        opaque_scales: nobody here reads rows with scales: these may have any number of columns, and rows may be uint8.
 
     Raises:
         ConfigError: dtype, shape or device does not fit.
@@ -252,7 +253,8 @@ def check_rows(
     if scales is None:
         require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, None), device=device)
         return as_rows(data, None)
-    require_tensor(name, data, dtypes=_FP8_DTYPES, shape=(None, None), device=device)
+    dtypes = _BYTE_DTYPES if opaque_scales else _FP8_DTYPES
+    require_tensor(name, data, dtypes=dtypes, shape=(None, None), device=device)
     num_tokens, size = data.shape
     num_scales: int | None = None
     if not opaque_scales:

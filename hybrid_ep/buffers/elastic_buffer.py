@@ -154,8 +154,8 @@ class ElasticBuffer(ElasticCalls):
         """Sends each token to every rank that owns one of its experts. Collective.
 
         Args:
-            x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, S]`` float32 or int32, of any S ≥ 1 and any
-                strides). Nobody reads the scales.
+            x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn or uint8, scales ``[T, S]`` float32 or int32, of any S ≥ 1
+                and any strides). Nobody reads bytes and scales: MXFP8 and NVFP4 (``[T, H/2]``) pass, too.
             topk_idx: ``[T, K]`` int64, global expert index or −1; None with `handle`.
             topk_weights: ``[T, K]`` float32, or None; with `handle` others than in its dispatch may come.
             cumulative_local_expert_recv_stats: ``[LE]`` int32, is added the rows for each local expert.

@@ -42,7 +42,7 @@ CALLS = (
 )
 # As the cuda engine numbers what low_latency_dispatch may be asked for.
 _FORMATS = ("bf16", "use_fp8", "use_fp8 with round_scale", "use_fp8 with use_ue8m0")
-DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32)
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32, torch.uint8)
 
 
 def _as_call(value: int) -> str:

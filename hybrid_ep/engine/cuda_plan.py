@@ -35,6 +35,7 @@ _MAX_PLANS = 1024
 ELEMENT_TYPES = {
     torch.bfloat16: (4, 16),
     torch.float8_e4m3fn: (1, 8),
+    torch.uint8: (1, 8),
     torch.float32: (2, 32),
     torch.int32: (0, 32),
 }

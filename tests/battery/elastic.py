@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
+from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, Inputs, row_of
 from tests.battery.hybrid import expected_unpermuted, expert_rows, permuted_rows
@@ -245,8 +245,13 @@ def check_scales(case: Case, device: str = "cpu") -> None:
         (data, torch.arange(data.numel() // 128, dtype=torch.int32).view(data.shape[0], -1) * 7919 + r)
         for r, (data, _) in enumerate(per_128)
     ]
+    # NVFP4: two channels in a byte, four scales of blocks in a word.
+    nvfp4 = []
+    for r in range(case.num_ranks):
+        packed, blocks, _ = cast_to_nvfp4(case.inputs(r).x, torch.tensor(400.0))
+        nvfp4.append((packed, blocks.view(torch.int32)))
     with make_buffer(case, use_fp8_dispatch=True) as buffer:
-        for sources in (per_128, ue8m0, mxfp8):
+        for sources in (per_128, ue8m0, mxfp8, nvfp4):
             data = [source[0].view(torch.uint8) for source in sources]
             scales = [source[1] for source in sources]
             x = sources[rank][0].to(device), scales[rank].t().contiguous().t().to(device)
@@ -264,7 +269,7 @@ def check_scales(case: Case, device: str = "cpu") -> None:
                     (along, gather_rows(case, rows, data), gather_rows(case, rows, scales)),
                     (by_expert, permuted_rows(copies, data), permuted_rows(copies, scales)),
                 ):
-                    assert got.dtype == torch.float8_e4m3fn
+                    assert got.dtype == x[0].dtype
                     equal(got.view(torch.uint8), want, "recv_x")
                     equal(got_scales, want_scales, "scales")
                     strides = (1, -(-got.shape[0] // 4) * 4) if column_major else (got_scales.shape[1], 1)

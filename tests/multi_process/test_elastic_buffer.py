@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -259,3 +260,13 @@ def test_size_hints() -> None:
         assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == buffer.get_logical_domain_size() == (1, 1)
         assert (buffer.rank_idx, buffer.num_ranks, buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, 1, 0, 0)
         assert buffer.get_theoretical_num_qps(16) == 2
+
+
+@pytest.mark.parametrize("kind", [ElasticBuffer, EPBuffer])
+def test_a_buffer_like_another_one(kind: type[Any]) -> None:
+    """As recovery makes it, from what JSON can hold."""
+    with kind(None, num_max_tokens_per_rank=T, hidden=H, use_fp8_dispatch=1, num_gpu_timeout_secs=7) as buffer:
+        options = json.loads(json.dumps(buffer.options()))
+        with kind.over(None, 1, options) as again:
+            assert again.options() == options
+            assert (again.num_bytes, again.num_max_tokens_per_rank, again.timeout_s) == (buffer.num_bytes, T, 7.0)
