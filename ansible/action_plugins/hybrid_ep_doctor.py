@@ -8,6 +8,7 @@ its content, so that nothing is copied there and nothing mounted into a containe
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ class ActionModule(ActionBase):
             except ConfigError as error:
                 raise AnsibleActionFail(str(error)) from error
         if results is None:
-            return self._execute_module(module_args=arguments, task_vars=task_vars)
+            return self._ask(arguments, task_vars)
         place = Path(results, "nodes", f"{(task_vars or {})['inventory_hostname']}.json")
         try:
-            answer = self._execute_module(module_args=arguments, task_vars=task_vars)
+            answer = self._ask(arguments, task_vars)
         except AnsibleConnectionFailure as error:
             self._write(place, {"unreachable": f"no connection: {error.message}"})
             raise
@@ -46,6 +47,15 @@ class ActionModule(ActionBase):
         reason = ": ".join(said) or "no answer"
         self._write(place, {"unreachable": reason})
         return {"changed": False, "answered": False, "msg": reason}
+
+    def _ask(self, arguments: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        """The module's answer. Question and arrival enclose the report in time, so that `compare` knows the clock."""
+        answer: dict[str, Any] = self._execute_module(
+            module_args={**arguments, "asked_at": time.time()}, task_vars=task_vars
+        )
+        if "report" in answer:
+            answer["report"]["facts"]["received_s"] = round(time.time(), 3)
+        return answer
 
     def _write(self, place: Path, content: dict[str, Any]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)

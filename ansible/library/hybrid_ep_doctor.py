@@ -38,6 +38,9 @@ options:
     type: list
     elements: str
     default: []
+  asked_at:
+    description: The controller's Unix time in seconds, from which the doctor measures the node's clock.
+    type: float
   limit_s:
     description: How long it may take, in seconds.
     type: int
@@ -92,6 +95,7 @@ def main() -> None:
             "profile": {"type": "str", "default": ""},
             "checks": {"type": "list", "elements": "str", "default": []},
             "options": {"type": "list", "elements": "str", "default": []},
+            "asked_at": {"type": "float"},
             "limit_s": {"type": "int", "default": 120},
         },
         supports_check_mode=True,
@@ -102,6 +106,7 @@ def main() -> None:
     words += ["--profile", "-" if content else asked["profile"]] if asked["profile"] else []
     for check in asked["checks"]:
         words += ["--check", check]
+    words += ["--asked-at", str(asked["asked_at"])] if asked["asked_at"] is not None else []
     try:
         done = subprocess.run(
             words, input=content, capture_output=True, text=True, timeout=asked["limit_s"], check=False

@@ -35,7 +35,7 @@ def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda s
     nvml = _ask_nvml(missing, before)
     verbs_reader, verbs = _ask_verbs(root, missing, before)
     pci = tuple(
-        PciDevice(**{**device, "path": tuple(device["path"]), "link": PciLink(**device.get("link", {}))})
+        PciDevice(**{**device, "path": tuple(device["path"]), "link": PciLink(**device["link"])})
         for device in raw["pci"]
     )
     numa_nodes = {device.address: device.numa_node for device in pci}
@@ -52,7 +52,7 @@ def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda s
         pci=pci,
         nic_distances=tuple(tuple(distance(gpu, nic.pci_address) for nic in nics) for gpu in gpus),
         gpu_distances=tuple(tuple(distance(gpu, other.pci_address) for other in gpus) for gpu in gpus),
-        numa_cpus=raw.get("numa_nodes", {}),
+        numa_cpus=raw["numa_nodes"],
         driver_version=nvml.get("driver_version", ""),
         nvml_version=nvml.get("nvml_version", ""),
         cuda_driver_version=nvml.get("cuda_driver_version", 0),

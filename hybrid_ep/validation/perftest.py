@@ -1,68 +1,170 @@
-"""NIC to NIC bandwidth between two nodes by perftest's ib_write_bw: one rank on each node, as mpirun starts them.
+"""NIC to NIC bandwidth and latency between two nodes by perftest: one rank on each node, as mpirun starts them.
 
 Each GPU's nearest NIC on one node writes to the NIC at the same position on the other. NICs write one after the other,
-so that the sum does not hide a slow path. Others, for storage and management, may be in networks in which nodes do not
-meet. Rank 0 listens; rank 1 connects, again and again until the listener is there, and reports.
+so that the sum does not hide a slow path: one way, both ways, and small messages for the latency. Then all write at
+once. Others, for storage and management, may be in networks in which nodes do not meet. Bandwidth is of GPU memory if
+there are GPUs and perftest knows CUDA. The result says which memory it was.
+
+Rank 0 listens. Rank 1 connects, again and again until the listener is there, and reports. A NIC that fails the first
+measurement is left out of the others, on both sides.
 """
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.topology import Topology
 
 __all__ = ["FIRST_PORT", "listen", "write_to"]
 
-FIRST_PORT = 18515  # perftest's own default; NIC number i uses FIRST_PORT + i
-_PROGRAM = "ib_write_bw"
+FIRST_PORT = 18515  # perftest's own default; each measurement of each NIC has a port of its own
+_BANDWIDTH, _LATENCY = "ib_write_bw", "ib_write_lat"
 _RETRY_S = 0.3
 _MESSAGE_BYTES = 1 << 20
 _SECONDS = 2
 
 
+class _Step(NamedTuple):
+    """One measurement of one NIC.
+
+    Attributes:
+        metric: its name.
+        program: of perftest.
+        options: of the program.
+        column: of perftest's table, from the row below the header.
+        unit: of the value there.
+    """
+
+    metric: str
+    program: str
+    options: tuple[str, ...]
+    column: int
+    unit: str
+
+
+_OF_BANDWIDTH = (f"--size={_MESSAGE_BYTES}", f"--duration={_SECONDS}", "--report_gbits")
+_STEPS = (
+    _Step("write", _BANDWIDTH, _OF_BANDWIDTH, 3, "Gb/s"),
+    _Step("write both ways", _BANDWIDTH, (*_OF_BANDWIDTH, "--bidirectional"), 3, "Gb/s"),
+    _Step("latency", _LATENCY, ("--size=8", "--iters=1000"), 4, "µs"),  # the typical one
+)
+_AT_ONCE = _Step("write at once", _BANDWIDTH, _OF_BANDWIDTH, 3, "Gb/s")
+
+
 def listen(topology: Topology, gid_index: int | None, limit_s: float) -> None:
     """Rank 0: listens on each NIC in turn, for at most `limit_s` each; whatever goes wrong is rank 1's to report."""
-    for number, name in enumerate(_nics(topology)):
-        try:
-            subprocess.run(
-                _command(topology, name, number, gid_index),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=limit_s,
-                check=False,
-            )
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            continue
+    names, memory = _nics(topology), _memory(topology)
+    command = partial(_command, topology, memory, gid_index)
+    sound = set(names)
+    for step in _STEPS:
+        for number, name in enumerate(names):
+            if name in sound and not _listened(command(step, name, number), limit_s) and step is _STEPS[0]:
+                sound.discard(name)
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        for number, name in enumerate(names):
+            if name in sound:
+                pool.submit(_listened, command(_AT_ONCE, name, number), limit_s)
+
+
+def _listened(command: Sequence[str], limit_s: float) -> bool:
+    quiet = subprocess.DEVNULL
+    try:
+        return subprocess.run(command, stdout=quiet, stderr=quiet, timeout=limit_s, check=False).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
 
 
 def write_to(address: str, topology: Topology, gid_index: int | None, limit_s: float) -> dict[str, Any]:
     """Rank 1: writes from each NIC to the one that listens.
 
     Returns:
-        The job's result: ``ok``, ``status``, ``reason`` and ``metrics``: ``write``, the slowest NIC's bandwidth in
-        Gb/s, and that of each.
+        The job's result: ``ok``, ``status``, ``reason`` and ``metrics``: of the slowest NIC ``write``,
+        ``write both ways`` (Gb/s) and ``latency`` (µs), the sum ``write at once``, and each NIC's ``write``. The reason
+        also says through which memory.
     """
     names = _nics(topology)
     if not names:
         return {"ok": True, "status": "skipped", "reason": "no active RDMA NIC on this node", "metrics": []}
-    gbps: dict[str, float] = {}
+    memory = _memory(topology)
+    command = partial(_command, topology, memory, gid_index, address=address)
+    seen: dict[str, dict[str, float]] = {}
     faults: dict[str, str] = {}
-    for number, name in enumerate(names):
-        try:
-            gbps[name] = _write(_command(topology, name, number, gid_index, address), limit_s)
-        except FileNotFoundError:
-            reason = f"{_PROGRAM} is not installed (package perftest)"
-            return {"ok": False, "status": "unknown", "reason": reason, "metrics": []}
-        except ConfigError as error:
-            faults[name] = str(error)
-    slowest = [{"name": "write", "value": min(gbps.values()), "unit": "Gb/s"}] if gbps else []
-    each = [{"name": f"write {name}", "value": value, "unit": "Gb/s"} for name, value in gbps.items()]
-    reason = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-    return {"ok": not faults, "status": "fail" if faults else "pass", "reason": reason, "metrics": slowest + each}
+    for step in _STEPS:
+        for number, name in enumerate(names):
+            if name in faults:
+                continue
+            try:
+                value = _write(command(step, name, number), step, limit_s)
+            except FileNotFoundError:
+                if step.program == _BANDWIDTH:
+                    reason = f"{_BANDWIDTH} is not installed (package perftest)"
+                    return {"ok": False, "status": "unknown", "reason": reason, "metrics": []}
+                break
+            except ConfigError as error:
+                faults[name] = f"{step.metric}: {error}" if step is not _STEPS[0] else str(error)
+            else:
+                seen.setdefault(step.metric, {})[name] = value
+    sound = [(number, name) for number, name in enumerate(names) if name not in faults]
+    with ThreadPoolExecutor(max(1, len(sound))) as pool:
+        running = {
+            name: pool.submit(_write, command(_AT_ONCE, name, number), _AT_ONCE, limit_s) for number, name in sound
+        }
+        for name, figure in running.items():
+            try:
+                seen.setdefault(_AT_ONCE.metric, {})[name] = figure.result()
+            except ConfigError as error:
+                faults[name] = f"{_AT_ONCE.metric}: {error}"
+    reason = "; ".join([*(f"{name}: {fault}" for name, fault in faults.items()), memory.said])
+    return {
+        "ok": not faults,
+        "status": "fail" if faults else "pass",
+        "reason": reason,
+        "metrics": _metrics(seen),
+    }
+
+
+def _metrics(seen: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """The worst NIC of each measurement, the sum of those at once, and each NIC's `write`."""
+    found = []
+    for step in (*_STEPS, _AT_ONCE):
+        if values := seen.get(step.metric, {}).values():
+            value = sum(values) if step is _AT_ONCE else max(values) if step.unit == "µs" else min(values)
+            found.append({"name": step.metric, "value": value, "unit": step.unit})
+    each = seen.get(_STEPS[0].metric, {}).items()
+    return found + [{"name": f"{_STEPS[0].metric} {name}", "value": value, "unit": "Gb/s"} for name, value in each]
+
+
+class _Memory(NamedTuple):
+    """Which memory is written: of GPUs (`gpus`: NIC → its nearest GPU), or the host's; and what is said of it."""
+
+    gpus: dict[str, int]
+    options: tuple[str, ...]
+    said: str
+
+
+def _memory(topology: Topology) -> _Memory:
+    """GPU memory where there is any and perftest can use it; host memory is never passed off as it."""
+    if not topology.gpus:
+        return _Memory({}, (), "host memory")
+    try:
+        shown = subprocess.run([_BANDWIDTH, "--help"], capture_output=True, text=True, errors="replace", check=False)
+    except FileNotFoundError:
+        return _Memory({}, (), "host memory")
+    usage = shown.stdout + shown.stderr
+    if "--use_cuda" not in usage:
+        return _Memory({}, (), f"host memory: {_BANDWIDTH} was built without CUDA")
+    nearest = {
+        nic.name: min(range(len(topology.gpus)), key=lambda gpu, column=column: topology.nic_distances[gpu][column])  # type: ignore[misc]
+        for column, nic in enumerate(topology.nics)
+    }
+    dmabuf = "--use_cuda_dmabuf" in usage
+    return _Memory(nearest, ("--use_cuda_dmabuf",) if dmabuf else (), "GPU memory")
 
 
 def _nics(topology: Topology) -> list[str]:
@@ -75,17 +177,26 @@ def _nics(topology: Topology) -> list[str]:
 
 
 def _command(
-    topology: Topology, name: str, number: int, gid_index: int | None, address: str | None = None
+    topology: Topology,
+    memory: _Memory,
+    gid_index: int | None,
+    step: _Step,
+    name: str,
+    number: int,
+    address: str | None = None,
 ) -> list[str]:
-    command = [_PROGRAM, f"--ib-dev={name}", f"--port={FIRST_PORT + number}", f"--size={_MESSAGE_BYTES}"]
-    command += [f"--duration={_SECONDS}", "--report_gbits", "--CPU-freq"]
+    steps = (*_STEPS, _AT_ONCE)
+    port = FIRST_PORT + steps.index(step) * len(topology.nics) + number
+    command = [step.program, f"--ib-dev={name}", f"--port={port}", *step.options, "--CPU-freq"]
+    if step.program == _BANDWIDTH and name in memory.gpus:
+        command += [f"--use_cuda={memory.gpus[name]}", *memory.options]
     nic = next(nic for nic in topology.nics if nic.name == name)
     if gid_index is not None and any(port.link_layer == "Ethernet" for port in nic.ports):
         command.append(f"--gid-index={gid_index}")
     return [*command, address] if address else command
 
 
-def _write(command: Sequence[str], limit_s: float) -> float:
+def _write(command: Sequence[str], step: _Step, limit_s: float) -> float:
     """Runs the client until it has measured.
 
     Raises:
@@ -99,20 +210,20 @@ def _write(command: Sequence[str], limit_s: float) -> float:
         except subprocess.TimeoutExpired:
             break
         if done.returncode == 0:
-            return _average(done.stdout)
+            return _figure(done.stdout, step)
         said = next((line.strip() for line in reversed((done.stdout + done.stderr).splitlines()) if line.strip()), said)
         time.sleep(_RETRY_S)
     raise ConfigError(f"no connection within {limit_s:g} s: {said}")
 
 
-def _average(table: str) -> float:
-    """The column "BW average" of the row below the header."""
+def _figure(table: str, step: _Step) -> float:
+    """The step's column of the row below the header."""
     lines = iter(table.splitlines())
     for line in lines:
         if line.split()[:1] == ["#bytes"]:
             columns = next(lines, "").split()
             try:
-                return float(columns[3])
+                return float(columns[step.column])
             except (IndexError, ValueError):
                 break
-    raise ConfigError(f"{_PROGRAM} printed no bandwidth")
+    raise ConfigError(f"{step.program} printed no {step.metric}")

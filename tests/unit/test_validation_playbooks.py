@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from hybrid_ep.cli import main
 from hybrid_ep.doctor import Report
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.topology import probe
+from hybrid_ep.topology import Distance, Topology, probe
 from hybrid_ep.validation.begin import Inventory, begin_validation
 from hybrid_ep.validation.crossnode import check_domains, compare_nodes
 from hybrid_ep.validation.perftest import listen, write_to
@@ -192,18 +193,25 @@ def test_record_leaves_result_and_log(tmp_path: Path) -> None:
 # As perftest prints it; a server has no address among its words.
 _PERFTEST = """#!/bin/sh
 echo "$@" >>"$0.log"
+[ "$1" != --help ] || { echo "$USAGE"; exit; }
 for word; do last=$word; done
 case "$*" in *mlx5_1*) echo "Couldn't connect to $last" >&2; exit 1 ;; esac
+case $0 in *lat)
+  echo ' #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]'
+  echo ' 8       1000          1.91           9.55         2.05               2.07'; exit ;;
+esac
+case "$*" in *bidirectional*) set -- 700.25 ;; *) set -- 393.40 ;; esac
 echo ' #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]'
-echo ' 1048576    93800            0.00               393.40             0.046897'
+echo " 1048576    93800            0.00               $1             0.046897"
 """
 
 
 @pytest.fixture
 def perftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = tmp_path / "ib_write_bw"
-    program.write_text(_PERFTEST)
-    program.chmod(0o755)
+    for name in ("ib_write_lat", "ib_write_bw"):
+        program = tmp_path / name
+        program.write_text(_PERFTEST)
+        program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     return program
 
@@ -219,20 +227,69 @@ def node(tmp_path: Path, num_nics: int = 2) -> Path:
     return tmp_path / "node"
 
 
+def calls(program: Path) -> list[list[str]]:
+    """How a program was called, without what only asks for its options."""
+    lines = program.with_suffix(".log").read_text().splitlines()
+    return [line.split() for line in lines if line != "--help"]
+
+
 def test_nic_bandwidth_is_each_nics_own(tmp_path: Path, perftest: Path) -> None:
     result = write_to("peer", probe(node(tmp_path, num_nics=1)), gid_index=3, limit_s=5)
-    assert (result["ok"], result["status"], result["reason"]) == (True, "pass", "")
-    assert result["metrics"][0] == {"name": "write", "value": 393.4, "unit": "Gb/s"}
-    words = perftest.with_suffix(".log").read_text().split()
-    assert (words[0], words[-1]) == ("--ib-dev=mlx5_0", "peer")
-    assert "--gid-index=3" in words  # the port is Ethernet
+    assert (result["ok"], result["status"]) == (True, "pass")
+    assert {metric["name"]: (metric["value"], metric["unit"]) for metric in result["metrics"]} == {
+        "write": (393.4, "Gb/s"),
+        "write both ways": (700.25, "Gb/s"),
+        "latency": (2.05, "µs"),
+        "write at once": (393.4, "Gb/s"),
+        "write mlx5_0": (393.4, "Gb/s"),
+    }
+    first, both, _ = calls(perftest)
+    assert (first[0], first[-1]) == ("--ib-dev=mlx5_0", "peer")
+    assert "--gid-index=3" in first  # the port is Ethernet
+    assert "--bidirectional" in both
+
+
+def write_at_once(topology: Topology) -> float:
+    result = write_to("peer", topology, gid_index=None, limit_s=5)
+    return next(metric["value"] for metric in result["metrics"] if metric["name"] == "write at once")
+
+
+def test_nics_at_once_are_summed_and_have_ports_of_their_own(tmp_path: Path, perftest: Path) -> None:
+    for program in (perftest, perftest.with_name("ib_write_lat")):
+        program.write_text(program.read_text().replace("*mlx5_1*", "*nothing*"))
+    assert write_at_once(probe(node(tmp_path))) == pytest.approx(2 * 393.4)
+    ports = [word for words in calls(perftest) for word in words if word.startswith("--port")]
+    assert len(ports) == len(set(ports)) == 6
+
+
+@pytest.mark.parametrize(
+    ("usage", "words", "said"),
+    [
+        ("--use_cuda --use_cuda_dmabuf", {"--use_cuda=0", "--use_cuda_dmabuf"}, "GPU memory"),
+        ("--use_cuda", {"--use_cuda=0"}, "GPU memory"),
+        ("--size", set(), "host memory: ib_write_bw was built without CUDA"),
+    ],
+)
+def test_memory_is_the_gpus_or_named(
+    usage: str, words: set[str], said: str, tmp_path: Path, perftest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest GPU's, where there are GPUs, which a stub of NVML tells here."""
+    monkeypatch.setenv("USAGE", usage)
+    topology = replace(probe(node(tmp_path, num_nics=1)), gpus=(None,), nic_distances=((Distance.PXB,),))
+    result = write_to("peer", topology, gid_index=None, limit_s=5)
+    assert result["reason"] == said
+    assert {word for word in calls(perftest)[0] if "cuda" in word} == words
+    assert not any("cuda" in word for word in calls(perftest.with_name("ib_write_lat"))[0])
 
 
 def test_nic_that_does_not_connect_is_named_beside_the_others(tmp_path: Path, perftest: Path) -> None:
     result = write_to("peer", probe(node(tmp_path)), gid_index=None, limit_s=1)
     assert (result["ok"], result["status"]) == (False, "fail")
-    assert result["reason"] == "mlx5_1: no connection within 1 s: Couldn't connect to peer"
-    assert [metric["name"] for metric in result["metrics"]] == ["write", "write mlx5_0"]
+    assert result["reason"].startswith("mlx5_1: no connection within 1 s: Couldn't connect to peer; ")
+    names = ["write", "write both ways", "latency", "write at once", "write mlx5_0"]
+    assert [metric["name"] for metric in result["metrics"]] == names
+    tried = [words for words in calls(perftest) if words[0] == "--ib-dev=mlx5_1"]
+    assert {word for words in tried for word in words if word.startswith("--port")} == {"--port=18516"}
 
 
 def test_only_the_nics_of_gpus_are_measured(tmp_path: Path, perftest: Path) -> None:
@@ -240,7 +297,7 @@ def test_only_the_nics_of_gpus_are_measured(tmp_path: Path, perftest: Path) -> N
     recording.files["/sys/class/infiniband/mlx5_9/ports/1/state"] = "4: ACTIVE\n"
     recording.write(tmp_path / "node")
     write_to("peer", probe(tmp_path / "node"), gid_index=None, limit_s=0.2)
-    asked = {line.split()[0] for line in perftest.with_suffix(".log").read_text().splitlines()}
+    asked = {words[0] for words in calls(perftest)}
     assert asked == {f"--ib-dev=mlx5_{idx}" for idx in range(8)}
 
 
@@ -249,12 +306,23 @@ def test_listener_goes_through_its_nics_and_gives_up_in_time(tmp_path: Path, per
     perftest.write_text(_PERFTEST + "exec sleep 60\n")
     listen(probe(node(tmp_path)), gid_index=None, limit_s=0.5)
     assert time.monotonic() - begun < 30
-    lines = perftest.with_suffix(".log").read_text().splitlines()
-    assert [line.split()[:2] for line in lines] == [
+    assert [words[:2] for words in calls(perftest)] == [
         ["--ib-dev=mlx5_0", "--port=18515"],
         ["--ib-dev=mlx5_1", "--port=18516"],
     ]
-    assert not any("peer" in line or "gid" in line for line in lines)
+    assert not any("peer" in words for words in calls(perftest))
+
+
+def test_listener_takes_every_measurement_that_the_writer_makes(tmp_path: Path, perftest: Path) -> None:
+    topology = probe(node(tmp_path, num_nics=1))
+    both: list[list[list[str]]] = []
+    for side in (lambda: listen(topology, None, 5), lambda: write_to("peer", topology, None, 5)):
+        side()
+        both.append([calls(perftest), calls(perftest.with_name("ib_write_lat"))])
+        for program in (perftest, perftest.with_name("ib_write_lat")):
+            program.with_suffix(".log").unlink()
+    listened, written = both
+    assert listened == [[words[:-1] for words in program] for program in written]
 
 
 def test_node_without_a_nic_or_without_perftest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
