@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ def _obstacle(path: Path, *, is_folder: bool) -> str | None:
     if path.exists():
         if path.is_dir() != is_folder:
             return "is a file" if is_folder else "is a folder"
-        return None if os.access(path, os.W_OK) else "cannot be written to"
+        if not is_folder:
+            return None if os.access(path, os.W_OK) else "cannot be written to"
     if not is_folder and not path.parent.is_dir():
         return f"cannot be written: there is no folder {path.parent}"
-    above = next(parent for parent in path.absolute().parents if parent.exists())
+    above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not above.is_dir():
         return f"cannot be made: {above} is a file"
-    return None if os.access(above, os.W_OK | os.X_OK) else f"cannot be made: {above} cannot be written to"
+    # To ask for rights is not enough: to root, every folder of /proc is one to write to.
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        return f"cannot be made in {above}: {error.strerror}"
+    return None
 
 
 class _Output(click.ParamType):  # type: ignore[type-arg]

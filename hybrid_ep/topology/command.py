@@ -21,7 +21,7 @@ __all__ = ["topology"]
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tree and the matrix.")
 @click.option("--svg", type=OutputFile(), help="Draw the node into this file.")
-@click.option("--nccl", type=click.Path(dir_okay=False, path_type=Path), help="Write an NCCL topology file (XML).")
+@click.option("--nccl", type=OutputFile(), help="Write an NCCL topology file (XML).")
 @click.option(
     "--sysroot",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

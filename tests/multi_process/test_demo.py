@@ -96,10 +96,15 @@ def broken_check(path: object, routing: str, settings: Settings) -> RankCheck:
 def test_demo_exits_with_1_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_run, "check_path", broken_check)
     monkeypatch.setattr(demo_run, "PATHS", PATHS[:1])
-    result = CliRunner().invoke(main, ["demo", *SMALL], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(main, ["demo", *SMALL], env={"COLUMNS": "60"})
     assert result.exit_code == 1
-    assert "Buffer, bf16, skewed routing: an error is 1.5 × what is allowed" in result.stdout
-    assert "an expert received other tokens than were routed to it" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "Buffer, bf16, skewed routing: an error is 1.5 × what is allowed" in text
+    assert "an expert received other tokens than were routed to it" in text
+    # 60 columns are few, and still show verdicts and units.
+    assert "…" not in text
+    assert text.count(" wrong ") >= 2
+    assert {"kB", "ms"} <= set(text.split())
 
 
 @pytest.mark.parametrize("losses", [[1.0, 1.0], [1.0, 2.0], [1.0, float("nan")]])

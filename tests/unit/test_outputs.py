@@ -14,19 +14,24 @@ from click.testing import CliRunner
 
 from hybrid_ep.cli import main
 
+OUTPUTS = ["demo --out", "bench --out", "doctor --record", "doctor --junit", "topology --svg", "topology --nccl"]
 
-@pytest.mark.parametrize(
-    "command",
-    [["demo", "--out"], ["bench", "--out"], ["doctor", "--record"], ["doctor", "--junit"], ["topology", "--svg"]],
-    ids=lambda command: " ".join(command),
-)
-def test_outputs_are_checked_before_the_work(command: list[str], tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_outputs_are_checked_before_the_work(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(main, [*command, str(tmp_path / "file" / "below")])
+    result = CliRunner().invoke(main, [*command.split(), str(tmp_path / "file" / "below")])
     assert result.exit_code == 2
     assert "cannot be" in result.stderr
     assert f"{tmp_path / 'file'}" in result.stderr
     assert not result.stdout
+
+
+@pytest.mark.parametrize("command", [["demo", "--out"], ["bench", "--out"]], ids=lambda command: " ".join(command))
+def test_a_folder_that_takes_no_files_is_told_before_the_work(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "/proc/nothing/here"])
+    assert result.exit_code == 2
+    assert "/proc/nothing/here cannot be made in /proc" in result.stderr
 
 
 def _run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
