@@ -21,7 +21,8 @@ enum class KernelName : int32_t {
   kLowLatencyDispatch = 2,
   kLowLatencyCombine = 3,
   kDispatchBetween = 4,
-  kCombineBetween = 5
+  kCombineBetween = 5,
+  kStreamChunks = 6
 };
 
 // What a wait waits for. The names that people read are in runtime/communicator.cpp.

@@ -13,6 +13,16 @@ constexpr int kDefaultSms = 16;  // the network is slower than NVLink, which 8 t
 
 }  // namespace
 
+RecordLayout record_of(const BetweenDispatchPlan& plan) {
+  const RowFormat& format = plan.format;
+  return RecordLayout::of(format.rows.bytes(), format.scales.num, plan.num_topk, format.experts.num,
+                          format.weights.num);
+}
+
+RecordLayout record_of(const BetweenCombinePlan& plan) {
+  return RecordLayout::of(plan.widths.rows, 0, 0, 0, plan.num_weights);
+}
+
 BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy)
     : domain_(domain), grid_(grid), layout_(BetweenLayout::of(grid)), proxy_(proxy), link_(proxy.view()) {
   require(grid.num_domains >= 2 && grid.num_domains <= kMaxDomains, "domains", grid.num_domains, "2 … 64");
@@ -57,8 +67,7 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   params.makes_route = plan.makes_route;
   params.has_weights = plan.format.weights.num > 0;
   params.is_bound = !plan.waits_for_counts;
-  params.record = RecordLayout::of(params.row_bytes, params.num_scales, plan.num_topk, plan.format.experts.num,
-                                   plan.format.weights.num);
+  params.record = record_of(plan);
   params.range_first = plan.range_first;
   params.range_step = plan.range_step;
   params.range_size = plan.range_size;
@@ -86,6 +95,15 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   return params.ticket;
 }
 
+void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, int num_sms, cudaStream_t stream) {
+  require(num_chunks >= 0, "chunks", num_chunks, "≥ 0");
+  require(chunk_bytes > 0 && chunk_bytes <= kChunkSlotBytes && chunk_bytes % kRowAlignBytes == 0, "bytes of a chunk",
+          chunk_bytes, "multiples of 16 up to 262144");
+  const DeviceGuard guard(domain_.device());
+  begin_call(stream);
+  launch_stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms, 1), stream);
+}
+
 void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
                                   int held_capacity, int handle, cudaStream_t stream) {
   const DeviceGuard guard(domain_.device());
@@ -106,7 +124,7 @@ void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineT
   params.row_bytes = static_cast<int>(plan.widths.rows);
   params.call[0] = static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
   params.call[1] = static_cast<uint32_t>(handle);
-  params.record = RecordLayout::of(params.row_bytes, 0, 0, 0, plan.num_weights);
+  params.record = record_of(plan);
   params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);

@@ -29,6 +29,10 @@ struct BetweenCombinePlan {
   int num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms;
 };
 
+// What crosses for each token.
+RecordLayout record_of(const BetweenDispatchPlan& plan);
+RecordLayout record_of(const BetweenCombinePlan& plan);
+
 // Scratch of a combine for the own domain's part of each token; nullptr for weights that it has not.
 struct OwnSums {
   uint8_t* rows;
@@ -48,6 +52,8 @@ class BetweenCommunicator {
                     int slot_idx, cudaStream_t stream);
   void combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own, int held_capacity,
                int handle, cudaStream_t stream);
+  // Sends so many chunks to each peer and takes as many from each, without rows: the link alone.
+  void stream_chunks(int num_chunks, uint32_t chunk_bytes, int num_sms, cudaStream_t stream);
 
  private:
   BetweenDomain between_domain() const;

@@ -29,6 +29,8 @@ const char* name_of(KernelName kernel) {
       return "low_latency_combine";
     case KernelName::kDispatchBetween:
       return "dispatch between domains";
+    case KernelName::kStreamChunks:
+      return "link alone";
     case KernelName::kCombineBetween:
       return "combine between domains";
   }

@@ -17,6 +17,7 @@ from hybrid_ep.bench.baseline import AllToAllSubject
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.subject import Received, Subject, as_float32
 from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.engine.base import Rows
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.testing.workload import Batch
 
@@ -173,7 +174,27 @@ class NormalSubject(_ModuleSubject):
         calls["dispatch: cached"] = lambda: self.buffer.dispatch(
             self.tokens, handle=handle, config=self.dispatch_config
         )
+        engine = getattr(self.buffer, "engine", None)
+        if hasattr(engine, "stream_chunks"):
+            calls |= self._link_alone(engine, layout[1])
         return calls
+
+    def _link_alone(self, engine: Any, num_tokens_per_domain: Tensor) -> dict[str, Callable[[], object]]:
+        """The chunks of both calls over the link between domains, and nothing else. Collective."""
+        workload = self.plan.workload
+        rows = Rows(*self.tokens) if isinstance(self.tokens, tuple) else Rows(self.tokens)
+        counts = num_tokens_per_domain.clone()
+        counts[engine.grid.domain_idx] = 0
+        most = counts.max().to(torch.int64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        chunks = engine.chunks_of(rows, workload.num_topk, workload.num_experts)
+
+        def call(per_chunk: int, chunk_bytes: int) -> Callable[[], object]:
+            num_chunks = -(-int(most) // per_chunk)
+            return lambda: engine.stream_chunks(num_chunks, chunk_bytes)
+
+        names = ("dispatch: link alone", "combine: link alone")
+        return {name: call(*chunk) for name, chunk in zip(names, chunks, strict=True)}
 
 
 class PermuteSubject(_ModuleSubject):

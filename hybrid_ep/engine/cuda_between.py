@@ -35,11 +35,22 @@ from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
 
-__all__ = ["CudaBetween"]
+__all__ = ["CudaBetween", "refusal_of_grid"]
 
 _MAX_PLANS = 1024
 _GROWTH = 1.25  # of room for records that was too small
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
+
+
+def refusal_of_grid(grid: RankGrid) -> str | None:
+    """Says what is too large for the kernels between domains; None where nothing is."""
+    fits = 2 <= grid.num_domains <= _cuda.max_domains and grid.num_ranks_per_domain <= _cuda.max_ranks
+    if fits and grid.num_ranks <= _cuda.max_experts:
+        return None
+    return (
+        f"grid is {grid.num_domains} domains of {grid.num_ranks_per_domain} ranks; allowed between domains: "
+        f"2 … {_cuda.max_domains} domains of at most {_cuda.max_ranks}, {_cuda.max_experts} ranks in all"
+    )
 
 
 class _Route(NamedTuple):
@@ -106,11 +117,8 @@ class CudaBetween(TorchEngine):
     name = "cuda"
 
     def __init__(self, group: dist.ProcessGroup, grid: RankGrid, timeout_s: float, number: int) -> None:
-        if not 2 <= grid.num_domains <= _cuda.max_domains or grid.num_ranks_per_domain > _cuda.max_ranks:
-            raise ConfigError(
-                f"grid is {grid.num_domains} domains of {grid.num_ranks_per_domain} ranks; allowed between domains: "
-                f"2 … {_cuda.max_domains} domains of at most {_cuda.max_ranks}"
-            )
+        if refusal := refusal_of_grid(grid):
+            raise ConfigError(refusal)
         super().__init__(group, grid, timeout_s, number)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
@@ -411,6 +419,41 @@ class CudaBetween(TorchEngine):
         )
         self._end_launch()
         return Combined(out, out_weights)
+
+    def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""
+        num_tokens, hidden = rows.data.shape
+        dispatch, _, _ = _plan_dispatch(
+            self.grid,
+            rows.data.shape,
+            rows.data.dtype,
+            scale_kind(rows),
+            num_topk,
+            num_experts,
+            True,
+            True,
+            (0, num_experts),
+            0,
+            None,
+            None,
+            None,
+        )
+        row_bytes = row_bytes_of(hidden, torch.bfloat16)
+        combine = _plan_combine(num_tokens, num_tokens, row_bytes, num_topk, num_experts, 0, None)
+        return dispatch.chunk, combine.chunk
+
+    @one_at_a_time
+    def stream_chunks(self, num_chunks: int, chunk_bytes: int, num_sms: int | None = None) -> None:
+        """Sends chunks to every peer and takes as many from each, without rows: what the link alone takes.
+
+        Args:
+            num_chunks: to each peer; equal at all ranks.
+            chunk_bytes: of each; equal at all ranks.
+            num_sms: SMs to use; None = the default.
+        """
+        stream = self._begin_launch()
+        self._between.stream_chunks(num_chunks=num_chunks, chunk_bytes=chunk_bytes, num_sms=num_sms or 0, stream=stream)
+        self._end_launch()
 
     def room_of(self, handle: DispatchHandle) -> int:
         route = handle.state

@@ -255,7 +255,7 @@ def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked
 
 def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
     """The same for several domains: cuda where a transport joins them."""
-    from hybrid_ep import _cuda
+    from hybrid_ep.engine.cuda_between import refusal_of_grid
 
     transport = votes[0].transport
     for rank, vote in enumerate(votes):
@@ -265,9 +265,8 @@ def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
                 "allowed: the same on every rank"
             )
     what = f"{grid.num_domains} domains of {grid.num_ranks_per_domain} ranks"
-    if grid.num_domains > _cuda.max_domains or grid.num_ranks_per_domain > _cuda.max_ranks:
-        most = f"{_cuda.max_domains} domains of {_cuda.max_ranks}"
-        return Choice("torch", f"{what}; the cuda engine takes at most {most}")
+    if refusal := refusal_of_grid(grid):
+        return Choice("torch", refusal)
     try:
         chosen = agree_on_transport([vote.transports for vote in votes], [vote.host for vote in votes], transport)
     except ConfigError as error:

@@ -7,11 +7,15 @@ import os
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+from hybrid_ep.engine.base import Rows
 from hybrid_ep.engine.select import make_engine
+from tests.battery.cases import Case
+from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_auto", "check_in_domains"]
+__all__ = ["check_auto", "check_in_domains", "check_link_alone"]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
@@ -28,3 +32,17 @@ def check_auto() -> None:
     engine = make_engine(dist.group.WORLD, num_ranks_per_domain=1, asked="auto")
     assert isinstance(engine, CudaBetween)
     engine.close()
+
+
+def check_link_alone(case: Case) -> None:
+    """Chunks without rows, more of them than slots, leave the streams as calls of any kind expect them."""
+    inputs = case.inputs(dist.get_rank())
+    with make_buffer(case) as buffer:
+        want, *_, handle, _ = dispatch(buffer, case, inputs)
+        engine: Any = buffer.engine
+        for chunk in engine.chunks_of(Rows(inputs.x), case.topk, case.num_experts):
+            engine.stream_chunks(75, chunk[1])
+            again, *_ = dispatch(buffer, case, inputs)
+            assert torch.equal(again, want)
+            combined, *_ = buffer.combine(want, handle)
+            assert torch.equal(combined, buffer.combine(again, handle)[0])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.errors import ConfigError
+
 _cuda = pytest.importorskip("hybrid_ep._cuda")
 
 # (domains, ranks of a domain)
@@ -43,3 +46,14 @@ def test_a_handle_at_2048_ranks_has_no_cell_for_each_token_and_rank() -> None:
     formula = num_tokens * (num_topk + 2 * 64) + 2048 * 33 + held * num_topk + num_experts
     assert formula <= ints <= formula + 1024
     assert ints < num_tokens * 2048 // 8
+
+
+@pytest.mark.parametrize("grid", [(65, 1), (2, 73), (64, 33)])
+def test_grids_that_are_too_large_are_refused_before_anything_is_made(grid: tuple[int, int]) -> None:
+    from hybrid_ep.engine.cuda_between import CudaBetween
+
+    num_domains, size = grid
+    with pytest.raises(
+        ConfigError, match=f"grid is {num_domains} domains of {size} ranks; allowed between domains: 2 "
+    ):
+        CudaBetween(None, RankGrid(0, num_domains * size, size), 1.0, 0)  # type: ignore[arg-type]

@@ -61,7 +61,10 @@ def test_auto_takes_the_torch_engine_where_nothing_joins_and_says_why() -> None:
         "2 domains of 2 ranks; transport is 'verbs', but rank 0: no RDMA device has an active"
     )
     many = _choice("a" * 130, 2)
-    assert many == Choice("torch", "65 domains of 2 ranks; the cuda engine takes at most 64 domains of 72")
+    assert many == Choice(
+        "torch",
+        "grid is 65 domains of 2 ranks; allowed between domains: 2 … 64 domains of at most 72, 2048 ranks in all",
+    )
     assert _choice("aabb", 2, asked="cuda") == CUDA, "asked for by name"
 
 

@@ -48,6 +48,11 @@ BetweenCombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int
   return {widths, num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms};
 }
 
+// Tokens of a chunk, and its bytes.
+py::tuple chunk_of(const RecordLayout& record) {
+  return py::make_tuple(record.per_chunk, record.per_chunk * record.num_bytes);
+}
+
 void add_plans(py::module_& module) {
   py::class_<BetweenDispatchPlan>(module, "BetweenDispatchPlan")
       .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_tokens"), py::arg("num_topk"),
@@ -58,6 +63,7 @@ void add_plans(py::module_& module) {
            py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"))
       .def_property_readonly("is_refused",
                              [](const BetweenDispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
+      .def_property_readonly("chunk", [](const BetweenDispatchPlan& plan) { return chunk_of(record_of(plan)); })
       .def_property_readonly("record_bytes",
                              [](const BetweenDispatchPlan& plan) { return plan.format.widths().total(); })
       .def(
@@ -69,6 +75,7 @@ void add_plans(py::module_& module) {
   py::class_<BetweenCombinePlan>(module, "BetweenCombinePlan")
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
            py::arg("num_topk"), py::arg("num_experts"), py::arg("num_weights"), py::arg("num_sms"))
+      .def_property_readonly("chunk", [](const BetweenCombinePlan& plan) { return chunk_of(record_of(plan)); })
       .def_property_readonly("record_bytes", [](const BetweenCombinePlan& plan) { return plan.widths.total(); })
       .def(
           "slot_bytes_for",
@@ -144,6 +151,12 @@ void add_between(py::module_& module) {
           py::kw_only(), py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"),
           py::arg("scales"), py::arg("route"), py::arg("held_capacity"), py::arg("handle"), py::arg("slot_idx"),
           py::arg("stream"))
+      .def(
+          "stream_chunks",
+          [](BetweenCommunicator& self, int num_chunks, int chunk_bytes, int num_sms, uintptr_t stream) {
+            self.stream_chunks(num_chunks, chunk_bytes, num_sms, stream_of(stream));
+          },
+          py::kw_only(), py::arg("num_chunks"), py::arg("chunk_bytes"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
           [](BetweenCommunicator& self, const BetweenCombinePlan& plan, uintptr_t rows, uintptr_t weights,

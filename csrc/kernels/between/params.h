@@ -68,12 +68,20 @@ struct CombineBetweenParams {
   BetweenRoute parts;
 };
 
+// The link alone, for the benchmark.
+struct StreamChunksParams {
+  BetweenDomain between;
+  int num_chunks;  // to each peer, and from each
+  uint32_t chunk_bytes;
+};
+
 // Allow the kernels their shared memory on the current device; once for each.
 void prepare_dispatch_between();
 void prepare_combine_between();
 
 void launch_place_tokens(const PlaceTokensParams& params, cudaStream_t stream);
 void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, cudaStream_t stream);
+void launch_stream_chunks(const StreamChunksParams& params, int num_sms, cudaStream_t stream);
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream);
 // The fewest SMs with which every domain has a warp of combine that sums for it.
 int min_combine_between_sms(int num_domains);

@@ -31,7 +31,7 @@ __device__ int num_chunks(const DispatchBetweenParams& params, int num_records) 
 // What a lane knows of one column of a token: where it goes in this domain, and what goes with it.
 struct Column {
   uint32_t destination;
-  int expert;  // −1: none, or one that a column before names
+  int expert;  // −1: none
   float weight;
 };
 
