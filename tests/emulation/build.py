@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pybind11
 
+from tests.emulation.steps import STEPS, can_leave_out
+
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 
@@ -46,9 +48,15 @@ def build(out: Path) -> Path:
     ):
         folder = HERE if original.parent == HERE else CSRC
         translated = out / f"{'_'.join(original.relative_to(folder).with_suffix('').parts)}.cpp"
-        translated.write_text(f'#line 1 "{original}"\n' + as_cpp(original.read_text()))
+        source = can_leave_out(str(original.relative_to(folder)), original.read_text())
+        translated.write_text(f'#line 1 "{original}"\n' + as_cpp(source))
         sources.append(translated)
-    includes = [HERE / "include", HERE, CSRC, pybind11.get_include(), sysconfig.get_path("include")]
+    headers = out / "headers"  # found before those of csrc
+    for file in sorted({step.file for step in STEPS if step.file.endswith(".cuh")}):
+        target = headers / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(f'#line 1 "{CSRC / file}"\n' + can_leave_out(file, (CSRC / file).read_text()))
+    includes = [HERE / "include", HERE, headers, CSRC, pybind11.get_include(), sysconfig.get_path("include")]
     flags = [
         "-std=c++17",
         "-O1",

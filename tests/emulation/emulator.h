@@ -57,6 +57,9 @@ struct Grid {
   bool is_cooperative;
 };
 
+// Whether the running launch leaves a step out: HYBRID_EP_EMULATION_WITHOUT names it, see steps.py.
+bool leaves_out(const char* step);
+
 // Runs a kernel to its end.
 void launch(const Grid& grid, const std::function<void()>& kernel);
 

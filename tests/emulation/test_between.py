@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import pytest
 
+from hybrid_ep.testing.cluster import RankError
 from tests.battery.cases import Case
 from tests.emulation.engine import run
+from tests.emulation.steps import STEPS, Step
 from tests.rank_pool import RankPool
 
 CASES = [
@@ -97,6 +99,10 @@ def test_auto(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.domains.check_auto")
 
 
+def test_link_alone(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "emulation.domains.check_link_alone", Case("link", 4, 20, num_ranks_per_domain=2))
+
+
 def test_fp8(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.normal.check_fp8", Case("fp8", 4, 20, num_ranks_per_domain=2))
 
@@ -119,3 +125,30 @@ def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
 def test_two_buffers(run_emulated: RunEmulated, check: str) -> None:
     case = Case("two_buffers", 4, 20, num_ranks_per_domain=2)
     run_emulated(4, f"battery.{check}.check_two_buffers", case)
+
+
+@pytest.fixture(scope="module")
+def run_briefly(emulated_module: Path) -> Iterator[RunEmulated]:
+    """The same, and a rank that waits in vain does not wait long."""
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "20"}, one_at_a_time=True)
+
+    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
+        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
+
+    yield run_check
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "check", dict.fromkeys(step.check for step in STEPS), ids=lambda check: f"{check[0]}-{check[1]}"
+)
+def test_with_all_steps(run_briefly: RunEmulated, check: tuple[Any, ...]) -> None:
+    num_ranks, *rest = check
+    run_briefly(num_ranks, "emulation.steps.check_without", "", *rest)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name.replace(" ", "_"))
+def test_a_step_that_is_left_out_is_noticed(run_briefly: RunEmulated, step: Step) -> None:
+    num_ranks, *rest = step.check
+    with pytest.raises(RankError):
+        run_briefly(num_ranks, "emulation.steps.check_without", step.name, *rest)

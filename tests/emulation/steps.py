@@ -1,0 +1,193 @@
+"""The steps of the protocol between domains, each of which can be left out, to see that the tests notice it.
+
+One module has all of them: where a step stands, the build puts C++ that does it or not. A process that runs
+`check_without` leaves one out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from tests.battery.cases import Case
+
+__all__ = ["STEPS", "Step", "can_leave_out", "check_without"]
+
+_STREAM = "kernels/between/chunk_stream.cuh"
+_EXCHANGE = "kernels/dispatch_between/exchange.cuh"
+_DISPATCH = "kernels/dispatch_between/dispatch_between.cu"
+_ROWS = "kernels/combine_between/rows.cuh"
+_COMBINE = "kernels/combine_between/combine_between.cu"
+
+_ROUND_TRIP = "battery.normal.check_round_trip"
+_MANY = (2, _ROUND_TRIP, Case("many_chunks", 2, (560, 3), hidden=16, num_ranks_per_domain=1))
+_FOUR = (4, _ROUND_TRIP, Case("2x2", 4, 40, num_ranks_per_domain=2))
+_ONE_SIDED = Case("rows_for_one_rank", 2, 140, hidden=8192, topk=1, routing="hot", num_ranks_per_domain=1)
+_SLOW = "emulation.faulty_links.check_on_slow_link"
+_SLOW_MANY = (2, _SLOW, *_MANY[1:2], 0, *_MANY[2:])
+_SLOW_FOUR = (4, _SLOW, *_FOUR[1:2], 0, *_FOUR[2:])
+
+
+def _in_domains(check: str, *args: Any) -> tuple[Any, ...]:
+    return 2, "emulation.domains.check_in_domains", 1, check, *args
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the protocol.
+
+    Attributes:
+        name: what is left out.
+        file: below csrc.
+        code: an expression, or statements, that stand once in the file.
+        without: what stands there if the step is left out.
+        check: that must fail then: number of ranks, name and arguments.
+    """
+
+    name: str
+    file: str
+    code: str
+    without: str
+    check: tuple[Any, ...]
+
+    def either(self) -> str:
+        """C++ that does the one or the other."""
+        asks = f'emulated::leaves_out("{self.name}")'
+        if self.code.endswith(";"):
+            return f"if ({asks}) {{ {self.without} }} else {{ {self.code} }}"
+        return f"({asks} ? ({self.without}) : ({self.code}))"
+
+
+STEPS = [
+    Step("wait for a free slot", _STREAM, "lap == 0", "true", _SLOW_MANY),
+    Step("wait for a chunk", _STREAM, "is_here(chunk)", "true", _SLOW_FOUR),
+    Step(
+        "lap of a flag",
+        _STREAM,
+        "link_.poll(kStreamRing, domain_, slot_of(number)) >> 16 == number / shape_.num_slots + 1",
+        "link_.poll(kStreamRing, domain_, slot_of(number)) != 0",
+        _SLOW_MANY,
+    ),
+    Step(
+        "credit",
+        _STREAM,
+        "link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up())",
+        "true",
+        _MANY,
+    ),
+    Step(
+        "credit only for a whole group",
+        _STREAM,
+        "ptx::add_acq_rel_gpu(slots_read, 1) + 1 < shape_.slots_per_credit",
+        "false",
+        _SLOW_MANY,
+    ),
+    Step("credit only when all rows are read", _STREAM, "num_read < num_rows", "false", _MANY),
+    Step(
+        "rows stand in a chunk before it leaves",
+        _DISPATCH,
+        "mover.finish();\n    "
+        "if (!stream.send(chunk, item.num_records * layout.num_bytes, item.num_records)) return false;",
+        "if (!stream.send(chunk, item.num_records * layout.num_bytes, item.num_records)) return false;",
+        _FOUR,
+    ),
+    Step(
+        "wait for the rows of the domain",
+        _DISPATCH,
+        "waiter.until_epoch(&own.rows_epoch[r], epoch, r, WaitTag::kRows);",
+        ";",
+        _SLOW_FOUR,
+    ),
+    Step(
+        "streams move on behind a dispatch",
+        _DISPATCH,
+        "kControlChunks + (is_sent ? num_chunks(params, call.num_sent[d]) : 0)",
+        "0",
+        _FOUR,
+    ),
+    Step(
+        "lack of room in other domains",
+        _EXCHANGE,
+        "atomicMax(&call.verdict.lacks_room, theirs.lacks_room);",
+        ";",
+        (2, "emulation.small_slots.check_with_small_slots", _ROUND_TRIP, _ONE_SIDED),
+    ),
+    Step(
+        "overflow in other domains",
+        _EXCHANGE,
+        "atomicMin(&call.verdict.overflowing, theirs.overflowing);",
+        ";",
+        _in_domains("multi_gpu.late_errors.check_overflow"),
+    ),
+    Step(
+        "what others have refused",
+        _EXCHANGE,
+        "same &= accepts_call(params, header, source);",
+        ";",
+        _in_domains("multi_gpu.refusals.check_bad_expert"),
+    ),
+    Step(
+        "whether dispatches are the same",
+        _EXCHANGE,
+        "same &= makes_same_call(params, waiter, epoch, source, &ok);",
+        ";",
+        _in_domains("battery.other_calls.check_other_calls"),
+    ),
+    Step(
+        "whether combines are the same",
+        _COMBINE,
+        "same &= is_mine(word, theirs.call[word], peer);",
+        ";",
+        _in_domains("battery.other_calls.check_other_calls"),
+    ),
+    Step(
+        "wait for partial rows",
+        _ROWS,
+        "ok_ &= waiter_.until_equal(part_epoch + r * between.grid.num_domains + domain_, epoch_, r, "
+        "WaitTag::kPartialRows);",
+        ";",
+        _FOUR,
+    ),
+    Step(
+        "all chunks of partial rows",
+        _COMBINE,
+        "if (ptx::add_acq_rel_gpu(sent, 1) + 1 < static_cast<uint32_t>(chunks_for(g))) continue;",
+        "ptx::add_acq_rel_gpu(sent, 1);",
+        _FOUR,
+    ),
+    Step(
+        "wait for own sums",
+        _ROWS,
+        "return ptx::load_acquire_gpu(own_epoch + next_token_) == epoch_;",
+        "return true;",
+        _FOUR,
+    ),
+    Step(
+        "streams move on behind a combine",
+        _COMBINE,
+        "kControlChunks + num_chunks(params.route[params.parts.num_records + d])",
+        "0",
+        _FOUR,
+    ),
+]
+
+
+def can_leave_out(file: str, source: str) -> str:
+    """Returns a source of csrc in which every step of STEPS may be left out."""
+    for step in STEPS:
+        if step.file == file:
+            assert source.count(step.code) == 1, (
+                f"{file} has {source.count(step.code)} times {step.code!r}; expected: once"
+            )
+            source = source.replace(step.code, step.either())
+    return source
+
+
+def check_without(name: str, check: str, *args: Any) -> None:
+    """Runs a check of tests/ with one step left out; none has the name ""."""
+    module, function = check.rsplit(".", 1)
+    with mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_WITHOUT": name}):
+        getattr(importlib.import_module(f"tests.{module}"), function)(*args)
