@@ -45,7 +45,7 @@ case $1 in
   show) echo "Id=$unit"; echo LoadState=loaded
     if [ -e "$state/$unit.active" ]; then echo ActiveState=active; else echo ActiveState=inactive; fi ;;
   is-enabled) if [ -e "$state/$unit.enabled" ]; then echo enabled; else echo disabled; exit 1; fi ;;
-  start | restart) mkdir -p "$state"; touch "$state/$unit.active"; echo "systemctl $*" >>/run/called ;;
+  start | restart | try-restart) mkdir -p "$state"; touch "$state/$unit.active"; echo "systemctl $*" >>/run/called ;;
   enable) mkdir -p "$state"; touch "$state/$unit.enabled" ;;
 esac
 """
@@ -62,6 +62,9 @@ FILES = {
     "/usr/sbin/modprobe": _NOTE,
     "/usr/sbin/update-initramfs": _NOTE,
     "/usr/bin/systemctl": _SYSTEMCTL,
+    "/usr/bin/systemd-tmpfiles": _NOTE,
+    "/usr/sbin/dcb": _NOTE,
+    "/usr/lib/systemd/system/jobs-of-a-site.service": "[Service]\nExecStart=/bin/true\n",
 }
 USED = ("HOSTS", "INVENTORY", "OPTIONS", "PROFILE", "SIMULATE")
 
@@ -276,6 +279,9 @@ def test_example_inventory_is_one_that_preflight_takes(path: Path, tmp_path: Pat
 def configure(fleet: Fleet, *options: str) -> Play:
     settings = {"nic_sysctl": {"net.ipv4.tcp_mtu_probing": 1}, "nvlink_services": ["nvidia-persistenced"]}
     # A setting of the node's own network namespace; gdr.ibgda and others are asked of the simulated node.
+    settings |= {"nic_interfaces": ["eth0"], "nic_mtu": 1400, "nic_pfc_priority": 3}
+    settings |= {"host_units": ["jobs-of-a-site", "absent"], "host_time_service": "chrony"}
+    settings["host_restart_units"] = True
     settings["nvlink_verify"] = ["gpu.persistence", "nvlink.fabric_state"]
     words = ["-u", "root", "--tags", "host", "--limit", "node-a,node-d", "-e", json.dumps(settings), *options]
     return fleet.play("configure.yml", *words)
@@ -284,6 +290,11 @@ def configure(fleet: Fleet, *options: str) -> Play:
 def probing(fleet: Fleet, node: str) -> str:
     process = fleet.nodes[node].start(["cat", "/proc/sys/net/ipv4/tcp_mtu_probing"], output=subprocess.PIPE)
     return process.communicate()[0].decode().strip()
+
+
+def mtu(fleet: Fleet, node: str) -> str:
+    process = fleet.nodes[node].start(["ip", "-json", "link", "show", "dev", "eth0"], output=subprocess.PIPE)
+    return str(json.loads(process.communicate()[0])[0]["mtu"])
 
 
 def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet) -> None:
@@ -295,6 +306,10 @@ def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet
         "/etc/sysctl.d/90-hybrid-ep.conf",
         "/etc/modprobe.d/hybrid-ep-mnnvl.conf",
         "/etc/nvidia-imex/nodes_config.cfg",
+        "/etc/tmpfiles.d/hybrid-ep.conf",
+        "/etc/systemd/system/jobs-of-a-site.service.d/90-hybrid-ep.conf",
+        "/usr/local/sbin/hybrid-ep-interface",
+        "/etc/udev/rules.d/90-hybrid-ep.rules",
     ]
     assert not any(node.path(path).exists() for path in written)
     assert probing(fleet, "node-a") == "0"
@@ -315,6 +330,16 @@ def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet
     assert "modprobe --all nvidia_peermem" in called
     assert "update-initramfs -u" in called
     assert "systemctl start nvidia-persistenced" in called
+    assert "systemctl start chrony" in called
+    assert "systemctl try-restart jobs-of-a-site" in called
+    assert "systemd-tmpfiles --create /etc/tmpfiles.d/hybrid-ep.conf" in called
+    assert "LimitMEMLOCK=infinity" in node.path(written[7]).read_text()
+    assert not node.path("/etc/systemd/system/absent.service.d").exists()
+    assert mtu(fleet, "node-a") == "1400"
+    assert [line for line in called if line.startswith("dcb")] == [
+        "dcb pfc set dev eth0 prio-pfc all:off 3:on",
+        "dcb app replace dev eth0 dscp-prio 26:3",
+    ]
 
     second = configure(fleet)
     assert [second.recap(name)["changed"] for name in ("node-a", "node-d")] == [0, 0], second.output
