@@ -25,6 +25,7 @@ __all__ = [
     "KUBERNETES_PORT",
     "LOCAL_RANK",
     "LOG_LEVEL",
+    "LOST_RANKS",
     "MASTER_ADDR",
     "MASTER_PORT",
     "MAX_TIMEOUT_S",
@@ -167,6 +168,15 @@ TIMEOUT_S = Variable(
     _seconds,
     "a number of seconds > 0 and ≤ 10000000",
     "How long a rank waits for another before it raises TimeoutError; a buffer's `timeout_s` overrides it.",
+)
+LOST_RANKS = Variable(
+    "HYBRID_EP_LOST_RANKS",
+    "raise",
+    _choice("raise", "mask"),
+    "raise or mask",
+    "What a low-latency call of a buffer with `enable_shrink` does when it loses a rank, which it masks in any case: "
+    "`raise` an error, or only `mask`, for callers that ask `low_latency_query_mask_buffer`. A buffer's `lost_ranks` "
+    "overrides it.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "HYBRID_EP_NUM_RANKS_PER_DOMAIN",
@@ -394,6 +404,7 @@ VISIBLE_DEVICES = Variable(
 VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
+    LOST_RANKS,
     NUM_RANKS_PER_DOMAIN,
     POOL_SLOTS,
     ELASTIC_BUFFER,

@@ -8,6 +8,7 @@ combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LowLatencyCalls"]
 
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 128
 _CONTROL_BYTES = 13 << 10
 _NUM_BUFFERS = 2  # two micro-batches overlap
@@ -119,7 +121,7 @@ class LowLatencyCalls(BaseBuffer):
             ConfigError: an argument does not fit, or the buffer is not in low-latency mode.
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at its rank.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
-                without it.
+                without it. With ``lost_ranks="mask"`` that is not raised.
 
         Example:
             >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
@@ -311,26 +313,31 @@ class LowLatencyCalls(BaseBuffer):
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local.
 
-        Waits for what the current stream holds. Who only replays graphs learns here, and nowhere else, of a rank that
-        was lost in a replay: it is masked from then on.
+        It is written in the order of the current stream. The host does not wait where `mask_status` is on the GPU. Who
+        only replays graphs learns here, and nowhere else, of a rank that was lost in a replay: it stays masked.
 
         Raises:
-            ConfigError: `mask_status` does not fit, `enable_shrink` is False, or what a replay has found wrong.
-            TimeoutError: a rank was lost in a call on another stream; masked as in `low_latency_dispatch`.
+            ConfigError: `mask_status` does not fit, `enable_shrink` is False, or what a replay is known to have found
+                wrong.
         """
         self._require_shrink()
         require_tensor("mask_status", mask_status, dtypes=(torch.int32,), shape=(self.group_size,), contiguous=True)
-
-        def query() -> None:
-            mask_status.copy_(self.engine.masked())
-
-        self._finish(query)
+        mask_status.copy_(self.engine.masked())
 
     @plain_tensors
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes every rank back in. Local: call it on every rank, then `clean_low_latency_buffer` together."""
+        """Takes every rank back in, and forgets all calls. Local; waits for this rank's work on the GPU.
+
+        Call it on every rank, equally often. Then meet, by `clean_low_latency_buffer` or in any other way, before the
+        next low-latency call. Hooks that have not been called are void.
+
+        Raises:
+            ConfigError: `enable_shrink` is False, or what an earlier call has left to tell, but for lost ranks.
+        """
         self._require_shrink()
-        self.engine.set_masked(range(self.group_size), False)
+        self._combine_buffer = None
+        self._num_cleanings += 1
+        self.engine.clean()
 
     def raise_pending(self) -> None:
         self._finish(super().raise_pending)
@@ -338,7 +345,7 @@ class LowLatencyCalls(BaseBuffer):
     def _receive(self, finish: Hook, return_recv_hook: bool) -> Hook | None:
         """Receives now, or returns the hook that does."""
         if not return_recv_hook:
-            self._finish(finish)
+            self._finish_call(finish)
             return None
         num_calls, num_cleanings = 0, self._num_cleanings
 
@@ -350,9 +357,29 @@ class LowLatencyCalls(BaseBuffer):
             require(num_calls == 1, "calls of a receive hook", num_calls, "1")
             since = self._num_cleanings - num_cleanings
             require(since == 0, "calls of clean_low_latency_buffer since a hook's call", since, "0")
-            self._finish(finish)
+            self._finish_call(finish)
 
         return hook
+
+    def _finish_call(self, finish: Hook) -> None:
+        """Receives; where lost ranks are only masked, without them."""
+        if not self.engine.only_masks_lost:
+            self._finish(finish)
+            return
+        told: set[int] = set()
+        while True:
+            try:
+                self._finish(finish)
+                return
+            except TransportError as error:
+                if error.peer is None:
+                    raise
+                _LOG.warning("rank %d is masked: %s", error.peer, error)
+                if error.peer in told:  # the others have gone on without this rank
+                    self.engine.set_masked((r for r in range(self.group_size) if r != self.rank), True)
+                told.add(error.peer)
+                if not self.engine.completes_lost_calls:
+                    return
 
     def _finish(self, finish: Hook) -> None:
         """Receives or meets; a rank that is lost is left out from now on, if the buffer may shrink."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep import env
 from hybrid_ep.buffers.base import as_rows, check_bias, check_rows
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
@@ -67,6 +68,8 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
             (with ``engine="cuda"`` all ranks).
+        lost_ranks: with `enable_shrink`, what a low-latency call does that loses a rank, which it masks: ``raise`` or
+            only ``mask``; None = ``HYBRID_EP_LOST_RANKS``.
         timeout_s: seconds to wait for a rank, and for all to make the buffer (at least 1); None =
             ``HYBRID_EP_TIMEOUT_S``.
 
@@ -112,18 +115,29 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         engine: str | None = None,
         num_ranks_per_domain: int | None = None,
         timeout_s: float | None = None,
+        lost_ranks: str | None = None,
     ) -> None:
         self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, minimum=0, maximum=MAX_BYTES)
         self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, minimum=0, maximum=MAX_BYTES)
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
+        self.lost_ranks = env.LOST_RANKS.get() if lost_ranks is None else lost_ranks
+        require(self.lost_ranks in ("raise", "mask"), "lost_ranks", lost_ranks, "raise or mask")
         self._local_memory: dict[bool, Tensor] = {}
         self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
+        self.engine.only_masks_lost = enable_shrink and self.lost_ranks == "mask"
 
     def options(self) -> dict[str, Any]:
-        names = "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "explicitly_destroy", "enable_shrink"
+        names = (
+            "num_nvl_bytes",
+            "num_rdma_bytes",
+            "low_latency_mode",
+            "explicitly_destroy",
+            "enable_shrink",
+            "lost_ranks",
+        )
         return super().options() | {name: getattr(self, name) for name in names}
 
     def destroy(self) -> None:
@@ -164,6 +178,10 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
     ) -> Tensor:
         """Returns this rank's communication memory of `num_nvl_bytes` (`num_rdma_bytes`) as a tensor.
 
+        With `use_rdma_buffer` in low-latency mode it is the memory in which rows of low-latency calls land, as far as
+        there is one: the cuda engine makes it at the first call, the torch engine has none. Nothing is allocated for
+        it. Callers zero it before `low_latency_clean_mask_buffer`; nothing depends on what stands there between calls.
+
         Args:
             dtype: of the tensor.
             size: its shape; None = one dimension, all that is left.
@@ -178,10 +196,14 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         require_int("offset", offset, minimum=0, maximum=MAX_BYTES, multiple_of=dtype.itemsize)
         require(offset <= num_bytes, "offset", offset, f"≤ {num_bytes} bytes")
-        if use_rdma_buffer not in self._local_memory:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._local_memory[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        memory = self._local_memory[use_rdma_buffer][offset:]
+        if use_rdma_buffer and self.low_latency_mode:
+            whole = self.engine.low_latency_memory()[:num_bytes]
+        else:
+            if use_rdma_buffer not in self._local_memory:
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+                self._local_memory[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            whole = self._local_memory[use_rdma_buffer]
+        memory = whole[offset:]
         flat = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if size is None:
             return flat

@@ -270,6 +270,8 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
+    only_masks_lost: bool = False  # ranks that low-latency kernels give up stay masked, whether or not that is told
+    completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:
         self.busy = threading.RLock()  # held by the thread that is in a call
@@ -504,11 +506,22 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def masked(self) -> Tensor:
-        """Local: ``[R]`` int32 on the engine's device, 1 = masked.
+        """Local: ``[R]`` int32 on the engine's device, 1 = masked; the host does not wait for the device.
 
-        Ranks that kernels have given up in work that the current stream holds, as in a replayed graph, are masked from
-        here on. Anything else that they have found wrong is raised.
+        Ranks that kernels have given up in work that the current stream holds, as in a replayed graph, are among them
+        and stay masked. Anything else that they are known to have found wrong is raised.
         """
+
+    @abc.abstractmethod
+    def clean(self) -> None:
+        """Local: forgets low-latency calls and masks, so that ranks which have made different calls begin together.
+
+        Every rank does so, equally often, and makes its next call when all have.
+        """
+
+    def low_latency_memory(self) -> Tensor:
+        """Local: ``[n]`` uint8, this rank's memory where rows of low-latency calls land; empty without one."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device or "cpu")
 
     @abc.abstractmethod
     def barrier(self) -> None:

@@ -302,17 +302,34 @@ class CudaEngine(Engine):
         self._low_latency.set_masked(ranks, masked)
 
     def masked(self) -> Tensor:
-        given_up = self._low_latency.given_up()
-        if given_up:
-            self.set_masked(given_up, True)
-        self.raise_pending()
-        return self._torch.masked().to(self.device)
+        self._raise_late()
+        self._low_latency.note_losses()
+        return self._low_latency.masks()
+
+    def clean(self) -> None:
+        torch.cuda.synchronize(self.device)
+        if isinstance(self._late, TimeoutError):
+            self._late = None
+        self._torch.clean()
+        self._low_latency.clean()
+
+    @property
+    def only_masks_lost(self) -> bool:
+        return self._low_latency.only_masks_lost
+
+    @only_masks_lost.setter
+    def only_masks_lost(self, value: bool) -> None:
+        self._low_latency.only_masks_lost = value
+
+    def low_latency_memory(self) -> Tensor:
+        return self._low_latency.rows_memory()
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         # Before the ranks meet, or a call that is forgotten would fail a meeting that succeeds.
         self._raise_late()
         self._low_latency.raise_fault(self._low_latency.lately_masked)
+        self._torch.set_masked(self._low_latency.note_told(), True)
         self._torch.barrier()
         self._low_latency.reset()
         torch.cuda.synchronize(self.device)

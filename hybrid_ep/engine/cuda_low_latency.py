@@ -29,9 +29,11 @@ from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TimeoutError
 
-__all__ = ["CudaLowLatency"]
+__all__ = ["CudaLowLatency", "set_last_call"]
 
 _MAX_PLANS = 1024
+_CALL_BITS = 28  # of the numbers of calls between two cleanings
+_MAX_GENERATIONS = 1 << 32 - _CALL_BITS
 
 
 class _Plan(NamedTuple):
@@ -168,12 +170,34 @@ class _Region(NamedTuple):
         return _cuda.low_latency_call_fields(*(word >> 32 & 0xFFFFFFFF for word in words))
 
 
+def set_last_call(memory: Tensor, number: int) -> None:
+    """Writes a number of calls (1 … 2³² − 1) to all that counts calls in a region, as if that call were the last.
+
+    Flags that are compared for equality may stay as they are.
+
+    Args:
+        memory: the region of this rank, ``[n]`` uint8.
+        number: of the call.
+    """
+    size, offsets = _cuda.low_latency_channel_bytes, _cuda.low_latency_channel_offsets
+    number -= (number >> 31) << 32  # as int32
+    for channel in range(2 * _cuda.low_latency_buffers):
+        words = memory[channel * size : (channel + 1) * size].view(torch.int32)
+        for name, stride in (("begun", 2), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
+            begin = offsets[name] // torch.int32.itemsize
+            words[begin : begin + stride * _cuda.max_ranks : stride] = number
+        for name in ("send", "receive"):
+            words[offsets[name] // torch.int32.itemsize] = number
+
+
 class CudaLowLatency:
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
 
     Attributes:
         masked: ranks that calls leave out.
         lately_masked: these, and those that were left out since the ranks last met.
+        only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which is told one
+            at a time, takes masks back, so that the next call tells it of another.
         lost: ranks that errors have named.
 
     Args:
@@ -199,7 +223,11 @@ class CudaLowLatency:
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
         self.lost: set[int] = set()
+        self.only_masks_lost = False
         self._has_stale_masks = False
+        # Masks as the device had them when the host last asked, and did not wait for the answer.
+        self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._num_cleanings = 0
         self._regions: list[_Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
 
@@ -311,16 +339,18 @@ class CudaLowLatency:
         fault = self._communicator.take_fault()
         if fault is None:
             return None
+        self.note_told()
         self.upload_masks()  # a kernel that gave a rank up has masked it
         is_known = fault.peer in self.masked or fault.peer in known
         if is_known and fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
             return None
-        if fault.tag == "shape":
-            return self._other_shape(fault)
-        error = as_error(fault, self._grid)
+        error = self._error_of(fault)
         if isinstance(error, TimeoutError) and error.peer is not None:
             self.lost.add(error.peer)
         return error
+
+    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
+        return self._other_shape(fault) if fault.tag == "shape" else as_error(fault, self._grid)
 
     def _other_shape(self, fault: _cuda.Fault) -> ConfigError:
         """The error for a peer whose call has another digest: what the call was like stands in the memory of this rank.
@@ -346,37 +376,119 @@ class CudaLowLatency:
             raise error
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
-        (self.masked.update if masked else self.masked.difference_update)(ranks)
+        self.note_told()
+        if masked:
+            self.masked.update(ranks)
+        else:
+            self._unmask(ranks)
         self.lately_masked |= self.masked
         self.upload_masks()
 
-    def given_up(self) -> set[int]:
-        """The ranks that kernels have masked and the host has not; waits for what the current stream holds."""
+    def note_losses(self) -> None:
+        """Leaves out a rank that a kernel is known to have given up, and raises what else one has found wrong.
+
+        The host does not wait for any.
+        """
+        fault = self._communicator.take_fault()
+        if fault is None:
+            return
+        if fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
+            self.masked.add(fault.peer)
+            self.lately_masked.add(fault.peer)
+            return
+        self.upload_masks()
+        raise self._error_of(fault)
+
+    def masks(self) -> Tensor:
+        """``[R]`` int32 on the device: whom the host has masked, or a kernel of what the current stream holds.
+
+        The host does not wait, and takes note of them when it next looks at masks.
+        """
+        if self._has_stale_masks:
+            self.upload_masks()
+        masks = self._masks_of_host()
+        if not self._regions:
+            return masks
         self._order.begin()
-        masks = [region.masks.tolist() for region in self._regions]
-        return {r for r in range(self._grid.num_ranks) if any(of[r] for of in masks)} - self.masked
+        for region in self._regions:
+            masks = torch.maximum(masks, region.masks)
+        self._told.copy_(masks, non_blocking=True)
+        return masks
+
+    def note_told(self) -> set[int]:
+        """Masks the ranks that the last `masks` has told, and returns all that are masked."""
+        self.masked.update(r for r, is_masked in enumerate(self._told.tolist()) if is_masked)
+        self.lately_masked |= self.masked
+        return self.masked
 
     def upload_masks(self) -> None:
-        """Makes the kernels leave out the ranks that the host has masked, and no others.
+        """Makes the kernels leave out the ranks that the host has masked, and no others: see `only_masks_lost`.
 
         A capture cannot do that: the next call outside of one does.
         """
         self._has_stale_masks = is_capturing(self._index)
         if self._has_stale_masks or not self._regions:
             return
-        masks = torch.tensor([int(r in self.masked) for r in range(self._grid.num_ranks)], dtype=torch.int32)
+        masks = self._masks_of_host()
         self._order.begin()
         for region in self._regions:
-            region.masks.copy_(masks)
+            region.masks.copy_(torch.maximum(masks, region.masks) if self.only_masks_lost else masks)
+        self._order.end()
+
+    def _masks_of_host(self) -> Tensor:
+        masks = [int(r in self.masked) for r in range(self._grid.num_ranks)]
+        return torch.tensor(masks, dtype=torch.int32, device="cpu").to(self._device, non_blocking=True)
+
+    def _unmask(self, ranks: Iterable[int]) -> None:
+        ranks = list(ranks)
+        self.masked.difference_update(ranks)
+        self._told[ranks] = 0
+        if is_capturing(self._index):
+            return
+        self._order.begin()
+        for region in self._regions:
+            for r in ranks:
+                region.masks[r : r + 1].zero_()
         self._order.end()
 
     def reset(self) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running."""
+        self._num_cleanings = 0
+        self._forget_calls()
+
+    def clean(self) -> None:
+        """The same with nobody masked, and without a meeting; no call of this rank is running.
+
+        A rank that is late may still write here. What it writes has lower numbers than the calls to come, for these
+        begin at another multiple of 2²⁸ after each cleaning.
+
+        Raises:
+            ConfigError: what a kernel has found wrong, but the loss of a rank; the calls are forgotten nevertheless.
+        """
+        error = self.take_fault(range(self._grid.num_ranks))
+        self._unmask(range(self._grid.num_ranks))
+        self._num_cleanings += 1
+        self._forget_calls()
+        torch.cuda.synchronize(self._device)
+        if error is not None:
+            raise error
+
+    def _forget_calls(self) -> None:
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self.lately_masked = set(self.masked)
+        last_call = self._num_cleanings % _MAX_GENERATIONS << _CALL_BITS
         for region in self._regions:
             region.memory.local[: region.capacity.epochs_bytes].zero_()
+            if last_call:
+                set_last_call(region.memory.local, last_call)
         self.upload_masks()
+
+    def rows_memory(self) -> Tensor:
+        """``[n]`` uint8, this rank's slots of rows; empty before the first call."""
+        if not self._regions:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        region = self._regions[-1]
+        return region.memory.local[region.capacity.epochs_bytes :]
 
     def close(self) -> None:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""

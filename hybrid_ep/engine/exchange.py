@@ -74,6 +74,7 @@ class Exchange:
         self._generation = 0  # of the connections
         self._members: list[int] = []  # that were connected last
         self._reconnects = group is not None and uses_gloo(group)
+        self._is_cleaned = False  # since the ranks met last
         self._may_go_on = False  # whether connections of this generation were lost in a call
         self._lost: TransportError | None = None  # why there are no connections
         self._board: Board | None = None
@@ -82,7 +83,13 @@ class Exchange:
             self._connect(list(range(grid.num_ranks)))
 
     def take_number(self) -> int:
-        """Returns the number of a new call: ranks that make the same calls in the same order get the same."""
+        """Returns the number of a new call: ranks that make the same calls in the same order get the same.
+
+        Raises:
+            TimeoutError, TransportError: this is the first call after `clean`, and a rank did not come to it.
+        """
+        if self._is_cleaned:
+            self._meet_cleaned()
         self._call_number += 1
         return self._call_number
 
@@ -171,6 +178,7 @@ class Exchange:
         """
         if self._link is None and self._board is None:
             return
+        self._is_cleaned = False
         ranks = self.active(range(self.grid.num_ranks))
         self._label = "barrier"
         if self._link is None and not self._reconnects:
@@ -212,6 +220,19 @@ class Exchange:
         self._lost = TransportError(
             self._label, self.grid.rank, meeting.members[0], "the other ranks went on without this one, which was late"
         )
+
+    def clean(self) -> None:
+        """Takes every rank back in. Local; the ranks meet, and agree on numbers of calls, when the next begins."""
+        self.masked.clear()
+        self._is_cleaned = self._board is not None
+
+    def _meet_cleaned(self) -> None:
+        self._is_cleaned = False
+        self._label = "first call of cleaned ranks"
+        if self._reconnects:
+            self._meet_again(list(range(self.grid.num_ranks)))
+        else:
+            self.barrier()
 
     def close(self) -> None:
         """Gives the connections up. Local."""

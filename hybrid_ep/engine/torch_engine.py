@@ -79,6 +79,7 @@ class TorchEngine(Engine):
     """
 
     name = "torch"
+    completes_lost_calls = True
 
     def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int = 0) -> None:
         super().__init__()
@@ -349,6 +350,10 @@ class TorchEngine(Engine):
 
     def masked(self) -> Tensor:
         return torch.tensor([int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32)
+
+    @one_at_a_time
+    def clean(self) -> None:
+        self._exchange.clean()
 
     @one_at_a_time
     def barrier(self) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "FORMATS",
     "check_cleaned",
     "check_late_rank",
+    "check_late_rank_comes_back",
     "check_low_latency",
     "check_mixed_hooks",
     "check_overlapping_batches",
@@ -283,6 +284,59 @@ def check_too_many_rows(device: str = "cpu") -> None:
             _, count, *_ = dispatch(inputs.topk_idx)
             want = torch.tensor([len(rows) for rows in expert_copies(case, rank)], dtype=torch.int32)
             equal(count, want, "packed_recv_count after an overflow")
+
+
+def check_late_rank_comes_back(timeout_s: float, device: str = "cpu") -> None:
+    """The recovery of vLLM, twice: the others mask a late rank, and it masks them, without an exception. Then each
+    cleans by itself, and they meet in another group.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    late = num_ranks - 1
+    case = Case("late", num_ranks, 6, hidden=128, num_experts=4 * num_ranks)
+    inputs = on(device, case.inputs(rank))
+    x = expert_output(case, rank, case.max_tokens * num_ranks).to(device)
+    others = dist.new_group(backend="gloo")
+    options = {"low_latency_mode": True, "enable_shrink": True, "lost_ranks": "mask", "num_rdma_bytes": 1 << 20}
+    with make_buffer(case, timeout_s=timeout_s, **options) as buffer:
+
+        def step() -> tuple[Tensor, Tensor]:
+            _, count, handle, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            combined, _, _ = buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle)
+            return count, combined
+
+        def masks() -> list[int]:
+            status = torch.full((num_ranks,), -1, dtype=torch.int32, device=device)
+            buffer.low_latency_query_mask_buffer(status)
+            told: list[int] = status.tolist()
+            return told
+
+        def check_step() -> None:
+            count, combined = step()
+            want = torch.tensor([len(rows) for rows in expert_copies(case, rank)], dtype=torch.int32)
+            equal(count, want, "packed_recv_count")
+            equal(combined, expected_combine(case, rank, lambda _: False), "combined_x")
+            assert masks() == [0] * num_ranks
+
+        for num_calls in (1, 3):
+            for _ in range(num_calls):
+                check_step()
+            if rank == late:
+                time.sleep(1.7 * timeout_s)
+            for _ in range(2 if rank != late else 1):
+                count, _ = step()
+            assert masks() == [int((r == late) != (rank == late)) for r in range(num_ranks)]
+            if rank != late:  # which may have rows that the others sent before they gave it up
+                left = [[c for c in rows if c.src_rank != late] for rows in expert_copies(case, rank)]
+                equal(count, torch.tensor([len(rows) for rows in left], dtype=torch.int32), "counts without the late")
+            before = torch.cuda.memory_allocated() if device == "cuda" else 0
+            buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
+            assert before == (torch.cuda.memory_allocated() if device == "cuda" else 0)
+            buffer.low_latency_clean_mask_buffer()
+            dist.barrier(others)
+            assert masks() == [0] * num_ranks
+        check_step()
 
 
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:

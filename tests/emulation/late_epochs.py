@@ -55,29 +55,20 @@ def check_past_the_last_number() -> None:
 
 def check_low_latency_past_the_last_number() -> None:
     """The buffers of low-latency calls begin there, whatever makes them."""
-    from hybrid_ep import _cuda
+    from hybrid_ep.engine import cuda_low_latency
     from hybrid_ep.engine.symmetric import SymmetricMemory
 
     allocate = SymmetricMemory.allocate
 
     def late(*args: Any) -> SymmetricMemory:
         memory = allocate(*args)
-        size, offsets = _cuda.low_latency_channel_bytes, _cuda.low_latency_channel_offsets
-        for channel in range(2 * _cuda.low_latency_buffers):
-            words = memory.local[channel * size : (channel + 1) * size].view(torch.int32)
-            for name, stride in (("begun", 2), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
-                begin = offsets[name] // 4
-                words[begin : begin + stride * _cuda.max_ranks : stride] = _LAST_CALL
-            for name in ("send", "receive"):
-                words[offsets[name] // 4] = _LAST_CALL
+        cuda_low_latency.set_last_call(memory.local, _LAST_CALL % (1 << 32))
         import torch.distributed as dist
 
         dist.barrier()
         return memory
 
     case = Case("late", 2, 40, hidden=256, topk=4, num_experts=8)
-    from hybrid_ep.engine import cuda_low_latency
-
     with mock.patch.object(cuda_low_latency.SymmetricMemory, "allocate", late):
         check_low_latency(case, "bf16")
         for _ in range(3):

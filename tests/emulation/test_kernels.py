@@ -126,6 +126,10 @@ def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: st
     run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)
 
 
+def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.low_latency.check_late_rank_comes_back", 8.0)
+
+
 @pytest.mark.parametrize(
     "check", ["check_other_calls", "check_other_low_latency_calls", "check_refused_calls_leave_nothing_to_do"]
 )

@@ -105,6 +105,15 @@ def test_ranks_that_do_not_come(run_gpus: RunGpus, check: Callable[[float], None
 
 
 @needs_peer
+def test_a_late_rank_comes_back(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, battery.check_late_rank_comes_back, 2.0, "cuda")
+
+
+def test_too_many_rows(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, battery.check_too_many_rows, "cuda")
+
+
+@needs_peer
 def test_masks_of_old_graphs(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, low_latency.check_masks_of_old_graphs)
 

@@ -72,6 +72,10 @@ def test_low_latency_misuse_and_delay(run_ranks: RunRanks, check: Callable[[], N
     run_ranks(2, check)
 
 
+def test_a_late_rank_comes_back(run_ranks: RunRanks) -> None:
+    run_ranks(3, low_latency.check_late_rank_comes_back, 3.0)
+
+
 @pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
 def test_low_latency_hooks_are_mixed(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(case.num_ranks, low_latency.check_mixed_hooks, case)

@@ -343,7 +343,10 @@ def test_attributes_of_a_buffer() -> None:
         assert isinstance(buffer.get_comm_stream(), torch.Stream | torch.cpu.Stream)
         whole = buffer.get_local_buffer_tensor(torch.float32)
         assert whole.numel() == 256
-        assert buffer.get_local_buffer_tensor(torch.int64, torch.Size([2, 3]), 16, True).shape == (2, 3)
+        assert buffer.get_local_buffer_tensor(torch.int64, torch.Size([2, 3]), 16).shape == (2, 3)
+        assert (
+            buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_().numel() == 0
+        )  # the engine has none
         whole.fill_(1)
         assert buffer.get_local_buffer_tensor(torch.float32, (1,), 8).item() == 1
     with HybridEPBuffer(None, 64, 8, 4) as hybrid:
