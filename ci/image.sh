@@ -7,6 +7,7 @@
 #                                  machine's apt mirror and pip's index, with pip's own settings; the default for builder
 #   CUDA=cu13|cu12                 of runtime and build
 #   TORCH_CPU_INDEX=ADDRESS        needed with public sources for cpu on amd64: pytorch's index of wheels for CPUs, or a mirror
+#   SOURCE_URL=ADDRESS             for the label; default: git's remote, where that is on the web
 #   BUILD_ARGS='A=1 B=2'           other ARGs of the Dockerfile
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -41,7 +42,11 @@ name=hybrid-ep:$version
 [ "$arch" = "$machine" ] || name=$name-$arch
 options=(--target "$target" --platform "$platform" --tag "$name" --file docker/Dockerfile --build-arg "VERSION=$version" --build-arg "CUDA=$CUDA")
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
-options+=(--build-arg "REVISION=$revision")
+# The commit's time, so that the same commit makes the same image.
+created=$(TZ=UTC git log -1 --date=format-local:%Y-%m-%dT%H:%M:%SZ --format=%cd 2>/dev/null || date -u +%Y-%m-%dT%H:%M:%SZ)
+# A name and password that git keeps in an address are nobody's business.
+source_url=${SOURCE_URL:-$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https?://)([^/@]*@)?#\1#p' || true)}
+options+=(--build-arg "REVISION=$revision" --build-arg "CREATED=$created" --build-arg "SOURCE_URL=${source_url:-unknown}")
 
 case $engine-$sources in
   *-public)
@@ -62,7 +67,9 @@ case $engine-$sources in
     [ "$arch" = "$machine" ] || ci/image/emulate.sh
     ci/image/given.sh "$given" "$target" "$machine" "$arch"
     export GIVEN_BASES=$given
-    options+=(--pull=never --build-arg BASE_IMAGE=localhost/hybrid-ep-base --build-arg TORCH_CPU_INDEX=
+    export GIVEN_ARCH=$arch
+    options+=(--pull=never --build-arg BASE_IMAGE=localhost/hybrid-ep-root --build-arg TOOLS_IMAGE=localhost/hybrid-ep-tools
+      --build-arg BASE_NAME=hybrid-ep-root --build-arg TORCH_CPU_INDEX=
       --secret "id=pip,src=$given/pip.conf" --build-context "wheels=$given/wheels" --build-context "rdma-core-source=$given/rdma-core")
     if [ "$CUDA" = cu12 ]; then
       ci/image/cuda12.sh "$given/cuda12"

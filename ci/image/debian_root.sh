@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a small Debian root from this machine's own apt mirror: ci/image/debian_root.sh SUITE ARCH TARGET [mmdebstrap options]
 # TARGET is a folder or a .tar. The machine's certificates of its own and its word on old Release files go in, so that apt and
-# pip work in there as they do here.
+# pip work in there as they do here; CERTIFICATES=off leaves the certificates out, for what is published.
 set -euo pipefail
 suite=$1 arch=$2 target=$3
 shift 3
@@ -12,7 +12,7 @@ lines=$(sources 'deb $(REPO_URI) $(RELEASE) main' | grep -E " $suite(-security|-
 [ -n "$lines" ] || lines="deb $mirror $suite main"
 options=()
 while read -r line; do options+=(--aptopt="$line"); done < <(apt-config dump Acquire::Check-Valid-Until Acquire::Check-Date | grep . || true)
-if [ -d /usr/local/share/ca-certificates ]; then
+if [ -d /usr/local/share/ca-certificates ] && [ "${CERTIFICATES:-}" != off ]; then
   options+=(--include=ca-certificates
     --customize-hook='copy-in /usr/local/share/ca-certificates /usr/local/share' --customize-hook='chroot "$1" update-ca-certificates')
 fi

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Makes what a build needs where there is no registry, from apt's mirror and pip's index: ci/image/given.sh DIR TARGET ARCH…
-# DIR gets base-ARCH.tar (a Debian root), pip.conf and wheels (pip's settings of this machine, and the files of its find-links),
+# DIR gets root-ARCH.tar (a Debian root for the images), tools-ARCH.tar (one for the tools, with this machine's certificates, for
+# the first ARCH), pip.conf and wheels (pip's settings of this machine, and the files of its find-links),
 # and rdma-core (PyPI's pyverbs carries the tree of rdma-core 59) for targets that are built from it. PYTHON is one with pip.
 set -euo pipefail
 dir=$1 target=$2
 shift 2
 mkdir -p "$dir/wheels" "$dir/rdma-core"
-for arch; do
-  [ -s "$dir/base-$arch.tar" ] && continue
-  ci/image/debian_root.sh bookworm "$arch" "$dir/base-$arch.part.tar"
-  mv "$dir/base-$arch.part.tar" "$dir/base-$arch.tar"
-done
+make_root() { # KIND ARCH
+  [ ! -s "$dir/$1-$2.tar" ] || return 0
+  ci/image/debian_root.sh bookworm "$2" "$dir/$1-$2.part.tar"
+  mv "$dir/$1-$2.part.tar" "$dir/$1-$2.tar"
+}
+make_root tools "$1"
+for arch; do CERTIFICATES=off make_root root "$arch"; done
 pip() { "${PYTHON:-python3}" -m pip --disable-pip-version-check "$@"; }
 {
   echo "[global]"

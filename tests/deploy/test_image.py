@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -61,7 +62,7 @@ def test_image_keeps_its_promises() -> None:
     build()
     done = check(IMAGE)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("ok  ") == 11, done.stdout
+    assert done.stdout.count("ok  ") == 13, done.stdout
 
 
 @pytest.fixture
@@ -86,6 +87,15 @@ def folder() -> Iterator[Path]:
         ("contents", "RUN touch /usr/local/lib/libnvidia-ml.so.1"),
         ("contents", "RUN ssh-keygen -q -t ed25519 -N '' -f /home/hep/.ssh/id_rsa"),
         ("contents", "RUN echo hep:hep | chpasswd"),
+        ("user", "USER hep"),
+        ("labels", 'LABEL org.opencontainers.image.base.digest="latest"'),
+        ("contents", "RUN chmod u+s /usr/bin/tini"),
+        (
+            "contents",
+            "RUN mkdir -p /usr/local/share/ca-certificates && touch /usr/local/share/ca-certificates/site.crt",
+        ),
+        ("sbom", "RUN rm /usr/share/doc/hybrid-ep/sbom.spdx.json"),
+        ("k8s", "RUN rm /usr/local/bin/kubectl"),
         ("modules", "RUN rm /usr/local/bin/mpirun"),
         ("commands", "RUN rm /usr/local/lib/python3.11/dist-packages/hybrid_ep/bench/measure.py"),
         ("doctor", "RUN sed -i '2i echo hello' /usr/local/bin/hybrid-ep-entrypoint"),
@@ -94,7 +104,7 @@ def folder() -> Iterator[Path]:
     ],
 )
 def test_checks_see_a_spoilt_image(name: str, spoilt: str, folder: Path) -> None:
-    user = "" if spoilt.startswith("USER") else "USER hep"
+    user = "" if spoilt.startswith("USER") else "USER 1000:1000"
     (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nUSER root\n{spoilt}\n{user}\n")
     prepare = (
         f"buildah build -q --format docker --pull=never --isolation chroot -t localhost/spoilt {folder} >/dev/null"
@@ -183,7 +193,54 @@ def test_bake_and_compose_name_this_version_and_real_stages() -> None:
     assert f'variable "VERSION" {{ default = "{__version__}" }}' in bake
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     images = {service["image"] for service in compose["services"].values()}
-    assert images == {f"${{HYBRID_EP_IMAGE:-hybrid-ep:{__version__}-cpu}}"}
+    assert images == {
+        f"${{HYBRID_EP_IMAGE:-hybrid-ep:{__version__}-cpu}}",
+        f"${{HYBRID_EP_GPU_IMAGE:-hybrid-ep:{__version__}}}",
+    }
+
+
+def test_gpu_service_has_what_several_ranks_need() -> None:
+    """What the page tells `docker run`, as compose says it."""
+    service = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert (service["ipc"], service["ulimits"], service["profiles"]) == ("host", {"memlock": -1}, ["gpu"])
+
+
+def test_base_images_are_pinned_by_digest() -> None:
+    defaults = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE))
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", defaults["BASE_DIGEST"])
+    assert defaults["BASE_IMAGE"] == "${BASE_NAME}@${BASE_DIGEST}"
+    assert defaults["TOOLS_IMAGE"] == "${BASE_IMAGE}"
+    assert re.search(r"@sha256:[0-9a-f]{64}$", defaults["CUDA12_IMAGE"])
+    outside = {
+        name for name in re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", DOCKERFILE, re.MULTILINE) if "_IMAGE" in name
+    }
+    assert outside == {"${BASE_IMAGE}", "${TOOLS_IMAGE}", "${CUDA12_IMAGE}"}
+
+
+def test_packages_of_a_root_are_listed(tmp_path: Path) -> None:
+    """ci/image/sbom.py, which runs inside the image."""
+    (tmp_path / "status").write_text(
+        "Package: tini\nStatus: install ok installed\nArchitecture: amd64\nVersion: 1:0.19-1\n\n"
+        "Package: gone\nStatus: deinstall ok config-files\nArchitecture: all\nVersion: 1\n"
+    )
+    (tmp_path / "libibverbs.so.1.14.60.1").touch()
+    spec = importlib.util.spec_from_file_location("sbom", ROOT / "ci" / "image" / "sbom.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sbom = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sbom)
+    assert sbom.debian_packages(tmp_path / "status") == [
+        ("tini", "1:0.19-1", "pkg:deb/debian/tini@1%3A0.19-1?arch=amd64")
+    ]
+    assert sbom.rdma_core(tmp_path) == [("rdma-core", "60.1", "pkg:github/linux-rdma/rdma-core@v60.1")]
+    torch = next(package for package in sbom.python_packages() if package[0] == "torch")
+    document = sbom.document([torch], "2026-01-02T03:04:05Z")
+    assert document == sbom.document([torch], "2026-01-02T03:04:05Z")
+    (entry,) = document["packages"]
+    assert entry["externalRefs"][0]["referenceLocator"].startswith("pkg:pypi/torch@2.")
+    assert document["relationships"][0]["relatedSpdxElement"] == entry["SPDXID"]
 
 
 def test_overlays_name_the_image_for_their_nodes() -> None:
