@@ -159,7 +159,10 @@ def _without_builder(line: str) -> str:
 
 
 def _add_device(recording: Recording, node: Node, path: str) -> None:
-    device = node.char_device(path)
+    try:
+        device = node.char_device(path)
+    except Unreadable:
+        return
     if device is not None:
         recording.devices[path] = f"char {device[0]}:{device[1]}\n"
 
