@@ -188,11 +188,11 @@ NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
 )
 POOL_SLOTS = Variable(
     "HYBRID_EP_POOL_SLOTS",
-    2,
+    64,
     _natural,
     "an integer ≥ 0",
-    "Cuda engine: results of dispatch that can be out at a time without a copy; each costs a receive slot of memory. "
-    "With 0 every result is copied to memory of torch's own allocator.",
+    "Cuda engine: most results of dispatch that can be alive at a time without a copy. The receive pool begins with 2 "
+    "slots and grows as results are held. With 0 every result is copied to memory of torch's own allocator.",
 )
 ELASTIC_BUFFER = Variable(
     "HYBRID_EP_ELASTIC_BUFFER",

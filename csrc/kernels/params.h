@@ -26,6 +26,12 @@ struct Mailbox {
   int32_t max_held;          // most records of other domains that any rank forwards; 0 within a domain
   int32_t num_tokens_per_expert[kMaxExperts];
 };
+// What a dispatch reports of the pools of all ranks: slots << 32 | number of the call, which the host has counted.
+// Pinned memory, a word for each of the last calls: the host of a later call reads it. docs/internals tells why.
+constexpr int kPoolReportLag = 8;
+struct PoolReports {
+  uint64_t words[kPoolReportLag];
+};
 enum MailStatus : int32_t { kSent = 0, kNeedsRoom = 1, kFailed = 2 };
 
 // The ranks of a domain and what one call may use of their memory.
@@ -68,6 +74,8 @@ struct DispatchParams {
   int32_t* overflow;               // [1], or nullptr
   Mailbox* mailbox;                // nullptr: the host does not wait
   uint32_t ticket;
+  uint64_t* pool_report;  // the word of PoolReports that this call writes; nullptr in a graph
+  uint32_t pool_call;     // its number
   // Shape of the launch.
   int num_send_warps, num_stages;
   int rings_begin;     // in dynamic shared memory

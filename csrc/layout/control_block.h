@@ -20,6 +20,7 @@ struct CountRow {
     kRowLimit,      // rows that fit there
     kRefusal,       // FaultKind: what i has found wrong with its own arguments; then nobody sends
     kRefusedValue,  // the argument
+    kSlotsWanted,   // slots that i's pool would need to copy no result; 0: it has enough
     kFirstField,    // CallField: equal at all ranks, or nobody sends
     kNumCallColumns = kFirstField + kNumDispatchFields,
     kTokensPerRank = kNumCallColumns,              // tokens that i sends to each rank

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <thread>
 
+#include "common/capture.h"
 #include "common/check.h"
 #include "common/cuda_check.h"
 #include "common/device_guard.h"
@@ -15,7 +16,8 @@ namespace hybrid_ep {
 namespace {
 
 constexpr double kMailboxGraceS = 10;  // for the kernel to report, on top of its own timeout
-constexpr double kStreamQueryS = 1;    // between queries of a stream that has not reached the call
+constexpr int kTurnsPerQuery = 1 << 16;
+constexpr double kStreamQueryS = 1;  // between queries of a stream that has not reached the call
 
 const char* name_of(KernelName kernel) {
   switch (kernel) {
@@ -125,6 +127,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   prepare_combine();
   prepare_duplicate();
   mailbox_ = pinned<Mailbox>();
+  pool_reports_ = pinned<PoolReports>();
   fault_ = pinned<FaultRecord>();
   domain_.rank = rank;
   domain_.num_ranks = num_ranks;
@@ -135,6 +138,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
 
 Communicator::~Communicator() {
   cudaFreeHost(mailbox_);
+  cudaFreeHost(pool_reports_);
   cudaFreeHost(fault_);
 }
 
@@ -154,7 +158,7 @@ int Communicator::default_dispatch_sms() const {
 }
 
 uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
-                                cudaStream_t stream) {
+                                int slots_wanted, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const bool is_permuted = plan.pad_multiple > 0, is_new = plan.makes_route;
   const auto part = [&](bool is_there, int64_t offset) { return is_there ? tensors.route + offset : nullptr; };
@@ -184,6 +188,11 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.call[CountRow::kRowLimit] = params.row_limit;
   params.call[CountRow::kRefusal] = static_cast<int>(plan.call.refusal);
   params.call[CountRow::kRefusedValue] = plan.call.refused_value;
+  params.call[CountRow::kSlotsWanted] = std::max(slots_wanted, 0);
+  if (slots_wanted != kInGraph) {
+    params.pool_call = pool_calls_ + 1;
+    params.pool_report = &pool_reports_->words[pool_calls_ % kPoolReportLag];
+  }
   write_fields(params.call + CountRow::kFirstField, plan.format, plan.call, plan.num_experts, plan.num_topk,
                params.is_bound, params.slot.capacity, plan.pad_multiple, handle);
   params.pad_multiple = plan.pad_multiple;
@@ -206,7 +215,21 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.rings_begin = shape.rings_begin;
   params.rings_overlap = shape.rings_overlap;
   launch_dispatch(params, shape.num_sms, shape.shared_bytes, stream);
+  if (slots_wanted != kInGraph) ++pool_calls_;
   return params.ticket;
+}
+
+int Communicator::slots_agreed(cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
+  if (pool_calls_ < kPoolReportLag || capture_of(stream).id != 0) return 0;
+  // The next call is number pool_calls_ + 1, and takes this word.
+  const auto* word = const_cast<const volatile uint64_t*>(&pool_reports_->words[pool_calls_ % kPoolReportLag]);
+  const uint32_t number = pool_calls_ + 1 - kPoolReportLag;
+  for (int turn = 1; static_cast<uint32_t>(*word) != number; ++turn) {
+    std::this_thread::yield();
+    if (turn % kTurnsPerQuery == 0) is_busy(device_, stream);  // for errors of the stream
+  }
+  return static_cast<int>(*word >> 32);
 }
 
 void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows,

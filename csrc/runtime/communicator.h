@@ -46,8 +46,17 @@ class Communicator {
 
   // `handle` is the number of the handle's dispatch, kAbsent for one that makes its route. Returns the ticket that the
   // mailbox will show, or 0 if there is nothing to wait for: neither counts, nor a slot that must grow.
+  // `slots_wanted` goes to all ranks, which read it by slots_agreed(); kInGraph if the stream is captured.
   uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
-                    cudaStream_t stream);
+                    int slots_wanted, cudaStream_t stream);
+  static constexpr int kInGraph = -1;
+
+  // The most slots that any rank wanted kPoolReportLag dispatches before the next one, graphs excepted. All ranks read
+  // the same number, so all can grow their pools before the same call. Waits for that dispatch if its kernel has not
+  // run; the GPU then has kPoolReportLag dispatches to do. 0 while `stream` is captured and in the first calls. Throws
+  // CudaError if the stream has failed.
+  int slots_agreed(cudaStream_t stream) const;
+
   // Completes the expert-major rows of a dispatch in place: copies num_recv rows to their further experts, zeroes the
   // rest of num_rows, and writes the tensors. With num_sms 0 all SMs do that.
   void duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows, int num_recv,
@@ -75,6 +84,9 @@ class Communicator {
 
  private:
   bool has_fault() const;
+
+  PoolReports* pool_reports_ = nullptr;
+  uint32_t pool_calls_ = 0;  // dispatches, graphs excepted; wraps
 
   Domain domain_{};
   int device_;

@@ -7,6 +7,23 @@
 #include "common/device_guard.h"
 
 namespace hybrid_ep {
+namespace {
+
+// Another thread's capture does not mind.
+bool has_passed(cudaEvent_t event) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  const cudaError_t status = cudaEventQuery(event);
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  if (status == cudaErrorNotReady) {
+    cudaGetLastError();
+    return false;
+  }
+  check_cuda(status, "cudaEventQuery");
+  return true;
+}
+
+}  // namespace
 
 SlotPool::SlotPool(int num_slots, int device, CurrentStream current_stream)
     : device_(device), slots_(num_slots > 0 ? num_slots - 1 : 0), current_stream_(std::move(current_stream)) {
@@ -21,23 +38,53 @@ SlotPool::~SlotPool() {
   for (Slot& slot : slots_) cudaEventDestroy(slot.event);
 }
 
-bool SlotPool::note_use(cudaStream_t stream) {
+void SlotPool::note_use(cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  if (status == cudaStreamCaptureStatusNone) return false;
-  was_captured_ = true;
-  return true;
+  was_captured_ |= capture_of(stream).id != 0;
 }
 
-int SlotPool::take(cudaStream_t stream) {
-  if (note_use(stream)) return 0;
+SlotPool::Taken SlotPool::take(cudaStream_t stream) {
   const DeviceGuard guard(device_);
+  const Capture capture = capture_of(stream);
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (capture.id == 0) return {take_eager(stream), false};
+  was_captured_ = true;
+  return {take_captured(stream, capture), true};
+}
+
+int SlotPool::take_eager(cudaStream_t stream) {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     if (slot.holders > 0) continue;
+    if (slot.capture_id != 0) {
+      if (!slot.graph_end->load()) continue;
+      slot.capture_id = 0;
+      slot.graph_end.reset();
+      slot.has_unknown_users = true;  // the last replay may still run
+    }
     if (!wait_for_users(slot, stream)) continue;
+    slot.holders = 1;
+    return static_cast<int>(i) + 1;
+  }
+  return 0;
+}
+
+int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (slot.holders > 0 || slot.capture_id != capture.id || !slot.has_event) continue;
+    check_cuda(cudaStreamWaitEvent(stream, slot.event, 0), "cudaStreamWaitEvent");
+    slot.holders = 1;
+    return static_cast<int>(i) + 1;
+  }
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    // A capture cannot wait for work outside of it: only what nobody uses any more can be taken.
+    if (slot.holders > 0 || slot.capture_id != 0 || slot.has_unknown_users) continue;
+    if (slot.has_event && !has_passed(slot.event)) continue;
+    slot.graph_end = end_of(capture.graph);
+    slot.capture_id = capture.id;
+    slot.has_event = false;
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -73,30 +120,27 @@ void SlotPool::release(int slot_idx) {
     slots_[slot_idx - 1].holders = 1;  // not free before its event is recorded
   }
   // NOTE: a stream that is being captured takes no event that others could wait for, and what it has held before may
-  // still run.
-  const bool recorded = record(slots_[slot_idx - 1].event);
+  // still run. A graph's slot is taken again only within its capture, which an event of that capture serves.
+  const bool recorded = record(slots_[slot_idx - 1].event, slots_[slot_idx - 1].capture_id);
   const std::lock_guard<std::mutex> lock(mutex_);
   slots_[slot_idx - 1].has_event = recorded;
   slots_[slot_idx - 1].has_unknown_users = !recorded;
   slots_[slot_idx - 1].holders = 0;
 }
 
-bool SlotPool::record(cudaEvent_t event) const {
+bool SlotPool::record(cudaEvent_t event, unsigned long long capture_id) const try {
   const std::optional<cudaStream_t> stream = current_stream_();
-  int before = 0;
-  if (!stream.has_value() || cudaGetDevice(&before) != cudaSuccess) return false;
-  if (before != device_ && cudaSetDevice(device_) != cudaSuccess) return false;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const bool recorded = cudaStreamIsCapturing(*stream, &status) == cudaSuccess &&
-                        status == cudaStreamCaptureStatusNone && cudaEventRecord(event, *stream) == cudaSuccess;
-  if (before != device_) cudaSetDevice(before);
-  return recorded;
+  if (!stream.has_value()) return false;
+  const DeviceGuard guard(device_);
+  return capture_of(*stream).id == capture_id && cudaEventRecord(event, *stream) == cudaSuccess;
+} catch (const CudaError&) {
+  return false;
 }
 
 int SlotPool::num_free() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int count = 0;
-  for (const Slot& slot : slots_) count += slot.holders == 0;
+  for (const Slot& slot : slots_) count += slot.holders == 0 && (slot.capture_id == 0 || slot.graph_end->load());
   return count;
 }
 

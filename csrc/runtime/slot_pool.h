@@ -3,6 +3,9 @@
 // The rows of a dispatch arrive in a slot, and its results are tensors that hold the slot. When the last hold is
 // released, an event is recorded on the current stream and the slot is free; its next user waits for the event. No
 // result holds slot 0: rows that are copied out arrive there, and partial rows of combine.
+//
+// A slot that is taken in a capture belongs to the graph until the graph is destroyed: every replay writes it. The same
+// capture can take it again after its results have died. No other call can.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +14,8 @@
 #include <mutex>
 #include <optional>
 #include <vector>
+
+#include "common/capture.h"
 
 namespace hybrid_ep {
 
@@ -25,14 +30,18 @@ class SlotPool {
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
 
-  // Takes a slot and makes `stream` wait for its last users. Returns 0 when all are in use, and always while the stream
-  // is captured: the graph would use the slot again without asking.
-  int take(cudaStream_t stream);
+  struct Taken {
+    int slot_idx;      // 0: all are in use
+    bool is_captured;  // the stream is being captured
+  };
 
-  // Must be called before a use of slot 0 by `stream` that `take` knows nothing of. Returns whether it is captured.
-  bool note_use(cudaStream_t stream);
+  // Takes a slot and makes `stream` wait for its last users.
+  Taken take(cudaStream_t stream);
 
-  // Whether a captured stream used slot 0, so that a graph has its address.
+  // Must be called before a use of slot 0 by `stream` that `take` knows nothing of.
+  void note_use(cudaStream_t stream);
+
+  // Whether a captured stream used a slot, so that a graph has its address.
   bool was_captured() const { return was_captured_; }
 
   // A taken slot is held once by its taker; the last release gives it back. Neither does anything for slot 0. Release
@@ -48,11 +57,16 @@ class SlotPool {
     bool has_event = false;
     bool has_unknown_users = false;  // it was released where no event could be recorded
     cudaEvent_t event = nullptr;
+    unsigned long long capture_id = 0;  // of the graph that the slot belongs to; 0: it belongs to none
+    GraphEnd graph_end;
   };
 
+  int take_eager(cudaStream_t stream);
+  int take_captured(cudaStream_t stream, const Capture& capture);
   bool wait_for_users(Slot& slot, cudaStream_t stream) const;
-  // Returns whether an event now stands behind what the current stream holds; never throws.
-  bool record(cudaEvent_t event) const;
+  // Returns whether an event now stands behind what the current stream holds; never throws. The stream must be one of
+  // the capture, or of none where that is 0.
+  bool record(cudaEvent_t event, unsigned long long capture_id) const;
 
   mutable std::mutex mutex_;
   int device_;

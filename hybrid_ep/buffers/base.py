@@ -141,6 +141,18 @@ class BaseBuffer:
         """
         self.engine.raise_pending()
 
+    def empty_cache(self) -> None:
+        """Gives back the receive slots that no result holds. Collective; waits for the GPU.
+
+        The pool of the cuda engine grows as results are held, and does not become smaller by itself. Results that are
+        alive keep their memory. Does nothing on the torch engine, which keeps no slots.
+
+        Raises:
+            ConfigError: a CUDA graph is being captured.
+            TimeoutError, TransportError: a rank did not come.
+        """
+        self.engine.empty_cache()
+
     def close(self) -> None:
         """Gives back what the buffer holds, and then raises as `raise_pending`. Local, harmless when called again."""
         if self._engine is not None:

@@ -42,6 +42,7 @@ __all__ = ["LowLatencyCalls"]
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 128
 _CONTROL_BYTES = 13 << 10
+_KINDS = ("use_fp8", "round_scale", "use_ue8m0")
 _NUM_BUFFERS = 2  # two micro-batches overlap
 
 
@@ -134,18 +135,22 @@ class LowLatencyCalls(BaseBuffer):
             (torch.Size([4, 8, 128]), [1, 2, 0, 1])
         """
         self._require_low_latency()
-        max_tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
-        num_local = self._num_local_experts(num_experts)
-        most = MAX_INT // (num_local * self.group_size)
-        if max_tokens > most:  # packed rows are counted in 32 bits
-            require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
-        for name, value in (("use_fp8", use_fp8), ("round_scale", round_scale), ("use_ue8m0", use_ue8m0)):
-            require_bool(name, value)
-        fp8 = _fp8_format(use_fp8, round_scale, use_ue8m0)
+        max_tokens, kinds = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        given = (traits(x, topk_idx, stats, waits), max_tokens, num_experts, use_fp8)
+        if type(max_tokens) is not int:
+            require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
+        if type(num_experts) is not int:
+            self._num_local_experts(num_experts)
+        for name, value in zip(_KINDS, kinds, strict=True):
+            require_bool(name, value)
+        given = (traits(x, topk_idx, stats, waits), max_tokens, num_experts, kinds)
         if given not in self._passed:
-            self._check_dispatched(x, topk_idx, max_tokens, num_experts, fp8)
+            require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
+            num_local = self._num_local_experts(num_experts)
+            most = MAX_INT // (num_local * self.group_size)
+            if max_tokens > most:  # packed rows are counted in 32 bits
+                require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
+            self._check_dispatched(x, topk_idx, max_tokens, num_experts, _fp8_format(*kinds))
             self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
             if topk_idx.is_cuda:
@@ -158,7 +163,7 @@ class LowLatencyCalls(BaseBuffer):
                 topk_idx.contiguous(),
                 num_max_tokens_per_rank=max_tokens,
                 num_experts=num_experts,
-                fp8=fp8,
+                fp8=_fp8_format(*kinds),
                 wait_stats=waits,
                 return_recv_hook=return_recv_hook,
             )

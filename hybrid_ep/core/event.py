@@ -55,9 +55,10 @@ class EventOverlap:
     def __init__(
         self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor | None, ...] | None = None
     ) -> None:
-        for name, value, kind in (("event", event, EventHandle), ("extra_tensors", extra_tensors, tuple)):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{name} is {type(value).__name__}; allowed: {kind.__name__} or None")
+        if event is not None and not isinstance(event, EventHandle):
+            raise ConfigError(f"event is {type(event).__name__}; allowed: EventHandle or None")
+        if extra_tensors is not None and not isinstance(extra_tensors, tuple):
+            raise ConfigError(f"extra_tensors is {type(extra_tensors).__name__}; allowed: tuple or None")
         self.event = event
         self.extra_tensors = extra_tensors
         self._hook: Callable[[], Any] | None = None

@@ -2,8 +2,14 @@
 
 A dispatch lands in a free slot of the pool, and its results are tensors over that slot: nothing is copied. Each such
 tensor has its own storage that holds the slot; when the last view dies, the slot goes back in stream order (an event on
-the stream that is current then). Where no slot is free, and while a CUDA graph is captured, rows land in slot 0 and are
-copied to memory of torch's own allocator. Slot 0 also takes combine's partial rows.
+the stream that is current then). Where no slot is free, rows land in slot 0 and are copied to memory of torch's own
+allocator. Slot 0 also takes combine's partial rows.
+
+A slot that is taken while a CUDA graph is captured belongs to the graph until the graph is destroyed.
+
+The pool begins with two slots. A rank that has none free says so in the words of its dispatch, and all ranks make their
+pools larger before the same later call (`Communicator.slots_agreed`). Results of the old pool keep its memory until the
+last of them dies.
 
 A slot's tensor may be used on another stream than the one that is current when it dies. Then it must be kept until
 that use has ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
@@ -26,9 +32,11 @@ from hybrid_ep.errors import ConfigError
 
 __all__ = ["Arena", "DispatchOutput", "SlotLease"]
 
+_INITIAL_SLOTS = 2
 _INITIAL_SLOT_BYTES = 64 << 20
 _GROWTH = 1.25  # a slot that was too small becomes this much larger than what it must hold
 _SLOT_ALIGN_BYTES = 2 << 20  # the page size of device memory
+_IN_GRAPH = -1  # csrc/runtime/communicator.h: kInGraph
 
 
 class DispatchOutput(NamedTuple):
@@ -63,13 +71,16 @@ class SlotLease:
 
     Attributes:
         slot_idx: of the slot; 0 where none was free.
+        is_captured: whether the dispatch becomes part of a CUDA graph.
+        slots_wanted: what the dispatch says of the pool (`Communicator.dispatch`).
     """
 
-    __slots__ = ("_pool", "slot_idx")
+    __slots__ = ("_pool", "is_captured", "slot_idx", "slots_wanted")
 
     def __init__(self, pool: _cuda.SlotPool, stream: int) -> None:
         self._pool: _cuda.SlotPool | None = pool
-        self.slot_idx = pool.take(stream)
+        self.slot_idx, self.is_captured = pool.take(stream)
+        self.slots_wanted = _IN_GRAPH
 
     def output(self, plan: _cuda.DispatchPlan, num_rows: int, route: Route) -> DispatchOutput:
         """Returns what a dispatch of this plan wrote; the tensors hold the slot from now on.
@@ -110,7 +121,7 @@ class Arena:
         roll_call: of the ranks of the domain.
         device: this rank's GPU.
         communicator: is told where the slots are.
-        num_slots: results that can be out at a time without a copy.
+        most_slots: results that this rank wants to be out at a time without a copy.
     """
 
     def __init__(
@@ -118,18 +129,24 @@ class Arena:
         roll_call: RollCall,
         device: torch.device,
         communicator: _cuda.Communicator,
-        num_slots: int,
+        most_slots: int,
     ) -> None:
         self._roll_call = roll_call
         self._device = device
         self._communicator = communicator
-        self._num_slots = num_slots + 1
+        self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
-        self._allocate(_INITIAL_SLOT_BYTES)
+        self._is_short = False  # a result was copied, and no rank has been told
+        self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
 
     @property
     def slot_bytes(self) -> int:
         return self._slot_bytes
+
+    @property
+    def num_slots(self) -> int:
+        """Results that can be out at a time without a copy."""
+        return self._num_slots
 
     @property
     def num_free(self) -> int:
@@ -165,16 +182,37 @@ class Arena:
         """
         if self.holds(num_bytes):
             return
-        # A peer may still be writing here, and a freed mapping does not wait for it: the ranks meet before it is freed.
-        torch.cuda.synchronize(self._device)
-        memory, was_captured = self._memory, self._pool.was_captured
-        self._allocate(int(num_bytes * _GROWTH))
-        if was_captured:
-            self._captured.append(memory)  # graphs have its addresses
+        self._replace(int(num_bytes * _GROWTH), self._num_slots)
+
+    def shrink(self) -> None:
+        """Gives back what no result holds. Collective.
+
+        Raises:
+            TimeoutError: a rank did not come.
+            ConfigError: a CUDA graph is captured.
+        """
+        if is_capturing(self._device.index):
+            raise ConfigError("the receive pool was to shrink in a capture; allowed: outside of one")
+        self._replace(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, self._most_slots))
 
     def lease(self, stream: int) -> SlotLease:
-        """Returns a slot for the next dispatch on the stream."""
-        return SlotLease(self._pool, stream)
+        """Returns a slot for the next dispatch on the stream. Collective where the ranks have agreed on more slots.
+
+        Raises:
+            TimeoutError: a rank did not come to make the pool larger.
+        """
+        agreed = self._communicator.slots_agreed(stream)
+        if agreed > self._num_slots:
+            try:
+                self._replace(self._slot_bytes, agreed)
+            except ConfigError:  # some GPU has no room, as every rank was told: results are copied
+                self._most_slots = self._num_slots
+        lease = SlotLease(self._pool, stream)
+        self._is_short |= lease.slot_idx == 0
+        if not lease.is_captured:
+            lease.slots_wanted = self._more_slots if self._is_short else 0
+            self._is_short = False
+        return lease
 
     def int_tensor(self, memory: Tensor, address: int, shape: list[int]) -> Tensor:
         """Returns an int32 tensor at an address of `memory`, which it keeps alive."""
@@ -184,15 +222,25 @@ class Arena:
         """Must be called by other users of slot 0: a captured use keeps the memory for good."""
         self._pool.note_use(stream)
 
-    def _allocate(self, slot_bytes: int) -> None:
+    def _replace(self, slot_bytes: int, num_slots: int) -> None:
+        # A peer may still be writing here, and a freed mapping does not wait for it: the ranks meet before it is freed.
+        torch.cuda.synchronize(self._device)
+        memory, was_captured = self._memory, self._pool.was_captured
+        self._allocate(slot_bytes, num_slots)
+        if was_captured:
+            self._captured.append(memory)  # graphs have its addresses
+
+    def _allocate(self, slot_bytes: int, num_slots: int) -> None:
         slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
         # Where there is no room, all stays as it is.
-        self._memory = SymmetricMemory.allocate(self._num_slots * slot_bytes, self._roll_call, self._device)
-        self._slot_bytes = slot_bytes
+        self._memory = SymmetricMemory.allocate((num_slots + 1) * slot_bytes, self._roll_call, self._device)
+        self._slot_bytes, self._num_slots = slot_bytes, num_slots
+        wanted = min(max(num_slots + _INITIAL_SLOTS, num_slots * 3 // 2), self._most_slots)
+        self._more_slots = wanted if wanted > num_slots else 0
         self._pool = _cuda.SlotPool(
             base=self._memory.local.data_ptr(),
             slot_bytes=self._slot_bytes,
-            num_slots=self._num_slots,
+            num_slots=num_slots + 1,
             device=self._device.index,
             memory=self._memory,
             current_stream=current_raw_stream,

@@ -534,6 +534,9 @@ class Engine(abc.ABC):
     def raise_pending(self) -> None:
         """Local: raises what a kernel has reported since the last call; the host does not wait for any."""
 
+    def empty_cache(self) -> None:  # noqa: B027 - not every engine keeps memory
+        """Gives back memory that no result holds. Collective."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Local: gives back everything the engine holds, and then does as `raise_pending`."""

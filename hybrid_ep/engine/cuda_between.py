@@ -239,7 +239,7 @@ class CudaBetween(TorchEngine):
                     num_experts=num_experts,
                     held_capacity=held_capacity,
                 )
-                chunk, base = self._routes.take(num_ints, stream, alone=lease.slot_idx == 0)
+                chunk, base = self._routes.take(num_ints, stream, alone=lease.is_captured)
                 host_counts = self._launch(
                     plan,
                     sent,

@@ -186,7 +186,7 @@ class CudaEngine(Engine):
         with sent.lease:
             # A handle holds no slot, so the places move to memory of its own.
             num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
-            chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.lease.slot_idx == 0)
+            chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.lease.is_captured)
             probs = None
             if routing.topk_weights is not None:
                 probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
@@ -335,6 +335,9 @@ class CudaEngine(Engine):
         torch.cuda.synchronize(self.device)
         self._torch.barrier()
 
+    def empty_cache(self) -> None:
+        self._arena.shrink()
+
     def close(self) -> None:
         # Peers may still write here for calls that this rank has not waited for.
         torch.cuda.synchronize(self.device)
@@ -421,8 +424,7 @@ class CudaEngine(Engine):
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
-            # With slot 0, the call may be part of a graph.
-            chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.slot_idx == 0)
+            chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.is_captured)
             lease, host_counts, reported = self._launch(
                 plan, sent, topk_idx.data_ptr(), address(topk_weights), base, ABSENT, lease, stream
             )
@@ -493,6 +495,7 @@ class CudaEngine(Engine):
                     route,
                     handle,
                     lease.slot_idx,
+                    lease.slots_wanted,
                     stream,
                 )
                 if handle == ABSENT:

@@ -24,7 +24,7 @@ from hybrid_ep.engine.agreement import FIELDS, disagreement
 from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_route import address, aligned
+from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TimeoutError
@@ -118,11 +118,15 @@ class _State:
     Attributes:
         plan: of the dispatch.
         num_tokens: T.
+        chunk: the memory that its results beside the rows are a piece of.
+        results: address of the piece.
         is_received: whether its `finish` has run.
     """
 
     plan: _Plan
     num_tokens: int
+    chunk: Chunk
+    results: int
     is_received: bool = False
 
 
@@ -230,6 +234,8 @@ class CudaLowLatency:
         self._num_cleanings = 0
         self._regions: list[_Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
+        self._results = RouteMemory(device)
+        self._last_plan: _Plan | None = None  # which the region in use covers
 
     def dispatch(
         self,
@@ -245,28 +251,30 @@ class CudaLowLatency:
         plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fp8)
         region, native = self._region_for(plan), plan.native
         rows = self._empty_rows(plan)
-        results = torch.empty(plan.num_ints, dtype=torch.int32, device=self._device)
-        at = results.data_ptr()
-        counts, src_info, layout_range = native.tensors(results, at, self._index, torch._C._from_dlpack)
-        sizes = num_max_tokens_per_rank, hidden, num_experts
-        state = _State(plan, num_tokens)
-        handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, results, state)
         buffers = self._dispatches
         idx = buffers.next("low_latency_dispatch")
         data = aligned(data)
-        region.send_tokens(native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, at, self._begin())
+        stream = self._begin()
+        chunk, results = self._results.take(plan.num_ints, stream, alone=is_capturing(self._index))
+        counts, src_info, layout_range = native.tensors(chunk.memory, results, self._index, torch._C._from_dlpack)
+        sizes = num_max_tokens_per_rank, hidden, num_experts
+        state = _State(plan, num_tokens, chunk, results)
+        handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
+        region.send_tokens(native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, results, stream)
         buffers.note_sent()
 
         def finish() -> None:
+            stream = self._begin()
+            chunk.note_use(stream)
             region.receive_tokens(
                 native,
                 idx,
                 rows.data.data_ptr(),
                 address(rows.scales),
-                results.data_ptr(),
+                results,
                 address(wait_stats),
                 not return_recv_hook,
-                self._begin(),
+                stream,
             )
             buffers.note_received(idx)
             state.is_received = True
@@ -298,16 +306,18 @@ class CudaLowLatency:
         buffers = self._combines
         idx = buffers.next("low_latency_combine")
         data, weights, target = aligned(data), aligned(topk_weights), aligned(out)
+        stream = self._begin()
+        state.chunk.note_use(stream)
         region.return_rows(
             native,
             idx,
             data.data_ptr(),
-            handle.memory.data_ptr(),
+            state.results,
             weights.data_ptr(),
             num_tokens,
             min_tokens_to_sum,
             address(wait_stats),
-            self._begin(),
+            stream,
         )
         buffers.note_sent()
 
@@ -494,6 +504,7 @@ class CudaLowLatency:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
         self._is_closed = True
         self._regions.clear()
+        self._last_plan = None
 
     @property
     def num_bytes(self) -> int:
@@ -510,8 +521,10 @@ class CudaLowLatency:
 
     def _region_for(self, plan: _Plan) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
-        if not self._regions or not self._regions[-1].native.covers(plan.native):
-            self._allocate(plan.native.capacity)
+        if plan is not self._last_plan:
+            if not self._regions or not self._regions[-1].native.covers(plan.native):
+                self._allocate(plan.native.capacity)
+            self._last_plan = plan
         return self._regions[-1].native
 
     def _allocate(self, capacity: _cuda.LowLatencyCapacity) -> None:

@@ -16,7 +16,15 @@ from tests.multi_gpu.random_routings import check_received, check_returned, disp
 if TYPE_CHECKING:  # it needs the extension, and this file is read where it is not built too
     from hybrid_ep.engine.arena import Arena
 
-__all__ = ["check_exact_counts", "check_growth", "check_most_tokens", "check_no_slots", "check_pool"]
+__all__ = [
+    "check_exact_counts",
+    "check_graph_slots",
+    "check_growth",
+    "check_most_tokens",
+    "check_no_slots",
+    "check_pool",
+    "check_pool_grows",
+]
 
 
 def _arena(buffer: hybrid_ep.Buffer) -> Arena:
@@ -111,6 +119,79 @@ def check_pool() -> None:
         assert arena.num_free == num_slots
         again, *_ = buffer.dispatch(first.x[rank], handle=handle)
         assert again.shape[0] == handle.num_recv
+
+
+def check_pool_grows() -> None:
+    """Results that one rank holds make the pools of all ranks larger, and none is copied; free slots are given back."""
+    rank = dist.get_rank()
+    with make_buffer() as buffer:
+        arena = _arena(buffer)
+        first = arena.num_slots
+        kept = []
+        for seed in range(36):
+            sent = draw(seed)
+            result = dispatch(buffer, sent, rank)
+            if rank == 0:
+                kept.append((result, sent))
+        while kept:
+            check_received(*kept.pop(), rank, "a result beside others")
+        del result
+        for seed in range(10):  # what calls have asked for is granted by later ones
+            round_trip(buffer, draw(seed), "the last growth")
+        grown = arena.num_slots
+        assert grown >= first + 6
+        assert arena.num_free == grown
+        held = [dispatch(buffer, sent, rank) for _ in range(grown)]
+        assert arena.num_slots == grown, "a pool that is large enough grew"
+        assert arena.num_free == 0, "a result was copied beside a free slot"
+        buffer.empty_cache()
+        assert arena.num_slots == first
+        for result in held:
+            check_received(result, sent, rank, "a result of the pool before")
+        del held, result
+        round_trip(buffer, draw(99), "after empty_cache")
+
+
+def check_graph_slots() -> None:
+    """Captured results are slots of the graph: nobody else gets them until the graph is destroyed."""
+    rank = dist.get_rank()
+    static = draw(0)
+    bound = sum(x.shape[0] for x in static.x)
+    with make_buffer() as buffer:
+
+        def send() -> tuple[torch.Tensor, ...]:
+            return dispatch(buffer, static, rank, num_worst_tokens=bound)
+
+        send()
+        arena = _arena(buffer)
+        free = arena.num_free
+        assert free >= 2
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dropped = send()
+            del dropped
+            result = send()
+        memory = arena._memory.local
+        assert 0 < result[0].data_ptr() - memory.data_ptr() < memory.numel(), "a captured result was copied"
+        assert arena.num_free == free - 1, "a slot whose result was dropped was not taken again in the capture"
+        for seed in range(1, 9):
+            sent = draw(seed)
+            for target, source in zip((static.x, static.topk_idx, static.weights), sent[:3], strict=True):
+                target[rank].copy_(source[rank])
+            eager = [dispatch(buffer, sent, rank) for _ in range(4)]
+            graph.replay()
+            check_received(result, sent, rank, f"replay {seed}", bound)
+            for other in eager:
+                check_received(other, sent, rank, f"an eager result beside replay {seed}")
+        del result, eager, other
+        torch.cuda.synchronize()
+        assert arena.num_free == arena.num_slots - 1 or arena._memory.local is not memory, "the graph lost its slot"
+        graph.reset()
+        del graph
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert arena.num_free == arena.num_slots, "a graph that is destroyed kept its slot"
+        round_trip(buffer, draw(99), "after the graph")
 
 
 def check_no_slots() -> None:

@@ -156,14 +156,21 @@ void add_communicator(py::module_& module) {
       .def(
           "dispatch",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
-             uintptr_t scales, uintptr_t route, int handle, int slot_idx, uintptr_t stream) {
+             uintptr_t scales, uintptr_t route, int handle, int slot_idx, int slots_wanted, uintptr_t stream) {
             return self.dispatch(plan,
                                  {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
                                   pointer<uint32_t>(scales), pointer<int32_t>(route)},
-                                 handle, slot_idx, stream_of(stream));
+                                 handle, slot_idx, slots_wanted, stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
-          py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("stream"))
+          py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("slots_wanted"), py::arg("stream"))
+      .def(
+          "slots_agreed",
+          [](const Communicator& self, uintptr_t stream) {
+            const py::gil_scoped_release release;
+            return self.slots_agreed(stream_of(stream));
+          },
+          py::arg("stream"))
       .def(
           "duplicate",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t route, uintptr_t kept, uintptr_t probs,

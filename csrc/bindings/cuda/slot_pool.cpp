@@ -113,7 +113,11 @@ void add_slot_pool(py::module_& module) {
            py::arg("slot_bytes"), py::arg("num_slots"), py::arg("device"), py::arg("memory"), py::arg("current_stream"),
            py::arg("from_dlpack"))
       .def(
-          "take", [](SlotTensors& self, uintptr_t stream) { return self.pool().take(stream_of(stream)); },
+          "take",
+          [](SlotTensors& self, uintptr_t stream) {
+            const SlotPool::Taken taken = self.pool().take(stream_of(stream));
+            return py::make_tuple(taken.slot_idx, taken.is_captured);
+          },
           py::arg("stream"))
       .def(
           "note_use", [](SlotTensors& self, uintptr_t stream) { self.pool().note_use(stream_of(stream)); },

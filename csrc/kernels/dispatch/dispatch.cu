@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
     ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
   }
-  ok = __syncthreads_and(ok);
+  const bool learned = ok = __syncthreads_and(ok);
   bool is_same = true, lacks_room = false;
   for (int r = threadIdx.x; r < domain.num_ranks && ok; r += kDispatchThreads) {
     is_same &= accepts_call(params, routes, r);
@@ -238,7 +238,10 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     ok = __syncthreads_and(ok);
     if (!ok) status = kFailed;
   }
-  if (blockIdx.x == 0 && warp == kWarps - 1) ok &= report_counts(params, waiter, epoch, routes, status);
+  if (blockIdx.x == 0 && warp == kWarps - 1) {
+    report_pool(params, routes, learned);
+    ok &= report_counts(params, waiter, epoch, routes, status);
+  }
   if (status != kSent) {
     sender.drop();
   } else if (sends_rows) {

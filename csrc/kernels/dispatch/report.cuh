@@ -15,6 +15,19 @@ __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
 }
 
+// Reports the most slots that any rank's pool wants, or 0 where not all ranks' words came. By one warp of the grid.
+__device__ void report_pool(const DispatchParams& params, const DispatchRoutes& routes, bool ok) {
+  if (params.pool_report == nullptr) return;
+  int wanted = 0;
+  for (int r = threadIdx.x % 32; r < params.domain.num_ranks && ok; r += 32) {
+    wanted = max(wanted, routes.call[r][CountRow::kSlotsWanted]);
+  }
+  wanted = __reduce_max_sync(kAllLanes, wanted);
+  if (threadIdx.x % 32 == 0) {
+    ptx::store_relaxed_system(params.pool_report, static_cast<uint64_t>(wanted) << 32 | params.pool_call);
+  }
+}
+
 // Writes the counts for the host and for later calls; zeroes for a failed call. By one warp of the grid. Returns
 // whether all counts came.
 __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,

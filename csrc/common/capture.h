@@ -1,0 +1,50 @@
+// What a stream that is being captured into a CUDA graph may be asked.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <memory>
+
+#include "common/cuda_check.h"
+
+namespace hybrid_ep {
+
+struct Capture {
+  unsigned long long id = 0;  // of the capture; 0: the stream is not captured
+  cudaGraph_t graph = nullptr;
+};
+
+inline Capture capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  Capture capture;
+#if CUDART_VERSION >= 13000
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph);
+#else
+  const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, &capture.id, &capture.graph);
+#endif
+  check_cuda(error, "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusNone ? Capture{} : capture;
+}
+
+// Set once nothing can replay the graph any more: it and all that was instantiated from it are destroyed.
+using GraphEnd = std::shared_ptr<const std::atomic<bool>>;
+
+// Returns the end of a graph that is being captured.
+inline GraphEnd end_of(cudaGraph_t graph) {
+  auto ended = std::make_shared<std::atomic<bool>>(false);
+  auto* kept = new std::shared_ptr<std::atomic<bool>>(ended);
+  const auto destroy = [](void* memory) {  // on a thread of the driver, where no CUDA call is allowed
+    auto* flag = static_cast<std::shared_ptr<std::atomic<bool>>*>(memory);
+    (*flag)->store(true);
+    delete flag;
+  };
+  cudaUserObject_t object{};
+  const cudaError_t created = cudaUserObjectCreate(&object, kept, destroy, 1, cudaUserObjectNoDestructorSync);
+  if (created != cudaSuccess) delete kept;
+  check_cuda(created, "cudaUserObjectCreate");
+  check_cuda(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
+  return ended;
+}
+
+}  // namespace hybrid_ep
