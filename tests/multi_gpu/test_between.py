@@ -47,6 +47,7 @@ RunRanks = Callable[..., object]
 def _variables(transport: str) -> dict[str, str]:
     return {
         "HYBRID_EP_ENGINE": "cuda",
+        "HYBRID_EP_KERNELS_BETWEEN_DOMAINS": "on",
         "HYBRID_EP_TIMEOUT_S": "30",
         "HYBRID_EP_TRANSPORT": transport,
         "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
