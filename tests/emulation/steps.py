@@ -85,7 +85,6 @@ STEPS = [
         "false",
         _SLOW_MANY,
     ),
-    Step("credit only when all rows are read", _STREAM, "num_read < num_rows", "false", _MANY),
     Step(
         "rows stand in a chunk before it leaves",
         _DISPATCH,
@@ -149,13 +148,6 @@ STEPS = [
         "ok_ &= waiter_.until_equal(part_epoch + r * between.grid.num_domains + domain_, epoch_, r, "
         "WaitTag::kPartialRows);",
         ";",
-        _FOUR,
-    ),
-    Step(
-        "all chunks of partial rows",
-        _COMBINE,
-        "if (ptx::add_acq_rel_gpu(sent, 1) + 1 < static_cast<uint32_t>(chunks_for(g))) continue;",
-        "ptx::add_acq_rel_gpu(sent, 1);",
         _FOUR,
     ),
     Step(

@@ -139,6 +139,7 @@ def run_briefly(emulated_module: Path) -> Iterator[RunEmulated]:
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check", dict.fromkeys(step.check for step in STEPS), ids=lambda check: f"{check[0]}-{check[1]}"
 )
@@ -147,6 +148,7 @@ def test_with_all_steps(run_briefly: RunEmulated, check: tuple[Any, ...]) -> Non
     run_briefly(num_ranks, "emulation.steps.check_without", "", *rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name.replace(" ", "_"))
 def test_a_step_that_is_left_out_is_noticed(run_briefly: RunEmulated, step: Step) -> None:
     num_ranks, *rest = step.check
