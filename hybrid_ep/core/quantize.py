@@ -170,7 +170,12 @@ def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
 
 
 def global_scale_of(x: Tensor) -> Tensor:
-    """Returns ``[1]`` float32: 448 × 6 / amax, the largest that `cast_to_nvfp4` can take for `x`; 1 for zeros."""
+    """Returns ``[1]`` float32: 448 × 6 / amax, the largest that `cast_to_nvfp4` can take for `x`; 1 for zeros.
+
+    Example:
+        >>> hybrid_ep.quantize.global_scale_of(torch.full((2, 32), 6.0))
+        tensor([448.])
+    """
     amax = x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
     return torch.where(amax > 0, E4M3_MAX * E2M1_MAX / amax, 1.0)
 
@@ -188,6 +193,11 @@ def cast_to_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor
 
     Raises:
         ConfigError: H is not a multiple of 16, or there is not one global scale.
+
+    Example:
+        >>> data, scales, global_scale = hybrid_ep.quantize.cast_to_nvfp4(torch.full((2, 32), 6.0))
+        >>> data.shape, scales.shape, data.dtype
+        (torch.Size([2, 16]), torch.Size([2, 2]), torch.uint8)
     """
     hidden = x.shape[-1]
     _check_blocks(hidden)
@@ -216,6 +226,11 @@ def cast_from_nvfp4(data: Tensor, scales: Tensor, global_scale: Tensor, dtype: t
 
     Raises:
         ConfigError: H is not a multiple of 16, or the number of scales does not fit it.
+
+    Example:
+        >>> rows = torch.full((2, 32), 6.0)
+        >>> bool((hybrid_ep.quantize.cast_from_nvfp4(*hybrid_ep.quantize.cast_to_nvfp4(rows)) == rows).all())
+        True
     """
     hidden = 2 * data.shape[-1]
     _check_blocks(hidden)

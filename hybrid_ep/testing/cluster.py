@@ -123,16 +123,17 @@ class VirtualCluster:
         # Answers of each rank that were taken or given up; one that comes late must not be taken for the next.
         self._num_collected = [0] * num_ranks
         self._setups: list[_Setup] = []
-        for rank in range(num_ranks):
-            gpu = rank % num_gpus if device == "cuda" else None
-            self._setups.append(_Setup(rank, num_ranks, backend, gpu, num_threads, self._store.port, variables))
-            pipe, process = self._start_process(self._setups[-1])
-            self._pipes.append(pipe)
-            self._processes.append(process)
         try:
+            for rank in range(num_ranks):
+                gpu = rank % num_gpus if device == "cuda" else None
+                self._setups.append(_Setup(rank, num_ranks, backend, gpu, num_threads, self._store.port, variables))
+                with _sigint_held_back():
+                    pipe, process = self._start_process(self._setups[-1])
+                    self._pipes.append(pipe)
+                    self._processes.append(process)
             self.collect(limit_s=_START_S)
-        except RankError:
-            self.close()
+        except BaseException as error:
+            self.close(in_order=isinstance(error, RankError))
             raise
 
     def run(
@@ -255,6 +256,22 @@ def _sigint_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+@contextlib.contextmanager
+def _sigint_held_back() -> Iterator[None]:
+    """A Ctrl-C in this block is raised at its end, so that no process is started and not remembered."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(signal.SIGINT, None)
+
+
 def _serve(pipe: Connection, setup: _Setup) -> None:
     """The life of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -300,5 +317,7 @@ def _answer(pipe: Connection, number: int, function: Callable[..., Any], *args: 
         answer = (False, error, traceback.format_exc())
     try:
         pipe.send((number, answer))
+    except OSError:  # the parent has ended
+        os._exit(1)
     except Exception as error:  # an exception that cannot be pickled still has its text
         pipe.send((number, (False, None, f"{answer[2]}\n(the result could not be sent: {error})")))

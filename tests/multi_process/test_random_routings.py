@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.battery import hybrid, low_latency, normal
@@ -46,4 +46,7 @@ def test_permuted(run_ranks: RunRanks, case: Case) -> None:
 @given(case=cases())
 @few
 def test_low_latency(run_ranks: RunRanks, case: Case) -> None:
+    # An expert has room for a row of each token; columns that repeat it may be more (battery: check_too_many_rows).
+    most = max(len(rows) for rank in range(case.num_ranks) for rows in low_latency.expert_copies(case, rank))
+    assume(most <= case.max_tokens * case.num_ranks)
     run_ranks(case.num_ranks, low_latency.check_low_latency, case, "bf16")

@@ -58,7 +58,8 @@ def test_messages_name_what_was_given() -> None:
     assert "ranks is 3; allowed: multiples of domains = 2" in result.stderr
 
 
-def test_ctrl_c_ends_all_processes_without_a_traceback() -> None:
+@pytest.mark.parametrize("after_s", [0.0, 1.0])  # while ranks start, and when they run
+def test_ctrl_c_ends_all_processes_without_a_traceback(after_s: float) -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "demo", "--steps", "100000"]
     # A session of its own: the signal goes to every process of it, as a terminal sends it.
     with subprocess.Popen(
@@ -67,7 +68,7 @@ def test_ctrl_c_ends_all_processes_without_a_traceback() -> None:
         deadline = time.monotonic() + 60
         while len(_group_members(demo.pid)) < 6 and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(1.0)
+        time.sleep(after_s)
         os.killpg(demo.pid, signal.SIGINT)
         _, told = demo.communicate(timeout=60)
     assert demo.returncode == 130, told
