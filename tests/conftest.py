@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401 - Ansible's modules replace sys.intern when a test imports them, and this then fails
 
 from tests.rank_pool import RankPool
 
