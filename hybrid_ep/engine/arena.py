@@ -137,6 +137,7 @@ class Arena:
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
         self._is_short = False  # a result was copied, and no rank has been told
+        self._is_full = False  # more slots found no room; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
 
     @property
@@ -170,8 +171,8 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
-        return self._num_slots * self._slot_bytes
+        """Of all slots, slot 0 too."""
+        return (self._num_slots + 1) * self._slot_bytes
 
     def ensure(self, num_bytes: int) -> None:
         """Makes every slot at least this large. Collective where it grows: the same value at every rank.
@@ -194,6 +195,7 @@ class Arena:
         if is_capturing(self._device.index):
             raise ConfigError("the receive pool was to shrink in a capture; allowed: outside of one")
         self._replace(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, self._most_slots))
+        self._is_full = False
 
     def lease(self, stream: int) -> SlotLease:
         """Returns a slot for the next dispatch on the stream. Collective where the ranks have agreed on more slots.
@@ -202,15 +204,17 @@ class Arena:
             TimeoutError: a rank did not come to make the pool larger.
         """
         agreed = self._communicator.slots_agreed(stream)
-        if agreed > self._num_slots:
+        if agreed > self._num_slots and not self._is_full:
             try:
                 self._replace(self._slot_bytes, agreed)
-            except ConfigError:  # some GPU has no room, as every rank was told: results are copied
-                self._most_slots = self._num_slots
+            except (
+                ConfigError
+            ):  # some GPU has no room, as every rank was told: results are copied, and nobody tries again
+                self._is_full = True
         lease = SlotLease(self._pool, stream)
         self._is_short |= lease.slot_idx == 0
         if not lease.is_captured:
-            lease.slots_wanted = self._more_slots if self._is_short else 0
+            lease.slots_wanted = self._more_slots if self._is_short and not self._is_full else 0
             self._is_short = False
         return lease
 

@@ -164,7 +164,14 @@ def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check:
 
 
 @pytest.mark.parametrize(
-    "check", ["room.check_growth", "room.check_pool", "room.check_pool_grows", "refusals.check_rooms_that_differ"]
+    "check",
+    [
+        "room.check_growth",
+        "room.check_pool",
+        "room.check_pool_grows",
+        "room.check_full_memory",
+        "refusals.check_rooms_that_differ",
+    ],
 )
 def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, "emulation.small_slots.check_with_small_slots", f"multi_gpu.{check}")

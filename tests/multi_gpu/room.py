@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.errors import ConfigError
 from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, round_trip
 from tests.multi_gpu.random_routings import check_received, check_returned, dispatch, draw_tokens
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # it needs the extension, and this file is read where it is n
 
 __all__ = [
     "check_exact_counts",
+    "check_full_memory",
     "check_graph_slots",
     "check_growth",
     "check_most_tokens",
@@ -150,6 +153,27 @@ def check_pool_grows() -> None:
             check_received(result, sent, rank, "a result of the pool before")
         del held, result
         round_trip(buffer, draw(99), "after empty_cache")
+
+
+def check_full_memory() -> None:
+    """A pool that finds no room to grow is asked once: later results are copies, and no call meets the others again."""
+    from hybrid_ep.engine import arena as arena_module
+
+    rank = dist.get_rank()
+    with make_buffer() as buffer:
+        arena = _arena(buffer)
+        first, num_bytes = arena.num_slots, arena.num_bytes
+        assert num_bytes == arena._memory.local.numel()
+        error = ConfigError("no room")
+        with mock.patch.object(arena_module.SymmetricMemory, "allocate", side_effect=error) as allocate:
+            kept = []
+            for seed in range(30):
+                sent = draw(seed)
+                kept.append((dispatch(buffer, sent, rank), sent))
+            assert allocate.call_count == 1
+        assert arena.num_slots == first
+        for result, sent in kept:
+            check_received(result, sent, rank, "a result of a full pool")
 
 
 def check_graph_slots() -> None:

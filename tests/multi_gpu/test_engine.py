@@ -120,6 +120,7 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
         room.check_most_tokens,
         room.check_pool,
         room.check_pool_grows,
+        room.check_full_memory,
         room.check_graph_slots,
         room.check_no_slots,
         refusals.check_errors_keep_no_slot,
