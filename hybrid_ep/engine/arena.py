@@ -207,9 +207,8 @@ class Arena:
         if agreed > self._num_slots and not self._is_full:
             try:
                 self._replace(self._slot_bytes, agreed)
-            except (
-                ConfigError
-            ):  # some GPU has no room, as every rank was told: results are copied, and nobody tries again
+            except ConfigError:
+                # Some GPU has no room, as every rank was told: results are copied, and no rank tries again.
                 self._is_full = True
         lease = SlotLease(self._pool, stream)
         self._is_short |= lease.slot_idx == 0
