@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from types import TracebackType
@@ -24,7 +25,7 @@ from hybrid_ep.core.checks import (
     require_tensor,
 )
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD
+from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Rows, Traffic
 from hybrid_ep.engine.select import make_engine
@@ -33,7 +34,7 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "as_rows", "check_bias", "check_rows"]
+__all__ = ["BaseBuffer", "as_rows", "as_words", "check_bias", "check_global_scale", "check_nvfp4_rows", "check_rows"]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -287,6 +288,46 @@ def check_rows(
     return as_rows(data, scales)
 
 
+def check_nvfp4_rows(
+    name: str, data: Tensor, scales: Tensor | None, global_scale: Tensor, *, device: torch.device | None
+) -> Rows:
+    """Checks NVFP4 rows, of any strides, and returns them as engines move them: four scales of blocks are a word.
+
+    Args:
+        name: of the argument, for messages.
+        data: ``[T, H/2]`` uint8; H a multiple of 64.
+        scales: ``[T, H/16]`` of one byte each: float8_e4m3fn, or int8 or uint8 that hold bits.
+        global_scale: one float32.
+        device: where they must be; None = anywhere.
+
+    Raises:
+        ConfigError: dtype, shape or device does not fit.
+    """
+    require_tensor(name, data, dtypes=(torch.uint8,), shape=(None, None), device=device)
+    num_tokens, hidden = data.shape[0], 2 * data.shape[1]
+    channels = CHANNELS_PER_BLOCK * SCALES_PER_WORD
+    if hidden == 0 or hidden % channels:
+        require(False, f"hidden of {name}", hidden, f"with NVFP4: multiples of {channels}")
+    dtypes = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    shape = (num_tokens, hidden // CHANNELS_PER_BLOCK)
+    scales = require_tensor(f"scales of {name}", scales, dtypes=dtypes, shape=shape, device=data.device)
+    check_global_scale(f"global scale of {name}", global_scale, data.device)
+    return as_rows(data, as_words(scales))
+
+
+def check_global_scale(name: str, global_scale: Tensor, device: torch.device) -> None:
+    """Checks the global scale of NVFP4 rows; its value only where the host has it.
+
+    Raises:
+        ConfigError: it is not one positive, finite float32 on the device.
+    """
+    require_tensor(name, global_scale, dtypes=(torch.float32,), shape=tuple(global_scale.shape[:1]), device=device)
+    require(global_scale.numel() == 1, f"elements of {name}", global_scale.numel(), "1")
+    if global_scale.is_cpu:
+        value = float(global_scale)
+        require(0 < value < math.inf, name, value, "a positive, finite number")
+
+
 def check_bias(
     bias: Tensor | tuple[Tensor, Tensor] | None, num_tokens: int, hidden: int, device: torch.device
 ) -> tuple[Tensor, ...]:
@@ -301,6 +342,11 @@ def check_bias(
     for term in biases:
         require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
     return biases
+
+
+def as_words(scales: Tensor) -> Tensor:
+    """Scales of one byte each, of NVFP4 rows, four to a word."""
+    return scales.contiguous().view(torch.int32)
 
 
 def as_rows(data: Tensor, scales: Tensor | None) -> Rows:

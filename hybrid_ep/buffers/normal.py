@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import as_rows, check_bias, check_rows
+from hybrid_ep.buffers.base import as_rows, as_words, check_bias, check_nvfp4_rows, check_rows
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.core.calls import plain_tensors
@@ -33,10 +33,11 @@ __all__ = ["Buffer", "topk_idx_t"]
 
 topk_idx_t = torch.int64
 
-_X = TypeVar("_X", Tensor, tuple[Tensor, Tensor])
+_X = TypeVar("_X", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
 
+Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 DispatchResult = tuple[
-    "Tensor | tuple[Tensor, Tensor]",
+    Tokens,
     "Tensor | None",
     "Tensor | None",
     "list[int] | None",
@@ -328,7 +329,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
     @overload
     def dispatch(
         self,
-        x: Tensor | tuple[Tensor, Tensor],
+        x: Tokens,
         handle: DispatchHandle | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
@@ -347,7 +348,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
     @plain_tensors
     def dispatch(
         self,
-        x: Tensor | tuple[Tensor, Tensor],
+        x: Tokens,
         handle: DispatchHandle | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
@@ -366,7 +367,9 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
 
         Args:
             x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, H/128]`` float32 or ``[T, ceil(H/512)]``
-                int32).
+                int32), or NVFP4: (``[T, H/2]`` uint8, scales ``[T, H/16]`` float8_e4m3fn or int8, one float32), as
+                `quantize.cast_to_nvfp4` makes them, H a multiple of 64. The float32 does not travel: it must be the
+                same on every rank.
             handle: of an earlier dispatch: take its routes. `topk_idx` and `topk_weights` must then be None,
                 `num_worst_tokens` 0 or the handle's, and a layout may be given again: it must be that of the handle,
                 of which shapes are checked, and on a CPU `num_tokens_per_rank`.
@@ -406,7 +409,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
             ([torch.Size([4, 128]), torch.Size([4, 1])], [0, 1, 1, -1], torch.Size([4, 128]))
         """
         engine = self.engine
-        data, scales = _parts(x)
+        sent = _parts(x)
         num_sms = _num_sms(config)
         require_int("expert_alignment", expert_alignment, minimum=1)
         require_int("num_worst_tokens", num_worst_tokens, minimum=0)
@@ -420,17 +423,17 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             with self._comm_stream.scope(previous_event, async_finish):
-                rows = check_rows("x", data, scales, device=engine.device)
+                rows = _checked(sent, engine.device)
                 if rows.data.shape[0] != handle.num_tokens:
                     require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
                 received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
-            return _as_given(received), None, None, None, None, event
+            return _as_given(received, sent), None, None, None, None, event
 
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.
             rows, routing = self._rows_and_routing(
-                data, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+                sent, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
             )
             num_local = routing.num_experts // self.group_size
             first = self.rank * num_local
@@ -448,7 +451,8 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
         event = self._comm_stream.finish(
             previous_event, async_finish, (*rows, *routing[:2], *result.rows, result.topk_idx, result.topk_weights)
         )
-        return self._shape(result, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
+        tokens = _as_given(result.rows, sent)
+        return self._shape(result, tokens, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
 
     @overload
     def combine(
@@ -559,8 +563,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
 
     def _rows_and_routing(
         self,
-        data: Tensor,
-        scales: Tensor | None,
+        sent: _Parts,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         is_token_in_rank: Tensor | None,
@@ -569,13 +572,13 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
     ) -> tuple[Rows, Routing]:
         """Checks what is sent and where it goes, unless calls with the same traits have passed."""
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-        given = traits(data, scales, topk_idx, topk_weights, *layout)
+        given = traits(*sent, topk_idx, topk_weights, *layout)
         if given in self._passed:
             assert topk_idx is not None
             assert num_tokens_per_expert is not None
             num_experts = num_tokens_per_expert.shape[0]
-            return as_rows(data, scales), Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
-        rows = check_rows("x", data, scales, device=self.engine.device)
+            return _rows_of(sent), Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+        rows = _checked(sent, self.engine.device)
         routing = self._routing(rows, topk_idx, topk_weights, *layout)
         if topk_idx is not None and topk_idx.is_cuda:
             self._passed.add(given)  # no value has been looked at
@@ -648,6 +651,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
     @staticmethod
     def _shape(
         result: Dispatched,
+        tokens: Tokens,
         counts: Tensor | None,
         has_topk: bool,
         alignment: int,
@@ -662,16 +666,37 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
             if alignment > 1:
                 aligned = [-(-count // alignment) * alignment for count in aligned]
         topk_idx = result.topk_idx if has_topk else None
-        return _as_given(result.rows), topk_idx, result.topk_weights, aligned, result.handle, event
+        return tokens, topk_idx, result.topk_weights, aligned, result.handle, event
 
 
-def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Rows, and their scales where there are any."""
+class _Parts(NamedTuple):
+    """What a caller hands in as x."""
+
+    data: Tensor
+    scales: Tensor | None = None
+    global_scale: Tensor | None = None  # of NVFP4
+
+
+def _parts(x: Tokens) -> _Parts:
     if not isinstance(x, tuple):
-        return x, None
-    num_parts: int = len(x)
-    require(num_parts == 2, "x", f"a tuple of {num_parts}", "a tensor, or a tensor and its scales")
-    return x
+        return _Parts(x)
+    allowed = "a tensor, a tensor and its scales, or NVFP4 rows, their scales and the global scale"
+    require(len(x) in (2, 3), "x", f"a tuple of {len(x)}", allowed)
+    return _Parts(*x)
+
+
+def _checked(sent: _Parts, device: torch.device | None) -> Rows:
+    """Rows in the engine's form."""
+    data, scales, global_scale = sent
+    if global_scale is None:
+        return check_rows("x", data, scales, device=device)
+    return check_nvfp4_rows("x", data, scales, global_scale, device=device)
+
+
+def _rows_of(sent: _Parts) -> Rows:
+    """The same of parts that have been checked."""
+    data, scales, global_scale = sent
+    return as_rows(data, scales if scales is None or global_scale is None else as_words(scales))
 
 
 def _num_sms(config: Config | None) -> int | None:
@@ -682,6 +707,11 @@ def _num_sms(config: Config | None) -> int | None:
     return config.num_sms
 
 
-def _as_given(rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
-    """One tensor for bf16, a pair with scales."""
-    return rows.data if rows.scales is None else (rows.data, rows.scales)
+def _as_given(received: Rows, sent: _Parts) -> Tokens:
+    """What has arrived, in as many parts as were sent."""
+    data, scales = received
+    if scales is None:
+        return data
+    if sent.scales is None or sent.global_scale is None:
+        return data, scales
+    return data, scales.view(sent.scales.dtype), sent.global_scale

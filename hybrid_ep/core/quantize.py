@@ -9,6 +9,11 @@ the low half. Each block of 16 channels has an e4m3 scale. A tensor has one floa
 blocks into e4m3's range: ``value × block scale / global scale`` gives a channel back. With A = the block's amax, a
 channel is at most ``A/6 × 17/16 + 6 × 2⁻¹⁰ / global scale`` off. Half the widest gap of e2m1 is 1. A block scale is
 rounded by at most 1/16 of itself, or where it is subnormal by at most 2⁻¹⁰.
+
+With `Nvfp4Format(ue8m0=True)` the scale of a block is a power of two, as its biased exponent in a byte. It is rounded
+up, to less than twice A/6, so a channel is at most ``A/3`` off, or ``6 × 2⁻¹²⁶ / global scale`` where that is more. In
+either form a block with a NaN has the scale NaN, and comes back as NaN. An infinity comes back as
+the largest value, and with UE8M0 as an infinity.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ __all__ = [
     "E4M3_MAX",
     "SCALES_PER_WORD",
     "Fp8Format",
+    "Nvfp4Format",
+    "block_scales_of",
     "cast_from_fp8",
     "cast_from_nvfp4",
     "cast_to_fp8",
@@ -44,6 +51,9 @@ E2M1_MAX = 6.0
 # Halfway between neighbours of e2m1, by where a tie goes: to the neighbour whose mantissa is even.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_UE8M0_MAX, _UE8M0_NAN = 2.0**127, 255
+# Where the scales of packed rows stand: 128 rows × 4 blocks side by side, row r at r % 32 × 16 + r // 32 × 4.
+_ROWS_OF_TILE, _LANES_OF_TILE = 128, 32
 _MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and its values zero
 
 
@@ -66,6 +76,21 @@ class Fp8Format:
     def __post_init__(self) -> None:
         if self.ue8m0 and not self.round_scale:
             raise ConfigError("use_ue8m0 is True while round_scale is False; allowed: use_ue8m0 with round_scale=True")
+
+
+@dataclass(frozen=True)
+class Nvfp4Format:
+    """How scales of blocks are made.
+
+    Attributes:
+        ue8m0: they are powers of two, kept as biased exponents in int8.
+
+    Example:
+        >>> hybrid_ep.quantize.Nvfp4Format()
+        Nvfp4Format(ue8m0=False)
+    """
+
+    ue8m0: bool = False
 
 
 def _check_hidden(hidden: int) -> None:
@@ -180,16 +205,19 @@ def global_scale_of(x: Tensor) -> Tensor:
     return torch.where(amax > 0, E4M3_MAX * E2M1_MAX / amax, 1.0)
 
 
-def cast_to_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def cast_to_nvfp4(
+    x: Tensor, global_scale: Tensor | None = None, fmt: Nvfp4Format | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises rows.
 
     Args:
         x: ``[..., H]`` bf16 or float32; H a multiple of 16.
         global_scale: one positive float32, at most that of `global_scale_of`, or large values are cut; None = that.
+        fmt: how scales of blocks are made; None = e4m3.
 
     Returns:
-        ``[..., H/2]`` uint8 of two e2m1 each, scales ``[..., H/16]`` float8_e4m3fn, and the global scale ``[1]``
-        float32.
+        ``[..., H/2]`` uint8 of two e2m1 each, scales ``[..., H/16]`` float8_e4m3fn or int8 (UE8M0), and the global
+        scale ``[1]`` float32.
 
     Raises:
         ConfigError: H is not a multiple of 16, or there is not one global scale.
@@ -203,12 +231,23 @@ def cast_to_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor
     _check_blocks(hidden)
     given = global_scale_of(x) if global_scale is None else _one_scale(global_scale)
     blocks = x.float().reshape(*x.shape[:-1], hidden // CHANNELS_PER_BLOCK, CHANNELS_PER_BLOCK)
+    # By a tensor, and then by the reciprocal: the roundings of the kernels.
     wanted = blocks.abs().amax(-1) * given / torch.full_like(given, E2M1_MAX)
-    scales = wanted.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
-    divisor = (scales.float() / given).unsqueeze(-1)
-    values = torch.where(divisor > 0, blocks / divisor, 0.0).flatten(-2)
-    codes = _bucket(values.abs(), _TIES_DOWN, right=False) + _bucket(values.abs(), _TIES_UP, right=True)
-    codes = (codes + 8 * (values < 0)).to(torch.uint8)
+    if fmt is not None and fmt.ue8m0:
+        rounded = _round_up_to_power_of_two(wanted.clamp_max(_UE8M0_MAX))
+        exponents = torch.where(wanted.isnan(), _UE8M0_NAN, rounded.view(torch.int32) >> 23)
+        scales = exponents.to(torch.uint8).view(torch.int8)
+    else:
+        scales = wanted.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    factor = _as_float(scales)
+    inverse = (given / factor).unsqueeze(-1)
+    values = torch.where((factor > 0).unsqueeze(-1) & inverse.isfinite(), blocks * inverse, 0.0).flatten(-2)
+    magnitudes = values.abs()
+    codes = 8 * (values < 0).to(torch.uint8)
+    for bound in _TIES_DOWN:
+        codes += magnitudes > bound
+    for bound in _TIES_UP:
+        codes += magnitudes >= bound
     return codes[..., ::2] | codes[..., 1::2] << 4, scales, given
 
 
@@ -217,7 +256,7 @@ def cast_from_nvfp4(data: Tensor, scales: Tensor, global_scale: Tensor, dtype: t
 
     Args:
         data: ``[..., H/2]`` uint8.
-        scales: ``[..., H/16]`` float8_e4m3fn (or uint8 holding its bits).
+        scales: ``[..., H/16]`` float8_e4m3fn (or uint8 holding its bits), or int8 (UE8M0).
         global_scale: one float32, or one for each row: the shape of `data` without its last dimension.
         dtype: of the result.
 
@@ -241,9 +280,28 @@ def cast_from_nvfp4(data: Tensor, scales: Tensor, global_scale: Tensor, dtype: t
     magnitudes = torch.tensor(_E2M1, device=data.device)[(codes & 7).long()]
     values = torch.where(codes > 7, -magnitudes, magnitudes).unflatten(-1, (num_blocks, CHANNELS_PER_BLOCK))
     per_row = global_scale.float().reshape(()) if global_scale.numel() == 1 else global_scale.float().unsqueeze(-1)
-    factor = scales.view(torch.float8_e4m3fn).float() / per_row
+    factor = _as_float(scales) / per_row
     rows: Tensor = (values * factor.unsqueeze(-1)).flatten(-2).to(dtype)
     return rows
+
+
+def block_scales_of(packed: Tensor) -> Tensor:
+    """Gives the scales that `low_latency_dispatch` has received with NVFP4 rows in the order of the rows.
+
+    Args:
+        packed: ``[32, 4, ceil(N/128), 4, H/64, LE]`` float8_e4m3fn or int8, as matrix units of Blackwell load scales:
+            tiles of 128 rows and 4 blocks, in which row r stands at ``[r % 32, r // 32]``.
+
+    Returns:
+        ``[LE, ceil(N/128) × 128, H/16]`` of the same dtype, a copy.
+
+    Example:
+        >>> hybrid_ep.quantize.block_scales_of(torch.zeros(32, 4, 1, 4, 2, 3, dtype=torch.int8)).shape
+        torch.Size([3, 128, 8])
+    """
+    lanes, quarters, tiles, blocks, words, num_local = packed.shape
+    by_row = packed.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
+    return by_row.reshape(num_local, tiles * quarters * lanes, words * blocks).view(packed.dtype)
 
 
 def _check_blocks(hidden: int) -> None:
@@ -257,7 +315,9 @@ def _one_scale(global_scale: Tensor) -> Tensor:
     return global_scale.float().reshape(1)
 
 
-def _bucket(values: Tensor, bounds: tuple[float, ...], *, right: bool) -> Tensor:
-    """How many bounds are below each value, or with `right` not above it."""
-    found: Tensor = torch.bucketize(values, torch.tensor(bounds, device=values.device), right=right)
-    return found
+def _as_float(scales: Tensor) -> Tensor:
+    """Scales of blocks as float32; the largest UE8M0 is NaN."""
+    if scales.dtype != torch.int8:
+        return scales.view(torch.float8_e4m3fn).float()
+    exponents = scales.view(torch.uint8).to(torch.int32)
+    return torch.where(exponents == _UE8M0_NAN, torch.nan, (exponents << 23).view(torch.float32))

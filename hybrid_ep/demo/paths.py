@@ -98,6 +98,7 @@ def _through_buffer(fp8: bool, settings: Settings, batch: Batch, expert: Expert)
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
             )
+        assert not isinstance(received, tuple) or len(received) == 2
         assert recv_topk_idx is not None
         assert recv_weights is not None
         assert counts is not None

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
+from hybrid_ep.core.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from tests.battery.cases import Case, Inputs, row_of
 
 __all__ = [
     "check_bound",
     "check_cached",
     "check_fp8",
+    "check_nvfp4",
     "check_round_trip",
     "check_two_buffers",
     "dispatch",
@@ -187,6 +188,32 @@ def check_fp8(case: Case, device: str = "cpu") -> None:
                 for recv_x, recv_scales in (received, cached, bounded):
                     equal(recv_x.view(torch.uint8)[:n], gather_rows(case, rows, as_bytes), "recv_x")
                     equal(recv_scales[:n], gather_rows(case, rows, [source[1] for source in sources]), "recv scales")
+
+
+def check_nvfp4(case: Case, device: str = "cpu") -> None:
+    """NVFP4 rows with e4m3 and UE8M0 scales of blocks, row- and column-major; along a handle; bounded."""
+    rank = dist.get_rank()
+    reference, inputs = case.reference(), on(device, case.inputs(rank))
+    rows = reference.received(rank)
+    n, bound = len(rows), max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
+    global_scale = torch.tensor([400.0])
+    with make_buffer(case) as buffer:
+        for fmt in (Nvfp4Format(), Nvfp4Format(ue8m0=True)):
+            sources = [cast_to_nvfp4(case.inputs(r).x, global_scale, fmt) for r in range(case.num_ranks)]
+            data, scales, scale = (part.to(device) for part in sources[rank])
+            want = gather_rows(case, rows, [source[0] for source in sources])
+            want_scales = gather_rows(case, rows, [source[1].view(torch.uint8) for source in sources])
+            for given in (scales, scales.view(torch.uint8).t().contiguous().t().view(scales.dtype)):
+                x = data, given, scale
+                received, recv_idx, _, _, handle, _ = dispatch(buffer, case, inputs, x=x)
+                equal(recv_idx, reference.received_topk(rank), "recv_topk_idx")
+                cached, *_ = buffer.dispatch(x, handle=handle)
+                bounded, *_ = dispatch(buffer, case, inputs, x=x, num_worst_tokens=bound)
+                for recv_x, recv_scales, recv_scale in (received, cached, bounded):
+                    equal(recv_x[:n], want, "recv_x")
+                    assert recv_scales.dtype == scales.dtype
+                    equal(recv_scales[:n].view(torch.uint8), want_scales, "recv scales")
+                    assert recv_scale is scale
 
 
 def check_two_buffers(case: Case, device: str = "cpu") -> None:

@@ -103,8 +103,9 @@ def test_link_alone(run_emulated: RunEmulated) -> None:
     run_emulated(4, "emulation.domains.check_link_alone", Case("link", 4, 20, num_ranks_per_domain=2))
 
 
-def test_fp8(run_emulated: RunEmulated) -> None:
-    run_emulated(4, "battery.normal.check_fp8", Case("fp8", 4, 20, num_ranks_per_domain=2))
+@pytest.mark.parametrize("check", ["check_fp8", "check_nvfp4"])
+def test_quantised(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(4, f"battery.normal.{check}", Case("quantised", 4, 20, num_ranks_per_domain=2))
 
 
 @pytest.mark.parametrize("check", ["check_plain", "check_permuted", "check_permuted_cached", "check_overflow"])

@@ -45,8 +45,9 @@ def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
 
 
 @_cases("holes", "hidden_7168")
-def test_normal_fp8(run_emulated: RunEmulated, case: Case) -> None:
-    run_emulated(case.num_ranks, "battery.normal.check_fp8", case)
+@pytest.mark.parametrize("check", ["check_fp8", "check_nvfp4"])
+def test_normal_quantised(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
 @_cases("holes", "duplicates", "top_32")

@@ -37,6 +37,7 @@ CHECKS = [
     normal.check_cached,
     normal.check_bound,
     normal.check_fp8,
+    normal.check_nvfp4,
     hybrid.check_permuted,
     hybrid.check_permuted_cached,
 ]

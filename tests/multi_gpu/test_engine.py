@@ -43,8 +43,9 @@ def test_normal(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> No
 
 
 @fp8_cases
-def test_normal_fp8(run_gpus: RunGpus, case: Case) -> None:
-    run_gpus(case.num_ranks, normal.check_fp8, case, "cuda")
+@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4])
+def test_normal_quantised(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+    run_gpus(case.num_ranks, check, case, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hybrid_ep import (
     OverflowError,
     TopologyError,
 )
-from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.core.quantize import cast_to_fp8, cast_to_nvfp4
 from tests.conftest import RunRanks
 
 T, H, K, E = 6, 256, 2, 8
@@ -105,6 +105,30 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     "dispatch: FP8 scales": (
         lambda b: b.dispatch((cast_to_fp8(X)[0], torch.ones(T, 3)), **layout_of(b), topk_idx=TOPK),
         r"scales of x.shape is \[6, 3\]; allowed: \[6, 2\]",
+    ),
+    "dispatch: NVFP4 hidden": (
+        lambda b: b.dispatch((torch.zeros(T, 48, dtype=torch.uint8), *cast_to_nvfp4(X)[1:]), **layout_of(b)),
+        "hidden of x is 96; allowed: with NVFP4: multiples of 64",
+    ),
+    "dispatch: NVFP4 rows": (
+        lambda b: b.dispatch((X, *cast_to_nvfp4(X)[1:]), **layout_of(b)),
+        "x.dtype is torch.bfloat16; allowed: torch.uint8",
+    ),
+    "dispatch: NVFP4 scales": (
+        lambda b: b.dispatch((cast_to_nvfp4(X)[0], torch.ones(T, H // 16), torch.ones(1)), **layout_of(b)),
+        "scales of x.dtype is torch.float32; allowed: torch.float8_e4m3fn or",
+    ),
+    "dispatch: NVFP4 without scales": (
+        lambda b: b.dispatch((cast_to_nvfp4(X)[0], None, torch.ones(1)), **layout_of(b)),  # type: ignore[call-overload]
+        "scales of x is NoneType; allowed: a torch.Tensor",
+    ),
+    "dispatch: two NVFP4 global scales": (
+        lambda b: b.dispatch((*cast_to_nvfp4(X)[:2], torch.ones(2)), **layout_of(b)),
+        "elements of global scale of x is 2; allowed: 1",
+    ),
+    "dispatch: NVFP4 global scale of zero": (
+        lambda b: b.dispatch((*cast_to_nvfp4(X)[:2], torch.zeros(1)), **layout_of(b)),
+        "global scale of x is 0.0; allowed: a positive, finite number",
     ),
     "dispatch: a tuple of one": (lambda b: b.dispatch((X,), **layout_of(b)), "x is a tuple of 1; allowed: .*scales"),  # type: ignore[arg-type]
     "dispatch: scales of no tensor": (

@@ -21,8 +21,9 @@ def test_normal(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> 
 
 
 @fp8_cases
-def test_normal_fp8(run_ranks: RunRanks, case: Case) -> None:
-    run_ranks(case.num_ranks, normal.check_fp8, case)
+@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4])
+def test_normal_quantised(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
+    run_ranks(case.num_ranks, check, case)
 
 
 def test_two_buffers(run_ranks: RunRanks) -> None:

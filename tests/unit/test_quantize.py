@@ -11,6 +11,8 @@ from hybrid_ep import ConfigError
 from hybrid_ep.core.quantize import (
     E4M3_MAX,
     Fp8Format,
+    Nvfp4Format,
+    block_scales_of,
     cast_from_fp8,
     cast_from_nvfp4,
     cast_to_fp8,
@@ -86,20 +88,52 @@ def test_bad_formats_and_scales() -> None:
     assert scales.shape == (2, 2)
 
 
+@pytest.mark.parametrize("ue8m0", [False, True])
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 2.0, 6.0]), st.floats(0.01, 1.0))
 @settings(max_examples=50, deadline=None)
-def test_nvfp4_is_within_its_bound(seed: int, spread: float, share: float) -> None:
+def test_nvfp4_is_within_its_bound(ue8m0: bool, seed: int, spread: float, share: float) -> None:
     """Blocks of very different sizes, and global scales smaller than the largest that may be taken."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10 ** (spread * torch.rand(4, 4, generator=generator))
     x = torch.randn(4, 64, generator=generator) * sizes.repeat_interleave(16, 1)
-    data, scales, scale = cast_to_nvfp4(x, share * global_scale_of(x))
+    data, scales, scale = cast_to_nvfp4(x, share * global_scale_of(x), Nvfp4Format(ue8m0))
     assert (data.shape, scales.shape, scale.shape) == ((4, 32), (4, 4), (1,))
+    assert scales.dtype == (torch.int8 if ue8m0 else torch.float8_e4m3fn)
     back = cast_from_nvfp4(data, scales, scale, torch.float32)
     amax = x.view(4, 4, 16).abs().amax(-1, keepdim=True)
-    bound = amax / 6 * 17 / 16 + 6 * 2**-10 / scale
+    bound = amax / 3 if ue8m0 else amax / 6 * 17 / 16 + 6 * 2**-10 / scale
     assert bool(((back - x).view(4, 4, 16).abs() <= bound * (1 + 1e-5)).all())
     assert bool((back * x >= 0).all())
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_nvfp4_of_values_that_are_not_finite(ue8m0: bool) -> None:
+    """A NaN spoils its block and no other; what is too large is cut."""
+    x = torch.ones(1, 64)
+    x[0, 3], x[0, 20], x[0, 40] = torch.nan, torch.inf, -1e6
+    back = cast_from_nvfp4(*cast_to_nvfp4(x, torch.tensor(1.0), Nvfp4Format(ue8m0)), torch.float32).view(4, 16)
+    assert bool(back[0].isnan().all())
+    assert not bool(back[1:].isnan().any())
+    assert back[1, 4] == (torch.inf if ue8m0 else 6 * 448)
+    assert bool(back[2, 8] < -2000)
+    assert bool((back[3] - 1).abs().max() <= 1 / 6)
+    tiny = torch.full((1, 16), 1e-40)
+    assert not bool(cast_from_nvfp4(*cast_to_nvfp4(tiny, torch.tensor(16.0), Nvfp4Format(ue8m0))).any())
+
+
+def test_ue8m0_scales_of_blocks_are_rounded_up() -> None:
+    x = torch.tensor([6.0, 6.01, 3.0, 0.0]).repeat_interleave(16).unsqueeze(0)
+    _, scales, _ = cast_to_nvfp4(x, torch.tensor(1.0), Nvfp4Format(ue8m0=True))
+    assert scales.view(torch.uint8).tolist() == [[127, 128, 126, 0]]
+
+
+def test_packed_scales_in_the_order_of_rows() -> None:
+    """Row r of 128 stands at [r % 32, r // 32], four blocks side by side (source: CUTLASS, block-scaled layouts)."""
+    packed = torch.zeros(32, 4, 2, 4, 3, 2, dtype=torch.int8)
+    packed[5, 1, 1, 2, 2, 1] = 7
+    scales = block_scales_of(packed)
+    assert scales.shape == (2, 256, 12)
+    assert scales.nonzero().tolist() == [[1, 128 + 32 + 5, 4 * 2 + 2]]
 
 
 def test_nvfp4_values_and_their_place() -> None:

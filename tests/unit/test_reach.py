@@ -67,6 +67,7 @@ def calls(buffer: hybrid_ep.Buffer, x: Tensor, handle: DispatchHandle, some: Ten
     assert_type(pair[2], None)
     assert_type(buffer.dispatch((x, x), handle)[0], tuple[Tensor, Tensor])
     assert_type(buffer.dispatch(x, handle)[4], None)
+    assert_type(buffer.dispatch((x, x, x), handle)[0], tuple[Tensor, Tensor, Tensor])
     assert_type(buffer.dispatch(x, topk_idx=some)[1], Tensor | None)
     assert_type(buffer.combine(x, handle)[1], None)
     assert_type(buffer.combine(x, handle, x)[1], Tensor)
