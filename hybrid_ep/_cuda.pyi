@@ -94,6 +94,7 @@ class FaultKind(Enum):
     BAD_BOUND = ...
     TOO_MANY_TOKENS = ...
     TRANSPORT = ...
+    NO_SIGNAL = ...
     NONE = ...
 
 class Fault:
@@ -367,6 +368,7 @@ def can_run(device: int) -> bool: ...
 
 low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
+low_latency_no_sums: int
 low_latency_max_tokens: int
 low_latency_masks_offset: int
 low_latency_channel_bytes: int
@@ -436,6 +438,21 @@ class LowLatencyRegion:
         num_tokens: int,
         min_tokens_to_sum: int,
         wait_stats: int,
+        stream: int,
+    ) -> None: ...
+    def return_signalled_rows(
+        self,
+        plan: LowLatencyPlan,
+        buffer_idx: int,
+        rows: int,
+        results: int,
+        topk_weights: int,
+        num_tokens: int,
+        signals: int,
+        expected: int,
+        num_per_expert: int,
+        rows_per_signal: int,
+        num_sms: int,
         stream: int,
     ) -> None: ...
     def sum_rows(

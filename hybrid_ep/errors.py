@@ -77,8 +77,8 @@ class TimeoutError(TransportError, builtins.TimeoutError):
     timeout_s: float = 0.0
 
     def __str__(self) -> str:
-        who = "an unknown rank" if self.peer is None else f"rank {self.peer}"
-        return f"{self.where}: rank {self.rank} waited {self.timeout_s:g} s for {who}: {self.detail}"
+        who = "" if self.peer is None else f" for rank {self.peer}"
+        return f"{self.where}: rank {self.rank} waited {self.timeout_s:g} s{who}: {self.detail}"
 
 
 class OverflowError(HybridEPError, builtins.OverflowError):

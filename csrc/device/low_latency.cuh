@@ -104,10 +104,11 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
 }
 
 // Collective over the CTA, at the end of a combine that sends. The last CTA of the grid tells every rank that takes
-// part that all rows have arrived, with a value. `has_lost`, of any thread: the CTA left a rank out and sent it
-// nothing. CTAs may differ in that, because each has its own deadline.
-__device__ inline void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, uint32_t value,
-                                   bool has_lost) {
+// part that all rows have arrived, with what value() returns there. `has_lost`, of any thread: the CTA left a rank out
+// and sent it nothing. CTAs may differ in that, because each has its own deadline.
+template <typename Value>
+__device__ void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, Value&& value,
+                            bool has_lost) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
   has_lost = __syncthreads_or(has_lost);
@@ -117,7 +118,7 @@ __device__ inline void finish_send(const LowLatencyDomain& domain, const bool* p
   if (before % kLost != gridDim.x - 1) return;
   ptx::fence_acq_rel_system();
   has_lost = has_lost || before >= kLost;
-  const uint64_t flag = static_cast<uint64_t>(value) << 32 | epoch;
+  const uint64_t flag = static_cast<uint64_t>(value()) << 32 | epoch;
   for (int r = 0; r < domain.num_ranks; ++r) {
     if (!present[r] || (has_lost && is_masked(domain, r))) continue;
     ptx::store_relaxed_system(&channel_of(domain, r).sent[domain.rank], flag);

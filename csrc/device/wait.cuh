@@ -128,6 +128,20 @@ class Waiter {
     return true;
   }
 
+  // Waits until a counter that other kernels of this GPU, or its copy engines, add to has reached `count`. Acquires at
+  // system scope. Whoever waits for what follows reports that it has not: false.
+  __device__ bool until_raised(const uint32_t* counter, uint32_t count) const {
+    while (!has_been_raised(counter, count)) {
+      if (expired()) return false;
+    }
+    return true;
+  }
+
+  // Whether that is so already.
+  static __device__ bool has_been_raised(const uint32_t* counter, uint32_t count) {
+    return ptx::load_acquire_system(counter) >= count;
+  }
+
   // If `was_sent` is false, records that a command found its FIFO full. Returns `was_sent`.
   __device__ bool sends(bool was_sent, int peer) const { return was_sent || give_up(peer, WaitTag::kCommands, 0, 0); }
 

@@ -13,7 +13,8 @@ enum class FaultKind : int32_t {
   kOtherCall = 4,
   kBadBound = 5,  // a rank gives a bound beyond the capacity that all have agreed on
   kTooManyTokens = 6,
-  kTransport = 7
+  kTransport = 7,
+  kNoSignal = 8  // experts of a rank have not said in time that their rows are written
 };
 enum class KernelName : int32_t {
   kDispatch = 0,
@@ -38,11 +39,14 @@ enum class WaitTag : int32_t {
   kRecords = 8,
   kCredits = 9,
   kCommands = 10,
-  kHeld = 11
+  kHeld = 11,
+  kSignals = 12
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.
-constexpr bool is_of_send(WaitTag tag) { return tag == WaitTag::kRoom || tag == WaitTag::kWeights; }
+constexpr bool is_of_send(WaitTag tag) {
+  return tag == WaitTag::kRoom || tag == WaitTag::kWeights || tag == WaitTag::kSignals;
+}
 constexpr int kSendTimeoutDivisor = 2;
 
 struct FaultRecord {

@@ -28,6 +28,10 @@ constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that tell all of a shape and a format
+// In the value of LowLatencyChannel::sent: no rows have been sent, because a signal of experts did not come. The other
+// bits are its index.
+constexpr uint32_t kNoSignalBit = 1u << 31;
+constexpr uint32_t kNoSums = kNoSignalBit - 1;  // there: more tokens than a rank has, so rows are never summed
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
 
@@ -46,6 +50,14 @@ struct LowLatencyProgress {
   uint32_t finished_ctas;  // 0 between kernels
 };
 
+// Where experts tell that their rows are written. A counter for each block of rows of an expert, or one for all.
+struct ExpertSignals {
+  const uint32_t* raised;  // [LE, B]
+  uint32_t expected;       // of a counter: from this value on, its rows are written
+  int num_per_expert;      // B
+  int rows_per_signal;
+};
+
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers.
@@ -54,12 +66,13 @@ struct LowLatencyChannel {
   uint64_t begun[kMaxRanks];
   uint64_t shape[kMaxRanks][kNumShapeWords];  // by i likewise: value << 32 | epoch, for a host whose digest differs
   // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
-  // have for i to sum each token's rows before it sends them.
+  // have for i to sum each token's rows before it sends them; or it has kNoSignalBit.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
   // Written by this rank.
   LowLatencyProgress send, receive;
+  uint32_t no_signal;  // of a combine: kNoSignalBit and the index of a signal that did not come; 0 between kernels
   uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics)
 };
 

@@ -65,6 +65,8 @@ const char* name_of(WaitTag tag) {
       return "room for commands of the proxy";
     case WaitTag::kHeld:
       return "records to forward";
+    case WaitTag::kSignals:
+      return "rows of experts";
   }
   return "unknown";
 }

@@ -1,5 +1,7 @@
 #include "runtime/low_latency.h"
 
+#include <algorithm>
+
 #include "common/check.h"
 #include "common/cuda_check.h"
 #include "common/device_guard.h"
@@ -115,6 +117,26 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
   params.min_tokens_to_sum = min_tokens_to_sum;
   params.weights = plan.weights;
   launch_return_rows(params, num_device_sms_, stream);
+}
+
+void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
+                                             const int32_t* results, const float* topk_weights, int num_tokens,
+                                             const ExpertSignals& signals, int num_sms, cudaStream_t stream) {
+  require(num_sms >= 1, "num_sms", num_sms, "1 or more");
+  const DeviceGuard guard(device_);
+  ReturnSignalledRowsParams params{};
+  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.rows = rows;
+  params.count = results + plan.results.counts;
+  params.src_info = results + plan.results.src_info;
+  params.layout_range = reinterpret_cast<const int64_t*>(results + plan.results.layout_range);
+  params.row_of = results + plan.results.row_of;
+  params.topk_weights = topk_weights;
+  params.num_tokens = num_tokens;
+  params.signals = signals;
+  params.weights = plan.weights;
+  launch_return_signalled_rows(params, std::min(num_sms, num_device_sms_), stream);
 }
 
 void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,

@@ -31,7 +31,7 @@ from hybrid_ep.core.checks import (
 )
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, LowLatencyHandle
+from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, ExpertSignals, LowLatencyHandle
 from hybrid_ep.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ _ALIGNMENT_BYTES = 128
 _CONTROL_BYTES = 13 << 10
 _KINDS = ("use_fp8", "round_scale", "use_ue8m0")
 _NUM_BUFFERS = 2  # two micro-batches overlap
+_SMS_OF_EXPERT_SIGNALS = 32  # SGLang leaves so many to combine on Blackwell, and does not say so in the call
 
 
 class LowLatencyCalls(BaseBuffer):
@@ -210,22 +211,30 @@ class LowLatencyCalls(BaseBuffer):
                 cross, if the token's rank has 32 tokens or more; the send waits for that rank's weights.
             out: ``[T, H]`` bf16 to write to.
             combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
-            overlap: start before the experts have finished; not supported.
-            src_signals: belongs to `overlap`; accepted, and without effect while it is False.
-            src_signal_expect_value: belongs to `overlap`; accepted, and without effect while it is False.
-            packed_recv_count: belongs to `overlap`; accepted, and without effect while it is False.
-            comp_signal: belongs to `overlap`; accepted, and without effect while it is False.
-            block_m: belongs to `overlap`; accepted, and without effect while it is False.
-            threshold: belongs to `overlap`; accepted, and without effect while it is False.
-            num_sms: belongs to `overlap`; accepted, and without effect while it is False.
+            overlap: start while the experts still write `x`, on another stream. Rows of a block are sent once its
+                signal has been raised, and none are summed before they cross. `x` must be contiguous. Without it, the
+                arguments below have no effect. Signals count up and are not reset here: set them to zero before the
+                experts begin, in a captured graph too.
+            src_signals: ``[LE]`` uint32 or int32, a counter for each local expert: all its rows are written once it has
+                reached `src_signal_expect_value`. With `overlap`: either this or `comp_signal`.
+            src_signal_expect_value: ≥ 1.
+            packed_recv_count: ``[LE]`` int32, as dispatch returned it; accepted, and not needed.
+            comp_signal: int32, a counter for each block of rows of a local expert, in the order of experts:
+                ``comp_signal[expert × ceil(M×R / block_m) + row // block_m]``. The rows of a block are written once
+                it has reached `threshold`. It may be longer.
+            block_m: rows of a block, ≥ 1.
+            threshold: ≥ 1.
+            num_sms: that the send takes from the experts, ≥ 1. With `src_signals` 32 at least, as their experts leave
+                it so many. The torch engine uses none.
 
         Returns:
             combined_x ``[T, H]`` bf16, the event, and the hook (None unless asked for).
 
         Raises:
             ConfigError: an argument does not fit the handle.
-            NotImplementedError: `use_logfmt` or `overlap`.
-            TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`.
+            NotImplementedError: `use_logfmt`.
+            TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`. With `overlap`
+                TimeoutError also where a signal has not been raised within half of the timeout: at every rank.
 
         Example:
             >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
@@ -236,8 +245,8 @@ class LowLatencyCalls(BaseBuffer):
             [3.0, 3.0]
         """
         self._require_low_latency()
-        if use_logfmt or overlap:
-            unsupported(use_logfmt=use_logfmt, overlap=overlap)
+        if use_logfmt:
+            unsupported(use_logfmt=use_logfmt)
         self._check_low_latency_handle(handle)
         if zero_copy:
             if self._combine_buffer is None or self._combine_buffer[0] is not handle:
@@ -253,6 +262,16 @@ class LowLatencyCalls(BaseBuffer):
             if topk_idx.is_cuda:
                 self._passed.add(given)
         self._check_return(async_finish, return_recv_hook)
+        signals = None
+        if overlap:
+            require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None, None), contiguous=True)
+            if packed_recv_count is not None:
+                self._check_stats(
+                    packed_recv_count, "packed_recv_count", torch.int32, len(handle.layout_range), x.device
+                )
+            signals = _signals(
+                handle, x.device, src_signals, src_signal_expect_value, comp_signal, block_m, threshold, num_sms
+            )
         if out is None:
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=x.dtype, device=x.device)
 
@@ -265,9 +284,10 @@ class LowLatencyCalls(BaseBuffer):
                 out=out,
                 min_tokens_to_sum=NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
                 wait_stats=waits,
+                signals=signals,
             )
             hook = self._receive(finish, return_recv_hook)
-        tensors = (x, topk_idx, topk_weights, handle.memory, out, waits)
+        tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
     @plain_tensors
@@ -463,6 +483,39 @@ def _then_add(finish: Hook, counts: Tensor, stats: Tensor) -> Hook:
         stats.add_(counts)
 
     return receive
+
+
+def _signals(
+    handle: LowLatencyHandle,
+    device: torch.device,
+    src_signals: Tensor | None,
+    src_signal_expect_value: int,
+    comp_signal: Tensor | None,
+    block_m: int,
+    threshold: int,
+    num_sms: int,
+) -> ExpertSignals:
+    """Where experts tell that rows are written, in one form for either kind of experts."""
+    if (src_signals is None) == (comp_signal is None):
+        given = "neither" if src_signals is None else "both"
+        require(False, "src_signals and comp_signal", given, "one of them with overlap")
+    num_local, num_rows = handle.src_info.shape
+    require_int("num_sms", num_sms, minimum=1)
+    if src_signals is not None:
+        dtypes = (torch.uint32, torch.int32)
+        require_tensor("src_signals", src_signals, dtypes=dtypes, shape=(num_local,), device=device, contiguous=True)
+        require_int("src_signal_expect_value", src_signal_expect_value, minimum=1)
+        return ExpertSignals(src_signals, src_signal_expect_value, 1, num_rows, max(num_sms, _SMS_OF_EXPERT_SIGNALS))
+    assert comp_signal is not None
+    require_tensor("comp_signal", comp_signal, dtypes=(torch.int32,), shape=(None,), device=device, contiguous=True)
+    require_int("block_m", block_m, minimum=1)
+    require_int("threshold", threshold, minimum=1)
+    num_blocks = -(-num_rows // block_m)
+    least = num_local * num_blocks
+    require(
+        len(comp_signal) >= least, "elements of comp_signal", len(comp_signal), f"≥ {least} with {block_m} rows each"
+    )
+    return ExpertSignals(comp_signal, threshold, num_blocks, block_m, num_sms)
 
 
 def _sizes(handle: LowLatencyHandle) -> tuple[int, int, int]:

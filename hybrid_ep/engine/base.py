@@ -33,15 +33,17 @@ from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import Fp8Format
-from hybrid_ep.errors import ConfigError, OverflowError, TransportError
+from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
 
 __all__ = [
     "MIN_TOKENS_TO_SUM",
     "NO_SUMS",
+    "SEND_TIMEOUT_DIVISOR",
     "Combined",
     "DispatchHandle",
     "Dispatched",
     "Engine",
+    "ExpertSignals",
     "LowLatencyDispatched",
     "LowLatencyHandle",
     "PermuteHandle",
@@ -49,6 +51,7 @@ __all__ = [
     "Routing",
     "Rows",
     "Traffic",
+    "missing_signal",
     "one_at_a_time",
 ]
 
@@ -60,6 +63,7 @@ _R = TypeVar("_R")
 # the weights costs more than the bytes that it saves (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
 NO_SUMS = 2**31 - 1
+SEND_TIMEOUT_DIVISOR = 2  # what a low-latency send waits for, it waits for so small a part of the timeout
 
 
 def one_at_a_time(call: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -178,6 +182,40 @@ class LowLatencyHandle(NamedTuple):
     grid: RankGrid
     memory: Tensor
     state: Any
+
+
+class ExpertSignals(NamedTuple):
+    """Where experts tell that their rows are written, while they still write others.
+
+    Attributes:
+        raised: ``[LE × B]`` int32 or uint32 counters, to which the kernels of experts add: that of a local expert's
+            block b is ``raised[expert × B + b]``.
+        expected: rows of a block are written once its counter has reached this.
+        num_per_expert: B.
+        rows_per_signal: rows of a block.
+        num_sms: that the send may take from the experts.
+    """
+
+    raised: Tensor
+    expected: int
+    num_per_expert: int
+    rows_per_signal: int
+    num_sms: int
+
+
+def missing_signal(rank: int, source: int, signal: int, waited_s: float) -> TimeoutError:
+    """Returns the error for experts that have not told that their rows are written, the same at every rank.
+
+    No rank is to blame in the sense of `TransportError.peer`: all of them have come.
+
+    Args:
+        rank: this rank.
+        source: whose experts they are.
+        signal: index in `ExpertSignals.raised` there.
+        waited_s: how long the source has waited.
+    """
+    detail = f"signal {signal} of rank {source}'s experts was not raised"
+    return TimeoutError("low_latency_combine: rows of experts", rank, None, detail, timeout_s=waited_s)
 
 
 class Dispatched(NamedTuple):
@@ -483,12 +521,16 @@ class Engine(abc.ABC):
         out: Tensor,
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
+        signals: ExpertSignals | None = None,
     ) -> Callable[[], None]:
         """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
 
         For a source of at least `min_tokens_to_sum` tokens, the rows of one token that are on this rank are summed
         before they cross, for which the rank's kernel waits for the source. It is `MIN_TOKENS_TO_SUM` or more, or
         `NO_SUMS`; ranks need not agree on it.
+
+        With `signals`, experts may still write: rows are sent once their signals are raised, and none are summed.
+        A signal that does not come is raised by `finish` at every rank, as `missing_signal` tells.
 
         Returns what waits for the rows; `out` is complete once it has run. Rows of masked ranks count as zero.
         """

@@ -31,6 +31,7 @@ from hybrid_ep.engine.base import (
     Dispatched,
     DispatchHandle,
     Engine,
+    ExpertSignals,
     LowLatencyDispatched,
     LowLatencyHandle,
     Permuted,
@@ -293,8 +294,11 @@ class CudaEngine(Engine):
         out: Tensor,
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
+        signals: ExpertSignals | None = None,
     ) -> Callable[[], None]:
-        return self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
+        return self._low_latency.combine(
+            data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats, signals
+        )
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         ranks = set(ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import ABSENT, CALLS, disagreement
+from hybrid_ep.engine.base import missing_signal
 from hybrid_ep.engine.cuda_plan import refusal_of
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
 
@@ -27,6 +28,8 @@ def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
         return OverflowError(
             f"{fault.kernel}: {fault.tag}: {fault.seen} at rank {peer}; allowed by the bound: {fault.expected}"
         )
+    if fault.kind == _cuda.FaultKind.NO_SIGNAL:
+        return missing_signal(rank, peer, fault.seen, fault.waited_s)
     if fault.kind != _cuda.FaultKind.TIMEOUT:
         return ConfigError(refusal_of(fault.kind, peer, fault.seen, fault.expected))
     detail = f"it is at step {fault.seen}, expected {fault.expected}"

@@ -21,7 +21,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import FIELDS, disagreement
-from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
+from hybrid_ep.engine.base import ExpertSignals, LowLatencyDispatched, LowLatencyHandle, Rows
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
@@ -292,6 +292,7 @@ class CudaLowLatency:
         out: Tensor,
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
+        signals: ExpertSignals | None,
     ) -> Callable[[], None]:
         state = handle.state
         if not isinstance(state, _State):
@@ -305,20 +306,41 @@ class CudaLowLatency:
         region, native = self._region_for(plan), plan.native
         buffers = self._combines
         idx = buffers.next("low_latency_combine")
-        data, weights, target = aligned(data), aligned(topk_weights), aligned(out)
+        weights, target = aligned(topk_weights), aligned(out)
+        if signals is None:
+            data = aligned(data)
+        elif data.data_ptr() % _cuda.row_align_bytes:  # a copy would be made before the experts have written
+            offset, unit = data.data_ptr() % _cuda.row_align_bytes, _cuda.row_align_bytes
+            raise ConfigError(f"x begins {offset} bytes after a multiple of {unit}; allowed with overlap: 0")
         stream = self._begin()
         state.chunk.note_use(stream)
-        region.return_rows(
-            native,
-            idx,
-            data.data_ptr(),
-            state.results,
-            weights.data_ptr(),
-            num_tokens,
-            min_tokens_to_sum,
-            address(wait_stats),
-            stream,
-        )
+        if signals is not None:
+            region.return_signalled_rows(
+                native,
+                idx,
+                data.data_ptr(),
+                state.results,
+                weights.data_ptr(),
+                num_tokens,
+                signals.raised.data_ptr(),
+                signals.expected,
+                signals.num_per_expert,
+                signals.rows_per_signal,
+                signals.num_sms,
+                stream,
+            )
+        else:
+            region.return_rows(
+                native,
+                idx,
+                data.data_ptr(),
+                state.results,
+                weights.data_ptr(),
+                num_tokens,
+                min_tokens_to_sum,
+                address(wait_stats),
+                stream,
+            )
         buffers.note_sent()
 
         def finish() -> None:

@@ -30,6 +30,7 @@ from hybrid_ep.engine.base import (
     Dispatched,
     DispatchHandle,
     Engine,
+    ExpertSignals,
     LowLatencyDispatched,
     LowLatencyHandle,
     Permuted,
@@ -88,7 +89,7 @@ class TorchEngine(Engine):
         self.device = None
         self._exchange = Exchange(group, grid, timeout_s, number)
         self.traffic = self._exchange.traffic
-        self._low_latency = TorchLowLatency(self._exchange)
+        self._low_latency = TorchLowLatency(self._exchange, timeout_s)
 
     @one_at_a_time
     def dispatch(
@@ -333,8 +334,11 @@ class TorchEngine(Engine):
         out: Tensor,
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
+        signals: ExpertSignals | None = None,
     ) -> Callable[[], None]:
-        finish = self._low_latency.combine(data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats)
+        finish = self._low_latency.combine(
+            data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats, signals
+        )
         return functools.partial(self._receive, finish)
 
     @one_at_a_time

@@ -6,6 +6,7 @@ Ranks that use hooks must call them in the same order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,13 +16,24 @@ from torch import Tensor
 from hybrid_ep.core.layout import compute_layout, permutation_by_expert
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
 from hybrid_ep.engine.agreement import dtype_code
-from hybrid_ep.engine.base import LowLatencyDispatched, LowLatencyHandle, Rows
+from hybrid_ep.engine.base import (
+    NO_SUMS,
+    SEND_TIMEOUT_DIVISOR,
+    ExpertSignals,
+    LowLatencyDispatched,
+    LowLatencyHandle,
+    Rows,
+    missing_signal,
+)
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
 
 __all__ = ["TorchLowLatency"]
+
+_COUNT_MASK = (1 << 32) - 1  # of layout_range
+_SIGNAL_POLL_S = 1e-4
 
 
 @dataclass
@@ -44,8 +56,8 @@ class _State:
 class TorchLowLatency:
     """The two low-latency calls over one exchange."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, timeout_s: float) -> None:
+        self._exchange, self._timeout_s = exchange, timeout_s
 
     def dispatch(
         self,
@@ -126,6 +138,7 @@ class TorchLowLatency:
         out: Tensor,
         min_tokens_to_sum: int,
         wait_stats: Tensor | None,
+        signals: ExpertSignals | None,
     ) -> Callable[[], None]:
         exchange, grid = self._exchange, self._exchange.grid
         state: _State = handle.state
@@ -146,6 +159,9 @@ class TorchLowLatency:
                 "masked": exchange.mask_bits(),
             }
             exchange.begin("low_latency_combine", ranks, data.device, same, call_number=call, wait_stats=wait_stats)
+            missing = (
+                None if signals is None else _first_missing(signals, handle, self._timeout_s / SEND_TIMEOUT_DIVISOR)
+            )
             # Both sides know the order of the rows between two ranks: by local expert, then by token.
             outgoing = {r: _rows_of_source(data, handle.layout_range, r) for r in ranks}
             owner = torch.where(topk_idx >= 0, topk_idx.div(num_local, rounding_mode="floor"), -1)
@@ -161,15 +177,39 @@ class TorchLowLatency:
             for r, (token, column) in wanted.items():
                 copies[token, column] = rows[r]
             weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
-            # Each rank tells from how many tokens on its rows come summed, and this one sums in its place.
-            minimum = torch.tensor([min_tokens_to_sum], device=data.device)
+            # Each rank tells from how many tokens on its rows come summed, and this one sums in its place; or, below
+            # zero, which signal of its experts did not come.
+            smallest = min_tokens_to_sum if signals is None else NO_SUMS
+            minimum = torch.tensor([smallest if missing is None else -1 - missing], device=data.device)
             minima = exchange.all_gather("tokens from which on rows are summed", minimum, ranks, wait_stats)
             for r, (their_minimum,) in zip(ranks, minima.tolist(), strict=True):
+                if their_minimum < 0:
+                    waited_s = self._timeout_s / SEND_TIMEOUT_DIVISOR
+                    raise missing_signal(grid.rank, r, -1 - their_minimum, waited_s)
                 if topk_idx.shape[0] >= their_minimum:
                     copies, weights = _sum_rows_of(copies, weights, owner == r)
             out.copy_(_weighted_sum(copies, weights))
 
         return finish
+
+
+def _first_missing(signals: ExpertSignals, handle: LowLatencyHandle, timeout_s: float) -> int | None:
+    """Waits until the experts have told of all their rows; returns the index of a signal that is missing then.
+
+    Counters on a GPU are copied in the order of the current stream: the experts are on another one.
+    """
+    counts = (handle.layout_range & _COUNT_MASK).sum(1, keepdim=True)
+    num_blocks = -(-counts // signals.rows_per_signal)
+    needed = torch.arange(signals.num_per_expert, device=counts.device) < num_blocks
+    raised = signals.raised.view(torch.int32)[: needed.numel()].view(needed.shape)
+    deadline = time.perf_counter() + timeout_s
+    while True:
+        missing = torch.nonzero((needed & (raised < signals.expected)).view(-1))
+        if not missing.numel():
+            return None
+        if time.perf_counter() > deadline:
+            return int(missing[0])
+        time.sleep(_SIGNAL_POLL_S)
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:

@@ -127,6 +127,15 @@ def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: st
     run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)
 
 
+@pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
+def test_low_latency_combine_beside_experts(run_emulated: RunEmulated, kind: str) -> None:
+    run_emulated(2, "battery.low_latency.check_signals", kind)
+
+
+def test_a_signal_of_experts_that_does_not_come(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.low_latency.check_missing_signal", 4.0)
+
+
 def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
     run_emulated(3, "battery.low_latency.check_late_rank_comes_back", 8.0)
 

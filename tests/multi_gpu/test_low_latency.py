@@ -64,6 +64,16 @@ def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")
 
 
+@pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
+def test_combine_beside_experts(run_gpus: RunGpus, kind: str) -> None:
+    run_gpus(NUM_GPUS, battery.check_signals, kind, "cuda")
+
+
+@needs_peer
+def test_a_signal_of_experts_that_does_not_come(run_gpus: RunGpus) -> None:
+    run_gpus(NUM_GPUS, battery.check_missing_signal, 4.0, "cuda")
+
+
 @pytest.mark.parametrize(
     "check",
     [

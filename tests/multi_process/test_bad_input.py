@@ -26,6 +26,7 @@ T, H, K, E = 6, 256, 2, 8
 BF16 = torch.bfloat16
 X, TOPK, WEIGHTS = torch.ones(T, H, dtype=BF16), torch.arange(T * K).view(T, K) % E, torch.rand(T, K)
 EXPERT_ROWS = torch.ones(E, 8, H, dtype=BF16)
+SIGNALS = torch.zeros(E, dtype=torch.int32)  # one for each expert
 
 
 @pytest.fixture
@@ -373,9 +374,30 @@ def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuf
 
 def test_what_is_not_supported_is_named(buffer: Buffer) -> None:
     x = torch.ones(E, 8, H, dtype=BF16)
-    for argument in ("use_logfmt", "overlap"):
-        with pytest.raises(NotImplementedError, match=argument):
-            buffer.low_latency_combine(x, TOPK, WEIGHTS, low_latency_handle(buffer), **{argument: True})
+    with pytest.raises(NotImplementedError, match="use_logfmt"):
+        buffer.low_latency_combine(x, TOPK, WEIGHTS, low_latency_handle(buffer), use_logfmt=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "src_signals and comp_signal is neither; allowed: one of them"),
+        ({"comp_signal": SIGNALS, "src_signals": SIGNALS}, "src_signals and comp_signal is both"),
+        ({"comp_signal": SIGNALS.long(), "threshold": 1}, "comp_signal.dtype is torch.int64"),
+        ({"comp_signal": SIGNALS, "threshold": 0}, "threshold is 0"),
+        ({"comp_signal": SIGNALS, "threshold": 1, "block_m": 0}, "block_m is 0"),
+        ({"comp_signal": SIGNALS, "threshold": 1, "block_m": 3}, f"elements of comp_signal is {E}; allowed: ≥ {3 * E}"),
+        ({"comp_signal": SIGNALS, "threshold": 1, "num_sms": 0}, "num_sms is 0"),
+        ({"src_signals": SIGNALS}, "src_signal_expect_value is 0"),
+        ({"src_signals": SIGNALS[1:], "src_signal_expect_value": 1}, "src_signals.shape"),
+        ({"src_signals": SIGNALS, "packed_recv_count": SIGNALS[1:]}, "packed_recv_count.shape"),
+        ({"x": EXPERT_ROWS.transpose(0, 1).contiguous().transpose(0, 1), "src_signals": SIGNALS}, "x.stride"),
+    ],
+)
+def test_signals_of_experts(buffer: Buffer, options: dict[str, Any], message: str) -> None:
+    given = {"x": EXPERT_ROWS, "overlap": True, **options}
+    with pytest.raises(ConfigError, match=message):
+        buffer.low_latency_combine(given.pop("x"), TOPK, WEIGHTS, low_latency_handle(buffer), **given)
 
 
 def test_modes_must_be_asked_for() -> None:

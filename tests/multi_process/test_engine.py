@@ -58,6 +58,15 @@ def test_low_latency(run_ranks: RunRanks, case: Case, format_name: str) -> None:
     run_ranks(case.num_ranks, low_latency.check_low_latency, case, format_name)
 
 
+@pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
+def test_low_latency_combine_beside_experts(run_ranks: RunRanks, kind: str) -> None:
+    run_ranks(2, low_latency.check_signals, kind)
+
+
+def test_a_signal_of_experts_that_does_not_come(run_ranks: RunRanks) -> None:
+    run_ranks(3, low_latency.check_missing_signal, 3.0)
+
+
 def test_low_latency_batches_overlap(run_ranks: RunRanks) -> None:
     run_ranks(4, low_latency.check_overlapping_batches, Case("overlap", 4, 12))
 

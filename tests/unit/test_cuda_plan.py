@@ -9,7 +9,7 @@ import torch
 
 from hybrid_ep import Buffer, ConfigError, CudaError
 from hybrid_ep.core.checks import MAX_TOPK
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
+from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
@@ -144,6 +144,7 @@ def test_low_latency_kernels_send_weights_where_ranks_may_sum() -> None:
     from hybrid_ep import _cuda
 
     assert _cuda.low_latency_min_tokens_to_sum == MIN_TOKENS_TO_SUM
+    assert _cuda.low_latency_no_sums == NO_SUMS
 
 
 @pytest.mark.parametrize(("num_ranks", "num_experts", "num_topk", "max_tokens"), [(1, 1, 1, 1), (3, 15, 3, 7)])

@@ -133,6 +133,7 @@ void add_communicator(py::module_& module) {
       .value("BAD_BOUND", FaultKind::kBadBound)
       .value("TOO_MANY_TOKENS", FaultKind::kTooManyTokens)
       .value("TRANSPORT", FaultKind::kTransport)
+      .value("NO_SIGNAL", FaultKind::kNoSignal)
       .value("NONE", FaultKind::kNone);
   py::class_<Fault>(module, "Fault")
       .def_readonly("kind", &Fault::kind)

@@ -33,6 +33,7 @@ py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uin
 void add_low_latency(py::module_& module) {
   module.attr("low_latency_buffers") = kLowLatencyBuffers;
   module.attr("low_latency_min_tokens_to_sum") = kMinTokensToSum;
+  module.attr("low_latency_no_sums") = kNoSums;
   module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
   // What stands in a channel, for tests that write in a rank's place: one after the other those of dispatch, one for
@@ -117,6 +118,18 @@ void add_low_latency(py::module_& module) {
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
           py::arg("num_tokens"), py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"))
+      .def(
+          "return_signalled_rows",
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
+             uintptr_t topk_weights, int num_tokens, uintptr_t signals, uint32_t expected, int num_per_expert,
+             int rows_per_signal, int num_sms, uintptr_t stream) {
+            const ExpertSignals experts{pointer<uint32_t>(signals), expected, num_per_expert, rows_per_signal};
+            self.return_signalled_rows(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int32_t>(results),
+                                       pointer<float>(topk_weights), num_tokens, experts, num_sms, stream_of(stream));
+          },
+          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
+          py::arg("num_tokens"), py::arg("signals"), py::arg("expected"), py::arg("num_per_expert"),
+          py::arg("rows_per_signal"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "sum_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t topk_idx,

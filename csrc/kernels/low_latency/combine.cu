@@ -12,6 +12,10 @@
 // summed leave meanwhile. Two kinds of rows are never summed: those of a source with few tokens, whose weights would
 // cost more time than the bytes save, and those of a rank whose receive is a launch of its own, because such a send may
 // not wait for another rank. Each rank decides by itself. Its flag says from how many tokens on its rows are sums.
+//
+// Signalled rows: an expert's kernel that still runs tells of each block of its rows when it has written them. A send
+// of its own, on few SMs, goes through the packed rows in their order and waits for the signal of each block. Rows
+// leave as they are. If a signal does not come, this rank tells every rank so in its flag, and each of them reports it.
 // Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
 #include <cuda_runtime.h>
 
@@ -98,13 +102,15 @@ struct Unit {
 };
 
 // The weights of a source's tokens at a rank: [M, K].
-__device__ float* weights_of(const ReturnRowsParams& params, int rank, int source) {
+template <typename Params>
+__device__ float* weights_of(const Params& params, int rank, int source) {
   return reinterpret_cast<float*>(buffer_of(params.domain, rank) + params.weights.begin +
                                   source * params.weights.rank_bytes);
 }
 
 // Sends this rank's weights to the other ranks, a warp to each, whether or not they sum. Few tokens need none.
-__device__ void send_weights(const ReturnRowsParams& params, const bool* present, uint32_t epoch) {
+template <typename Params>
+__device__ void send_weights(const Params& params, const bool* present, uint32_t epoch) {
   const LowLatencyDomain& domain = params.domain;
   if (params.num_tokens < kMinTokensToSum) return;
   const int lane = threadIdx.x % 32;
@@ -230,7 +236,158 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     unit.fetch_ahead(params, ring);
   }
   if (lane == 0) ptx::bulk_wait_written<0>();
-  finish_send(domain, present, epoch, params.min_tokens_to_sum, has_lost);
+  finish_send(domain, present, epoch, [&] { return params.min_tokens_to_sum; }, has_lost);
+}
+
+// A piece of a packed row that is being loaded, and where it goes.
+struct Piece {
+  uint8_t* target;  // nullptr: to a rank that takes no part
+  int num_bytes;
+};
+
+// A warp's way through the packed rows, a segment of a row at a time, in the order in which experts write them.
+// Collective over the warp.
+class SignalledRows {
+ public:
+  __device__ SignalledRows(const ReturnSignalledRowsParams& params, int first, int step)
+      : params_(params), step_(step), next_(first), expert_(-1) {
+    enter_next_expert();
+  }
+
+  __device__ bool has_next() const { return expert_ < num_local(); }
+
+  // Whether the next segment's signal has been raised; it is waited for, if `waits`.
+  __device__ bool is_raised(const Waiter& waiter, bool waits) {
+    const int row = next_ / num_segments();
+    if (row < num_raised_) return true;
+    const uint32_t* signal = params_.signals.raised + signal_idx();
+    bool raised = false;
+    if (threadIdx.x % 32 == 0) {
+      raised = waits ? waiter.until_raised(signal, params_.signals.expected)
+                     : Waiter::has_been_raised(signal, params_.signals.expected);
+      if (raised) ptx::fence_global_for_bulk();
+    }
+    raised = __shfl_sync(kAllLanes, raised, 0);
+    if (raised) num_raised_ = (row / params_.signals.rows_per_signal + 1) * params_.signals.rows_per_signal;
+    return raised;
+  }
+
+  // Index of the next segment's signal.
+  __device__ int signal_idx() const {
+    const int row = next_ / num_segments();
+    return expert_ * params_.signals.num_per_expert + row / params_.signals.rows_per_signal;
+  }
+
+  // Begins to load the next segment and goes on to the one after it.
+  __device__ Piece fetch(SegmentRing& ring, const bool* present) {
+    const LowLatencyShape& shape = params_.shape;
+    const int lane = threadIdx.x % 32, row_bytes = 2 * shape.hidden;
+    const int row = next_ / num_segments(), begin = next_ % num_segments() * kSegmentBytes;
+    const int packed_row = expert_ * capacity() + row;
+    Piece piece{nullptr, min(kSegmentBytes, row_bytes - begin)};
+    ring.fetch(params_.rows + static_cast<int64_t>(packed_row) * row_bytes + begin, piece.num_bytes);
+    int source = -1;
+    for (int r = lane; r < params_.domain.num_ranks; r += 32) {
+      const int64_t range = params_.layout_range[expert_ * params_.domain.num_ranks + r];
+      const int its_begin = static_cast<int>(range >> 32), its_count = static_cast<int>(range);
+      if (row >= its_begin && row < its_begin + its_count) source = r;
+    }
+    source = __reduce_max_sync(kAllLanes, source);
+    const int token = params_.src_info[packed_row];
+    int column = -1;
+    for (int k = lane; k < shape.num_topk && source >= 0; k += 32) {
+      if (params_.row_of[(source * shape.max_tokens + token) * shape.num_topk + k] == packed_row) column = k;
+    }
+    column = __reduce_max_sync(kAllLanes, column);
+    if (column >= 0 && present[source]) {
+      const int64_t place = static_cast<int64_t>(token) * shape.num_topk + column;
+      piece.target = buffer_of(params_.domain, source) + place * row_bytes + begin;
+    }
+    next_ += step_;
+    if (next_ >= num_items_) enter_next_expert();
+    return piece;
+  }
+
+  __device__ void give_up() { expert_ = num_local(); }
+
+ private:
+  __device__ int num_local() const { return params_.shape.num_experts / params_.domain.num_ranks; }
+  __device__ int capacity() const { return params_.shape.max_tokens * params_.domain.num_ranks; }
+  __device__ int num_segments() const { return (2 * params_.shape.hidden + kSegmentBytes - 1) / kSegmentBytes; }
+
+  // Items of all experts are counted through, so that all warps have the same work.
+  __device__ void enter_next_expert() {
+    do {
+      if (expert_ >= 0) next_ -= num_items_;
+      if (++expert_ == num_local()) return;
+      // Of an expert that has more rows than there is room for, dispatch has told.
+      num_items_ = min(params_.count[expert_], capacity()) * num_segments();
+    } while (next_ >= num_items_);
+    num_raised_ = 0;
+  }
+
+  const ReturnSignalledRowsParams& params_;
+  int step_, next_, expert_;
+  int num_items_ = 0, num_raised_ = 0;  // of this expert: segments, and rows that are known to be written
+};
+
+__global__ void __launch_bounds__(kReturnWarps * 32, 1)
+    return_signalled_rows_kernel(const __grid_constant__ ReturnSignalledRowsParams params) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  __shared__ uint64_t barriers[kReturnWarps * kReturnStages];
+  __shared__ bool present[kMaxRanks];
+  __shared__ uint32_t epoch;
+  __shared__ Piece pieces[kReturnWarps][kReturnStages];
+  const LowLatencyDomain& domain = params.domain;
+  const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
+  LowLatencyChannel& channel = channel_of(domain, domain.rank);
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  SegmentRing ring(stages + warp * kReturnStages * kSegmentBytes, barriers + warp * kReturnStages, kReturnStages,
+                   kSegmentBytes, lane);
+  const int peer = kReturnWarps * 32 - 1 - tid;
+  if (peer < domain.num_ranks) {
+    const uint32_t this_epoch = next_epoch(channel.send);
+    present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
+    if (peer == 0) epoch = this_epoch;
+  }
+  announce_free_buffers(domain);
+  __syncthreads();
+  if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // other ranks may sum
+
+  // What has been signalled is loaded ahead, and sent before a signal is waited for.
+  SignalledRows rows(params, blockIdx.x * kReturnWarps + warp, gridDim.x * kReturnWarps);
+  int num_fetched = 0, num_sent = 0;
+  while (rows.has_next() || num_sent < num_fetched) {
+    while (rows.has_next() && num_fetched - num_sent < ring.num_ahead()) {
+      const bool waits = num_fetched == num_sent;
+      if (rows.is_raised(waiter, waits)) {
+        const Piece piece = rows.fetch(ring, present);
+        if (lane == 0) pieces[warp][num_fetched % kReturnStages] = piece;
+        ++num_fetched;
+      } else if (waits) {
+        if (lane == 0) atomicCAS(&channel.no_signal, 0u, kNoSignalBit | static_cast<uint32_t>(rows.signal_idx()));
+        rows.give_up();
+      } else {
+        break;
+      }
+    }
+    if (num_sent == num_fetched) break;
+    uint8_t* segment = ring.wait();
+    if (lane == 0) {
+      const Piece& piece = pieces[warp][num_sent % kReturnStages];
+      if (piece.target != nullptr) ptx::bulk_store(piece.target, segment, piece.num_bytes);
+    }
+    ring.release();
+    ++num_sent;
+  }
+  if (lane == 0) ptx::bulk_wait_written<0>();
+  const bool has_lost = peer < domain.num_ranks && !present[peer];
+  const auto value = [&] {
+    const uint32_t no_signal = channel.no_signal;
+    channel.no_signal = 0;
+    return no_signal != 0 ? no_signal : kNoSums;
+  };
+  finish_send(domain, present, epoch, value, has_lost);
 }
 
 // The columns of a token in which something has come, in order.
@@ -284,6 +441,11 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
     if (params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &min_tokens_to_sum);
     const uint64_t started = ptx::clock_ns();
     present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
+    if (min_tokens_to_sum >= kNoSignalBit) {
+      present[tid] = false;
+      report_fault(domain.fault, FaultKind::kNoSignal, KernelName::kLowLatencyCombine, WaitTag::kSignals, domain.rank,
+                   tid, 0, min_tokens_to_sum - kNoSignalBit);
+    }
     has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }
@@ -321,12 +483,20 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
 
 }  // namespace
 
-void prepare_low_latency_combine() { allow_shared_memory(return_rows_kernel); }
+void prepare_low_latency_combine() {
+  allow_shared_memory(return_rows_kernel);
+  allow_shared_memory(return_signalled_rows_kernel);
+}
 
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream) {
   const int num_units = params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
   const int num_ctas = std::min(num_device_sms, num_units);
   launch_kernel(LaunchKind::kPlain, return_rows_kernel, params, num_ctas, kReturnWarps * 32, kReturnRingBytes, stream);
+}
+
+void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int num_sms, cudaStream_t stream) {
+  launch_kernel(LaunchKind::kPlain, return_signalled_rows_kernel, params, num_sms, kReturnWarps * 32, kReturnRingBytes,
+                stream);
 }
 
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {

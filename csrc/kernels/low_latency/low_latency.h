@@ -52,6 +52,20 @@ struct ReturnRowsParams {
   LowLatencyWeights weights;
 };
 
+struct ReturnSignalledRowsParams {
+  LowLatencyDomain domain;
+  LowLatencyShape shape;
+  const uint8_t* rows;          // [LE, M×R, H] bf16, written while the kernel runs
+  const int32_t* count;         // [LE]
+  const int32_t* src_info;      // [LE, M×R] source token
+  const int64_t* layout_range;  // [LE, R] (begin << 32) | count
+  const int32_t* row_of;        // [R, M, K]
+  const float* topk_weights;    // [T, K]
+  int num_tokens;
+  ExpertSignals signals;
+  LowLatencyWeights weights;
+};
+
 struct SumRowsParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
@@ -73,6 +87,7 @@ void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cuda
 void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
                            cudaStream_t stream);
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
+void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int num_sms, cudaStream_t stream);
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
 
 }  // namespace hybrid_ep
