@@ -31,7 +31,7 @@ COMMANDS = {
         "doctor",
         "Check this node: driver, GPUs, NVLink, NICs, GPUDirect, host limits.",
     ),
-    "topology": ("hybrid_ep.topology.command", "topology", "Print and draw which GPU sits next to which NIC."),
+    "topology": ("hybrid_ep.doctor.topology_command", "topology", "Print and draw which GPU sits next to which NIC."),
     "k8s": (
         "hybrid_ep.k8s.command",
         "k8s",

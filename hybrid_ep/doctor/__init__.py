@@ -7,7 +7,7 @@
     watched.py    the same from a child process, so that nothing it reads can hang or kill the doctor
     runner.py     chooses and runs checks; counters are sampled twice
     compare.py    what only several nodes together can show
-    command.py    `hybrid-ep doctor`
+    command.py    `hybrid-ep doctor`; topology_command.py is `hybrid-ep topology`, which no driver can hang either
 
 Nothing here imports torch: the doctor must start where the installation itself is broken.
 """

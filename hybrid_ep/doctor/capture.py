@@ -16,6 +16,7 @@ from typing import Any
 
 from hybrid_ep.doctor.node import LogLine, Node
 from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.topology import Nic
 from hybrid_ep.topology.recording import Recording, encode
 
 __all__ = ["capture", "kernel_records"]
@@ -111,7 +112,11 @@ def _add_file(recording: Recording, node: Node, path: str) -> None:
 
 def _add_pci(recording: Recording, node: Node) -> None:
     """GPUs, NICs and bridges: their place in the tree, their links, and the attributes that are read."""
-    for device in node.topology.pci:
+    try:
+        topology = node.topology
+    except Unreadable:
+        return
+    for device in topology.pci:
         link = f"/sys/bus/pci/devices/{device.address}"
         place = "/sys/devices/" + "/".join(device.path)
         recording.links[link] = "../../../devices/" + "/".join(device.path)
@@ -125,8 +130,8 @@ def _add_pci(recording: Recording, node: Node) -> None:
                 recording.files[f"{place}/{name}"] = node.read(f"{link}/{name}") + "\n"
             except Unreadable:
                 continue
-    paths = {device.address: device.path for device in node.topology.pci}
-    for nic in node.topology.nics:
+    paths = {device.address: device.path for device in topology.pci}
+    for nic in topology.nics:
         if nic.pci_address:
             path = paths.get(nic.pci_address, (nic.pci_address,))
             recording.links[f"/sys/class/infiniband/{nic.name}/device"] = "../../../devices/" + "/".join(path)
@@ -241,20 +246,18 @@ def _facts(node: Node) -> dict[str, Any]:
             facts[name] = read()
         except Unreadable:
             continue
+    nics = _nics(node)
     facts["verbs"] = [
         {
             "name": nic.name,
             "dmabuf": nic.dmabuf,
             "ports": [{"port": port.port, "active_mtu_bytes": port.active_mtu_bytes} for port in nic.ports],
         }
-        for nic in node.topology.nics
+        for nic in nics
         if nic.dmabuf is not None or any(port.active_mtu_bytes for port in nic.ports)
     ]
     facts["dcb"] = {
-        netdev: found
-        for nic in node.topology.nics
-        for netdev in nic.netdevs
-        if (found := _dcb(node, netdev)) is not None
+        netdev: found for nic in nics for netdev in nic.netdevs if (found := _dcb(node, netdev)) is not None
     }
     facts["commands"] = {
         line: text
@@ -262,6 +265,13 @@ def _facts(node: Node) -> dict[str, Any]:
         if (text := _command(node, line)) is not None
     }
     return facts
+
+
+def _nics(node: Node) -> tuple[Nic, ...]:
+    try:
+        return node.topology.nics
+    except Unreadable:
+        return ()
 
 
 def _dcb(node: Node, netdev: str) -> dict[str, Any] | None:

@@ -109,10 +109,10 @@ def doctor(
     with closing(WatchedNode(sysroot, open_node=functools.partial(Node, kernel_log=kernel_log))) as node:
         source = "given"
         if expected is None:
-            name, source = node.run(_propose)
+            name, source = propose(node)
             expected = load_profile(name)
         report = examine(node, expected, source, selection, memory=memory)
-        recording = node.run(capture).to_text() if record is not None else ""
+        recorded = recording_of(node) if record is not None else None
     if active:
         report = _with_active(report, expected, sysroot, burn_seconds)
     report.facts.update(exchange)
@@ -120,7 +120,8 @@ def doctor(
         memory.save()
         if memory.complaint:
             click.echo(f"hybrid-ep doctor: {memory.complaint}", err=True)
-    _show(context, report, as_json, {junit: to_junit(report), record: recording}, accept_unknown=accept_unknown)
+    files = {junit: to_junit(report), record: recorded}
+    _show(context, report, as_json, files, accept_unknown=accept_unknown)
 
 
 @doctor.command("compare")
@@ -143,6 +144,14 @@ def _with_active(report: Report, profile: Profile, sysroot: Path, seconds: float
         return replace(report, results=report.results + examine_actively(node, profile, seconds=seconds))
 
 
+def propose(node: Node | WatchedNode) -> tuple[str, str]:
+    """The profile that fits this node, and why; one for GPUs where nothing can be read, so that nothing passes."""
+    try:
+        return node.insist(_propose)
+    except Unreadable as error:
+        return propose_profile([], 1)[0], str(error)
+
+
 def _propose(node: Node) -> tuple[str, str]:
     try:
         names = [str(node.nvml.gpu(gpu_idx, "name")) for gpu_idx in node.nvml.gpus]
@@ -151,7 +160,16 @@ def _propose(node: Node) -> tuple[str, str]:
     try:
         return propose_profile(names, len(node.topology.pci_gpus))
     except Unreadable as error:
-        return propose_profile(names, 0)[0], f"PCI cannot be seen: {error}"
+        return propose_profile(names, 1)[0], f"PCI cannot be seen: {error}"
+
+
+def recording_of(node: Node | WatchedNode) -> str | None:
+    """What `capture` read; None where it could not, which is said."""
+    try:
+        return node.insist(capture).to_text()
+    except Unreadable as error:
+        click.echo(f"hybrid-ep doctor: --record writes nothing: {error}", err=True)
+        return None
 
 
 def _load(path: Path) -> Report:
@@ -165,11 +183,14 @@ def _show(
     context: click.Context,
     report: Report,
     as_json: bool,
-    files: dict[Path | None, str],
+    files: dict[Path | None, str | None],
     *,
     accept_unknown: bool = False,
 ) -> None:
-    """Prints the report, writes the files that were asked for, and exits; one that cannot be written is no fault."""
+    """Prints the report, writes the files that were asked for, and exits; one that cannot be written is no fault.
+
+    A file without text could not be made, which was said; it is no fault either.
+    """
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -177,7 +198,9 @@ def _show(
     sys.stdout.flush()
     exit_code = 0 if accept_unknown and report.status is Status.UNKNOWN else report.exit_code
     for path, text in files.items():
-        if path is not None:
+        if path is not None and text is None:
+            exit_code = exit_code or 2
+        elif path is not None and text is not None:
             try:
                 path.write_text(text)
             except OSError as error:

@@ -113,6 +113,10 @@ class Node:
         """Returns ``task(self, *arguments)``, as `WatchedNode.run` does from another process."""
         return task(self, *arguments)
 
+    def insist(self, task: Callable[..., T], *arguments: Any) -> T:
+        """As `run`; see `WatchedNode.insist`."""
+        return task(self, *arguments)
+
     @cached_property
     def topology(self) -> Topology:
         """GPUs, NICs and distances."""

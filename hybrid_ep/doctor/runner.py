@@ -99,13 +99,13 @@ def examine(
                     memory.note(check.id, after[check.id])  # type: ignore[arg-type]
     return Report(
         hybrid_ep=__version__,
-        host=_known(_guard(node, Node.hostname)) or "unknown",
+        host=_known(_guard(node.run, Node.hostname)) or "unknown",
         profile=profile.name,
         profile_source=profile_source,
         duration_s=round(time.monotonic() - started, 3),
         results=tuple(_result(check, findings[check.id], profile) for check in applicable),
         not_applicable=tuple(check.id for check in chosen if check not in applicable),
-        facts=_known(_guard(node, collect_facts, profile)) or {},
+        facts=_known(_guard(node.insist, collect_facts, profile)) or {},
     )
 
 
@@ -115,10 +115,10 @@ def _applies(check: Check, profile: Profile) -> bool:
     return all(profile[key] or profile[key] == {} or (check.zero_is_wish and profile[key] == 0) for key in check.wants)
 
 
-def _guard(node: Node | WatchedNode, task: Callable[..., T], *arguments: Any) -> T | Unreadable:
-    """The one guard around everything that looks at a node."""
+def _guard(run: Callable[..., T], task: Callable[..., T], *arguments: Any) -> T | Unreadable:
+    """The one guard around everything that looks at a node; `run` is that node's `run` or `insist`."""
     try:
-        return node.run(task, *arguments)
+        return run(task, *arguments)
     except Unreadable as error:
         return error
     except Exception as error:
@@ -132,12 +132,12 @@ def _known(answer: T | Unreadable) -> T | None:
 
 def _examine(check: Check, node: Node | WatchedNode, profile: Profile) -> Finding:
     assert check.examine is not None
-    found = _guard(node, check.examine, profile)
+    found: Finding | Unreadable = _guard(node.run, check.examine, profile)
     return Finding(Status.UNKNOWN, str(found)) if isinstance(found, Unreadable) else found
 
 
 def _read_counters(node: Node | WatchedNode, profile: Profile, checks: list[Check]) -> Readings:
-    return {check.id: _guard(node, check.sample, profile) for check in checks if check.sample is not None}
+    return {check.id: _guard(node.run, check.sample, profile) for check in checks if check.sample is not None}
 
 
 def _result(check: Check, finding: Finding, profile: Profile) -> Result:

@@ -75,6 +75,19 @@ class WatchedNode:
         result: T = answer
         return result
 
+    def insist(self, task: Callable[..., T], *arguments: Any) -> T:
+        """As `run`, for a task that copes with what it cannot read.
+
+        If a source falls silent, the task runs again from its beginning without that source.
+        """
+        while True:
+            lost = self._lost
+            try:
+                return self.run(task, *arguments)
+            except Unreadable:
+                if self._lost == lost:
+                    raise
+
     def close(self) -> None:
         """Ends the child; one that hangs in the kernel is left to it."""
         if self._child is not None:

@@ -29,13 +29,13 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 
-from hybrid_ep.doctor import Node, Report, Status, WatchedNode, examine
-from hybrid_ep.doctor.capture import capture
-from hybrid_ep.doctor.command import _propose
+from hybrid_ep.doctor import Node, Report, Status, Unreadable, WatchedNode, examine
+from hybrid_ep.doctor.command import propose, recording_of
 from hybrid_ep.doctor.compare import compare
 from hybrid_ep.doctor.profile import load_profile
 from hybrid_ep.doctor.render import render, to_junit
-from hybrid_ep.topology import probe
+from hybrid_ep.doctor.topology_command import read_topology
+from hybrid_ep.topology import Topology
 from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.recording import Recording
 from hybrid_ep.topology.render import render as render_topology
@@ -99,6 +99,7 @@ PLACE_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "FIFO": _replaced(lambda place: os.mkfifo(place)),
     "file": _replaced(lambda place: place.write_bytes(b"file\n")),
 }
+_LIMIT_S = 2.0  # for one source to answer: above what a busy machine takes, below what many silent nodes cost
 _WRONG_FACTS: tuple[Any, ...] = (None, 5, -1, "x", [], {}, {"a": []}, [{"name": 3}], True, 1e300)
 
 
@@ -197,6 +198,13 @@ class Tally:
     crashes: list[str] = field(default_factory=list)
 
 
+def _silence_nvml(root: Path) -> str:
+    """For a node that is read by a child: another one would wait for ever."""
+    with (root / "hybrid_ep" / "nvml.conf").open("a") as file:
+        file.write("hang 1\n")
+    return "silent NVML"
+
+
 def _programs(folder: Path, dice: random.Random) -> None:
     """Programs that answer nonsense, for live nodes."""
     script = dice.choice(
@@ -222,18 +230,26 @@ def examine_damaged(recording: Recording, folder: Path, dice: random.Random, tal
     done = damage(recording, root, dice)
     os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
     kind = dice.choice(("plain",) * 8 + ("live",) * 2 + ("watched", "watched live"))
+    if "watched" in kind and dice.random() < 0.1:
+        done.append(_silence_nvml(root))
     if "live" in kind:
         _programs(folder, dice)
     make = LiveNode if "live" in kind else Node
     tally.nodes += 1
     tally.damages.update(line.rpartition(": ")[2] if line[:1] == "/" else line.split()[0] for line in done)
     try:
-        node: Node | WatchedNode = WatchedNode(root, open_node=make) if "watched" in kind else make(root)
+        node: Node | WatchedNode = (
+            WatchedNode(root, limit_s=_LIMIT_S, open_node=make) if "watched" in kind else make(root)
+        )
         with closing(node):
-            name, source = node.run(_propose)
+            name, source = propose(node)
             report = examine(node, load_profile(name), source, wait=lambda since: 1.0)
-            recorded = node.run(capture).to_text() if dice.random() < 0.2 else "{}"
-        for complaint in _complaints(report, recorded, root, dice):
+            recorded = recording_of(node) if dice.random() < 0.2 else None
+            topology = None
+            if dice.random() < 0.2:
+                with contextlib.suppress(Unreadable):  # where four sources are silent, nothing is asked
+                    topology = node.insist(read_topology)
+        for complaint in _complaints(report, recorded or "{}", topology):
             tally.crashes.append(f"{kind} {done}: {complaint}")
         tally.statuses.update(result.shown_as for result in report.results)
     except Exception as error:
@@ -241,7 +257,7 @@ def examine_damaged(recording: Recording, folder: Path, dice: random.Random, tal
         tally.crashes.append(f"{kind} {done}: {type(error).__name__}: {error} at {place.filename}:{place.lineno}")
 
 
-def _complaints(report: Report, recorded: str, root: Path, dice: random.Random) -> Iterator[str]:
+def _complaints(report: Report, recorded: str, topology: Topology | None) -> Iterator[str]:
     for result in report.results:
         if "internal error" in result.seen:
             yield f"{result.id}: {result.seen}"
@@ -253,8 +269,7 @@ def _complaints(report: Report, recorded: str, root: Path, dice: random.Random) 
     other = Report(**{**vars(again), "host": "another"})
     compare([again, other])
     parts = [render(report)]
-    if dice.random() < 0.2:
-        topology = probe(root)
+    if topology is not None:
         parts.append(render_topology(topology))
         ElementTree.fromstring(to_nccl_xml(topology))
         json.dumps(topology.to_json(), allow_nan=False)

@@ -82,19 +82,38 @@ def test_doctor_takes_a_profile_from_standard_input(stub: Path, node: Path) -> N
     assert (refused.returncode, "on standard input holds a list" in refused.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("words", [["--quick"], ["--group", "gpu", "--group", "nvlink", "--record", "node.json"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--quick", "--profile", "hgx-h200"],
+        ["--group", "gpu", "--group", "nvlink", "--profile", "hgx-h200", "--record", "node.json"],
+        ["--quick", "--record", "node.json"],
+    ],
+)
 def test_driver_that_hangs_is_unknown(stub: Path, tmp_path: Path, words: list[str]) -> None:
     recording = healthy("hgx-h200")
     recording.nvml["hang"] = "1"
     recording.write(tmp_path)
     words = [str(tmp_path / word) if word == "node.json" else word for word in words]
     started = time.monotonic()
-    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(tmp_path), "--json", "--profile", "hgx-h200", *words)
+    done = _hybrid_ep(stub, tmp_path, "doctor", "--sysroot", str(tmp_path), "--json", *words)
     assert time.monotonic() - started < 30
     assert done.returncode == 2, done.stderr
     silent = [result for result in json.loads(done.stdout)["results"] if result["status"] == "unknown"]
     assert {"gpu.count", "nvlink.links"} <= {result["id"] for result in silent}
     assert {"NVML: no answer in 5 s"} == {result["seen"] for result in silent if result["group"] == "nvlink"}
+
+
+def test_driver_that_hangs_while_recording_is_left_out(stub: Path, tmp_path: Path) -> None:
+    """The check alone does not ask NVML."""
+    recording = healthy("hgx-h200")
+    recording.nvml["hang"] = "1"
+    recording.write(tmp_path)
+    words = ["--sysroot", str(tmp_path), "--profile", "hgx-h200", "--check", "host.memlock"]
+    done = _hybrid_ep(stub, tmp_path, "doctor", *words, "--record", str(tmp_path / "node.json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    recorded = json.loads((tmp_path / "node.json").read_text())
+    assert (recorded["nvml"], "/proc/self/limits" in recorded["files"]) == ({}, True)
 
 
 def test_output_that_cannot_be_written_is_no_fault(stub: Path, node: Path, tmp_path: Path) -> None:
@@ -177,6 +196,17 @@ def test_topology(stub: Path, node: Path, tmp_path: Path) -> None:
     assert [sum(link["active"] for link in gpu["links"]) for gpu in shown["gpus"]] == [18] * 8
     assert shown["gpus"][3]["nvlink_peers"] == [0, 1, 2, 4, 5, 6, 7]
     assert "GPU 7" in (tmp_path / "node.svg").read_text()
+
+
+def test_topology_of_a_driver_that_hangs(stub: Path, tmp_path: Path) -> None:
+    """The rest of the node is shown."""
+    recording = healthy("hgx-h200")
+    recording.nvml["hang"] = "1"
+    recording.write(tmp_path)
+    done = _hybrid_ep(stub, tmp_path, "topology", "--sysroot", str(tmp_path), "--json")
+    shown = json.loads(done.stdout)
+    assert shown["missing"] == {"nvml": "NVML: no answer in 5 s"}
+    assert (len(shown["gpus"]), len(shown["nics"])) == (8, 8)
 
 
 def test_topology_of_a_large_node_fits_80_columns(stub: Path, tmp_path: Path) -> None:

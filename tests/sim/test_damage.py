@@ -21,5 +21,5 @@ def test_no_damage_crashes_the_doctor(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["nodes"] == _NODES
     assert found["crashes"] == []
-    assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact"} <= set(found["damages"])
+    assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact", "silent"} <= set(found["damages"])
     assert set(found["statuses"]) >= {"pass", "fail", "unknown"}

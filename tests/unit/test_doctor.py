@@ -348,7 +348,7 @@ def test_cuda_of_torch_is_read_from_its_file(
 
 def test_doctor_starts_without_torch() -> None:
     """The doctor must run where torch is broken, and start fast."""
-    code = "import sys, hybrid_ep.doctor.command, hybrid_ep.topology.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, hybrid_ep.doctor.command, hybrid_ep.doctor.topology_command; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

@@ -32,6 +32,20 @@ def _hang(node: Node, source: str) -> None:
     time.sleep(60)
 
 
+def _read_what_answers(node: Node, *sources: str) -> list[str]:
+    """A task that copes: what every source says, of which NVML and CUDA hang."""
+    found = []
+    for source in sources:
+        try:
+            node.watch(source)
+        except Unreadable as error:
+            found.append(str(error))
+        else:
+            time.sleep(60 if source in ("NVML", "CUDA") else 0)
+            found.append(f"{source}: read")
+    return found
+
+
 def _die(node: Node, source: str) -> None:
     node.watch(source)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -72,6 +86,13 @@ def test_source_that_hangs_is_named_and_not_asked_again(node: WatchedNode) -> No
         node.run(_hang, "NVML")
     assert time.monotonic() - started < _LIMIT_S
     assert node.run(_answer, 1)[0] == 1
+
+
+def test_task_that_copes_begins_again_without_what_hangs(node: WatchedNode) -> None:
+    silent = ["NVML: no answer in 0.4 s", "CUDA: no answer in 0.4 s"]
+    assert node.insist(_read_what_answers, "/sys", "NVML", "CUDA") == ["/sys: read", *silent]
+    with pytest.raises(Unreadable, match=r"^closed$"):
+        node.insist(_cannot_tell)
 
 
 def test_source_that_kills_the_reader_is_named(node: WatchedNode) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.doctor.node import Node
+from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.doctor.watched import WatchedNode
+from hybrid_ep.errors import ConfigError, TopologyError
 from hybrid_ep.outputs import OutputFile
+from hybrid_ep.topology import Topology
 from hybrid_ep.topology.nccl import to_nccl_xml
-from hybrid_ep.topology.node_probe import probe
 from hybrid_ep.topology.render import render
 from hybrid_ep.topology.svg import draw
 
@@ -33,7 +37,11 @@ def topology(as_json: bool, svg: Path | None, nccl: Path | None, sysroot: Path) 
 
     A node without GPUs, NICs or drivers is a normal answer: what could not be asked is listed with the reason.
     """
-    found = probe(sysroot)
+    with closing(WatchedNode(sysroot)) as node:
+        try:
+            found = node.insist(read_topology)
+        except Unreadable as error:
+            raise TopologyError(f"this node cannot be read: {error}") from error
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
@@ -44,3 +52,8 @@ def topology(as_json: bool, svg: Path | None, nccl: Path | None, sysroot: Path) 
                 path.write_text(text)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_topology(node: Node) -> Topology:
+    """The task of a `WatchedNode`."""
+    return node.topology
