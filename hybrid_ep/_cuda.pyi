@@ -56,6 +56,7 @@ class DispatchPlan:
         room: int,
         refusal: FaultKind,
         refused_value: int,
+        max_tokens: int,
     ) -> None: ...
     @property
     def row_bytes(self) -> int: ...
@@ -221,6 +222,7 @@ class BetweenDispatchPlan:
         pad_multiple: int,
         refusal: FaultKind,
         refused_value: int,
+        max_tokens: int,
     ) -> None: ...
     @property
     def is_refused(self) -> bool: ...

@@ -59,6 +59,7 @@ struct DispatchParams {
   int row_limit;
   bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks make room where one has not enough
   int room;          // of a bound call: rows that every rank has room for, or nobody sends
+  int max_tokens;    // that a rank may have, or nobody sends
   bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   SlotLayout slot;
   // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.

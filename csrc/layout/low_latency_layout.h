@@ -28,10 +28,11 @@ constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that tell all of a shape and a format
-// In the value of LowLatencyChannel::sent: no rows have been sent, because a signal of experts did not come. The other
-// bits are its index.
-constexpr uint32_t kNoSignalBit = 1u << 31;
-constexpr uint32_t kNoSums = kNoSignalBit - 1;  // there: more tokens than a rank has, so rows are never summed
+// The value of LowLatencyChannel::sent. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more than a
+// rank has. With one of the upper bits, the rows cannot be used, and the lower bits say why.
+constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which the handle's dispatch has lost some
+constexpr uint32_t kNoSignalBit = 1u << 31;     // index of a signal of experts that did not come
+constexpr uint32_t kNoSums = kTooManyRowsBit - 1;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
 
@@ -66,7 +67,7 @@ struct LowLatencyChannel {
   uint64_t begun[kMaxRanks];
   uint64_t shape[kMaxRanks][kNumShapeWords];  // by i likewise: value << 32 | epoch, for a host whose digest differs
   // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
-  // have for i to sum each token's rows before it sends them; or it has kNoSignalBit.
+  // have for i to sum each token's rows before it sends them; above kNoSums it says why it has not sent them all.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine)
   uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read

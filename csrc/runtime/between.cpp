@@ -82,6 +82,7 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   params.refusal = plan.call.refusal;
   params.refused_value = plan.call.refused_value;
   params.room = plan.call.room;
+  params.max_tokens = plan.call.max_tokens;
   const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
   params.mailbox = has_mail ? domain_.mailbox() : nullptr;
   params.ticket = has_mail ? domain_.next_ticket() : 0;

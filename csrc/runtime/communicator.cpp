@@ -185,6 +185,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   // A call that waits for the host takes what fits; the host grows the arena if that is not enough.
   params.is_bound = !plan.waits_for_counts;
   params.room = plan.call.room;
+  params.max_tokens = plan.call.max_tokens;
   params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
   params.call[CountRow::kSlotIdx] = slot_idx;
   params.call[CountRow::kRowLimit] = params.row_limit;

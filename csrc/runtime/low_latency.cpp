@@ -16,7 +16,8 @@ LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ra
   results.src_info = results.counts + num_local;
   results.row_of = results.src_info + num_local * num_sources;
   results.num_received = results.row_of + num_sources * shape.num_topk;
-  results.num_ints = (results.num_received + num_ranks + 1) / 2 * 2;
+  results.num_too_many = results.num_received + num_ranks;
+  results.num_ints = (results.num_too_many + 1 + 1) / 2 * 2;
   return results;
 }
 
@@ -75,6 +76,7 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
   params.rows = rows;
   params.topk_idx = topk_idx;
   params.row_of = results + plan.results.row_of;
+  params.num_too_many = results + plan.results.num_too_many;
   params.num_tokens = num_tokens;
   params.call = LowLatencyCall::of(plan.shape, plan.format);
   params.digest = params.call.digest();
@@ -95,6 +97,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   params.src_info = results + plan.results.src_info;
   params.layout_range = reinterpret_cast<int64_t*>(results + plan.results.layout_range);
   params.row_of = results + plan.results.row_of;
+  params.num_too_many = results + plan.results.num_too_many;
   params.num_received = results + plan.results.num_received;
   params.wait_stats = wait_stats;
   launch_receive_tokens(params, num_device_sms_, follows_send, stream);
@@ -110,6 +113,7 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
   params.shape = plan.shape;
   params.rows = rows;
   params.row_of = results + plan.results.row_of;
+  params.num_too_many = results + plan.results.num_too_many;
   params.num_received = results + plan.results.num_received;
   params.topk_weights = topk_weights;
   params.wait_stats = wait_stats;
@@ -132,6 +136,7 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
   params.src_info = results + plan.results.src_info;
   params.layout_range = reinterpret_cast<const int64_t*>(results + plan.results.layout_range);
   params.row_of = results + plan.results.row_of;
+  params.num_too_many = results + plan.results.num_too_many;
   params.topk_weights = topk_weights;
   params.num_tokens = num_tokens;
   params.signals = signals;

@@ -21,6 +21,7 @@ struct LowLatencyResults {
   int64_t src_info;          // [LE, M×R]
   int64_t row_of;            // [R, M, K]
   int64_t num_received;      // [R]
+  int64_t num_too_many;      // [1]
   int64_t num_ints;          // a multiple of 2
 
   static LowLatencyResults of(const LowLatencyShape& shape, int num_ranks);

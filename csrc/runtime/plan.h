@@ -40,6 +40,7 @@ struct DispatchCall {
   int room;                // of a bound call: rows that every rank makes room for; otherwise kAbsent
   FaultKind refusal;       // what this rank's host has found wrong with its arguments; then nobody sends
   int refused_value;       // the argument
+  int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens
 };
 
 // Writes what ranks must agree on to kNumDispatchFields words; `handle` is kAbsent where the call makes its route,

@@ -160,7 +160,8 @@ class ElasticBuffer(ElasticCalls):
             topk_weights: ``[T, K]`` float32, or None; with `handle` others than in its dispatch may come.
             cumulative_local_expert_recv_stats: ``[LE]`` int32, is added the rows for each local expert.
             num_experts: E, a multiple of the ranks; with `handle`, and so are the next two, None or the handle's.
-            num_max_tokens_per_rank: M ≥ T, the same on every rank; None = the constructor's.
+            num_max_tokens_per_rank: M ≥ T, the same on every rank; None = the constructor's. If a rank has more tokens,
+                every rank raises ConfigError.
             expert_alignment: counts of experts, and with `do_expand` their blocks, are rounded up to multiples of it;
                 None = 1.
             num_sms: SMs to use; 0 = the engine's choice, or with `handle` as in its dispatch.

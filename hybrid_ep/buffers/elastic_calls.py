@@ -374,12 +374,10 @@ class ElasticCalls(LoadBalanceCalls):
         if most is None:
             most = self.num_max_tokens_per_rank
         require_int("num_max_tokens_per_rank", most, minimum=0)
-        if num_tokens > most:
-            require(False, "rows of x", num_tokens, f"≤ num_max_tokens_per_rank = {most}")
         alignment = 1 if options.expert_alignment is None else options.expert_alignment
         require_int("expert_alignment", alignment, minimum=1)
         kept = topk_idx.clone() if options.do_handle_copy else topk_idx.contiguous()
-        return Routing(kept, packed(topk_weights), options.num_experts), (most, alignment)
+        return Routing(kept, packed(topk_weights), options.num_experts, max_tokens=most), (most, alignment)
 
     def _send(
         self, rows: Rows, routing: Routing, sizes: tuple[int, int], num_sms: int | None, options: DispatchOptions

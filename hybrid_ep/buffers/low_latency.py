@@ -121,7 +121,8 @@ class LowLatencyCalls(BaseBuffer):
 
         Raises:
             ConfigError: an argument does not fit, or the buffer is not in low-latency mode.
-            OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at its rank.
+            OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at every rank. The
+                cuda engine raises it in the combine, or by `raise_pending` where the expert is.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
                 without it. With ``lost_ranks="mask"`` that is not raised.
 
@@ -233,6 +234,7 @@ class LowLatencyCalls(BaseBuffer):
         Raises:
             ConfigError: an argument does not fit the handle.
             NotImplementedError: `use_logfmt`.
+            OverflowError: the handle's dispatch has lost rows, as told there.
             TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`. With `overlap`
                 TimeoutError also where a signal has not been raised within half of the timeout: at every rank.
 

@@ -24,6 +24,7 @@ __all__ = [
     "encode",
     "first_difference",
     "require_agreement",
+    "too_many_tokens",
 ]
 
 ABSENT = -1
@@ -100,8 +101,11 @@ FIELDS: dict[str, Field] = {
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),
+    # Not compared: of a rank with more tokens than it may have, their number << 32 | the most.
+    "too_many_tokens": Field("tokens of a rank", _as_number),
 }
 _PLACE = {key: place for place, key in enumerate(FIELDS)}
+_TOO_MANY = "too_many_tokens"
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -119,7 +123,7 @@ def encode(values: Mapping[str, int]) -> list[int]:
 
 def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> str | None:
     """Returns the key of the first field in which two headers differ, or None."""
-    return next((key for key, a, b in zip(FIELDS, mine, theirs, strict=True) if a != b), None)
+    return next((key for key, a, b in zip(FIELDS, mine, theirs, strict=True) if a != b and key != _TOO_MANY), None)
 
 
 def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> ConfigError:
@@ -138,6 +142,11 @@ def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> Conf
     )
 
 
+def too_many_tokens(rank: int, num_tokens: int, most: int) -> str:
+    """Says that a rank has more tokens than its buffer or call allows, in the same words at every rank."""
+    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ num_max_tokens_per_rank = {most}"
+
+
 def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequence[int]]) -> None:
     """Raises where a header differs from this rank's.
 
@@ -147,9 +156,13 @@ def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequ
         headers: by rank.
 
     Raises:
-        ConfigError: the first field that differs, of the lowest rank with which any does.
+        ConfigError: the first field that differs, of the lowest rank with which any does; or a rank has too many
+            tokens.
     """
     for peer, theirs in sorted(headers.items()):
         key = first_difference(mine, theirs)
         if key is not None:
             raise disagreement(key, mine[_PLACE[key]], rank, theirs[_PLACE[key]], peer)
+    for peer, theirs in sorted(headers.items()):
+        if theirs[_PLACE[_TOO_MANY]] != ABSENT:
+            raise ConfigError(too_many_tokens(peer, *divmod(theirs[_PLACE[_TOO_MANY]], 1 << 32)))

@@ -62,7 +62,7 @@ _R = TypeVar("_R")
 # From how many tokens on low-latency combine sums a token's rows on one rank before they cross: below it, waiting for
 # the weights costs more than the bytes that it saves (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
-NO_SUMS = 2**31 - 1
+NO_SUMS = 2**30 - 1
 SEND_TIMEOUT_DIVISOR = 2  # what a low-latency send waits for, it waits for so small a part of the timeout
 
 
@@ -109,12 +109,14 @@ class Routing(NamedTuple):
         topk_weights: ``[T, K]`` float32, or None.
         num_experts: E, a multiple of R.
         has_topk: whether `topk_idx` came from the caller; False where it was made from the ranks of each token.
+        max_tokens: that a rank may have, alike at all ranks, or every rank raises; None = as many as the engine takes.
     """
 
     topk_idx: Tensor
     topk_weights: Tensor | None
     num_experts: int
     has_topk: bool = True
+    max_tokens: int | None = None
 
 
 class DispatchHandle(NamedTuple):

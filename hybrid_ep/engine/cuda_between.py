@@ -210,6 +210,7 @@ class CudaBetween(TorchEngine):
             bound,
             room,
             num_sms,
+            routing.max_tokens,
         )
         num_topk = topk_idx.shape[1]
         max_rows = 0
@@ -645,6 +646,7 @@ def _plan_dispatch(
     bound: int | None,
     room: int | None,
     num_sms: int | None,
+    max_tokens: int | None = None,
 ) -> _Plan:
     """Plans a dispatch; without an expert range, one that reads its route.
 
@@ -652,7 +654,8 @@ def _plan_dispatch(
         ConfigError: more experts or bytes of a row than the kernels take.
     """
     num_tokens, hidden = shape
-    refusal = find_refusal(grid.rank, num_tokens, bound, room)
+    max_tokens = _cuda.max_tokens if max_tokens is None else min(max_tokens, _cuda.max_tokens)
+    refusal = find_refusal(grid.rank, num_tokens, bound, room, max_tokens)
     if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
         num_tokens = 0
     if num_experts > _cuda.max_experts:
@@ -687,6 +690,7 @@ def _plan_dispatch(
         pad_multiple=pad_multiple,
         refusal=refusal.kind,
         refused_value=refusal.value,
+        max_tokens=max_tokens,
     )
     return _Plan(native, refusal.text, num_tokens)
 

@@ -420,6 +420,7 @@ class CudaEngine(Engine):
             bound,
             room,
             num_sms,
+            routing.max_tokens,
         )
         max_rows = 0
         if bound is not None:

@@ -27,7 +27,7 @@ from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TimeoutError
+from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError
 
 __all__ = ["CudaLowLatency", "set_last_call"]
 
@@ -232,6 +232,7 @@ class CudaLowLatency:
         # Masks as the device had them when the host last asked, and did not wait for the answer.
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._num_cleanings = 0
+        self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
         self._regions: list[_Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
@@ -279,7 +280,11 @@ class CudaLowLatency:
             buffers.note_received(idx)
             state.is_received = True
             self._order.end()
-            self.raise_fault()
+            error = self.take_fault()
+            if isinstance(error, OverflowError):
+                self._overflow = error  # the combine tells all ranks, which would wait in vain for this one's
+            elif error is not None:
+                raise error
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -370,7 +375,8 @@ class CudaLowLatency:
         """
         fault = self._communicator.take_fault()
         if fault is None:
-            return None
+            overflow, self._overflow = self._overflow, None
+            return overflow
         self.note_told()
         self.upload_masks()  # a kernel that gave a rank up has masked it
         is_known = fault.peer in self.masked or fault.peer in known
@@ -423,6 +429,9 @@ class CudaLowLatency:
         """
         fault = self._communicator.take_fault()
         if fault is None:
+            overflow, self._overflow = self._overflow, None
+            if overflow is not None:
+                raise overflow
             return
         if fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
             self.masked.add(fault.peer)

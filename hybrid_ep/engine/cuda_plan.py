@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_ep import _cuda
-from hybrid_ep.engine.agreement import ABSENT, dtype_code
+from hybrid_ep.engine.agreement import ABSENT, dtype_code, too_many_tokens
 from hybrid_ep.engine.base import Rows
 from hybrid_ep.errors import ConfigError
 
@@ -90,10 +90,10 @@ class Refusal(NamedTuple):
     text: str | None
 
 
-def find_refusal(rank: int, num_tokens: int, bound: int | None, room: int | None) -> Refusal:
+def find_refusal(rank: int, num_tokens: int, bound: int | None, room: int | None, max_tokens: int) -> Refusal:
     """Looks at the arguments of a dispatch that only this rank's host sees; they are those of `plan_dispatch`."""
-    if num_tokens > _cuda.max_tokens:
-        kind, value, allowed = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, _cuda.max_tokens
+    if num_tokens > max_tokens:
+        kind, value, allowed = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, max_tokens
     elif bound is not None and room is not None and bound > room:
         kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, room
     else:
@@ -103,6 +103,8 @@ def find_refusal(rank: int, num_tokens: int, bound: int | None, room: int | None
 
 def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
     """Says which argument of a rank is wrong, in the same words at every rank."""
+    if kind == _cuda.FaultKind.TOO_MANY_TOKENS and allowed < _cuda.max_tokens:
+        return too_many_tokens(rank, value, allowed)
     if kind == _cuda.FaultKind.TOO_MANY_TOKENS:
         return f"tokens of rank {rank} are {value}; allowed with the cuda engine: ≤ {allowed}"
     if kind == _cuda.FaultKind.BAD_BOUND:
@@ -126,6 +128,7 @@ def plan_dispatch(
     bound: int | None,
     room: int | None,
     num_sms: int | None,
+    max_tokens: int | None = None,
 ) -> DispatchPlan:
     """Plans a dispatch that makes its route.
 
@@ -138,12 +141,14 @@ def plan_dispatch(
         bound: rows of the result; None = the host waits for the counts.
         room: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
+        max_tokens: that a rank may have, alike at all ranks; None = what the kernels take.
 
     Raises:
         ConfigError: more experts than the kernels take, or rows that they cannot move.
     """
     num_tokens, hidden = shape
-    refusal = find_refusal(rank, num_tokens, bound, room)
+    max_tokens = _cuda.max_tokens if max_tokens is None else min(max_tokens, _cuda.max_tokens)
+    refusal = find_refusal(rank, num_tokens, bound, room, max_tokens)
     if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
         num_tokens = 0
     if num_experts > _cuda.max_experts:
@@ -179,6 +184,7 @@ def plan_dispatch(
         room=ABSENT if bound is None else bound if room is None else room,
         refusal=refusal.kind,
         refused_value=refusal.value,
+        max_tokens=max_tokens,
     )
     return DispatchPlan(native, refusal.text)
 
@@ -226,6 +232,7 @@ def plan_cached_dispatch(
         room=max_rows,
         refusal=_cuda.FaultKind.NONE,
         refused_value=0,
+        max_tokens=_cuda.max_tokens,
     )
 
 

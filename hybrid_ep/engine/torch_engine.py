@@ -131,6 +131,8 @@ class TorchEngine(Engine):
         }
         if num_recv_bound is not None and room is None:
             same["num_worst_tokens"] = num_recv_bound
+        if routing.max_tokens is not None and len(topk_idx) > routing.max_tokens:
+            same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
         call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
         num_local = routing.num_experts // grid.num_ranks

@@ -108,11 +108,13 @@ class TorchLowLatency:
             local = arrived[1].to(torch.int64) - grid.rank * num_local
             local = torch.where((local >= 0) & (local < num_local), local, -1)
             copies = permutation_by_expert(local, num_local, 1)
-            most = int(copies.num_tokens_per_expert.max())
-            if most > capacity:  # tokens name an expert in several columns
-                raise OverflowError(
-                    f"low_latency_dispatch: rows: {most} at rank {grid.rank}; allowed by the bound: {capacity}"
-                )
+            # Tokens may name an expert in several columns.
+            most = copies.num_tokens_per_expert.max().to(torch.int64).view(1)
+            for r, (rows_there,) in zip(ranks, exchange.all_gather("most rows", most, ranks).tolist(), strict=True):
+                if rows_there > capacity:
+                    raise OverflowError(
+                        f"low_latency_dispatch: rows: {rows_there} at rank {r}; allowed by the bound: {capacity}"
+                    )
             state.is_finished = True
             count.copy_(copies.num_tokens_per_expert)
             begin = count.cumsum(0) - count

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +35,7 @@ __all__ = [
     "check_masked_decode",
     "check_scales",
     "check_streams",
+    "check_too_many_tokens",
 ]
 
 ALIGNMENTS = (1, 8)
@@ -431,3 +433,31 @@ def check_deferred(case: Case, device: str = "cpu") -> None:
         combined, none = event.wait()
         assert none is None
         equal(combined, expected_combine(case, rank), "combined_x")
+
+
+def check_too_many_tokens(case: Case, device: str = "cpu") -> None:
+    """One rank has more tokens than the call allows: every rank is told, whatever the call waits for, and goes on."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    inputs, most = on(device, case.inputs(rank)), case.max_tokens
+    num_tokens = most + 3 if rank == num_ranks - 1 else inputs.x.shape[0]
+    x = torch.ones(num_tokens, case.hidden, dtype=torch.bfloat16, device=device)
+    topk_idx = torch.zeros(num_tokens, case.topk, dtype=torch.int64, device=device)
+    told = rf"rows of x is {most + 3} at rank {num_ranks - 1}; allowed: ≤ num_max_tokens_per_rank = {most}$"
+    with make_buffer(case) as buffer:
+        for do_expand in (False, True):
+            for do_cpu_sync in (True, False):
+                options = {"num_experts": case.num_experts, "do_expand": do_expand, "do_cpu_sync": do_cpu_sync}
+
+                def call(given: Tensor, experts: Tensor, options: dict[str, Any] = options) -> Tensor:
+                    received, *_ = buffer.dispatch(given, topk_idx=experts, **options)
+                    if device == "cuda":
+                        torch.cuda.synchronize()
+                    buffer.raise_pending()
+                    return received  # type: ignore[no-any-return]
+
+                with pytest.raises(hybrid_ep.ConfigError, match=told):
+                    call(x, topk_idx)
+                received = call(inputs.x, inputs.topk_idx)
+                if not do_expand:
+                    want = received_inputs(case, rank)[1]
+                    equal(received[: want.shape[0]], want, "recv_x of the next call")

@@ -268,31 +268,42 @@ def check_late_rank(device: str = "cpu") -> None:
 
 
 def check_too_many_rows(device: str = "cpu") -> None:
-    """Tokens that name one expert in every column have more rows than places: its rank is told, and goes on."""
+    """Tokens that name one expert in every column have more rows than places: every rank is told, and goes on."""
     rank, num_ranks, num_tokens, topk = dist.get_rank(), dist.get_world_size(), 4, 3
     case = Case("too_many", num_ranks, num_tokens, hidden=128, topk=topk, num_experts=4 * num_ranks)
     inputs = on(device, case.inputs(rank))
     expert = torch.full_like(inputs.topk_idx, 1)
+    x = expert_output(case, rank, num_tokens * num_ranks).to(device)
+    signals = torch.ones(case.num_experts // num_ranks, dtype=torch.int32, device=device)
     with make_buffer(case, low_latency_mode=True) as buffer:
 
-        def dispatch(topk_idx: Tensor) -> tuple:
-            result = buffer.low_latency_dispatch(inputs.x, topk_idx, num_tokens, case.num_experts, use_fp8=False)
+        def step(topk_idx: Tensor, is_hooked: bool, overlap: bool) -> tuple[Tensor, Tensor]:
+            *_, count, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x, topk_idx, num_tokens, case.num_experts, use_fp8=False, return_recv_hook=is_hooked
+            )
+            if hook is not None:
+                hook()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            signalled = {"overlap": True, "src_signals": signals, "src_signal_expect_value": 1} if overlap else {}
+            combined, _, hook = buffer.low_latency_combine(
+                x, topk_idx, inputs.topk_weights, handle, return_recv_hook=is_hooked, **signalled
+            )
+            if hook is not None:
+                hook()
             if device == "cuda":
                 torch.cuda.synchronize()
             buffer.raise_pending()
-            return result
+            return count, combined
 
-        for _ in range(2):
-            if rank == 0:
-                rows, places = num_ranks * num_tokens * topk, num_ranks * num_tokens
-                with pytest.raises(OverflowError, match=rf"rows: {rows} at rank 0; allowed by the bound: {places}$"):
-                    dispatch(expert)
-            else:
-                dispatch(expert)
-            buffer.clean_low_latency_buffer(num_tokens, case.hidden, case.num_experts)
-            _, count, *_ = dispatch(inputs.topk_idx)
+        rows, places = num_ranks * num_tokens * topk, num_ranks * num_tokens
+        for is_hooked, overlap in ((False, False), (True, False), (False, True)):
+            with pytest.raises(OverflowError, match=rf"rows: {rows} at rank 0; allowed by the bound: {places}$"):
+                step(expert, is_hooked, overlap)
+            count, combined = step(inputs.topk_idx, is_hooked, overlap)
             want = torch.tensor([len(rows) for rows in expert_copies(case, rank)], dtype=torch.int32)
             equal(count, want, "packed_recv_count after an overflow")
+            equal(combined, expected_combine(case, rank, lambda _: True), "combined_x after an overflow")
 
 
 def check_late_rank_comes_back(timeout_s: float, device: str = "cpu") -> None:

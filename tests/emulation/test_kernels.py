@@ -77,7 +77,7 @@ def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> No
     run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
 
 
-@pytest.mark.parametrize("check", ["check_scales", "check_gradients", "check_deferred"])
+@pytest.mark.parametrize("check", ["check_scales", "check_gradients", "check_deferred", "check_too_many_tokens"])
 def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))
 

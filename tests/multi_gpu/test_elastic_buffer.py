@@ -40,7 +40,14 @@ def test_elastic_buffer(run_gpus: RunGpus, case: Case, check: Callable[..., None
 
 
 @pytest.mark.parametrize(
-    "check", [elastic.check_scales, elastic.check_gradients, elastic.check_streams, elastic.check_deferred]
+    "check",
+    [
+        elastic.check_scales,
+        elastic.check_gradients,
+        elastic.check_streams,
+        elastic.check_deferred,
+        elastic.check_too_many_tokens,
+    ],
 )
 def test_calls_of_consumers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check, Case("consumer", NUM_GPUS, 30, num_experts=8 * NUM_GPUS), "cuda")

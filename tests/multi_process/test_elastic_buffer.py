@@ -26,7 +26,10 @@ def test_elastic_buffer(run_ranks: RunRanks, case: Case, check: Callable[..., No
     run_ranks(case.num_ranks, check, case)
 
 
-@pytest.mark.parametrize("check", [elastic.check_scales, elastic.check_gradients, elastic.check_streams])
+@pytest.mark.parametrize(
+    "check",
+    [elastic.check_scales, elastic.check_gradients, elastic.check_streams, elastic.check_too_many_tokens],
+)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_calls_of_consumers(run_ranks: RunRanks, num_ranks: int, check: Callable[..., None]) -> None:
     run_ranks(num_ranks, check, Case("consumer", num_ranks, 30))
@@ -90,7 +93,10 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "no routing": ({"topk_idx": None}, "topk_idx is None; allowed without a handle"),
     "no number of experts": ({"num_experts": None}, "num_experts is None; allowed without a handle"),
     "fewer rows of routing": ({"topk_idx": TOPK[:2], "topk_weights": None}, "rows of topk_idx is 2; allowed: 6"),
-    "too many tokens": ({"num_max_tokens_per_rank": 5}, "rows of x is 6; allowed: ≤ num_max_tokens_per_rank = 5"),
+    "too many tokens": (
+        {"num_max_tokens_per_rank": 5},
+        "rows of x is 6 at rank 0; allowed: ≤ num_max_tokens_per_rank = 5",
+    ),
     "no alignment": ({"expert_alignment": 0}, "expert_alignment is 0; allowed: an integer ≥ 1"),
     "an expert that is not there": ({"topk_idx": TOPK + 7}, "topk_idx is 14; allowed: −1 … 7"),
     "weights in half": ({"topk_weights": WEIGHTS.half()}, "topk_weights.dtype is torch.float16"),

@@ -74,6 +74,7 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> No
     ("changes", "message"),
     [
         ({"shape": torch.Size((1 << 17, H))}, "tokens of rank 1 are 131072; allowed with the cuda engine: ≤ 65536"),
+        ({"max_tokens": 99}, "rows of x is 100 at rank 1; allowed: ≤ num_max_tokens_per_rank = 99"),
         ({"bound": 51, "room": 50}, "num_dispatched_tokens of rank 1 is 51; allowed: ≤ 50, what all ranks can send"),
     ],
 )
@@ -102,6 +103,7 @@ def test_native_plans_refuse_what_no_control_block_has_room_for() -> None:
     given = dict.fromkeys(("range_first", "range_step", "range_size", "pad_multiple", "num_sms", "num_scales"), 0)
     given |= dict.fromkeys(("dtype", "scale_dtype", "num_worst_tokens", "room", "refused_value"), -1)
     given |= {"num_ranks": NUM_RANKS, "num_tokens": T, "num_topk": K, "num_experts": E, "hidden": H, "row_limit": 1}
+    given["max_tokens"] = _cuda.max_tokens
     options: dict[str, Any] = {"makes_route": True, "has_topk": True, "has_weights": True, "waits_for_counts": False}
     options |= {"row_type": (4, 16), "scale_type": (2, 32), "refusal": _cuda.FaultKind.NONE}
     _cuda.DispatchPlan(**given, **options)
@@ -163,7 +165,8 @@ def test_what_a_low_latency_dispatch_leaves_beside_its_rows(
     )
     num_local, num_sources = num_experts // num_ranks, num_ranks * max_tokens
     layout, counts, src_info = 2 * num_local * num_ranks, num_local, num_local * num_sources
-    assert plan.num_ints - (layout + counts + src_info + num_sources * num_topk + num_ranks) in (0, 1)
+    rows_of, received, too_many = num_sources * num_topk, num_ranks, 1
+    assert plan.num_ints - (layout + counts + src_info + rows_of + received + too_many) in (0, 1)
     assert plan.num_ints % 2 == 0
 
 

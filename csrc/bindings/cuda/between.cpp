@@ -19,7 +19,7 @@ BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk
                                   int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
                                   int range_step, int range_size, int row_limit, bool waits_for_counts, int num_sms,
                                   int dtype, int scale_dtype, bool has_topk, int num_worst_tokens, int room,
-                                  int pad_multiple, FaultKind refusal, int refused_value) {
+                                  int pad_multiple, FaultKind refusal, int refused_value, int max_tokens) {
   BetweenDispatchPlan plan{};
   plan.format.rows = columns(hidden, row_type);
   plan.format.experts = columns(makes_route ? num_topk : 0, {kInt, 64});
@@ -36,7 +36,7 @@ BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk
   plan.row_limit = row_limit;
   plan.num_sms = num_sms;
   plan.pad_multiple = pad_multiple;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value};
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value, max_tokens};
   return plan;
 }
 
@@ -60,7 +60,7 @@ void add_plans(py::module_& module) {
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("row_limit"), py::arg("waits_for_counts"), py::arg("num_sms"),
            py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"), py::arg("num_worst_tokens"), py::arg("room"),
-           py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"))
+           py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"), py::arg("max_tokens"))
       .def_property_readonly("is_refused",
                              [](const BetweenDispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
       .def_property_readonly("chunk", [](const BetweenDispatchPlan& plan) { return chunk_of(record_of(plan)); })

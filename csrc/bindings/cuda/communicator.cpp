@@ -20,7 +20,7 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
                            bool has_weights, int hidden, TypePair row_type, int num_scales, TypePair scale_type,
                            int range_first, int range_step, int range_size, int pad_multiple, int row_limit,
                            bool waits_for_counts, int num_sms, int dtype, int scale_dtype, bool has_topk,
-                           int num_worst_tokens, int room, FaultKind refusal, int refused_value) {
+                           int num_worst_tokens, int room, FaultKind refusal, int refused_value, int max_tokens) {
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
   require(num_tokens >= 0 && num_tokens <= kMaxTokens, "tokens of a rank", num_tokens, "0 … 65536");
   require(num_topk >= 1 && num_topk <= kMaxTopk, "top-k", num_topk, "1 … 32");
@@ -45,7 +45,7 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
   plan.row_limit = row_limit;
   plan.waits_for_counts = waits_for_counts;
   plan.num_sms = num_sms;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value};
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value, max_tokens};
   return plan;
 }
 
@@ -93,7 +93,8 @@ void add_plans(py::module_& module) {
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
            py::arg("num_sms"), py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"),
-           py::arg("num_worst_tokens"), py::arg("room"), py::arg("refusal"), py::arg("refused_value"))
+           py::arg("num_worst_tokens"), py::arg("room"), py::arg("refusal"), py::arg("refused_value"),
+           py::arg("max_tokens"))
       .def_property_readonly("row_bytes", [](const DispatchPlan& plan) { return plan.format.widths().total(); })
       .def_property_readonly("num_local_experts",
                              [](const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; })

@@ -121,7 +121,7 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
   const auto kind = static_cast<FaultKind>(refusal);
   if (r == domain.rank && kind != FaultKind::kBadExpert) return false;
   report_refusal(domain.fault, KernelName::kDispatch, kind, domain.rank, r, params.num_experts, params.room,
-                 routes.call[r][CountRow::kRefusedValue]);
+                 params.max_tokens, routes.call[r][CountRow::kRefusedValue]);
   return false;
 }
 

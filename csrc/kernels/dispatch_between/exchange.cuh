@@ -160,7 +160,8 @@ __device__ bool accepts_call(const DispatchBetweenParams& params, const int* hea
   // What the host of this rank has refused it knows.
   if (blockIdx.x == 0 && (source != between.grid.rank || refusal == FaultKind::kBadExpert)) {
     report_refusal(between.domain.fault, KernelName::kDispatchBetween, refusal, between.domain.rank,
-                   named(between.grid, source), params.num_experts, params.room, header[CallHeader::kRefusedValue]);
+                   named(between.grid, source), params.num_experts, params.room, params.max_tokens,
+                   header[CallHeader::kRefusedValue]);
   }
   return false;
 }

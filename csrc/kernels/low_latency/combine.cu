@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   __shared__ uint64_t barriers[kReturnWarps * kReturnStages];
   __shared__ bool present[kMaxRanks];
   __shared__ int num_received[kMaxRanks];
-  __shared__ uint32_t epoch;
+  __shared__ uint32_t epoch, num_too_many;
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   const LowLatencyShape& shape = params.shape;
@@ -195,11 +195,14 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   // The last warps wait for the ranks while the others load their first rows.
   const int peer = kReturnWarps * 32 - 1 - tid;
   if (peer < domain.num_ranks) {
-    const int received = params.num_received[peer];
+    const int received = params.num_received[peer], too_many = *params.num_too_many;
     const uint32_t this_epoch = next_epoch(channel_of(domain, domain.rank).send);
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     num_received[peer] = received;
-    if (peer == 0) epoch = this_epoch;
+    if (peer == 0) {
+      epoch = this_epoch;
+      num_too_many = too_many;
+    }
   }
   __syncwarp();
   int index = warp * gridDim.x + blockIdx.x;
@@ -236,7 +239,10 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     unit.fetch_ahead(params, ring);
   }
   if (lane == 0) ptx::bulk_wait_written<0>();
-  finish_send(domain, present, epoch, [&] { return params.min_tokens_to_sum; }, has_lost);
+  const auto value = [&] {
+    return num_too_many == 0 ? static_cast<uint32_t>(params.min_tokens_to_sum) : kTooManyRowsBit | num_too_many;
+  };
+  finish_send(domain, present, epoch, value, has_lost);
 }
 
 // A piece of a packed row that is being loaded, and where it goes.
@@ -385,7 +391,9 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   const auto value = [&] {
     const uint32_t no_signal = channel.no_signal;
     channel.no_signal = 0;
-    return no_signal != 0 ? no_signal : kNoSums;
+    if (no_signal != 0) return no_signal;
+    const uint32_t num_too_many = *params.num_too_many;
+    return num_too_many == 0 ? kNoSums : kTooManyRowsBit | num_too_many;
   };
   finish_send(domain, present, epoch, value, has_lost);
 }
@@ -419,6 +427,18 @@ __device__ void find_terms(const SumRowsParams& params, const bool* present, con
   if (lane == 0) terms.count = __popc(chosen);
 }
 
+// Tells why a rank has not sent all rows, which is in the value of its flag.
+__device__ __noinline__ void report_unsent(const SumRowsParams& params, int rank, uint32_t value) {
+  const LowLatencyDomain& domain = params.domain;
+  if (value >= kNoSignalBit) {
+    report_fault(domain.fault, FaultKind::kNoSignal, KernelName::kLowLatencyCombine, WaitTag::kSignals, domain.rank,
+                 rank, 0, value - kNoSignalBit);
+  } else if (rank != domain.rank) {  // which dispatch has told
+    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kLowLatencyDispatch, WaitTag::kRows, domain.rank, rank,
+                 params.shape.max_tokens * domain.num_ranks, value - kTooManyRowsBit);
+  }
+}
+
 __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
   __shared__ bool present[kMaxRanks], has_summed[kMaxRanks];
   __shared__ Terms terms;
@@ -441,10 +461,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
     if (params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &min_tokens_to_sum);
     const uint64_t started = ptx::clock_ns();
     present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
-    if (min_tokens_to_sum >= kNoSignalBit) {
+    if (min_tokens_to_sum > kNoSums) {
       present[tid] = false;
-      report_fault(domain.fault, FaultKind::kNoSignal, KernelName::kLowLatencyCombine, WaitTag::kSignals, domain.rank,
-                   tid, 0, min_tokens_to_sum - kNoSignalBit);
+      report_unsent(params, tid, min_tokens_to_sum);
     }
     has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);

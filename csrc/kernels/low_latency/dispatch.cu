@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
   // The receive writes the columns that name an expert of this rank.
   const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
   for (int i = blockIdx.x * kSendThreads + tid; i < num_columns; i += gridDim.x * kSendThreads) params.row_of[i] = -1;
+  if (blockIdx.x + tid == 0) *params.num_too_many = 0;
   const int peer = kSendThreads - 1 - tid;
   if (peer < domain.num_ranks) {
     const uint32_t this_epoch = next_epoch(channel.send);
@@ -420,6 +421,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
       if (num_rows > num_pairs) {
         report_fault(domain.fault, FaultKind::kOverflow, KernelName::kLowLatencyDispatch, WaitTag::kRows, domain.rank,
                      domain.rank, num_pairs, num_rows);
+        atomicMax(params.num_too_many, num_rows);  // combine tells the other ranks
       }
     }
     __syncthreads();

@@ -18,6 +18,7 @@ struct SendTokensParams {
   const uint8_t* rows;      // [T, H] bf16
   const int64_t* topk_idx;  // [T, K]
   int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
+  int32_t* num_too_many;    // [1] likewise, 0
   int num_tokens;
   LowLatencyCall call;
   uint32_t digest;  // of the call
@@ -34,6 +35,7 @@ struct ReceiveTokensParams {
   int64_t* layout_range;  // [LE, R] (begin << 32) | count
   int32_t* row_of;        // [R, M, K] the packed row of a source's token and column of top-k, or −1
   int32_t* num_received;  // [R] tokens of each source
+  int32_t* num_too_many;  // [1] rows of the expert that has more than there is room for, if one has
   int64_t* wait_stats;    // [R] or nullptr
   uint32_t digest;        // of the call
 };
@@ -44,6 +46,7 @@ struct ReturnRowsParams {
   const uint8_t* rows;          // [LE, M×R, H] bf16
   const int32_t* row_of;        // [R, M, K]
   const int32_t* num_received;  // [R]
+  const int32_t* num_too_many;  // [1]
   const float* topk_weights;    // [T, K]
   int64_t* wait_stats;          // [R] or nullptr
   int num_tokens;
@@ -59,6 +62,7 @@ struct ReturnSignalledRowsParams {
   const int32_t* count;         // [LE]
   const int32_t* src_info;      // [LE, M×R] source token
   const int64_t* layout_range;  // [LE, R] (begin << 32) | count
+  const int32_t* num_too_many;  // [1]
   const int32_t* row_of;        // [R, M, K]
   const float* topk_weights;    // [T, K]
   int num_tokens;
