@@ -20,6 +20,49 @@ def compute_layout(
 def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
     """PCI devices, NICs, NUMA nodes and GPU distances; see `hybrid_ep.topology.probe`."""
 
+# Limits and sizes of the cuda engine: csrc/bindings/sizes.cpp. `_cuda` has the same names.
+
+max_ranks: int
+max_domains: int
+max_experts: int
+max_tokens: int
+max_topk: int
+max_row_bytes: int
+max_matrix_ranks: int
+low_latency_min_tokens_to_sum: int
+control_bytes: int
+between_verdict_words: int
+
+def between_control_bytes(*, num_domains: int, ranks_per_domain: int) -> int: ...
+def between_told_words(*, num_domains: int, ranks_per_domain: int) -> tuple[int, int]:
+    """Words of a call's header; columns of counts by rank."""
+
+def between_min_combine_sms(*, num_domains: int) -> int: ...
+def between_ring(*, num_domains: int) -> tuple[int, int, int]:
+    """Slot bytes, slots to each peer, slots per credit."""
+
+def between_link_bytes(*, num_domains: int) -> int:
+    """Window and words of the link; also beyond `max_domains`."""
+
+def between_route_ints(
+    *,
+    num_domains: int,
+    ranks_per_domain: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    held_capacity: int,
+) -> int: ...
+def between_record(
+    *, row_bytes: int, num_scales: int, num_destinations: int, num_experts: int, num_weights: int
+) -> tuple[int, int]:
+    """Bytes of a record, and how many a chunk holds."""
+
+def slot_bytes(*, rows: int, experts: int, weights: int, scales: int, num_rows: int) -> int: ...
+def low_latency_region_bytes(
+    *, num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int
+) -> int: ...
+
 # The transports between domains: csrc/transport. `_cuda` has the same names for memory that a GPU uses.
 
 class LinkLayout:

@@ -12,8 +12,16 @@ from hybrid_ep._C import LinkLayout as LinkLayout
 from hybrid_ep._C import LinkView as LinkView
 from hybrid_ep._C import Proxy as Proxy
 from hybrid_ep._C import active_verbs_devices as active_verbs_devices
+from hybrid_ep._C import between_control_bytes as between_control_bytes
+from hybrid_ep._C import between_link_bytes as between_link_bytes
+from hybrid_ep._C import between_min_combine_sms as between_min_combine_sms
+from hybrid_ep._C import between_record as between_record
+from hybrid_ep._C import between_ring as between_ring
+from hybrid_ep._C import between_route_ints as between_route_ints
+from hybrid_ep._C import between_told_words as between_told_words
 from hybrid_ep._C import has_verbs as has_verbs
 from hybrid_ep._C import loopback_proxy as loopback_proxy
+from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
 
@@ -177,23 +185,12 @@ rank_elsewhere: int
 max_domains: int
 max_matrix_ranks: int
 
-def between_control_bytes(*, num_domains: int, ranks_per_domain: int) -> int: ...
-def between_ring(*, num_domains: int) -> tuple[int, int, int]: ...
 def between_rank_prefix(
     *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> int: ...
 def between_counts(
     *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> tuple[int, int]: ...
-def between_route_ints(
-    *,
-    num_domains: int,
-    ranks_per_domain: int,
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    held_capacity: int,
-) -> int: ...
 
 class BetweenDispatchPlan:
     def __init__(

@@ -1,4 +1,5 @@
-// Each concept of `_C` has one file here that adds its functions to the module; transport.cpp is in `_cuda` as well.
+// Each concept of `_C` has one file here that adds its functions to the module; sizes.cpp and transport.cpp are in
+// `_cuda` as well.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,6 +7,7 @@
 namespace hybrid_ep::bindings {
 
 void add_layout(pybind11::module_& module);
+void add_sizes(pybind11::module_& module);
 void add_topology(pybind11::module_& module);
 void add_transport(pybind11::module_& module);
 

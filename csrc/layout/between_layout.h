@@ -22,6 +22,7 @@ constexpr int64_t kRingBytes = 64ll << 20;        // of one direction, about
 constexpr int kMaxSlotsPerPeer = 32;
 constexpr int kMinSlotsPerPeer = 4;
 constexpr int kStreamRing = 0;
+constexpr int kDomainWarps = 4;  // of a CTA of combine: each sums for one domain
 // Up to this many ranks a dispatch tells everyone the counts of all pairs of ranks; above, those towards the own
 // domain.
 constexpr int kMaxMatrixRanks = 256;
@@ -35,6 +36,9 @@ inline RingShape stream_ring(int num_domains) {
                                                        : share / kMinSlotsPerPeer * kMinSlotsPerPeer;
   return {kChunkSlotBytes, static_cast<uint32_t>(num_slots), static_cast<uint32_t>(num_slots / kMinSlotsPerPeer)};
 }
+
+// The fewest SMs with which every domain has a warp of combine that sums for it.
+inline int min_combine_between_sms(int num_domains) { return (num_domains + kDomainWarps - 1) / kDomainWarps; }
 
 // What a source tells of its call, ahead of its counts.
 struct CallHeader {

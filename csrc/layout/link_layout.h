@@ -83,7 +83,9 @@ struct LinkLayout {
   }
 };
 
-// Host only. Throws std::invalid_argument for shapes that are not allowed.
+// Host only. Offsets of any number of domains and of any rings.
+LinkLayout arrange_link(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
+// Likewise, of a link that can be made. Throws std::invalid_argument for shapes that are not allowed.
 LinkLayout make_link_layout(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
 
 }  // namespace hybrid_ep

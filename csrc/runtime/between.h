@@ -41,10 +41,8 @@ struct OwnSums {
 
 class BetweenCommunicator {
  public:
-  // Behind each ControlBlock of the domain's communicator stand control_bytes(grid) of zeros.
+  // Behind each ControlBlock of the domain's communicator stand BetweenLayout::of(grid).num_bytes of zeros.
   BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy);
-
-  static int64_t control_bytes(const Grid& grid) { return BetweenLayout::of(grid).num_bytes; }
 
   // `handle` is as in Communicator::dispatch. Returns the ticket that the mailbox will show if the call waits for
   // counts.

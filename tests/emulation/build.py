@@ -44,6 +44,7 @@ def build(out: Path) -> Path:
         *sorted(CSRC.glob("bindings/cuda/*.cpp")),
         *_transport_sources(),
         CSRC / "layout/link_layout.cpp",
+        CSRC / "bindings/sizes.cpp",
         CSRC / "bindings/transport.cpp",
     ):
         folder = HERE if original.parent == HERE else CSRC

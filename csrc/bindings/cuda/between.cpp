@@ -88,21 +88,6 @@ void add_plans(py::module_& module) {
 void add_between(py::module_& module) {
   add_plans(module);
   module.attr("rank_elsewhere") = kMaxRanks;
-  module.attr("max_domains") = kMaxDomains;
-  module.def(
-      "between_control_bytes",
-      [](int num_domains, int ranks_per_domain) {
-        return BetweenCommunicator::control_bytes(make_grid(0, num_domains, ranks_per_domain));
-      },
-      py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"));
-  module.def(
-      "between_ring",
-      [](int num_domains) {
-        const RingShape ring = stream_ring(num_domains);
-        return py::make_tuple(ring.slot_bytes, ring.num_slots, ring.slots_per_credit);
-      },
-      py::kw_only(), py::arg("num_domains"));
-  module.attr("max_matrix_ranks") = kMaxMatrixRanks;
   // Where the matrix of a route's rows stands, in int32 from its begin.
   module.def(
       "between_rank_prefix",
@@ -122,15 +107,6 @@ void add_between(py::module_& module) {
       },
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
       py::arg("num_experts"));
-  module.def(
-      "between_route_ints",
-      [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts, int held_capacity) {
-        return BetweenRoute::of(make_grid(0, num_domains, ranks_per_domain), num_tokens, num_topk, num_experts,
-                                held_capacity)
-            .num_ints;
-      },
-      py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
-      py::arg("num_experts"), py::arg("held_capacity"));
   py::class_<BetweenCommunicator>(module, "BetweenCommunicator")
       .def(py::init([](Communicator& domain, int rank, int num_domains, Proxy& proxy) {
              return std::make_unique<BetweenCommunicator>(

@@ -32,7 +32,6 @@ py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uin
 
 void add_low_latency(py::module_& module) {
   module.attr("low_latency_buffers") = kLowLatencyBuffers;
-  module.attr("low_latency_min_tokens_to_sum") = kMinTokensToSum;
   module.attr("low_latency_no_sums") = kNoSums;
   module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);

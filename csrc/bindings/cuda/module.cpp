@@ -16,7 +16,6 @@ PYBIND11_MODULE(_cuda, module) {
     }
   });
   module.attr("version") = HYBRID_EP_VERSION;
-  module.attr("control_bytes") = sizeof(hybrid_ep::ControlBlock);
   // For tests that write in a rank's place.
   py::dict offsets;
   offsets["counts"] = offsetof(hybrid_ep::ControlBlock, counts);
@@ -26,17 +25,13 @@ PYBIND11_MODULE(_cuda, module) {
   offsets["combine_epoch"] = offsetof(hybrid_ep::ControlBlock, combine_epoch);
   module.attr("control_offsets") = offsets;
   module.attr("control_count_row_bytes") = sizeof(hybrid_ep::CountRow);
-  module.attr("max_ranks") = hybrid_ep::kMaxRanks;
-  module.attr("max_experts") = hybrid_ep::kMaxExperts;
-  module.attr("max_tokens") = hybrid_ep::kMaxTokens;
-  module.attr("max_topk") = hybrid_ep::kMaxTopk;
-  module.attr("max_row_bytes") = hybrid_ep::kMaxRowBytes;
   module.attr("row_align_bytes") = hybrid_ep::kRowAlignBytes;
   hybrid_ep::bindings::add_balance(module);
   hybrid_ep::bindings::add_communicator(module);
   hybrid_ep::bindings::add_local_kernels(module);
   hybrid_ep::bindings::add_low_latency(module);
   hybrid_ep::bindings::add_push_rows(module);
+  hybrid_ep::bindings::add_sizes(module);
   hybrid_ep::bindings::add_slot_pool(module);
   hybrid_ep::bindings::add_transport(module);
   hybrid_ep::bindings::add_between(module);

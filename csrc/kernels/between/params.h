@@ -84,7 +84,5 @@ void launch_place_tokens(const PlaceTokensParams& params, cudaStream_t stream);
 void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, cudaStream_t stream);
 void launch_stream_chunks(const StreamChunksParams& params, int num_sms, cudaStream_t stream);
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream);
-// The fewest SMs with which every domain has a warp of combine that sums for it.
-int min_combine_between_sms(int num_domains);
 
 }  // namespace hybrid_ep

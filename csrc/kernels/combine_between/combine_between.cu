@@ -21,7 +21,7 @@ namespace hybrid_ep {
 namespace {
 
 // Of a CTA.
-constexpr int kPushWarps = 2, kDomainWarps = 4, kHomeWarps = 4;
+constexpr int kPushWarps = 2, kHomeWarps = 4;
 constexpr int kSumWarps = kDomainWarps + kHomeWarps;
 constexpr int kThreads = (kPushWarps + kSumWarps) * 32;
 constexpr int kPushRows = 16;  // that a warp pushes at once
@@ -268,8 +268,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 void prepare_combine_between() { allow_shared_memory(combine_between_kernel<ProxyLink>); }
-
-int min_combine_between_sms(int num_domains) { return (num_domains + kDomainWarps - 1) / kDomainWarps; }
 
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream) {
   const int table_bytes = 3 * params.between.grid.num_ranks() * static_cast<int>(sizeof(int));
