@@ -7,13 +7,14 @@ Computed, not measured: rows alone, uniform routing, every rank with a network p
 
 from __future__ import annotations
 
-from math import comb
 from pathlib import Path
 
 import click
 from matplotlib.ticker import FixedLocator, ScalarFormatter
 
+from hybrid_ep.model.spread import touched
 from hybrid_ep.report.charts import BLUE, GREY, ORANGE, new_figure, theme, to_png
+from hybrid_ep.testing.workload import Workload
 
 DOMAINS = (2, 4, 8, 16, 32)
 TOKENS, HIDDEN, TOPK, EXPERTS = 4096, 7168, 8, 256
@@ -23,12 +24,9 @@ PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "domains.png
 
 
 def remote_domains(num_domains: int, num_experts: int = EXPERTS, topk: int = TOPK) -> float:
-    """Expected number of other domains that own one of a token's experts; its experts are a uniform draw.
-
-    A domain is missed if all experts of the token are among those of the other domains.
-    """
-    others = num_experts - num_experts // num_domains
-    return (num_domains - 1) * (1 - comb(others, topk) / comb(num_experts, topk))
+    """Expected number of other domains that own one of a token's experts; its experts are a uniform draw."""
+    experts = -(-num_experts // num_domains) * num_domains
+    return (num_domains - 1) * float(touched(Workload(TOKENS, HIDDEN, topk, experts), num_domains)[0])
 
 
 def rows_between_domains(num_domains: int) -> dict[str, float]:

@@ -14,12 +14,22 @@ from torch import Tensor
 from hybrid_ep.core.checks import MAX_TOPK, require, require_int
 from hybrid_ep.core.quantize import CHANNELS_PER_SCALE
 
-__all__ = ["DTYPES", "ROUTINGS", "ZIPF_EXPONENT", "Batch", "Workload", "make_batch", "make_routing"]
+__all__ = [
+    "DTYPES",
+    "HOT_SHARE",
+    "ROUTINGS",
+    "ZIPF_EXPONENT",
+    "Batch",
+    "Workload",
+    "log_popularity",
+    "make_batch",
+    "make_routing",
+]
 
 DTYPES = ("bf16", "fp8")
 ROUTINGS = ("uniform", "skewed", "hot")
 ZIPF_EXPONENT = 0.6
-_HOT_SHARE = 0.3
+HOT_SHARE = 0.3
 _FP8_SCALE_BYTES = 4
 
 
@@ -113,6 +123,12 @@ def _seed(workload: Workload, rank: int) -> int:
     return (workload.seed << 20) + rank
 
 
+def log_popularity(workload: Workload) -> Tensor:
+    """Returns ``[E]`` float64: the logarithm of how much each expert is liked in the skewed routing, at every rank."""
+    popular_first = torch.randperm(workload.num_experts, generator=torch.Generator().manual_seed(workload.seed))
+    return -workload.exponent * (popular_first.argsort() + 1).double().log()
+
+
 def make_routing(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
     """Makes the routing of `rank` alone: `Batch.topk_idx` and `Batch.topk_weights` on the CPU.
 
@@ -126,11 +142,9 @@ def make_routing(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
     noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64).clamp_min(1e-300)
     logits = -torch.log(-torch.log(noise))
     if workload.routing == "skewed":
-        popular_first = torch.randperm(num_experts, generator=torch.Generator().manual_seed(workload.seed))
-        popularity_rank = popular_first.argsort() + 1
-        logits -= workload.exponent * popularity_rank.double().log()
+        logits += log_popularity(workload)
     elif workload.routing == "hot":
-        wants = torch.rand(num_tokens, generator=generator) < _HOT_SHARE
+        wants = torch.rand(num_tokens, generator=generator) < HOT_SHARE
         logits[:, 0] = torch.where(wants, logits.amax(1) + 1.0, -torch.inf if num_experts > workload.num_topk else 0.0)
     chosen, topk_idx = logits.topk(workload.num_topk, dim=1)
     return topk_idx, torch.softmax(chosen, dim=1).float()

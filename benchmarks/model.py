@@ -1,0 +1,130 @@
+"""How far `hybrid-ep model` is from what was measured and published, and how far its simulation is from it.
+
+    python benchmarks/model.py [--simulate]
+
+Prints the tables of docs/measured/model.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+
+from hybrid_ep.model.compare import Comparison, compare_results
+from hybrid_ep.model.predict import predict
+from hybrid_ep.model.question import Question
+from hybrid_ep.model.simulate import simulate_tail
+from hybrid_ep.model.traffic import expected_rows
+from hybrid_ep.testing.workload import Workload
+
+RESULTS = Path(__file__).resolve().parent / "results"
+LIMIT = 0.15
+GRIDS = ((8, 1, 4096), (2, 8, 4096), (4, 8, 4096), (8, 8, 4096), (16, 8, 4096), (32, 8, 4096), (64, 32, 1024))
+
+
+class Published(NamedTuple):
+    """A figure of others for 8 ranks a domain and 400 Gbit/s a rank, top-8 of 256.
+
+    Attributes:
+        who: measured it.
+        num_domains: D.
+        call: ``dispatch`` or ``combine``.
+        low_latency: of 128 tokens; otherwise 4096.
+        dtype: of the rows.
+        time_us: or None.
+        gbps: or None: rows that a rank sends, once to each domain, its own included, in GB/s.
+    """
+
+    who: str
+    num_domains: int
+    call: str
+    low_latency: bool = False
+    dtype: str = "bf16"
+    time_us: float | None = None
+    gbps: float | None = None
+
+
+PUBLISHED = (
+    Published("Hybrid-EP, kernel", 2, "dispatch", time_us=1530),
+    Published("Hybrid-EP, call", 2, "dispatch", gbps=57),
+    Published("DeepEP V2, 12 SMs", 2, "dispatch", gbps=90),
+    Published("DeepEP V2, 12 SMs", 2, "combine", gbps=81),
+    Published("DeepEP V2, 6 SMs", 4, "dispatch", gbps=61),
+    Published("DeepEP V2, 6 SMs", 4, "combine", gbps=61),
+    Published("DeepEP V1, 24 SMs", 2, "dispatch", gbps=43),
+    Published("DeepEP V1, 24 SMs", 2, "combine", gbps=43),
+    Published("UCCL-EP, ConnectX-7", 2, "dispatch", gbps=82),
+    Published("pplx-garden", 2, "dispatch", True, "fp8", time_us=110),
+    Published("pplx-garden", 2, "combine", True, "fp8", time_us=186),
+)
+
+
+def question(num_domains: int, size: int, num_tokens: int, *, mode: str = "normal", dtype: str = "bf16") -> Question:
+    num_experts = -(-256 // (num_domains * size)) * num_domains * size
+    return Question(Workload(num_tokens, 7168, 8, num_experts, dtype), num_domains, size, mode)
+
+
+def published_row(figure: Published) -> str:
+    mode, num_tokens = ("low-latency", 128) if figure.low_latency else ("normal", 4096)
+    asked = question(figure.num_domains, 8, num_tokens, mode=mode, dtype=figure.dtype)
+    model_us = predict(asked)[figure.call == "combine"].total_us
+    theirs_us = figure.time_us
+    if theirs_us is None:
+        assert figure.gbps is not None
+        rows = num_tokens * expected_rows(asked).at_domain.sum()
+        theirs_us = rows * asked.workload.combine_row_bytes / figure.gbps / 1e3
+    said = f"{figure.gbps:g} GB/s" if figure.gbps else f"{figure.time_us:g} µs"
+    return (
+        f"| {figure.who} | {figure.num_domains} | {mode} {figure.call} | {said} | {theirs_us:.0f} | {model_us:.0f} | "
+        f"{100 * (model_us / theirs_us - 1):+.0f} % |"
+    )
+
+
+def print_measured(found: list[Comparison]) -> None:
+    click.echo("| GPUs | calls | figures | mean error | largest | beyond 15 % |\n|---|---|---|---|---|---|")
+    for num_ranks, mode in sorted({(one.num_ranks, one.mode) for one in found}, key=lambda k: (k[1] != "normal", k[0])):
+        errors = np.array([one.error for one in found if (one.num_ranks, one.mode) == (num_ranks, mode)])
+        largest = errors[np.abs(errors).argmax()]
+        click.echo(
+            f"| {num_ranks} | {mode} | {len(errors)} | {100 * np.abs(errors).mean():.1f} % | {100 * largest:+.0f} % | "
+            f"{int((np.abs(errors) > LIMIT).sum())} |"
+        )
+    click.echo("\n| GPUs | call | tokens | measured, µs | model, µs | error |\n|---|---|---|---|---|---|")
+    for one in found:
+        if abs(one.error) > LIMIT:
+            click.echo(
+                f"| {one.num_ranks} | {one.mode} {one.operation}, {one.dtype} | {one.num_tokens} | "
+                f"{one.measured_us:.1f} | {one.model_us:.1f} | {100 * one.error:+.0f} % |"
+            )
+
+
+def print_simulated() -> None:
+    click.echo(
+        "\n| domains × ranks | tokens | call | model, µs | median | 99 % | slowest |\n|---|---|---|---|---|---|---|"
+    )
+    for num_domains, size, num_tokens in GRIDS:
+        for tail in simulate_tail(question(num_domains, size, num_tokens), 3 if num_domains < 16 else 1, 0):
+            over = (f"{100 * (us / tail.model_us - 1):+.1f} %" for us in (tail.median_us, tail.p99_us, tail.max_us))
+            click.echo(
+                f"| {num_domains} × {size} | {num_tokens} | {tail.call} | {tail.model_us:.0f} | "
+                + " | ".join(over)
+                + " |"
+            )
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--simulate", is_flag=True, help="Simulate as well: some minutes.")
+def main(simulate: bool) -> None:
+    print_measured(compare_results(sorted(RESULTS.glob("*_?gpu.json"))))
+    click.echo("\n| who | domains | call | published | µs | model, µs | error |\n|---|---|---|---|---|---|---|")
+    for figure in PUBLISHED:
+        click.echo(published_row(figure))
+    if simulate:
+        print_simulated()
+
+
+if __name__ == "__main__":
+    main()

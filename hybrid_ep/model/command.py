@@ -1,0 +1,106 @@
+"""`hybrid-ep model`: what dispatch and combine would take on a grid that nobody has yet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hybrid_ep.bench.plan import SKEWS_PER_EXPONENT, default_workload_sizes
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.model.machine import Machine
+from hybrid_ep.model.question import MODES, Question
+from hybrid_ep.model.report import answer, print_report
+from hybrid_ep.outputs import OutputFile
+from hybrid_ep.testing.workload import DTYPES, ROUTINGS, ZIPF_EXPONENT, Workload
+
+__all__ = ["model"]
+
+_MACHINE = Machine()
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--domains", default=2, help="NVLink domains.")
+@click.option("--ranks-per-domain", default=8, help="Ranks of a domain.")
+@click.option("--mode", type=click.Choice(MODES), default="normal", help="Kind of calls.")
+@click.option("--tokens", type=int, help="Tokens of each rank; without it 4096, low-latency 128.")
+@click.option("--hidden", default=7168, help="Channels of a token.")
+@click.option("--topk", default=8, help="Experts of a token.")
+@click.option("--experts", type=int, help="Experts of all ranks; without it 256, or one a rank if those are more.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", help="Of dispatched rows.")
+@click.option("--routing", type=click.Choice(ROUTINGS), default="uniform", help="As in hybrid-ep bench.")
+@click.option("--skew", type=float, help="Of a skewed routing: 5 is Zipf's law, without it 3.")
+@click.option("--seed", default=0, help="Which experts are popular.")
+@click.option("--num-sms", default=16, help="SMs of a normal call.")
+@click.option("--cached", is_flag=True, help="The dispatch repeats an earlier route.")
+@click.option("--nic", default=_MACHINE.nic_gbits, help="Gbit/s of a rank's port in each direction.")
+@click.option("--nic-latency", default=_MACHINE.nic_latency_us, help="µs of a small write to the peer.")
+@click.option("--nvlink", default=_MACHINE.nvlink, help="GB/s of a GPU in each direction, as sold.")
+@click.option("--simulate", default=0, help="Runs of the simulation between domains, for the tail; 0: none.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--svg", type=OutputFile(), help="Draw time over domains into this file.")
+@click.option("--png", type=OutputFile(), help="Likewise, as PNG.")
+def model(
+    domains: int,
+    ranks_per_domain: int,
+    mode: str,
+    tokens: int | None,
+    hidden: int,
+    topk: int,
+    experts: int | None,
+    dtype: str,
+    routing: str,
+    skew: float | None,
+    seed: int,
+    num_sms: int,
+    cached: bool,
+    nic: float,
+    nic_latency: float,
+    nvlink: float,
+    simulate: int,
+    as_json: bool,
+    svg: Path | None,
+    png: Path | None,
+) -> None:
+    """Predict dispatch and combine on a grid of domains × ranks: time, bytes of each hop, memory, and limits.
+
+    Nothing is run and no GPU is needed. The exit status is 1 if the engine does not take the grid; then a line says
+    what would have to change.
+    """
+    if skew is not None and routing != "skewed":
+        raise ConfigError(f"skew is {skew:g} with routing {routing}; allowed: with --routing skewed")
+    sizes = default_workload_sizes("cuda", mode)
+    workload = Workload(
+        num_tokens=sizes["tokens"] if tokens is None else tokens,
+        hidden=hidden,
+        num_topk=topk,
+        num_experts=_experts(experts, sizes["experts"], domains * ranks_per_domain),
+        dtype=dtype,
+        routing=routing,
+        seed=seed,
+        exponent=ZIPF_EXPONENT if skew is None else skew / SKEWS_PER_EXPONENT,
+    )
+    machine = Machine(nic_gbits=nic, nic_latency_us=nic_latency, nvlink=nvlink)
+    question = Question(workload, domains, ranks_per_domain, mode, num_sms, cached, machine)
+    report = answer(question, num_simulations=simulate, seed=seed)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        print_report(report, Console())
+    for path, form in ((svg, "svg"), (png, "png")):
+        if path is not None:
+            # Drawing is loaded only when something is drawn.
+            from hybrid_ep.model.figures import draw
+
+            path.write_bytes(draw(report, form))
+    if report.excesses:
+        raise click.exceptions.Exit(1)
+
+
+def _experts(asked: int | None, usual: int, num_ranks: int) -> int:
+    """What was asked for; otherwise the usual number, rounded up to a multiple of the ranks."""
+    if asked is not None or num_ranks < 1:
+        return usual if asked is None else asked
+    return -(-usual // num_ranks) * num_ranks

@@ -1,0 +1,91 @@
+"""The model beside results of `hybrid-ep bench`: what it would have said of calls that were measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.model.predict import predict
+from hybrid_ep.model.question import MODES, Question
+from hybrid_ep.testing.workload import Workload
+
+__all__ = ["Comparison", "compare_results"]
+
+# Calls of which every step runs on the GPU. A dispatch that waits for its counts also waits for the host.
+_COMPARED = {
+    "normal": ("dispatch: no sync", "dispatch: cached", "combine"),
+    "low-latency": ("dispatch", "combine", "dispatch: graph", "combine: graph"),
+}
+_DEFAULT_SMS = 16
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measured call of one NVLink domain.
+
+    Attributes:
+        source: name of the file.
+        num_ranks, mode, dtype, routing, num_tokens, num_sms, operation: what was measured.
+        measured_us: the median.
+        model_us: of the model.
+    """
+
+    source: str
+    num_ranks: int
+    mode: str
+    dtype: str
+    routing: str
+    num_tokens: int
+    num_sms: int | None
+    operation: str
+    measured_us: float
+    model_us: float
+
+    @property
+    def error(self) -> float:
+        return self.model_us / self.measured_us - 1
+
+
+def compare_results(paths: Iterable[Path]) -> list[Comparison]:
+    """Compares with what `hybrid-ep bench --json` wrote: calls of this library on GPUs of one domain."""
+    return [one for path in paths for one in _compare(path.stem, json.loads(path.read_text(encoding="utf-8")))]
+
+
+def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
+    found = []
+    for outcome in report["outcomes"]:
+        plan, candidate = outcome["plan"], outcome["candidate"]
+        if plan["mode"] not in MODES or candidate["implementation"] != "hybrid_ep" or outcome["engine"] != "cuda":
+            continue
+        workload, num_sms = Workload(**plan["workload"]), candidate["num_sms"]
+        for operation in outcome["operations"]:
+            name = operation["name"]
+            if name not in _COMPARED[plan["mode"]]:
+                continue
+            asked = Question(
+                workload,
+                1,
+                report["num_ranks"],
+                plan["mode"],
+                num_sms or _DEFAULT_SMS,
+                is_cached=name.endswith("cached"),
+            )
+            prediction = predict(asked)[name.startswith("combine")]
+            found.append(
+                Comparison(
+                    source,
+                    report["num_ranks"],
+                    plan["mode"],
+                    workload.dtype,
+                    workload.routing,
+                    workload.num_tokens,
+                    num_sms,
+                    name,
+                    operation["median_us"],
+                    prediction.total_us,
+                )
+            )
+    return found

@@ -1,0 +1,86 @@
+"""What the model knows about hardware: a few constants, each of one meaning and one source, the same for every call.
+
+Constants that are marked `2 GPUs` were fitted once to all device times of benchmarks/results/*_2gpu.json; the runs of 4
+and 8 GPUs were not looked at. docs/measured/model.md has the errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+
+from hybrid_ep.core.checks import require
+
+__all__ = ["Machine"]
+
+
+def _constant(value: float, source: str) -> float:
+    found: float = field(default=value, metadata={"source": source})
+    return found
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in GB/s (1e9), times in µs.
+
+    Attributes:
+        nvlink: out of a GPU, and into it, as the vendor says.
+        nvlink_efficiency: share of it that rows reach.
+        sm_push: rows that an SM pushes, to its own GPU too.
+        sm_sum: rows that an SM of combine takes in or sends.
+        local_copy: rows of a low-latency call that a GPU copies or sums in its own memory.
+        launch_us: an empty kernel, by the timer of `hybrid-ep bench`.
+        dispatch_us: of a dispatch, beside rows and ranks: counts, offsets, first and last row.
+        cached_us: likewise with the route of an earlier one.
+        combine_us: of a combine: readiness, first and last row.
+        low_latency_dispatch_us, low_latency_combine_us: likewise of the low-latency calls.
+        rank_us: for each rank of the domain that is told, and waited for.
+        nic_gbits: of a rank's network port, Gbit/s, in each direction.
+        nic_efficiency: share of it that chunks reach.
+        nic_latency_us: from a posted write to its flag at the peer, without the bytes.
+        proxy_us: from a command of a kernel to its work request, and back to a kernel that polls.
+        post_us: of the proxy's thread for each work request.
+        word_us: for a kernel to read one word that another rank has written.
+
+    Raises:
+        ConfigError: a constant is not above 0, or an efficiency above 1.
+    """
+
+    nvlink: float = _constant(450.0, "H100 and H200: NVLink 4, 18 links of 25 GB/s")
+    nvlink_efficiency: float = _constant(0.78, "2 GPUs; docs/design/cuda_engine.md and the wire alone: 320 … 370 GB/s")
+    sm_push: float = _constant(50.0, "2 GPUs; csrc/runtime/sm_model.cpp has the same")
+    sm_sum: float = _constant(62.0, "2 GPUs")
+    local_copy: float = _constant(2250.0, "2 GPUs")
+    launch_us: float = _constant(5.2, "timer_floor_us of benchmarks/results")
+    dispatch_us: float = _constant(14.0, "2 GPUs; time stamps in docs/measured/cuda_engine.md: 11.5 + 3.3")
+    cached_us: float = _constant(6.5, "2 GPUs")
+    combine_us: float = _constant(23.0, "2 GPUs")
+    low_latency_dispatch_us: float = _constant(6.5, "2 GPUs")
+    low_latency_combine_us: float = _constant(7.0, "2 GPUs")
+    rank_us: float = _constant(0.6, "low latency, 1 token")
+    nic_gbits: float = _constant(400.0, "the asker")
+    nic_efficiency: float = _constant(0.98, "computed: 82 bytes of RoCE v2 headers for each 4,096")
+    nic_latency_us: float = _constant(2.0, "the asker")
+    proxy_us: float = _constant(2.6, "perf/proxy_fifo.cu: GPU, CPU, GPU")
+    post_us: float = _constant(0.3, "assumed")
+    word_us: float = _constant(0.7, "assumed")
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            require(0 < value < float("inf"), name, value, "> 0")
+        for name in ("nvlink_efficiency", "nic_efficiency"):
+            require(getattr(self, name) <= 1, name, getattr(self, name), "0 … 1")
+
+    @property
+    def nvlink_rate(self) -> float:
+        """GB/s that rows reach over NVLink, in each direction."""
+        return self.nvlink * self.nvlink_efficiency
+
+    @property
+    def nic_rate(self) -> float:
+        """GB/s that chunks reach over the port, in each direction."""
+        return self.nic_gbits / 8 * self.nic_efficiency
+
+    @classmethod
+    def sources(cls) -> dict[str, str]:
+        """Where each constant comes from."""
+        return {constant.name: constant.metadata["source"] for constant in fields(cls)}

@@ -1,0 +1,502 @@
+"""The protocol between domains as the engine has it, on simulated time: streams, slots, credits, dispatch, combine.
+
+It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, dispatch_between and combine_between:
+
+- Chunk n of a stream uses slot n % S in lap n / S; a sender waits for the credit of the slot's group before it writes.
+- Warps that send and warps that forward take the chunks of all peers in turn, by one counter each. A warp waits for
+  its chunk, whatever others could do.
+- In combine a warp that sums for a domain serves no other one. A warp at home takes tokens in order, and does not wait
+  while it holds rows.
+
+One rank stands for each domain, for only peers talk to each other. What the other ranks of a domain do is a rate.
+Arrivals may come in any order. `ProtocolError` says that a slot was overwritten, or that a chunk is not the one that
+was waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_ep.model.events import Clock, Gate, Process
+
+__all__ = ["Faults", "Network", "Protocol", "ProtocolError", "Ring", "Times", "random_batches"]
+
+_DISPATCH_CONTROL, _COMBINE_CONTROL = 2, 1  # chunks of a call ahead of its records
+_CONTROL_WARPS = 6
+
+
+class ProtocolError(Exception):
+    """The protocol was broken: data would be lost or taken for other data."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Shape of a stream's ring.
+
+    Attributes:
+        num_slots, slots_per_credit: S, and slots of a group.
+        per_chunk: records of a chunk.
+        num_send_warps, num_forward_warps: of a rank, in dispatch.
+        num_domain_warps, num_home_warps: of a rank, in combine; of the former one for each domain at least.
+        num_open: tokens that a warp at home holds.
+    """
+
+    num_slots: int
+    slots_per_credit: int
+    per_chunk: int
+    num_send_warps: int
+    num_forward_warps: int
+    num_domain_warps: int
+    num_home_warps: int
+    num_open: int = 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """What steps take, in µs, and rates in bytes per µs.
+
+    Attributes:
+        build, forward: of a record by a warp, in dispatch.
+        sum, sum_home: of a record by a warp, in combine.
+        nvlink: of a record's rows on their way within the domain, where one is at a time.
+        own: likewise of a rank's own rows that stay in the domain, all together.
+        first_rows: of a combine, until the rows of one domain are at the rank that sums them.
+        agree: what a rank does after each exchange of control chunks, in dispatch and in combine.
+        latency: of a message, without its bytes.
+        jitter: up to so much more, drawn for each message.
+        record_bytes: of dispatch and of combine.
+        rate: of the port.
+    """
+
+    build: float
+    forward: float
+    sum: float
+    sum_home: float
+    nvlink: float
+    own: float
+    first_rows: float
+    agree: tuple[float, float]
+    latency: float
+    jitter: float
+    record_bytes: tuple[float, float]
+    rate: float
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is done wrong on purpose, to see that the simulation notices.
+
+    Attributes:
+        loses_credits: no credit is returned.
+        ignores_credits: senders do not wait for them.
+        forwards_by_domain: a rank forwards all chunks of a domain before it looks at the next one's.
+        holds_and_waits: a warp at home waits while it holds rows.
+        shares_domain_warps: warps of combine take the chunks of all domains in order, the last domain's first.
+    """
+
+    loses_credits: bool = False
+    ignores_credits: bool = False
+    forwards_by_domain: bool = False
+    holds_and_waits: bool = False
+    shares_domain_warps: bool = False
+
+
+@dataclass
+class _Stream:
+    """From one peer to another. Chunks are numbered without end."""
+
+    credits: list[int]  # laps that the sender knows to be read, by group
+    flags: list[int]  # number + 1 of the chunk that stands in each slot
+    unread: list[bool]
+    slots_read: list[int]
+    rows_read: list[int]
+    credit_gates: list[Gate]
+    flag_gates: list[Gate]
+    sent_before: int = 0
+    read_before: int = 0
+
+
+@dataclass
+class Network:
+    """Ports of all ranks: what leaves and what enters one passes one after the other.
+
+    Attributes:
+        out_free, in_free: when a port has nothing more to do.
+        slowdown: of a rank's port and warps; 1 for all but stragglers.
+    """
+
+    out_free: list[float]
+    in_free: list[float]
+    slowdown: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, slowdown: NDArray[np.float64]) -> Network:
+        return cls([0.0] * len(slowdown), [0.0] * len(slowdown), slowdown)
+
+
+@dataclass
+class _Batch:
+    """Where tokens of every rank go: ``places[r][t, d]`` is the place of rank r's token t among those to domain d."""
+
+    goes: list[NDArray[np.bool_]]
+    places: list[NDArray[np.int64]] = field(init=False)
+    counts: NDArray[np.int64] = field(init=False)  # [from, to], own tokens to the own domain
+
+    def __post_init__(self) -> None:
+        self.places = [np.where(goes, goes.cumsum(0) - 1, -1) for goes in self.goes]
+        self.counts = np.stack([goes.sum(0) for goes in self.goes])
+
+
+class Protocol:
+    """Ranks of one plane: one of each domain, all peers of each other.
+
+    Args:
+        ring: shape of the streams.
+        times: of steps.
+        num_domains: D.
+        seed: of delays.
+        slowdown: ``[D]``, factors of the ranks' own times; None = 1.
+        faults: done on purpose.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        times: Times,
+        num_domains: int,
+        seed: int,
+        slowdown: NDArray[np.float64] | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        self.ring, self.times, self.num_domains = ring, times, num_domains
+        self.faults = faults or Faults()
+        self.clock = Clock()
+        self.network = Network.of(np.ones(num_domains) if slowdown is None else slowdown)
+        self.nvlink_free = [0.0] * num_domains
+        self._random = np.random.default_rng(seed)
+        self._jitters: Iterator[float] = iter(())
+        num_groups = ring.num_slots // ring.slots_per_credit
+        self.streams = {
+            (a, b): _Stream(
+                [0] * num_groups,
+                [0] * ring.num_slots,
+                [False] * ring.num_slots,
+                [0] * num_groups,
+                [0] * ring.num_slots,
+                [Gate(f"rank {a}: credit of group {g} from {b}") for g in range(num_groups)],
+                [Gate(f"rank {b}: chunk in slot {s} from {a}") for s in range(ring.num_slots)],
+            )
+            for a in range(num_domains)
+            for b in range(num_domains)
+            if a != b
+        }
+
+    def run(
+        self, batches: list[list[NDArray[np.bool_]]], starts: NDArray[np.float64] | None = None
+    ) -> NDArray[np.float64]:
+        """Runs a dispatch and a combine for each batch; a rank begins a call when it has ended the one before.
+
+        Args:
+            batches: for each pair of calls ``[T, D]`` of every rank: whether a token goes to a domain.
+            starts: ``[2 × batches, D]`` delays before each call; None = 0.
+
+        Returns:
+            ``[2 × batches, D]`` the time of each call at each rank.
+
+        Raises:
+            DeadlockError: ranks wait for ever.
+            ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
+        """
+        calls = [_Batch(goes) for goes in batches]
+        times = np.zeros((2 * len(calls), self.num_domains))
+        for r in range(self.num_domains):
+            self.clock.start(self._rank(r, calls, times, starts))
+        self.clock.run()
+        return times
+
+    def _rank(
+        self, r: int, calls: list[_Batch], times: NDArray[np.float64], starts: NDArray[np.float64] | None
+    ) -> Process:
+        for i, batch in enumerate(calls):
+            for kind, call in enumerate((self._dispatch, self._combine)):
+                if starts is not None:
+                    yield float(starts[2 * i + kind, r])
+                begin = self.clock.now
+                yield from call(r, batch)
+                times[2 * i + kind, r] = self.clock.now - begin
+
+    # Streams.
+
+    def _wait_free(self, a: int, b: int, chunk: int) -> Process:
+        """Waits until rank b has read what stood in the slot of chunk `chunk` of this call."""
+        stream, ring = self.streams[a, b], self.ring
+        lap, slot = divmod(stream.sent_before + chunk, ring.num_slots)
+        group = slot // ring.slots_per_credit
+        while stream.credits[group] < lap and not self.faults.ignores_credits:
+            yield stream.credit_gates[group]
+
+    def _send(self, a: int, b: int, chunk: int, num_bytes: float) -> None:
+        network = self.network
+        number = self.streams[a, b].sent_before + chunk
+        begin = max(self.clock.now, network.out_free[a])
+        network.out_free[a] = begin + num_bytes / self.times.rate * network.slowdown[a]
+        first_byte = begin + self.times.latency + self._jitter()
+        self.clock.start(self._arrive(a, b, number, num_bytes), first_byte - self.clock.now)
+
+    def _arrive(self, a: int, b: int, number: int, num_bytes: float) -> Process:
+        """From the first byte at the port of rank b on."""
+        stream, network = self.streams[a, b], self.network
+        slowdown = max(network.slowdown[a], network.slowdown[b])
+        network.in_free[b] = max(self.clock.now, network.in_free[b]) + num_bytes / self.times.rate * slowdown
+        yield network.in_free[b] + self._jitter() - self.clock.now
+        slot = number % self.ring.num_slots
+        if stream.unread[slot]:
+            raise ProtocolError(f"chunk {number} from {a} to {b} overwrites chunk {stream.flags[slot] - 1}")
+        stream.unread[slot], stream.flags[slot] = True, number + 1
+        self.clock.open(stream.flag_gates[slot])
+
+    def _is_here(self, a: int, b: int, chunk: int) -> bool:
+        stream = self.streams[a, b]
+        number = stream.read_before + chunk
+        return stream.flags[number % self.ring.num_slots] == number + 1
+
+    def _wait_chunk(self, a: int, b: int, chunk: int) -> Process:
+        stream = self.streams[a, b]
+        number = stream.read_before + chunk
+        slot = number % self.ring.num_slots
+        while stream.flags[slot] != number + 1:
+            if stream.flags[slot] > number + 1:
+                raise ProtocolError(
+                    f"rank {b} waits for chunk {number} from {a}, and {stream.flags[slot] - 1} stands there"
+                )
+            yield stream.flag_gates[slot]
+
+    def _read_rows(self, a: int, b: int, chunk: int, num_read: int, num_rows: int) -> None:
+        """Rank b has read rows of a chunk from a: at the last row of the last slot of a group it returns the credit."""
+        stream, ring = self.streams[a, b], self.ring
+        number = stream.read_before + chunk
+        lap, slot = divmod(number, ring.num_slots)
+        if stream.flags[slot] != number + 1:
+            raise ProtocolError(f"rank {b} has read chunk {stream.flags[slot] - 1} from {a} for chunk {number}")
+        stream.rows_read[slot] += num_read
+        if stream.rows_read[slot] < num_rows:
+            return
+        stream.rows_read[slot], stream.unread[slot] = 0, False
+        group = slot // ring.slots_per_credit
+        stream.slots_read[group] += 1
+        if stream.slots_read[group] < ring.slots_per_credit or self.faults.loses_credits:
+            return
+        stream.slots_read[group] = 0
+        self.clock.start(self._credit(stream, group, lap + 1), self.times.latency + self._jitter())
+
+    def _credit(self, stream: _Stream, group: int, lap: int) -> Process:
+        stream.credits[group] = max(stream.credits[group], lap)
+        self.clock.open(stream.credit_gates[group])
+        yield from ()
+
+    def _jitter(self) -> float:
+        if self.times.jitter == 0:
+            return 0.0
+        jitter = next(self._jitters, None)
+        if jitter is None:
+            self._jitters = iter((self._random.random(256) * self.times.jitter).tolist())
+            jitter = next(self._jitters)
+        return jitter
+
+    # Both calls.
+
+    def _peers(self, r: int) -> list[int]:
+        return [(r + i) % self.num_domains for i in range(1, self.num_domains)]
+
+    def _all(self, processes: list[Process], name: str) -> Process:
+        """Waits until all processes have ended, which run at once."""
+        gate, left = Gate(name), [len(processes)]
+
+        def run(process: Process) -> Process:
+            yield from process
+            left[0] -= 1
+            if left[0] == 0:
+                self.clock.open(gate)
+
+        for process in processes:
+            self.clock.start(run(process))
+        while left[0]:
+            yield gate
+
+    def _exchange(self, r: int, chunk: int, agree: float) -> Process:
+        """Sends control chunk `chunk` to every peer, and reads theirs, by a few warps."""
+        peers = self._peers(r)
+
+        def tell(warp: int) -> Process:
+            for b in peers[warp::_CONTROL_WARPS]:
+                yield from self._wait_free(r, b, chunk)
+                self._send(r, b, chunk, 0.0)
+            for a in peers[warp::_CONTROL_WARPS]:
+                yield from self._wait_chunk(a, r, chunk)
+                self._read_rows(a, r, chunk, 1, 1)
+
+        yield from self._all([tell(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
+        yield agree * self.network.slowdown[r]
+
+    def _num_chunks(self, num_records: int) -> int:
+        return -(-num_records // self.ring.per_chunk)
+
+    def _move_on(self, r: int, num_control: int, sent: NDArray[np.int64], read: NDArray[np.int64]) -> None:
+        for d in self._peers(r):
+            self.streams[r, d].sent_before += num_control + self._num_chunks(int(sent[d]))
+            self.streams[d, r].read_before += num_control + self._num_chunks(int(read[d]))
+
+    def _over_nvlink(self, r: int, microseconds: float) -> float:
+        """How long to wait until bytes have passed that need so long alone."""
+        self.nvlink_free[r] = max(self.nvlink_free[r], self.clock.now) + microseconds
+        return self.nvlink_free[r] - self.clock.now
+
+    # Dispatch.
+
+    def _dispatch(self, r: int, batch: _Batch) -> Process:
+        for chunk in range(_DISPATCH_CONTROL):
+            yield from self._exchange(r, chunk, self.times.agree[0])
+        sent, read = batch.counts[r], batch.counts[:, r]
+        sending, forwarding = self._items(r, sent), self._items(r, read, self.faults.forwards_by_domain)
+        warps = [self._send_records(r, sent, sending) for _ in range(self.ring.num_send_warps)]
+        warps += [self._forward_records(r, read, forwarding) for _ in range(self.ring.num_forward_warps)]
+        warps.append(self._push_own(r))
+        yield from self._all(warps, f"rank {r}: end of its warps")
+        self._move_on(r, _DISPATCH_CONTROL, sent, read)
+
+    def _items(self, r: int, counts: NDArray[np.int64], by_domain: bool = False) -> Iterator[tuple[int, int]]:
+        """(peer, index) of the chunks of all peers in turn: first index 0 of each, then index 1."""
+        peers = self._peers(r)
+        if by_domain:
+            return ((d, i) for d in peers for i in range(self._num_chunks(int(counts[d]))))
+        most = max(self._num_chunks(int(counts[d])) for d in peers)
+        return ((d, i) for i in range(most) for d in peers if i < self._num_chunks(int(counts[d])))
+
+    def _records_of(self, count: int, index: int) -> int:
+        return min(self.ring.per_chunk, count - index * self.ring.per_chunk)
+
+    def _send_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]]) -> Process:
+        times, slow = self.times, self.network.slowdown[r]
+        for d, index in items:
+            chunk, num_records = _DISPATCH_CONTROL + index, self._records_of(int(counts[d]), index)
+            yield from self._wait_free(r, d, chunk)
+            yield num_records * times.build * slow
+            self._send(r, d, chunk, num_records * times.record_bytes[0])
+
+    def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]]) -> Process:
+        times, slow = self.times, self.network.slowdown[r]
+        for d, index in items:
+            chunk, num_records = _DISPATCH_CONTROL + index, self._records_of(int(counts[d]), index)
+            yield from self._wait_chunk(d, r, chunk)
+            yield max(num_records * times.forward * slow, self._over_nvlink(r, num_records * times.nvlink))
+            self._read_rows(d, r, chunk, num_records, num_records)
+
+    def _push_own(self, r: int) -> Process:
+        pieces = 64
+        for _ in range(pieces):
+            yield self._over_nvlink(r, self.times.own / pieces)
+
+    # Combine.
+
+    def _combine(self, r: int, batch: _Batch) -> Process:
+        yield from self._exchange(r, 0, self.times.agree[1])
+        held, awaited = batch.counts[:, r], batch.counts[r]
+        begin = self.clock.now
+        own_done: set[int] = set()  # chunks of the own domain that are summed
+        own_gate = Gate(f"rank {r}: sums of its own domain")
+        counters = [iter(range(self._num_chunks(int(held[d])))) for d in range(self.num_domains)]
+        warps = []
+        for warp in range(max(self.ring.num_domain_warps, self.num_domains)):
+            if self.faults.shares_domain_warps:
+                domains = [(r + self.num_domains - i) % self.num_domains for i in range(self.num_domains)]
+                domains = domains[1:] + domains[:1] if warp < self.ring.num_domain_warps else []
+            else:
+                domains = [warp % self.num_domains]
+            warps.append(self._sum_domains(r, domains, counters, held, begin, own_done, own_gate))
+        tokens = iter(range(len(batch.goes[r])))
+        places = batch.places[r]
+        for _ in range(self.ring.num_home_warps):
+            warps.append(self._sum_home(r, tokens, places, awaited, own_done, own_gate))
+        yield from self._all(warps, f"rank {r}: end of its warps")
+        self._move_on(r, _COMBINE_CONTROL, held, awaited)
+
+    def _sum_domains(
+        self,
+        r: int,
+        domains: list[int],
+        counters: list[Iterator[int]],
+        held: NDArray[np.int64],
+        begin: float,
+        own_done: set[int],
+        own_gate: Gate,
+    ) -> Process:
+        times, slow = self.times, self.network.slowdown[r]
+        for d in domains:
+            # Rows for the next domain leave first, those for the own one last.
+            turn = (d - r - 1) % self.num_domains + 1
+            for index in counters[d]:
+                yield max(0.0, begin + turn * times.first_rows * slow - self.clock.now)
+                num_records = self._records_of(int(held[d]), index)
+                if d != r:
+                    yield from self._wait_free(r, d, _COMBINE_CONTROL + index)
+                yield num_records * times.sum * slow
+                if d != r:
+                    self._send(r, d, _COMBINE_CONTROL + index, num_records * times.record_bytes[1])
+                else:
+                    own_done.add(index)
+                    self.clock.open(own_gate)
+
+    def _sum_home(
+        self,
+        r: int,
+        tokens: Iterator[int],
+        places: NDArray[np.int64],
+        awaited: NDArray[np.int64],
+        own_done: set[int],
+        own_gate: Gate,
+    ) -> Process:
+        ring, times, slow = self.ring, self.times, self.network.slowdown[r]
+        opened: list[list[tuple[int, int]]] = []
+
+        def finish() -> Process:
+            parts = opened.pop(0)
+            yield (1 + len(parts)) * times.sum_home * slow
+            for d, place in parts:
+                chunk = place // ring.per_chunk
+                num_rows = self._records_of(int(awaited[d]), chunk)
+                self._read_rows(d, r, _COMBINE_CONTROL + chunk, 1, num_rows)
+
+        for token in tokens:
+            goes = np.flatnonzero(places[token] >= 0).tolist()
+            parts = [(d, int(places[token, d])) for d in goes if d != r]
+            own_chunk = int(places[token, r]) // ring.per_chunk if places[token, r] >= 0 else None
+
+            def is_here(parts: list[tuple[int, int]] = parts, own_chunk: int | None = own_chunk) -> bool:
+                return (own_chunk is None or own_chunk in own_done) and all(
+                    self._is_here(d, r, _COMBINE_CONTROL + place // ring.per_chunk) for d, place in parts
+                )
+
+            while opened and not is_here() and not self.faults.holds_and_waits:
+                yield from finish()
+            for d, place in parts:
+                yield from self._wait_chunk(d, r, _COMBINE_CONTROL + place // ring.per_chunk)
+            while own_chunk is not None and own_chunk not in own_done:
+                yield own_gate
+            opened.append(parts)
+            if len(opened) >= ring.num_open:
+                yield from finish()
+        while opened:
+            yield from finish()
+
+
+def random_batches(
+    random: np.random.Generator, num_batches: int, num_tokens: Callable[[], int], shares: NDArray[np.float64]
+) -> list[list[NDArray[np.bool_]]]:
+    """Draws tokens for every rank: each goes to domain d with probability ``shares[d]``."""
+    return [
+        [random.random((num_tokens(), len(shares))) < shares for _ in range(len(shares))] for _ in range(num_batches)
+    ]

@@ -1,0 +1,169 @@
+"""The simulation between domains, asked two things: whether ranks ever wait for ever, and how long the slowest takes.
+
+`check_seed` runs a small grid with small rings and anything random that may be: delays, order of arrivals, counts,
+ranks that are late or slow. `simulate_tail` runs the grid of a question with the engine's rings and the model's rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_ep import _C
+from hybrid_ep.core.checks import require
+from hybrid_ep.model.predict import predict
+from hybrid_ep.model.protocol import Faults, Protocol, Ring, Times, random_batches
+from hybrid_ep.model.question import Question
+from hybrid_ep.model.traffic import expected_rows, traffic_of
+
+__all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
+
+_WARPS = 2  # of a CTA for each role of dispatch
+_SUM_WARPS = 4  # of a CTA of combine that sum for domains, and as many at home
+_KB_US = 1e3  # bytes per µs at 1 GB/s
+_JITTER_US = 1.0
+_EXCHANGES = 2  # of a dispatch: counts, then verdicts
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Simulated times of one call over ranks and runs, in µs.
+
+    Attributes:
+        call: ``dispatch`` or ``combine``.
+        median_us, p99_us, max_us: of the ranks.
+        model_us: what the model says.
+        num_samples: ranks times runs.
+    """
+
+    call: str
+    median_us: float
+    p99_us: float
+    max_us: float
+    model_us: float
+    num_samples: int
+
+
+def check_seed(seed: int, faults: Faults | None = None) -> int:
+    """Runs two dispatches and two combines of a small random grid; returns the number of events.
+
+    Raises:
+        DeadlockError: ranks wait for ever.
+        ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
+    """
+    random = np.random.default_rng(seed)
+    num_domains = int(random.integers(2, 6))
+    slots_per_credit = int(random.integers(1, 3))
+    ring = Ring(
+        num_slots=slots_per_credit * int(random.integers(1, 5)),
+        slots_per_credit=slots_per_credit,
+        per_chunk=int(random.integers(1, 4)),
+        num_send_warps=int(random.integers(1, 4)),
+        num_forward_warps=int(random.integers(1, 4)),
+        num_domain_warps=num_domains * int(random.integers(1, 3)),
+        num_home_warps=int(random.integers(1, 4)),
+        num_open=int(random.integers(1, 4)),
+    )
+    build, forward, sums, sums_home, nvlink, own, first_rows, agree = random.exponential(1.0, 8).tolist()
+    jitter = float(random.choice([0.0, 2.0, 20.0]))
+    times = Times(
+        build,
+        forward,
+        sums,
+        sums_home,
+        nvlink,
+        own,
+        first_rows,
+        (agree, agree),
+        latency=1.0,
+        jitter=jitter,
+        record_bytes=(1.0, 1.0),
+        rate=1.0,
+    )
+    slowdown = np.where(random.random(num_domains) < 0.2, 20.0, 1.0)
+    # Some domains are wanted by all and some by nobody.
+    shares = random.choice([0.0, 0.2, 0.7, 1.0], num_domains)
+    batches = random_batches(random, 2, lambda: int(random.integers(0, 24)), shares)
+    starts = random.exponential(5.0, (4, num_domains))
+    protocol = Protocol(ring, times, num_domains, seed, slowdown, faults)
+    protocol.run(batches, starts)
+    return protocol.clock.num_events
+
+
+def ring_of(question: Question) -> Ring:
+    """The rings and warps of the engine."""
+    _, num_slots, slots_per_credit = _C.between_ring(num_domains=question.num_domains)
+    record = traffic_of(question, expected_rows(question), "dispatch").record
+    assert record is not None
+    num_sms = max(question.num_sms, _C.between_min_combine_sms(num_domains=question.num_domains))
+    return Ring(
+        num_slots,
+        slots_per_credit,
+        record.per_chunk,
+        num_send_warps=_WARPS * question.num_sms,
+        num_forward_warps=_WARPS * question.num_sms,
+        num_domain_warps=_SUM_WARPS * num_sms,
+        num_home_warps=_SUM_WARPS * num_sms,
+    )
+
+
+def times_of(question: Question) -> Times:
+    """The steps of the protocol at the model's rates."""
+    machine, rows = question.machine, expected_rows(question)
+    dispatch, combine = (traffic_of(question, rows, call) for call in ("dispatch", "combine"))
+    assert dispatch.record is not None
+    assert combine.record is not None
+    # Rows that a record becomes in its domain, and how many of them leave the rank.
+    fanout = float(rows.at_rank.sum() / rows.at_domain.sum())
+    leave = 1 - 1 / question.num_ranks_per_domain
+    row_us = 1 / (machine.sm_push / _WARPS * _KB_US)
+    sum_us = combine.record.num_bytes / (machine.sm_sum / (2 * _SUM_WARPS) * _KB_US)
+    own = dispatch.hops["NVLink out"].mean / question.num_domains
+    one_way = machine.proxy_us + machine.nic_latency_us
+    # The model has the messages' way in it.
+    counts_us, same_call_us = (one.fixed["domains agree"] for one in predict(question))
+    return Times(
+        build=dispatch.record.num_bytes * row_us,
+        forward=dispatch.record.num_bytes * row_us * fanout,
+        sum=sum_us * fanout,
+        sum_home=sum_us,
+        nvlink=dispatch.record.num_bytes * fanout * leave / (machine.nvlink_rate * _KB_US),
+        own=own / (machine.nvlink_rate * _KB_US),
+        first_rows=combine.hops["NVLink out"].mean / question.num_domains / (machine.nvlink_rate * _KB_US),
+        agree=(counts_us / _EXCHANGES - one_way, same_call_us - one_way),
+        latency=one_way,
+        jitter=_JITTER_US,
+        record_bytes=(dispatch.record.num_bytes, combine.record.num_bytes),
+        rate=machine.nic_rate * _KB_US,
+    )
+
+
+def simulate_tail(question: Question, num_runs: int, seed: int) -> list[Tail]:
+    """Simulates a dispatch and a combine of a question's grid.
+
+    Args:
+        question: several domains, normal calls.
+        num_runs: each with a seed of its own.
+        seed: of the first.
+
+    Raises:
+        ConfigError: there is no network between domains, or calls are low-latency.
+    """
+    require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")
+    require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
+    rows, ring, times = expected_rows(question), ring_of(question), times_of(question)
+    found: tuple[list[float], list[float]] = ([], [])
+    for run in range(num_runs):
+        random = np.random.default_rng(seed + run)
+        batches = random_batches(random, 1, lambda: question.workload.num_tokens, rows.at_domain)
+        simulated = Protocol(ring, times, question.num_domains, seed + run).run(batches)
+        for samples, of_call in zip(found, simulated, strict=True):
+            samples += of_call.tolist()
+    tails = []
+    for prediction, samples in zip(predict(question), found, strict=True):
+        # Launch and counting are the same at every rank, and no part of the protocol.
+        extra = prediction.fixed["launch"] + prediction.fixed["ranks"]
+        median, p99, most = (float(np.quantile(samples, q)) + extra for q in (0.5, 0.99, 1.0))
+        tails.append(Tail(prediction.call, median, p99, most, prediction.total_us, len(samples)))
+    return tails

@@ -1,0 +1,117 @@
+"""The simulation between domains: no rank waits for ever, no chunk is lost, and each mistake on purpose is noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hybrid_ep.model.events import Clock, DeadlockError, Gate, Process
+from hybrid_ep.model.protocol import Faults, Protocol, ProtocolError
+from hybrid_ep.model.question import Question
+from hybrid_ep.model.simulate import check_seed, ring_of, simulate_tail, times_of
+from hybrid_ep.testing.workload import Workload
+
+
+def question(num_domains: int, size: int, num_tokens: int = 4096) -> Question:
+    num_experts = -(-256 // (num_domains * size)) * num_domains * size
+    return Question(Workload(num_tokens, 7168, 8, num_experts), num_domains, size)
+
+
+def verdicts(seeds: range, faults: Faults) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            check_seed(seed, faults)
+            found["fine"] += 1
+        except (DeadlockError, ProtocolError) as error:
+            found[type(error).__name__] += 1
+    return found
+
+
+def test_the_clock_runs_processes_in_order_and_finds_who_waits_for_ever() -> None:
+    clock, gate, seen = Clock(), Gate("a word"), []
+
+    def early() -> Process:
+        yield 1.0
+        seen.append(("early", clock.now))
+        clock.open(gate)
+
+    def late() -> Process:
+        yield gate
+        seen.append(("late", clock.now))
+        yield 2.0
+        seen.append(("end", clock.now))
+
+    clock.start(late())
+    clock.start(early())
+    clock.run()
+    assert seen == [("early", 1.0), ("late", 1.0), ("end", 3.0)]
+    clock.start(late())
+    with pytest.raises(DeadlockError, match="1 processes wait for ever: a word"):
+        clock.run()
+
+
+def test_no_rank_waits_for_ever() -> None:
+    assert sum(check_seed(seed) for seed in range(300)) > 300_000
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_ever_in_10_000_seeds() -> None:
+    assert sum(check_seed(seed) for seed in range(10_000)) > 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("loses_credits", "DeadlockError"),
+        ("ignores_credits", "ProtocolError"),
+        ("forwards_by_domain", "DeadlockError"),
+        ("holds_and_waits", "DeadlockError"),
+        ("shares_domain_warps", "DeadlockError"),
+    ],
+)
+def test_what_is_broken_on_purpose_is_noticed(fault: str, error: str) -> None:
+    found = verdicts(range(100), Faults(**{fault: True}))
+    assert found[error] >= 5
+    assert set(found) <= {error, "fine"}
+
+
+def test_a_deadlock_says_what_is_waited_for() -> None:
+    with pytest.raises(DeadlockError, match=r"rank \d: (credit of group \d from|chunk in slot \d from)"):
+        check_seed(0, Faults(loses_credits=True))
+
+
+def test_one_seed_gives_one_result() -> None:
+    assert check_seed(7) == check_seed(7)
+    first, second = simulate_tail(question(2, 2, 256), 1, 3), simulate_tail(question(2, 2, 256), 1, 3)
+    assert first == second
+
+
+@pytest.mark.parametrize(("num_domains", "size"), [(2, 4), (2, 8), (4, 8)])
+def test_the_model_is_near_the_simulation(num_domains: int, size: int) -> None:
+    dispatch, combine = simulate_tail(question(num_domains, size), 1, 0)
+    assert dispatch.median_us == pytest.approx(dispatch.model_us, rel=0.06)
+    assert combine.median_us == pytest.approx(combine.model_us, rel=0.15)
+    assert dispatch.max_us >= dispatch.p99_us >= dispatch.median_us
+
+
+def test_a_slow_rank_delays_those_that_wait_for_it() -> None:
+    asked = question(4, 2, 512)
+    ring, times = ring_of(asked), times_of(asked)
+    batches = [[np.ones((512, 4), dtype=bool)] * 4]
+    even = Protocol(ring, times, 4, 0).run(batches)
+    slowdown = np.array([1.0, 1.0, 4.0, 1.0])
+    late = Protocol(ring, times, 4, 0, slowdown).run(batches)
+    assert (late[0] > 2 * even[0]).all()
+
+
+def test_incast_takes_as_long_as_the_port_of_the_one_that_all_want() -> None:
+    asked = question(8, 1, 512)
+    ring, times = ring_of(asked), times_of(asked)
+    goes = np.zeros((512, 8), dtype=bool)
+    goes[:, 3] = True
+    dispatch, _ = Protocol(ring, times, 8, 0).run([[goes] * 8])
+    port_us = 7 * 512 * times.record_bytes[0] / times.rate
+    assert port_us < dispatch[3] < 1.3 * port_us
