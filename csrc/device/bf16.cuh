@@ -11,6 +11,16 @@ namespace hybrid_ep {
 __device__ __forceinline__ float bf16_low(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
 
+// The largest magnitude of 16 channels, as bits of a bf16. Bits of magnitudes compare as integers, and a NaN is the
+// largest.
+__device__ __forceinline__ uint32_t find_amax_bits(const uint4& first, const uint4& second) {
+  const uint32_t words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) most = max(most, max(words[i] & 0x7fffu, (words[i] >> 16) & 0x7fffu));
+  return most;
+}
+
 // Rounds eight sums to nearest even.
 __device__ __forceinline__ uint4 round_to_bf16(const float (&sum)[8]) {
   uint32_t words[4];

@@ -18,16 +18,9 @@ struct Fp8Scale {
   float scale, inverse;
 };
 
-// The largest magnitude of 16 bf16 channels and those of the seven lanes that share the scale, as bits of a bf16. Bits
-// of magnitudes compare as integers, and a NaN is the largest. Collective over the warp.
+// The same of those of the seven lanes that share the scale. Collective over the warp.
 __device__ __forceinline__ uint32_t find_amax_bits(const uint4 (&channels)[2]) {
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t words[4] = {channels[i].x, channels[i].y, channels[i].z, channels[i].w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) most = max(most, max(words[j] & 0x7fffu, (words[j] >> 16) & 0x7fffu));
-  }
+  uint32_t most = find_amax_bits(channels[0], channels[1]);
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, distance));

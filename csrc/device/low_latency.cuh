@@ -83,11 +83,16 @@ __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kRoom); });
 }
 
-// Waits until rank r has begun to send. If it takes part, writes the value of its flag.
+// What rank `from` tells rank `at` when it begins to send: a LowLatencyBegun.
+__device__ inline uint4* begun_of(const LowLatencyDomain& domain, int at, int from) {
+  return reinterpret_cast<uint4*>(&channel_of(domain, at).begun[from]);
+}
+
+// Waits until rank r has begun to send. If it takes part, writes what it tells.
 __device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
-                                        uint32_t* value) {
-  const uint64_t* flag = &channel_of(domain, domain.rank).begun[r];
-  takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kRoutes, value); });
+                                        uint4* begun) {
+  takes_part(domain, r,
+             [&] { return waiter.until_epoch(begun_of(domain, domain.rank, r), epoch, r, WaitTag::kRoutes, begun); });
 }
 
 // Waits until the weights of rank r's tokens have arrived.

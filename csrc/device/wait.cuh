@@ -90,6 +90,16 @@ class Waiter {
     return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
   }
 
+  // The same for 16 bytes that are stored as one and end with their epoch. It orders no other memory.
+  __device__ bool until_epoch(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
+    const auto load = [&] {
+      const uint4 seen = ptx::load_relaxed_system(words);
+      if (seen.w == epoch) *value = seen;
+      return seen.w;
+    };
+    return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
+  }
+
   // Waits until *flag is exactly `epoch`: for a flag that not every call raises.
   __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
     const auto is_equal = [&](uint32_t seen) { return seen == epoch; };

@@ -22,7 +22,10 @@ namespace hybrid_ep {
 
 constexpr int kLowLatencyBuffers = 2;  // of each kind
 constexpr int kChannelsPerScale = 128;
-constexpr int kScalesPerWord = 4;  // packed UE8M0
+constexpr int kChannelsPerBlock = 16;  // of NVFP4
+constexpr int kScalesPerWord = 4;      // of those that are a byte
+// The scales of NVFP4 rows stand in tiles of 128 rows and a word: row r is word r % 32 × 4 + r / 32 of its tile.
+constexpr int kRowsPerTile = 128;
 constexpr int64_t kLowLatencyAlignBytes = 128;
 constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
@@ -34,7 +37,9 @@ constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which th
 constexpr uint32_t kNoSignalBit = 1u << 31;     // index of a signal of experts that did not come
 constexpr uint32_t kNoSums = kTooManyRowsBit - 1;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
-enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3 };  // kNone: rows are bf16
+// kNone: rows are bf16. kNvfp4 and kNvfp4Ue8m0: rows are e2m1, and scales e4m3 or UE8M0. Otherwise rows are e4m3.
+enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3, kNvfp4 = 4, kNvfp4Ue8m0 = 5 };
+constexpr bool is_nvfp4(ScaleFormat format) { return format >= ScaleFormat::kNvfp4; }
 
 // Some columns of a token's route, stored and loaded as one: column k has bits 12 k to 12 k + 11.
 struct alignas(16) RoutePart {
@@ -59,13 +64,21 @@ struct ExpertSignals {
   int rows_per_signal;
 };
 
+// What a rank tells the others when it begins to send, stored and loaded as one.
+struct alignas(16) LowLatencyBegun {
+  static constexpr int kTokensBits = 16;
+  // Its number of tokens; and << kTokensBits the upper half of its global scale, of NVFP4 rows. Two scales with the
+  // same upper half differ by less than 1 %.
+  uint32_t tokens;
+  uint32_t call[kNumShapeWords];
+  uint32_t epoch;
+};
+static_assert(sizeof(LowLatencyBegun) == 16 && kMaxLowLatencyTokens < 1 << LowLatencyBegun::kTokensBits);
+
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers.
-  // By i when it begins to send (dispatch): value << 32 | epoch. The value is its number of tokens and its call's
-  // digest << 16.
-  uint64_t begun[kMaxRanks];
-  uint64_t shape[kMaxRanks][kNumShapeWords];  // by i likewise: value << 32 | epoch, for a host whose digest differs
+  LowLatencyBegun begun[kMaxRanks];  // by i (dispatch)
   // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
   // have for i to sum each token's rows before it sends them; above kNoSums it says why it has not sent them all.
   uint64_t sent[kMaxRanks];
@@ -103,16 +116,6 @@ struct LowLatencyCall {
   uint32_t scale_format() const { return words[1] >> (kExpertsBits + kTopkBits); }
   uint32_t hidden() const { return words[0] >> kTokensBits; }
   uint32_t max_tokens() const { return words[0] & ((1u << kTokensBits) - 1); }
-
-  // By which ranks notice that their calls differ, except in one case of 65,536.
-  uint32_t digest() const {
-    uint32_t hash = 0;
-    for (const uint32_t word : words) {
-      hash = (hash ^ word) * 0x9e3779b1u;
-      hash ^= hash >> 15;
-    }
-    return hash >> 16;
-  }
 };
 static_assert(kMaxLowLatencyTokens < 1 << LowLatencyCall::kTokensBits && kMaxRowBytes / 2 < 1 << 16 &&
               kMaxExperts < 1 << LowLatencyCall::kExpertsBits && kMaxTopk < 1 << LowLatencyCall::kTopkBits);
@@ -130,8 +133,11 @@ struct LowLatencyMessage {
   static LowLatencyMessage of(const LowLatencyShape& shape, ScaleFormat format) {
     const int num_scales = shape.hidden / kChannelsPerScale;
     LowLatencyMessage message{};
-    message.row_bytes = format == ScaleFormat::kNone ? 2 * shape.hidden : shape.hidden;
+    message.row_bytes = format == ScaleFormat::kNone ? 2 * shape.hidden
+                        : is_nvfp4(format)           ? shape.hidden / 2
+                                                     : shape.hidden;
     message.num_scale_words = format == ScaleFormat::kNone    ? 0
+                              : is_nvfp4(format)              ? shape.hidden / kChannelsPerBlock / kScalesPerWord
                               : format == ScaleFormat::kUe8m0 ? (num_scales + kScalesPerWord - 1) / kScalesPerWord
                                                               : num_scales;
     message.num_route_parts = (shape.num_topk + RoutePart::kColumns - 1) / RoutePart::kColumns;
@@ -150,7 +156,7 @@ struct LowLatencyWeights {
   }
 };
 
-// Bytes of one buffer of each kind, whatever the format: scales never make an FP8 row larger than one of bf16.
+// Bytes of one buffer of each kind, whatever the format: scales never make a row larger than one of bf16.
 struct LowLatencyCapacity {
   int64_t routes_bytes, flags_bytes, slots_bytes, combine_bytes;
 

@@ -66,7 +66,10 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
 }
 
 void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
-                                   const int64_t* topk_idx, int num_tokens, int32_t* results, cudaStream_t stream) {
+                                   const int64_t* topk_idx, int num_tokens, const float* global_scale, int32_t* results,
+                                   cudaStream_t stream) {
+  require(is_nvfp4(plan.format) == (global_scale != nullptr), "global_scale", global_scale != nullptr,
+          "given with NVFP4 rows only");
   const DeviceGuard guard(device_);
   SendTokensParams params{};
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
@@ -79,7 +82,7 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
   params.num_too_many = results + plan.results.num_too_many;
   params.num_tokens = num_tokens;
   params.call = LowLatencyCall::of(plan.shape, plan.format);
-  params.digest = params.call.digest();
+  params.global_scale = global_scale;
   launch_send_tokens(params, num_device_sms_, stream);
 }
 
@@ -90,7 +93,8 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.shape = plan.shape;
   params.message = plan.message;
-  params.digest = LowLatencyCall::of(plan.shape, plan.format).digest();
+  params.format = plan.format;
+  params.call = LowLatencyCall::of(plan.shape, plan.format);
   params.rows = rows;
   params.scales = scales;
   params.count = results + plan.results.counts;

@@ -52,9 +52,10 @@ class LowLatencyRegion {
   bool was_captured() const { return was_captured_; }
 
   // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
-  // kernels/low_latency/low_latency.h tells the shapes of the rest. Wait statistics and scales may be nullptr.
+  // kernels/low_latency/low_latency.h tells the shapes of the rest. Wait statistics, scales and the global scale may be
+  // nullptr.
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
-                   int num_tokens, int32_t* results, cudaStream_t stream);
+                   int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);
   void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
                       int64_t* wait_stats, bool follows_send, cudaStream_t stream);
   void return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,

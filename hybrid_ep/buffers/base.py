@@ -321,8 +321,8 @@ def check_global_scale(name: str, global_scale: Tensor, device: torch.device) ->
     Raises:
         ConfigError: it is not one positive, finite float32 on the device.
     """
-    require_tensor(name, global_scale, dtypes=(torch.float32,), shape=tuple(global_scale.shape[:1]), device=device)
-    require(global_scale.numel() == 1, f"elements of {name}", global_scale.numel(), "1")
+    shape = (1,) if isinstance(global_scale, Tensor) and global_scale.dim() else ()
+    require_tensor(name, global_scale, dtypes=(torch.float32,), shape=shape, device=device)
     if global_scale.is_cpu:
         value = float(global_scale)
         require(0 < value < math.inf, name, value, "a positive, finite number")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.buffers.base import BaseBuffer, check_global_scale
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import (
     MAX_INT,
@@ -30,7 +30,14 @@ from hybrid_ep.core.checks import (
     unsupported,
 )
 from hybrid_ep.core.event import EventOverlap
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format
+from hybrid_ep.core.quantize import (
+    CHANNELS_PER_BLOCK,
+    CHANNELS_PER_SCALE,
+    SCALES_PER_WORD,
+    Fp8Format,
+    Nvfp4Format,
+    RowFormat,
+)
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, ExpertSignals, LowLatencyHandle
 from hybrid_ep.errors import ConfigError, TransportError
 
@@ -41,8 +48,10 @@ __all__ = ["LowLatencyCalls"]
 
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 128
-_CONTROL_BYTES = 13 << 10
-_KINDS = ("use_fp8", "round_scale", "use_ue8m0")
+_CONTROL_BYTES = 11 << 10
+_KINDS = ("use_fp8", "round_scale", "use_ue8m0", "use_nvfp4", "use_ue8m0_for_sf")
+# Callers get NVFP4 rows as [M×R, H/2, LE] and their scales as [32, 4, tiles, 4, W, LE].
+_ROWS_ORDER, _SCALES_ORDER = (1, 2, 0), (3, 4, 1, 5, 2, 0)
 _NUM_BUFFERS = 2  # two micro-batches overlap
 _SMS_OF_EXPERT_SIGNALS = 32  # SGLang leaves so many to combine on Blackwell, and does not say so in the call
 
@@ -96,11 +105,16 @@ class LowLatencyCalls(BaseBuffer):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        topk_weights: Tensor | None = None,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Sends each token to its experts' ranks, packed by local expert there. Collective, masked ranks excepted.
 
         Args:
-            x: ``[T, H]`` bf16, T ≤ M; H a multiple of 128 with FP8.
+            x: ``[T, H]`` bf16, T ≤ M; H a multiple of 128 with FP8, of 64 with NVFP4.
             topk_idx: ``[T, K]`` int64, global expert index or −1.
             num_max_dispatch_tokens_per_rank: M, the same on every rank.
             num_experts: E, a multiple of the number of ranks.
@@ -111,16 +125,23 @@ class LowLatencyCalls(BaseBuffer):
             use_ue8m0: scales are packed UE8M0 (needs `round_scale`). Likewise: callers set it for either kind of rows.
             async_finish: return before the current stream has waited for the result.
             return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`.
+            topk_weights: ``[T, K]`` float32, accepted for compatibility: combine takes the weights.
+            x_global_scale: one float32, the same on every rank, needed with `use_nvfp4`; as `quantize.global_scale_of`
+                makes it. Larger ones cut large values.
+            use_nvfp4: quantise to NVFP4, whatever the arguments for FP8 say.
+            use_ue8m0_for_sf: scales of blocks are UE8M0 and not e4m3. Without `use_nvfp4` it does nothing.
 
         Returns:
             packed_recv_x ``[LE, M×R, H]`` bf16, or (float8_e4m3fn, scales ``[LE, M×R, H/128]`` float32 or
-            ``[LE, M×R, ceil(H/512)]`` int32, strided column-major); packed_recv_count ``[LE]`` int32; the handle
+            ``[LE, M×R, ceil(H/512)]`` int32, strided column-major), or NVFP4 (``[M×R, H/2, LE]`` uint8, scales ``[32,
+            4, ceil(M×R/128), 4, H/64, LE]`` float8_e4m3fn or int8, both strided by expert; `quantize.block_scales_of`
+            gives them in the order of rows); packed_recv_count ``[LE]`` int32; the handle
             (source token index ``[LE, M×R]`` int32, layout ``[LE, R]`` int64 of ``(begin << 32) | count``, …); the
             event; the hook (None unless asked for). Rows stand by source rank, source token, then column: each column
             of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
-            ConfigError: an argument does not fit, or the buffer is not in low-latency mode.
+            ConfigError: an argument does not fit, ranks differ, or the buffer is not in low-latency mode.
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at every rank. The
                 cuda engine raises it in the combine, or by `raise_pending` where the expert is.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
@@ -137,7 +158,8 @@ class LowLatencyCalls(BaseBuffer):
             (torch.Size([4, 8, 128]), [1, 2, 0, 1])
         """
         self._require_low_latency()
-        max_tokens, kinds = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
+        max_tokens = num_max_dispatch_tokens_per_rank
+        kinds = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         if type(max_tokens) is not int:
             require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
@@ -145,14 +167,15 @@ class LowLatencyCalls(BaseBuffer):
             self._num_local_experts(num_experts)
         for name, value in zip(_KINDS, kinds, strict=True):
             require_bool(name, value)
-        given = (traits(x, topk_idx, stats, waits), max_tokens, num_experts, kinds)
+        given = (traits(x, topk_idx, stats, waits, topk_weights, x_global_scale), max_tokens, num_experts, kinds)
         if given not in self._passed:
             require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
             num_local = self._num_local_experts(num_experts)
             most = MAX_INT // (num_local * self.group_size)
             if max_tokens > most:  # packed rows are counted in 32 bits
                 require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
-            self._check_dispatched(x, topk_idx, max_tokens, num_experts, _fp8_format(*kinds))
+            self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, _row_format(*kinds))
+            self._check_global_scale(x_global_scale, use_nvfp4, x.device)
             self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
             if topk_idx.is_cuda:
@@ -165,14 +188,20 @@ class LowLatencyCalls(BaseBuffer):
                 topk_idx.contiguous(),
                 num_max_tokens_per_rank=max_tokens,
                 num_experts=num_experts,
-                fp8=_fp8_format(*kinds),
+                fmt=_row_format(*kinds),
+                global_scale=x_global_scale,
                 wait_stats=waits,
                 return_recv_hook=return_recv_hook,
             )
             hook = self._receive(finish if stats is None else _then_add(finish, counts, stats), return_recv_hook)
-        tensors = (x, topk_idx, *rows, handle.memory, stats, waits)
+        tensors = (x, topk_idx, x_global_scale, *rows, handle.memory, stats, waits)
         event = self._comm_stream.finish(None, async_finish, tensors)
-        return rows.data if rows.scales is None else (rows.data, rows.scales), counts, handle, event, hook
+        if rows.scales is None:
+            return rows.data, counts, handle, event, hook
+        packed = rows.data, rows.scales
+        if use_nvfp4:
+            packed = rows.data.permute(_ROWS_ORDER), rows.scales.permute(_SCALES_ORDER)
+        return packed, counts, handle, event, hook
 
     @plain_tensors
     def low_latency_combine(
@@ -418,17 +447,36 @@ class LowLatencyCalls(BaseBuffer):
             raise
 
     def _check_dispatched(
-        self, x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, fp8: Fp8Format | None
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        max_tokens: int,
+        num_experts: int,
+        fmt: RowFormat | None,
     ) -> None:
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
         require_no_grad("x", x)
         num_tokens, hidden = x.shape
         require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
-        if fp8 is not None:
+        if isinstance(fmt, Fp8Format):
             allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
             require(hidden % CHANNELS_PER_SCALE == 0, "hidden of x", hidden, allowed)
-        self._check_topk(topk_idx, None, num_experts, x.device)
+        if isinstance(fmt, Nvfp4Format):
+            channels = CHANNELS_PER_BLOCK * SCALES_PER_WORD
+            ok = hidden > 0 and hidden % channels == 0
+            require(ok, "hidden of x", hidden, f"with NVFP4: multiples of {channels}")
+        self._check_topk(topk_idx, topk_weights, num_experts, x.device)
         require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+
+    @staticmethod
+    def _check_global_scale(global_scale: Tensor | None, use_nvfp4: bool, device: torch.device) -> None:
+        if not use_nvfp4:
+            require(global_scale is None, "x_global_scale", "given", "None without use_nvfp4")
+            return
+        require(global_scale is not None, "x_global_scale", None, "one float32 with use_nvfp4")
+        assert global_scale is not None
+        check_global_scale("x_global_scale", global_scale, device)
 
     def _check_combined(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
@@ -473,7 +521,11 @@ class LowLatencyCalls(BaseBuffer):
 
 
 @functools.cache
-def _fp8_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Fp8Format | None:
+def _row_format(
+    use_fp8: bool, round_scale: bool, use_ue8m0: bool, use_nvfp4: bool, use_ue8m0_for_sf: bool
+) -> RowFormat | None:
+    if use_nvfp4:
+        return Nvfp4Format(ue8m0=use_ue8m0_for_sf)
     return Fp8Format(round_scale=round_scale, ue8m0=use_ue8m0) if use_fp8 else None
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "SCALES_PER_WORD",
     "Fp8Format",
     "Nvfp4Format",
+    "RowFormat",
     "block_scales_of",
     "cast_from_fp8",
     "cast_from_nvfp4",
@@ -91,6 +92,9 @@ class Nvfp4Format:
     """
 
     ue8m0: bool = False
+
+
+RowFormat = Fp8Format | Nvfp4Format
 
 
 def _check_hidden(hidden: int) -> None:

@@ -7,11 +7,13 @@ mistake reads the same on each of them.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "dtype_code",
     "encode",
     "first_difference",
+    "format_code",
     "require_agreement",
     "too_many_tokens",
 ]
@@ -42,7 +45,14 @@ CALLS = (
     "sum over ranks",
 )
 # As the cuda engine numbers what low_latency_dispatch may be asked for.
-_FORMATS = ("bf16", "use_fp8", "use_fp8 with round_scale", "use_fp8 with use_ue8m0")
+_FORMATS = (
+    "bf16",
+    "use_fp8",
+    "use_fp8 with round_scale",
+    "use_fp8 with use_ue8m0",
+    "use_nvfp4",
+    "use_nvfp4 with use_ue8m0_for_sf",
+)
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32, torch.uint8)
 
 
@@ -64,6 +74,13 @@ def _as_bool(value: int) -> str:
 
 def _as_format(value: int) -> str:
     return "none" if value == ABSENT else _FORMATS[value] if value < len(_FORMATS) else f"unknown ({value})"
+
+
+def _as_scale(value: int) -> str:
+    if value == ABSENT:
+        return "none"
+    bits = struct.pack("I", value << 16 & 0xFFFFFFFF)
+    return f"about {struct.unpack('f', bits)[0]:.3g}"
 
 
 class Field(NamedTuple):
@@ -98,6 +115,7 @@ FIELDS: dict[str, Field] = {
     "pad_multiple": Field("pad_multiple", _as_number),
     "max_tokens": Field("num_max_dispatch_tokens_per_rank", _as_number),
     "scale_format": Field("format of the rows", _as_format),
+    "global_scale": Field("x_global_scale", _as_scale),  # the upper half of its bits
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),
@@ -111,6 +129,15 @@ _TOO_MANY = "too_many_tokens"
 def dtype_code(dtype: torch.dtype) -> int:
     """Returns how a dtype of rows or scales travels."""
     return DTYPES.index(dtype)
+
+
+def format_code(fmt: RowFormat | None) -> int:
+    """Returns how the format of low-latency rows travels, in every engine."""
+    if fmt is None:
+        return 0
+    if isinstance(fmt, Nvfp4Format):
+        return 4 + fmt.ue8m0
+    return 1 + fmt.round_scale + fmt.ue8m0
 
 
 def encode(values: Mapping[str, int]) -> list[int]:

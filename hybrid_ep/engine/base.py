@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import Fp8Format
+from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError, TransportError
 
 __all__ = [
@@ -266,7 +266,7 @@ class LowLatencyDispatched(NamedTuple):
     """Result of `Engine.low_latency_dispatch`; complete once `finish` of the call has run.
 
     Attributes:
-        rows: ``[LE, M×R, H]`` and, for FP8, scales strided column-major; rows after an expert's count are undefined.
+        rows: ``[LE, M×R, H]`` and scales, as `PackedLayout` has them; rows after an expert's count are undefined.
         counts: ``[LE]`` int32.
         handle: for `low_latency_combine`.
         finish: waits for the rows to arrive on the current stream; call exactly once.
@@ -501,12 +501,14 @@ class Engine(abc.ABC):
         *,
         num_max_tokens_per_rank: int,
         num_experts: int,
-        fp8: Fp8Format | None,
+        fmt: RowFormat | None,
+        global_scale: Tensor | None,
         wait_stats: Tensor | None,
         return_recv_hook: bool,
     ) -> LowLatencyDispatched:
-        """Sends ``[T, H]`` bf16 rows, quantised on the way where `fp8` says so, to packed rows by expert.
+        """Sends ``[T, H]`` bf16 rows, quantised on the way where `fmt` says so, to packed rows by expert.
 
+        NVFP4 rows have a `global_scale`, one float32, the same on every rank.
         Ranks masked by `set_masked` are neither sent to nor waited for. `wait_stats` ``[R]`` int64 is added the
         microseconds that each source rank was waited for. The caller receives, by `finish`, at once or, if it is to
         `return_recv_hook`, behind other work of the stream.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import Fp8Format
+from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
@@ -276,12 +276,13 @@ class CudaEngine(Engine):
         *,
         num_max_tokens_per_rank: int,
         num_experts: int,
-        fp8: Fp8Format | None,
+        fmt: RowFormat | None,
+        global_scale: Tensor | None,
         wait_stats: Tensor | None,
         return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         return self._low_latency.dispatch(
-            data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats, return_recv_hook
+            data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook
         )
 
     def low_latency_combine(

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format
+from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement
-from hybrid_ep.engine.base import ExpertSignals, LowLatencyDispatched, LowLatencyHandle, Rows
+from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code
+from hybrid_ep.engine.base import ExpertSignals, LowLatencyDispatched, LowLatencyHandle
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
+from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError
@@ -42,24 +43,19 @@ class _Plan(NamedTuple):
     Attributes:
         native: the plan of the kernels.
         num_topk: K.
-        rows, row_type: ``[LE, M×R, H]``.
-        scales, scale_strides, scale_type: ``[LE, M×R, W]``, column-major; None without FP8.
+        packed: rows and scales.
         num_ints: of the memory that a dispatch fills beside its rows.
     """
 
     native: _cuda.LowLatencyPlan
     num_topk: int
-    rows: tuple[int, int, int]
-    row_type: torch.dtype
-    scales: tuple[int, int, int] | None
-    scale_strides: tuple[int, int, int]
-    scale_type: torch.dtype
+    packed: PackedLayout
     num_ints: int
 
 
 @functools.lru_cache(_MAX_PLANS)
 def _plan(
-    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fp8: Fp8Format | None
+    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
 ) -> _Plan:
     """Plans calls of this size.
 
@@ -79,36 +75,16 @@ def _plan(
             f"num_max_dispatch_tokens_per_rank is {max_tokens}; allowed with the cuda engine: "
             f"≤ {_cuda.low_latency_max_tokens}"
         )
-    num_local, capacity = num_experts // num_ranks, max_tokens * num_ranks
     native = _cuda.LowLatencyPlan(
         num_ranks=num_ranks,
         num_experts=num_experts,
         num_topk=num_topk,
         hidden=hidden,
         max_tokens=max_tokens,
-        format=_scale_format(fp8),
+        format=_cuda.ScaleFormat(format_code(fmt)),
     )
-    num_words = 0 if fp8 is None else hidden // CHANNELS_PER_SCALE
-    if fp8 is not None and fp8.ue8m0:
-        num_words = -(-num_words // SCALES_PER_WORD)
-    return _Plan(
-        native,
-        num_topk,
-        (num_local, capacity, hidden),
-        torch.bfloat16 if fp8 is None else torch.float8_e4m3fn,
-        None if fp8 is None else (num_local, capacity, num_words),
-        (num_words * capacity, 1, capacity),
-        torch.int32 if fp8 is not None and fp8.ue8m0 else torch.float32,
-        native.num_ints,
-    )
-
-
-def _scale_format(fp8: Fp8Format | None) -> _cuda.ScaleFormat:
-    if fp8 is None:
-        return _cuda.ScaleFormat.NONE
-    if fp8.ue8m0:
-        return _cuda.ScaleFormat.UE8M0
-    return _cuda.ScaleFormat.POWER_OF_TWO if fp8.round_scale else _cuda.ScaleFormat.FLOAT
+    packed = PackedLayout.of(num_experts // num_ranks, max_tokens * num_ranks, hidden, fmt)
+    return _Plan(native, num_topk, packed, native.num_ints)
 
 
 @dataclass
@@ -167,12 +143,6 @@ class _Region(NamedTuple):
         end = begin + len(self.memory.addresses) * torch.int32.itemsize
         return self.memory.local[begin:end].view(torch.int32)
 
-    def call_of(self, rank: int, buffer_idx: int) -> dict[str, int]:
-        """What a rank's last dispatch through a buffer was like, by keys of `agreement.FIELDS`."""
-        begin = buffer_idx * _cuda.low_latency_channel_bytes + _cuda.low_latency_channel_offsets["shape"]
-        words = self.memory.local[begin:].view(torch.int64)[2 * rank : 2 * rank + 2].tolist()
-        return _cuda.low_latency_call_fields(*(word >> 32 & 0xFFFFFFFF for word in words))
-
 
 def set_last_call(memory: Tensor, number: int) -> None:
     """Writes a number of calls (1 … 2³² − 1) to all that counts calls in a region, as if that call were the last.
@@ -187,7 +157,7 @@ def set_last_call(memory: Tensor, number: int) -> None:
     number -= (number >> 31) << 32  # as int32
     for channel in range(2 * _cuda.low_latency_buffers):
         words = memory[channel * size : (channel + 1) * size].view(torch.int32)
-        for name, stride in (("begun", 2), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
+        for name, stride in (("begun", 4), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
             begin = offsets[name] // torch.int32.itemsize
             words[begin : begin + stride * _cuda.max_ranks : stride] = number
         for name in ("send", "receive"):
@@ -244,14 +214,15 @@ class CudaLowLatency:
         topk_idx: Tensor,
         num_max_tokens_per_rank: int,
         num_experts: int,
-        fp8: Fp8Format | None,
+        fmt: RowFormat | None,
+        global_scale: Tensor | None,
         wait_stats: Tensor | None,
         return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         num_tokens, hidden = data.shape
-        plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fp8)
+        plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
         region, native = self._region_for(plan), plan.native
-        rows = self._empty_rows(plan)
+        rows = plan.packed.empty(self._device)
         buffers = self._dispatches
         idx = buffers.next("low_latency_dispatch")
         data = aligned(data)
@@ -261,7 +232,16 @@ class CudaLowLatency:
         sizes = num_max_tokens_per_rank, hidden, num_experts
         state = _State(plan, num_tokens, chunk, results)
         handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
-        region.send_tokens(native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, results, stream)
+        region.send_tokens(
+            native,
+            idx,
+            data.data_ptr(),
+            topk_idx.data_ptr(),
+            num_tokens,
+            address(global_scale),
+            results,
+            stream,
+        )
         buffers.note_sent()
 
         def finish() -> None:
@@ -388,24 +368,11 @@ class CudaLowLatency:
         return error
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
-        return self._other_shape(fault) if fault.tag == "shape" else as_error(fault, self._grid)
-
-    def _other_shape(self, fault: _cuda.Fault) -> ConfigError:
-        """The error for a peer whose call has another digest: what the call was like stands in the memory of this rank.
-
-        It waits for the current stream. Later calls may have written over it, and in a capture it cannot be read.
-        """
-        rank, peer = self._grid.rank, fault.peer
-        if not is_capturing(self._index):
-            for buffer_idx in range(_cuda.low_latency_buffers):
-                mine, theirs = (self._regions[-1].call_of(r, buffer_idx) for r in (rank, peer))
-                for key in FIELDS:
-                    if mine.get(key) != theirs.get(key):
-                        return disagreement(key, mine[key], rank, theirs[key], peer)
-        return ConfigError(
-            f"{fault.kernel}: the digest of num_experts, top-k, hidden, num_max_dispatch_tokens_per_rank and format is "
-            f"{fault.expected} at rank {rank} and {fault.seen} at rank {peer}; allowed: the same on every rank"
-        )
+        if fault.tag != "shape":
+            return as_error(fault, self._grid)
+        mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
+        key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
+        return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
     def raise_fault(self, known: Collection[int] = ()) -> None:
         """Raises it."""
@@ -577,11 +544,3 @@ class CudaLowLatency:
             self._regions.pop()
         self._regions.append(_Region(memory, capacity, native))
         self._dispatches, self._combines = _Buffers(), _Buffers()
-
-    def _empty_rows(self, plan: _Plan) -> Rows:
-        """Uninitialised packed rows."""
-        rows = torch.empty(plan.rows, dtype=plan.row_type, device=self._device)
-        if plan.scales is None:
-            return Rows(rows)
-        scales = torch.empty_strided(plan.scales, plan.scale_strides, dtype=plan.scale_type, device=self._device)
-        return Rows(rows, scales)

@@ -23,7 +23,7 @@ from torch import Tensor
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
-from hybrid_ep.core.quantize import Fp8Format
+from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import (
     Combined,
@@ -318,11 +318,14 @@ class TorchEngine(Engine):
         *,
         num_max_tokens_per_rank: int,
         num_experts: int,
-        fp8: Fp8Format | None,
+        fmt: RowFormat | None,
+        global_scale: Tensor | None,
         wait_stats: Tensor | None,
         return_recv_hook: bool,
     ) -> LowLatencyDispatched:
-        sent = self._low_latency.dispatch(data, topk_idx, num_max_tokens_per_rank, num_experts, fp8, wait_stats)
+        sent = self._low_latency.dispatch(
+            data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats
+        )
         return sent._replace(finish=functools.partial(self._receive, sent.finish))
 
     @one_at_a_time

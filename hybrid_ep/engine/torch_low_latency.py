@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core.layout import compute_layout, permutation_by_expert
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, SCALES_PER_WORD, Fp8Format, cast_to_fp8
-from hybrid_ep.engine.agreement import dtype_code
+from hybrid_ep.core.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
+from hybrid_ep.engine.agreement import dtype_code, format_code
 from hybrid_ep.engine.base import (
     NO_SUMS,
     SEND_TIMEOUT_DIVISOR,
@@ -27,6 +27,7 @@ from hybrid_ep.engine.base import (
 )
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
+from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
 
@@ -65,13 +66,15 @@ class TorchLowLatency:
         topk_idx: Tensor,
         num_max_tokens_per_rank: int,
         num_experts: int,
-        fp8: Fp8Format | None,
+        fmt: RowFormat | None,
+        global_scale: Tensor | None,
         wait_stats: Tensor | None,
     ) -> LowLatencyDispatched:
         exchange, grid = self._exchange, self._exchange.grid
         num_local, capacity = num_experts // grid.num_ranks, num_max_tokens_per_rank * grid.num_ranks
         hidden, device = data.shape[1], data.device
-        packed = _empty_packed(num_local, capacity, hidden, fp8, device)
+        layout_of_rows = PackedLayout.of(num_local, capacity, hidden, fmt)
+        packed = layout_of_rows.empty(device)
         count = torch.zeros(num_local, dtype=torch.int32, device=device)
         src_info = torch.full((num_local, capacity), -1, dtype=torch.int32, device=device)
         layout_range = torch.zeros(num_local, grid.num_ranks, dtype=torch.int64, device=device)
@@ -81,12 +84,12 @@ class TorchLowLatency:
         handle = LowLatencyHandle(src_info, layout_range, *sizes, grid, count, state)
 
         def finish() -> None:
-            rows = Rows(*cast_to_fp8(data, fp8)) if fp8 is not None else Rows(data)
+            rows = _quantised(data, fmt, global_scale)
             token = torch.arange(data.shape[0], dtype=torch.int32, device=device).unsqueeze(1)
             columns = [rows.data, topk_idx.to(torch.int32), token]
             if rows.scales is not None:
                 columns.append(rows.scales)
-            fmt = RecordFormat.of(columns)
+            record = RecordFormat.of(columns)
             ranks = state.ranks = exchange.active(range(grid.num_ranks))
             same = {
                 "num_experts": num_experts,
@@ -95,14 +98,18 @@ class TorchLowLatency:
                 "dtype": dtype_code(rows.data.dtype),
                 "max_tokens": num_max_tokens_per_rank,
                 "masked": exchange.mask_bits(),
+                "scale_format": format_code(fmt),
             }
+            if global_scale is not None:
+                # As the kernels tell it: the upper half of its bits.
+                same["global_scale"] = int(global_scale.view(torch.int32)) >> 16 & 0xFFFF
             if rows.scales is not None:
                 same |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}
             exchange.begin("low_latency_dispatch", ranks, device, same, call_number=call, wait_stats=wait_stats)
             layout = compute_layout(topk_idx, num_experts, grid.num_ranks, grid.num_ranks_per_domain)
             goes = layout.is_token_in_rank[:, ranks]
             hop = Hop.plan(exchange, "between ranks", ranks, goes)
-            arrived = fmt.unpack(hop.forward(exchange, fmt.pack(columns), wait_stats))
+            arrived = record.unpack(hop.forward(exchange, record.pack(columns), wait_stats))
 
             # Rows arrived by source rank, then token; each has a place for every column that names a local expert.
             local = arrived[1].to(torch.int64) - grid.rank * num_local
@@ -120,9 +127,9 @@ class TorchLowLatency:
             begin = count.cumsum(0) - count
             expert = torch.repeat_interleave(torch.arange(num_local, device=device), count)
             place = torch.arange(expert.numel(), device=device) - begin[expert]
-            for target, column in zip(packed, (arrived[0], *arrived[3:]), strict=False):
-                if target is not None:
-                    _as_storable(target)[expert, place] = _as_storable(column)[copies.row]
+            _as_storable(packed.data)[expert, place] = _as_storable(arrived[0])[copies.row]
+            if packed.scales is not None:
+                layout_of_rows.store_scales(packed.scales, expert, place, arrived[3][copies.row])
             src_info[expert, place] = arrived[2][copies.row, 0]
             sources = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(hop.recv_counts)).to(device)
             counts = torch.zeros_like(layout_range)
@@ -240,18 +247,14 @@ def _sum_rows_of(rows: Tensor, weights: Tensor, is_there: Tensor) -> tuple[Tenso
     return rows, torch.where(is_first, 1.0, torch.where(is_sum, 0.0, weights))
 
 
-def _empty_packed(num_local: int, capacity: int, hidden: int, fp8: Fp8Format | None, device: torch.device) -> Rows:
-    """Uninitialised packed rows; scales are strided column-major, as TMA wants them."""
-    if fp8 is None:
-        return Rows(torch.empty(num_local, capacity, hidden, dtype=torch.bfloat16, device=device))
-    data = torch.empty(num_local, capacity, hidden, dtype=torch.float8_e4m3fn, device=device)
-    num_scales = hidden // CHANNELS_PER_SCALE
-    if fp8.ue8m0:
-        words = -(-num_scales // SCALES_PER_WORD)
-        scales = torch.empty(num_local, words, capacity, dtype=torch.int32, device=device)
-    else:
-        scales = torch.empty(num_local, num_scales, capacity, dtype=torch.float32, device=device)
-    return Rows(data, scales.transpose(1, 2))
+def _quantised(data: Tensor, fmt: RowFormat | None, global_scale: Tensor | None) -> Rows:
+    """Rows as they travel; scales in words of 4 bytes."""
+    if fmt is None:
+        return Rows(data)
+    if isinstance(fmt, Nvfp4Format):
+        rows, scales, _ = cast_to_nvfp4(data, global_scale, fmt)
+        return Rows(rows, scales.view(torch.int32))
+    return Rows(*cast_to_fp8(data, fmt))
 
 
 def _as_storable(tensor: Tensor) -> Tensor:

@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
+from hybrid_ep.core.quantize import (
+    Fp8Format,
+    Nvfp4Format,
+    RowFormat,
+    block_scales_of,
+    cast_to_fp8,
+    cast_to_nvfp4,
+)
 from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError
 from hybrid_ep.testing.reference import Copy
@@ -39,12 +46,31 @@ __all__ = [
     "check_unreceived",
 ]
 
-FORMATS: dict[str, Fp8Format | None] = {
+FORMATS: dict[str, RowFormat | None] = {
     "bf16": None,
     "fp8": Fp8Format(),
     "fp8_rounded": Fp8Format(round_scale=True),
     "fp8_ue8m0": Fp8Format(round_scale=True, ue8m0=True),
+    "nvfp4": Nvfp4Format(),
+    "nvfp4_ue8m0": Nvfp4Format(ue8m0=True),
 }
+GLOBAL_SCALE = torch.tensor([390.5])
+
+
+def arguments_of(fmt: RowFormat | None, device: str) -> dict[str, object]:
+    """Arguments of `low_latency_dispatch`."""
+    if isinstance(fmt, Nvfp4Format):
+        return {"use_nvfp4": True, "use_ue8m0_for_sf": fmt.ue8m0, "x_global_scale": GLOBAL_SCALE.to(device)}
+    if fmt is None:
+        return {"use_fp8": False}
+    return {"use_fp8": True, "round_scale": fmt.round_scale, "use_ue8m0": fmt.ue8m0}
+
+
+def quantised(x: Tensor, fmt: RowFormat | None) -> Tensor | tuple[Tensor, Tensor]:
+    """``[T, H]`` as it arrives."""
+    if fmt is None:
+        return x
+    return cast_to_nvfp4(x, GLOBAL_SCALE, fmt)[:2] if isinstance(fmt, Nvfp4Format) else cast_to_fp8(x, fmt)
 
 
 def expert_copies(case: Case, rank: int) -> list[list[Copy]]:
@@ -93,7 +119,7 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
     """Dispatch and combine, at once, with hooks and asynchronously, with statistics and the caller's buffers."""
     rank, fmt = dist.get_rank(), FORMATS[format_name]
     inputs = on(device, case.inputs(rank))
-    sent = [case.inputs(r).x if fmt is None else cast_to_fp8(case.inputs(r).x, fmt) for r in range(case.num_ranks)]
+    sent = [quantised(case.inputs(r).x, fmt) for r in range(case.num_ranks)]
     copies = expert_copies(case, rank)
     num_tokens, capacity = case.max_tokens, case.max_tokens * case.num_ranks
     stats = torch.ones(len(copies), dtype=torch.int32, device=device)
@@ -107,9 +133,7 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
                 case.num_experts,
                 cumulative_local_expert_recv_stats=stats,
                 dispatch_wait_recv_cost_stats=waited,
-                use_fp8=fmt is not None,
-                round_scale=fmt is not None and fmt.round_scale,
-                use_ue8m0=fmt is not None and fmt.ue8m0,
+                **arguments_of(fmt, device),
                 async_finish=async_finish,
                 return_recv_hook=hooked,
             )
@@ -148,7 +172,11 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
 def _check_packed(case: Case, copies: list[list[Copy]], sent: list, received: object, handle: tuple) -> None:
     """Rows, scales, source indices and ranges of every local expert."""
     data, scales = received if isinstance(received, tuple) else (received, None)
-    if scales is not None:
+    if data.dtype == torch.uint8:  # NVFP4
+        assert scales.permute(5, 2, 4, 0, 1, 3).is_contiguous()
+        data, scales = data.permute(2, 0, 1), block_scales_of(scales).view(torch.uint8)
+        assert data.is_contiguous()
+    elif scales is not None:
         assert scales.stride(-2) == 1, f"scales have strides {scales.stride()}, expected column-major"
     for e, rows in enumerate(copies):
         for place, c in enumerate(rows):
@@ -156,8 +184,10 @@ def _check_packed(case: Case, copies: list[list[Copy]], sent: list, received: ob
             want = source[0] if isinstance(source, tuple) else source
             as_bytes = data[e, place].view(torch.uint8).cpu(), want[c.token].view(torch.uint8)
             assert torch.equal(*as_bytes), f"expert {e}, row {place}: not that of {c}"
-            if scales is not None:
-                assert torch.equal(scales[e, place].cpu(), source[1][c.token]), f"expert {e}, row {place}: scales"
+            if scales is not None and isinstance(source, tuple):
+                want = source[1][c.token]
+                want = want.view(torch.uint8) if scales.dtype == torch.uint8 else want
+                assert torch.equal(scales[e, place].cpu(), want), f"expert {e}, row {place}: scales"
         tokens = torch.tensor([c.token for c in rows], dtype=torch.int32)
         equal(handle[0][e, : len(rows)], tokens, "handle[0]")
         for src in range(case.num_ranks):

@@ -18,6 +18,7 @@ from tests.battery.normal import dispatch, equal, make_buffer, on
 __all__ = [
     "check_calls_in_turn",
     "check_other_calls",
+    "check_other_global_scales",
     "check_other_low_latency_calls",
     "check_refused_calls_leave_nothing_to_do",
 ]
@@ -136,6 +137,41 @@ def check_other_low_latency_calls(device: str = "cpu") -> None:
             assert told[0].startswith(f"{name} is ")
             assert "allowed: the same on every rank" in told[0]
         assert call(32, _CASE.num_experts) == want
+
+
+def check_other_global_scales(device: str = "cpu") -> None:
+    """NVFP4 rows with other global scales, and with other formats of block scales, at one rank."""
+    rank = dist.get_rank()
+    inputs = on(device, _CASE.inputs(rank))
+    is_last = rank == dist.get_world_size() - 1
+    with make_buffer(_CASE, low_latency_mode=True) as buffer:
+
+        def call(scale: float, ue8m0: bool = False) -> list[int]:
+            _, count, *_ = buffer.low_latency_dispatch(
+                inputs.x,
+                inputs.topk_idx,
+                _CASE.max_tokens,
+                _CASE.num_experts,
+                x_global_scale=torch.tensor([scale], device=device),
+                use_nvfp4=True,
+                use_ue8m0_for_sf=ue8m0,
+            )
+            counts: list[int] = count.tolist()
+            return counts
+
+        want = call(400.0)
+        for other, name in (((300.0, False), "x_global_scale is about "), ((400.0, True), "format of the rows is ")):
+            told = []
+            for arguments in [other if is_last else (400.0, False)] + [(400.0, False)] * 2:
+                try:
+                    call(*arguments)
+                except hybrid_ep.ConfigError as error:
+                    told.append(str(error))
+                dist.barrier()
+            assert len(told) == 1, told
+            assert told[0].startswith(name)
+            assert "allowed: the same on every rank" in told[0]
+        assert call(400.0) == want
 
 
 def check_calls_in_turn(device: str = "cpu") -> None:

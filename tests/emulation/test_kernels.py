@@ -90,9 +90,12 @@ def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("case_id", "format_name"),
-    [("hidden_640", "fp8"), ("hidden_640", "fp8_rounded"), ("hidden_640", "fp8_ue8m0"), ("hidden_16384", "fp8_ue8m0")],
+    [
+        *(("hidden_640", name) for name in ("fp8", "fp8_rounded", "fp8_ue8m0", "nvfp4", "nvfp4_ue8m0")),
+        *(("hidden_16384", name) for name in ("fp8_ue8m0", "nvfp4")),
+    ],
 )
-def test_low_latency_fp8(run_emulated: RunEmulated, case_id: str, format_name: str) -> None:
+def test_low_latency_quantised(run_emulated: RunEmulated, case_id: str, format_name: str) -> None:
     case = next(case for case in _LOW_LATENCY_CASES if case.id == case_id)
     run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
 
@@ -141,7 +144,13 @@ def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", ["check_other_calls", "check_other_low_latency_calls", "check_refused_calls_leave_nothing_to_do"]
+    "check",
+    [
+        "check_other_calls",
+        "check_other_low_latency_calls",
+        "check_other_global_scales",
+        "check_refused_calls_leave_nothing_to_do",
+    ],
 )
 def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.other_calls.{check}")

@@ -125,11 +125,39 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     ),
     "dispatch: two NVFP4 global scales": (
         lambda b: b.dispatch((*cast_to_nvfp4(X)[:2], torch.ones(2)), **layout_of(b)),
-        "elements of global scale of x is 2; allowed: 1",
+        r"global scale of x.shape is \[2\]; allowed: \[1\]",
     ),
     "dispatch: NVFP4 global scale of zero": (
         lambda b: b.dispatch((*cast_to_nvfp4(X)[:2], torch.zeros(1)), **layout_of(b)),
         "global scale of x is 0.0; allowed: a positive, finite number",
+    ),
+    "low latency: NVFP4 hidden": (
+        lambda b: b.low_latency_dispatch(X[:, :96], TOPK, 8, E, use_nvfp4=True, x_global_scale=torch.ones(1)),
+        "hidden of x is 96; allowed: with NVFP4: multiples of 64",
+    ),
+    "low latency: no global scale": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=True),
+        "x_global_scale is None; allowed: one float32 with use_nvfp4",
+    ),
+    "low latency: a number as global scale": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=True, x_global_scale=1.0),  # type: ignore[arg-type]
+        "x_global_scale is float; allowed: a torch.Tensor",
+    ),
+    "low latency: an infinite global scale": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=True, x_global_scale=torch.tensor(torch.inf)),
+        "x_global_scale is inf; allowed: a positive, finite number",
+    ),
+    "low latency: a global scale of nothing": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, x_global_scale=torch.ones(1)),
+        "x_global_scale is given; allowed: None without use_nvfp4",
+    ),
+    "low latency: use_nvfp4": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=1),  # type: ignore[arg-type]
+        "use_nvfp4 is 1; allowed: True or False",
+    ),
+    "low latency: weights to dispatch": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, topk_weights=WEIGHTS[:, :1]),
+        r"topk_weights.shape is \[6, 1\]; allowed: \[6, 2\]",
     ),
     "dispatch: a tuple of one": (lambda b: b.dispatch((X,), **layout_of(b)), "x is a tuple of 1; allowed: .*scales"),  # type: ignore[arg-type]
     "dispatch: scales of no tensor": (

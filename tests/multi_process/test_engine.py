@@ -30,7 +30,14 @@ def test_two_buffers(run_ranks: RunRanks) -> None:
     run_ranks(4, normal.check_two_buffers, Case("two_buffers", 4, 20))
 
 
-@pytest.mark.parametrize("check", [other_calls.check_other_calls, other_calls.check_other_low_latency_calls])
+@pytest.mark.parametrize(
+    "check",
+    [
+        other_calls.check_other_calls,
+        other_calls.check_other_low_latency_calls,
+        other_calls.check_other_global_scales,
+    ],
+)
 def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: Callable[[], None]) -> None:
     run_ranks(2, check)
 

@@ -137,7 +137,7 @@ def test_the_size_hint_of_low_latency_calls_suffices(
 def test_the_most_tokens_of_a_low_latency_call() -> None:
     from hybrid_ep.engine.cuda_low_latency import _plan
 
-    assert _plan(2, 8, 4, 128, 65535, None).rows == (4, 131070, 128)
+    assert _plan(2, 8, 4, 128, 65535, None).packed.rows == (4, 131070, 128)
     with pytest.raises(ConfigError, match=r"per_rank is 65536; allowed .*: ≤ 65535"):
         _plan(2, 8, 4, 128, 65536, None)
 

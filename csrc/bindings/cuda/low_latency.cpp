@@ -39,8 +39,7 @@ void add_low_latency(py::module_& module) {
   // each buffer, and those of combine.
   module.attr("low_latency_channel_bytes") = sizeof(LowLatencyChannel);
   py::dict offsets;
-  offsets["shape"] = offsetof(LowLatencyChannel, shape);
-  offsets["begun"] = offsetof(LowLatencyChannel, begun);
+  offsets["begun"] = offsetof(LowLatencyChannel, begun) + offsetof(LowLatencyBegun, epoch);
   offsets["sent"] = offsetof(LowLatencyChannel, sent);
   offsets["weights_epoch"] = offsetof(LowLatencyChannel, weights_epoch);
   offsets["free_epoch"] = offsetof(LowLatencyChannel, free_epoch);
@@ -49,20 +48,22 @@ void add_low_latency(py::module_& module) {
   module.attr("low_latency_channel_offsets") = offsets;
   module.def(
       "low_latency_call_fields",
-      [](uint32_t first, uint32_t second) {
-        const LowLatencyCall call{{first, second}};
+      [](int64_t words) {
+        const LowLatencyCall call{{static_cast<uint32_t>(words), static_cast<uint32_t>(words >> 32)}};
         return std::map<std::string, uint32_t>{{"num_experts", call.num_experts()},
                                                {"num_topk", call.num_topk()},
                                                {"hidden", call.hidden()},
                                                {"max_tokens", call.max_tokens()},
                                                {"scale_format", call.scale_format()}};
       },
-      py::arg("first"), py::arg("second"));
+      py::arg("words"));
   py::enum_<ScaleFormat>(module, "ScaleFormat")
       .value("NONE", ScaleFormat::kNone)
       .value("FLOAT", ScaleFormat::kFloat)
       .value("POWER_OF_TWO", ScaleFormat::kPowerOfTwo)
-      .value("UE8M0", ScaleFormat::kUe8m0);
+      .value("UE8M0", ScaleFormat::kUe8m0)
+      .value("NVFP4", ScaleFormat::kNvfp4)
+      .value("NVFP4_UE8M0", ScaleFormat::kNvfp4Ue8m0);
   py::class_<LowLatencyCapacity>(module, "LowLatencyCapacity")
       .def(
           "united_with",
@@ -91,12 +92,12 @@ void add_low_latency(py::module_& module) {
       .def(
           "send_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
-             int num_tokens, uintptr_t results, uintptr_t stream) {
+             int num_tokens, uintptr_t global_scale, uintptr_t results, uintptr_t stream) {
             self.send_tokens(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), num_tokens,
-                             pointer<int32_t>(results), stream_of(stream));
+                             pointer<float>(global_scale), pointer<int32_t>(results), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
-          py::arg("results"), py::arg("stream"))
+          py::arg("global_scale"), py::arg("results"), py::arg("stream"))
       .def(
           "receive_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t scales,

@@ -15,6 +15,7 @@
 #include "device/fp8.cuh"
 #include "device/lanes.cuh"
 #include "device/low_latency.cuh"
+#include "device/nvfp4.cuh"
 #include "device/ptx/launch.cuh"
 #include "device/row_ring.cuh"
 #include "kernels/launch.h"
@@ -41,7 +42,16 @@ constexpr int kMaxFound = 2 * kReceiveThreads;  // tokens that a CTA has found a
 // How tokens and rows are counted together: rows in the upper half of a word.
 constexpr uint32_t kFurtherRow = 1u << 16, kTokenWithRow = kFurtherRow + 1;
 static_assert(kReceiveThreads * kMaxTopk < 1 << 16);
-constexpr int kMaxScales = kMaxRowBytes / 2 / kChannelsPerScale;
+
+// How rows leave: as they are, as e4m3 or as e2m1, with scales.
+enum class Rows { kPlain, kFp8, kNvfp4 };
+template <Rows kRows>
+constexpr int kVectorsIn = kRows == Rows::kPlain ? 1
+                           : kRows == Rows::kFp8 ? 2
+                                                 : 4;  // 16 bytes, for 16 of the message
+template <Rows kRows>
+constexpr int kMaxScaleWords =
+    kMaxRowBytes / 2 / (kRows == Rows::kNvfp4 ? kChannelsPerBlock * kScalesPerWord : kChannelsPerScale);
 
 __device__ void set_column(RoutePart& part, int column, uint32_t expert) {
   const int word = RoutePart::kBits * column / 32, shift = RoutePart::kBits * column % 32;
@@ -111,16 +121,15 @@ __device__ void raise_flags(uint32_t* const* owed, int num_owed, uint32_t epoch)
   for (int i = threadIdx.x % 32; i < num_owed; i += 32) ptx::store_relaxed_system(owed[i], epoch);
 }
 
-// kQuantise: rows leave as e4m3 with scales, otherwise as they are.
-template <bool kQuantise>
+template <Rows kRows>
 __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     send_tokens_kernel(const __grid_constant__ SendTokensParams params) {
-  constexpr int kVectorsIn = kQuantise ? 2 : 1;  // 16-byte vectors that make one of the message
+  constexpr int kVectors = kVectorsIn<kRows>;
   __shared__ bool present[kMaxRanks];
   __shared__ uint32_t epoch;
   __shared__ Targets targets;
   __shared__ uint32_t* owed[kMaxOwed];
-  __shared__ uint32_t scales[kMaxScales];
+  __shared__ uint32_t scales[kMaxScaleWords<kRows>];
   ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
@@ -128,20 +137,22 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const int num_vectors = params.message.row_bytes / 16;
   const int num_words = params.message.num_scale_words;
+  float global_scale = 0;
+  if constexpr (kRows == Rows::kNvfp4) global_scale = *params.global_scale;
 
-  uint4 next[kVectorsIn], message;
+  uint4 next[kVectors], message;
   const auto load = [&](int token, int vector) {
     const auto* row =
         reinterpret_cast<const uint4*>(params.rows + static_cast<int64_t>(token) * params.shape.hidden * 2);
     const bool is_there = token < params.num_tokens && vector < num_vectors;
 #pragma unroll
-    for (int i = 0; i < kVectorsIn; ++i) {
-      next[i] = is_there ? ptx::load_streaming(row + vector * kVectorsIn + i) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < kVectors; ++i) {
+      next[i] = is_there ? ptx::load_streaming(row + vector * kVectors + i) : make_uint4(0, 0, 0, 0);
     }
   };
   // Converts the loaded vectors to what is sent, and loads those kSendThreads further. Collective over a warp.
   const auto prepare = [&](int token, int vector) {
-    if constexpr (kQuantise) {
+    if constexpr (kRows == Rows::kFp8) {
       const Fp8Scale scale = make_scale(find_amax_bits(next), params.format != ScaleFormat::kFloat);
       message = quantise(next, scale.inverse);
       const int block = vector / (kChannelsPerScale / kChannelsPerLane);
@@ -155,6 +166,15 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
         } else {
           scales[block] = __float_as_uint(scale.scale);
         }
+      }
+    } else if constexpr (kRows == Rows::kNvfp4) {
+      const bool ue8m0 = params.format == ScaleFormat::kNvfp4Ue8m0;
+      const BlockScale low = make_block_scale(find_amax_bits(next[0], next[1]), global_scale, ue8m0);
+      const BlockScale high = make_block_scale(find_amax_bits(next[2], next[3]), global_scale, ue8m0);
+      message = make_uint4(quantise_eight(next[0], low.inverse), quantise_eight(next[1], low.inverse),
+                           quantise_eight(next[2], high.inverse), quantise_eight(next[3], high.inverse));
+      if (vector < num_vectors) {
+        reinterpret_cast<uint16_t*>(scales)[vector] = static_cast<uint16_t>(high.byte << 8 | low.byte);
       }
     } else {
       message = next[0];
@@ -180,13 +200,9 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     if (blockIdx.x == 0) channel.waited_us[peer] = 0;
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     if (blockIdx.x == 0 && present[peer]) {
-      const uint32_t value = params.digest << 16 | params.num_tokens;
-      LowLatencyChannel& there = channel_of(domain, peer);
-      ptx::store_relaxed_system(&there.begun[domain.rank], static_cast<uint64_t>(value) << 32 | this_epoch);
-      for (int i = 0; i < kNumShapeWords; ++i) {
-        ptx::store_relaxed_system(&there.shape[domain.rank][i],
-                                  static_cast<uint64_t>(params.call.words[i]) << 32 | this_epoch);
-      }
+      const uint32_t tokens = (__float_as_uint(global_scale) & 0xffff0000u) | params.num_tokens;
+      ptx::store_relaxed_system(begun_of(domain, peer, domain.rank),
+                                make_uint4(tokens, params.call.words[0], params.call.words[1], this_epoch));
     }
     if (peer == 0) epoch = this_epoch;
   }
@@ -205,7 +221,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
         for (int i = 0; i < count; ++i) reinterpret_cast<uint4*>(targets.slot[i])[vector] = message;
       }
     }
-    if constexpr (kQuantise) {
+    if constexpr (kRows != Rows::kPlain) {
       if (num_vectors > kSendThreads) __syncthreads();  // for scales that were not there before
       for (int i = tid; i < count * num_words; i += kSendThreads) {
         auto* words = reinterpret_cast<uint32_t*>(targets.slot[i / num_words] + params.message.row_bytes);
@@ -226,7 +242,8 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
   finish_quietly(channel.send, epoch);
 }
 
-constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<false>, send_tokens_kernel<true>};
+constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<Rows::kPlain>, send_tokens_kernel<Rows::kFp8>,
+                                                      send_tokens_kernel<Rows::kNvfp4>};
 
 // A token of the expert that a CTA has found: its source and index, the columns of top-k that name the expert, and the
 // row of the first of them. The rows of the others follow.
@@ -274,7 +291,8 @@ __device__ void note_wait(const ReceiveTokensParams& params, int source, uint64_
 }
 
 // Copies rows and scales to the output once they have arrived, and records their source; a warp takes a segment of a
-// row at a time. Rows beyond the end of the output are dropped.
+// row at a time. Rows beyond the end of the output are dropped. kTiles: scales stand in tiles, as those of NVFP4 do.
+template <bool kTiles>
 __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, const Found* found,
                           int num_found, SegmentRing& ring) {
   const LowLatencyDomain& domain = params.domain;
@@ -320,9 +338,18 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
     const Found& row = found[item % num_found];
     const int word = item / num_found;
     const uint32_t scale = __ldcg(reinterpret_cast<const uint32_t*>(slot_of(row) + row_bytes) + word);
-    uint32_t* scales = params.scales + (static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity;
     int place = row.place;
-    for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1) scales[place++] = scale;
+    if constexpr (kTiles) {
+      const int num_tiles = (capacity + kRowsPerTile - 1) / kRowsPerTile;
+      uint32_t* scales = params.scales + static_cast<int64_t>(blockIdx.y) * num_tiles * num_words * kRowsPerTile;
+      for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1, ++place) {
+        scales[(place / kRowsPerTile * num_words + word) * kRowsPerTile + place % 32 * 4 + place % kRowsPerTile / 32] =
+            scale;
+      }
+    } else {
+      uint32_t* scales = params.scales + (static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity;
+      for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1) scales[place++] = scale;
+    }
   }
   ptx::wait_for_previous_kernel();  // the send has cleared row_of
   for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
@@ -335,6 +362,9 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
   }
 }
 
+__device__ int64_t as_one(uint32_t first, uint32_t second) { return static_cast<int64_t>(second) << 32 | first; }
+
+template <bool kNvfp4>
 __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
@@ -354,17 +384,28 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   bool is_other_call = false;
   if (tid < num_ranks) {
     const uint64_t started = ptx::clock_ns();
-    uint32_t value = params.digest << 16;  // of a rank that is left out: no tokens
-    wait_until_begun(domain, waiter, epoch, tid, &value);
+    const LowLatencyCall& call = params.call;
+    uint4 begun = make_uint4(0, call.words[0], call.words[1], 0);  // of a rank that is left out: no tokens
+    wait_until_begun(domain, waiter, epoch, tid, &begun);
     if (params.wait_stats != nullptr && is_first_cta) {
       atomicAdd(wait_stats_of(params, tid), (ptx::clock_ns() - started) / 1000);
     }
-    num_tokens[tid] = min(value & 0xffffu, static_cast<uint32_t>(max_tokens));
-    const uint32_t digest = value >> 16;
-    is_other_call = digest != params.digest;
+    num_tokens[tid] = min(begun.x & 0xffffu, static_cast<uint32_t>(max_tokens));
+    is_other_call = begun.y != call.words[0] || begun.z != call.words[1];
     if (is_other_call && is_first_cta) {
       report_other_call(domain.fault, KernelName::kLowLatencyDispatch, CallField::kShape, domain.rank, tid,
-                        params.digest, digest);
+                        as_one(call.words[0], call.words[1]), as_one(begun.y, begun.z));
+    }
+    if constexpr (kNvfp4) {
+      uint4 own = begun;
+      wait_until_begun(domain, waiter, epoch, domain.rank, &own);
+      const uint32_t mine = own.x >> 16;
+      const bool is_other_scale = begun.w == epoch && begun.x >> 16 != mine;
+      if (is_other_scale && is_first_cta) {
+        report_other_call(domain.fault, KernelName::kLowLatencyDispatch, CallField::kGlobalScale, domain.rank, tid,
+                          mine, begun.x >> 16);
+      }
+      is_other_call = is_other_call || is_other_scale;
     }
   }
   // If ranks' calls differ nothing is used, because rows of one may overwrite routes of another.
@@ -411,7 +452,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     num_rows += count_here / kFurtherRow;
     __syncthreads();
     if (first_pair + kReceiveThreads < num_pairs && num_found + kReceiveThreads <= kMaxFound) continue;
-    copy_rows(params, waiter, epoch, found, num_found, ring);
+    copy_rows<kNvfp4>(params, waiter, epoch, found, num_found, ring);
     num_found = 0;
     __syncthreads();
   }
@@ -435,17 +476,24 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   finish_quietly(channel_of(domain, domain.rank).receive, epoch);
 }
 
+constexpr void (*kReceiveKernels[])(ReceiveTokensParams) = {receive_tokens_kernel<false>, receive_tokens_kernel<true>};
+
 }  // namespace
 
 void prepare_low_latency_dispatch() {
   for (const auto kernel : kSendKernels) prefer_shared_memory(kernel);
-  prefer_shared_memory(receive_tokens_kernel);
-  allow_shared_memory(receive_tokens_kernel);
+  for (const auto kernel : kReceiveKernels) {
+    prefer_shared_memory(kernel);
+    allow_shared_memory(kernel);
+  }
 }
 
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream) {
   const int num_ctas = std::clamp(params.num_tokens, 1, kSendCtasPerSm * num_device_sms);
-  const auto kernel = kSendKernels[params.format != ScaleFormat::kNone];
+  const Rows rows = params.format == ScaleFormat::kNone ? Rows::kPlain
+                    : is_nvfp4(params.format)           ? Rows::kNvfp4
+                                                        : Rows::kFp8;
+  const auto kernel = kSendKernels[static_cast<int>(rows)];
   launch_kernel(LaunchKind::kPlain, kernel, params, num_ctas, kSendThreads, 0, stream);
 }
 
@@ -453,7 +501,8 @@ void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms
                            cudaStream_t stream) {
   const int num_local_experts = params.shape.num_experts / params.domain.num_ranks;
   const int num_shares = std::max(1, kReceiveCtasPerSm * num_device_sms / num_local_experts);
-  launch_kernel(follows_send ? LaunchKind::kEarly : LaunchKind::kPlain, receive_tokens_kernel, params,
+  const auto kernel = kReceiveKernels[is_nvfp4(params.format)];
+  launch_kernel(follows_send ? LaunchKind::kEarly : LaunchKind::kPlain, kernel, params,
                 dim3(num_shares, num_local_experts), kReceiveThreads, kCopyRingBytes, stream);
 }
 

@@ -21,15 +21,16 @@ struct SendTokensParams {
   int32_t* num_too_many;    // [1] likewise, 0
   int num_tokens;
   LowLatencyCall call;
-  uint32_t digest;  // of the call
+  const float* global_scale;  // of NVFP4 rows, or nullptr
 };
 
 struct ReceiveTokensParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
   LowLatencyMessage message;
+  ScaleFormat format;
   uint8_t* rows;          // [LE, M×R, row_bytes]
-  uint32_t* scales;       // [LE, W, M×R] or nullptr
+  uint32_t* scales;       // [LE, W, M×R], of NVFP4 rows [LE, ceil(M×R / 128), W, 32, 4], or nullptr
   int32_t* count;         // [LE]
   int32_t* src_info;      // [LE, M×R] source token
   int64_t* layout_range;  // [LE, R] (begin << 32) | count
@@ -37,7 +38,7 @@ struct ReceiveTokensParams {
   int32_t* num_received;  // [R] tokens of each source
   int32_t* num_too_many;  // [1] rows of the expert that has more than there is room for, if one has
   int64_t* wait_stats;    // [R] or nullptr
-  uint32_t digest;        // of the call
+  LowLatencyCall call;
 };
 
 struct ReturnRowsParams {

@@ -1,4 +1,4 @@
-// The conversion to e4m3 of csrc/device/fp8.cuh.
+// The conversions to e4m3 of csrc/device.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -16,6 +16,9 @@ inline uint8_t round_to_e4m3(float value) {
   const int scale = std::max(exponent - 1, -6) - 3;  // of the last of three bits
   const auto steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -scale)));
   return sign | static_cast<uint8_t>(steps + ((scale + 9) << 3));
+}
+inline uint8_t __nv_cvt_float_to_fp8(float value, __nv_saturation_t, __nv_fp8_interpretation_t) {
+  return round_to_e4m3(value);
 }
 inline uint16_t __nv_cvt_float2_to_fp8x2(float2 value, __nv_saturation_t, __nv_fp8_interpretation_t) {
   return static_cast<uint16_t>(round_to_e4m3(value.x) | round_to_e4m3(value.y) << 8);

@@ -1,0 +1,74 @@
+"""How the rows of a low-latency dispatch stand at their experts: by local expert, scales as matrix units load them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.core.quantize import (
+    CHANNELS_PER_BLOCK,
+    CHANNELS_PER_SCALE,
+    SCALES_PER_WORD,
+    Nvfp4Format,
+    RowFormat,
+)
+from hybrid_ep.engine.base import Rows
+
+__all__ = ["PackedLayout"]
+
+_ROWS_PER_TILE, _LANES_PER_TILE = 128, 32
+
+
+class PackedLayout(NamedTuple):
+    """Shapes and strides of packed rows and of their scales; C = M×R rows of an expert.
+
+    Attributes:
+        rows, row_type: ``[LE, C, H]``, of NVFP4 ``[LE, C, H/2]``.
+        scales, scale_strides, scale_type: ``[LE, C, W]``, column-major. Of NVFP4 ``[LE, ceil(C/128), W, 32, 4, 4]``:
+            row r of a tile of 128 rows and four blocks stands at ``[r % 32, r // 32]``. None of bf16.
+    """
+
+    rows: tuple[int, int, int]
+    row_type: torch.dtype
+    scales: tuple[int, ...] | None = None
+    scale_strides: tuple[int, ...] = ()
+    scale_type: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, num_local: int, capacity: int, hidden: int, fmt: RowFormat | None) -> PackedLayout:
+        if fmt is None:
+            return cls((num_local, capacity, hidden), torch.bfloat16)
+        if isinstance(fmt, Nvfp4Format):
+            tiles, words = -(-capacity // _ROWS_PER_TILE), hidden // CHANNELS_PER_BLOCK // SCALES_PER_WORD
+            scales = num_local, tiles, words, _LANES_PER_TILE, _ROWS_PER_TILE // _LANES_PER_TILE, SCALES_PER_WORD
+            strides = tuple(torch.empty(scales, device="meta").stride())
+            scale_type = torch.int8 if fmt.ue8m0 else torch.float8_e4m3fn
+            return cls((num_local, capacity, hidden // 2), torch.uint8, scales, strides, scale_type)
+        words = hidden // CHANNELS_PER_SCALE
+        if fmt.ue8m0:
+            words = -(-words // SCALES_PER_WORD)
+        return cls(
+            (num_local, capacity, hidden),
+            torch.float8_e4m3fn,
+            (num_local, capacity, words),
+            (words * capacity, 1, capacity),
+            torch.int32 if fmt.ue8m0 else torch.float32,
+        )
+
+    def empty(self, device: torch.device) -> Rows:
+        """Uninitialised rows."""
+        rows = torch.empty(self.rows, dtype=self.row_type, device=device)
+        if self.scales is None:
+            return Rows(rows)
+        return Rows(rows, torch.empty_strided(self.scales, self.scale_strides, dtype=self.scale_type, device=device))
+
+    def store_scales(self, scales: Tensor, expert: Tensor, place: Tensor, values: Tensor) -> None:
+        """Writes scales, `values` ``[n, W]`` of 4 bytes, to the places ``[n]`` of experts ``[n]``."""
+        if len(scales.shape) == 3:
+            scales[expert, place] = values.view(scales.dtype)
+            return
+        tile, row = place // _ROWS_PER_TILE, place % _ROWS_PER_TILE
+        words = scales.view(torch.int32).squeeze(-1)
+        words[expert, tile, :, row % _LANES_PER_TILE, row // _LANES_PER_TILE] = values.view(torch.int32)
