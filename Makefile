@@ -9,7 +9,7 @@ ARCH ?= $(shell uname -m)
 export HYBRID_EP_STRICT ?= $(if $(filter true,$(CI)),on,off)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-consumers lint type format wheel image image-test test-bare test-gpu bench docs validate clean
+.PHONY: help setup demo test test-fast test-all test-consumers lint type format wheel image image-test image-scan test-bare test-gpu bench docs validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ image: ## Build a container image: TARGET=cpu|runtime|build|test, PLATFORM=linux
 
 image-test: ## Build the images of both architectures and run them; takes long
 	ci/image_test.sh
+
+image-scan: ## Look for Debian's fixes and PyPI's advisories for what IMAGE contains; default: cpu, which make image built
+	PYTHON="$(PYTHON)" ENGINE="$(ENGINE)" ci/image_scan.sh $(IMAGE)
 
 test-bare: ## Run the first two commands in an empty Debian: MODE=short|full AS=root|user; needs root, full takes long
 	ci/bare_root_test.sh $(or $(MODE),short) $(or $(AS),root)

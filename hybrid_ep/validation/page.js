@@ -255,7 +255,7 @@
   const WIDTH = 640; // px at most
   const FEWEST_BLOCKS = 48; // to a side
   const MOST_NAMED = 16; // hosts whose figures fit into the picture
-  const TICKS = 8; // names along each axis, where there are more hosts
+  const TICK = 80; // px from one name along an axis to the next, where there are more hosts
   let heat = null;
 
   function cells(pairs) {
@@ -303,10 +303,11 @@
     const font = "13px system-ui, sans-serif";
     paint.font = font;
     const nameOf = (index) => data.nodes[involved[Math.min(index * block, involved.length - 1)]].name;
-    const every = named ? 1 : Math.ceil(size / TICKS); // cells from one label to the next
+    const most = Math.min(WIDTH, canvas.parentElement.clientWidth); // a picture that is shrunk has names too small to read
+    const every = named ? 1 : Math.ceil(size / Math.floor(most / TICK)); // cells from one label to the next
     const ticks = Array.from({ length: Math.ceil(size / every) }, (_, tick) => tick * every);
     const margin = Math.min(150, 14 + Math.max(...ticks.map((index) => paint.measureText(nameOf(index)).width)));
-    const room = Math.floor((WIDTH - margin) / size);
+    const room = Math.floor((most - margin) / size);
     const step = named ? Math.max(38, Math.min(72, room)) : Math.max(1, room);
     const sharp = Math.max(1, window.devicePixelRatio || 1);
     const width = margin + step * size, height = step * size + 26;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -241,6 +242,55 @@ def test_packages_of_a_root_are_listed(tmp_path: Path) -> None:
     (entry,) = document["packages"]
     assert entry["externalRefs"][0]["referenceLocator"].startswith("pkg:pypi/torch@2.")
     assert document["relationships"][0]["relatedSpdxElement"] == entry["SPDXID"]
+
+
+def test_scan_judges_what_an_sbom_lists(tmp_path: Path) -> None:
+    """ci/image/scan.py with lists of apt and a pip-audit of our own: what nobody answered for is never sound."""
+    spec = importlib.util.spec_from_file_location("scan", ROOT / "ci" / "image" / "scan.py")
+    assert spec is not None
+    assert spec.loader is not None
+    scan = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scan)
+    lists = [
+        "Package: tini\nVersion: 1:0.19-1\n",
+        "Package: tini\nVersion: 1:0.19-1+deb12u1\n\nPackage: zlib\nVersion: 1\n",
+    ]
+    assert scan.scan_debian({"tini": "1:0.19-1", "zlib": "1"}, lists) == (
+        ["tini 1:0.19-1: Debian has 1:0.19-1+deb12u1"],
+        [],
+    )
+    assert scan.scan_debian({"tini": "1:0.19-2", "gone": "1"}, lists) == ([], ["gone: not in apt's lists"])
+    assert scan.scan_debian({"tini": "1"}, []) == ([], ["1 Debian packages: apt has no lists of their release here"])
+    vulns = [{"id": "PYSEC-1", "fix_versions": ["2.0"]}]
+    answers = [
+        {"name": "jinja2", "version": "1.0", "vulns": vulns},
+        {"name": "rich", "skip_reason": "not found on PyPI: rich (15)"},
+        {"name": "click", "version": "8", "vulns": []},
+    ]
+    program = tmp_path / "pip-audit"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps({'dependencies': answers})}\nEND\nexit 1\n")
+    program.chmod(0o755)
+    sbom = tmp_path / "sbom.json"
+
+    def scanned(*urls: str) -> subprocess.CompletedProcess[str]:
+        references = [{"externalRefs": [{"referenceLocator": url}]} for url in urls]
+        sbom.write_text(json.dumps({"packages": references}))
+        variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        words = [sys.executable, "ci/image/scan.py", str(sbom)]
+        return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+
+    done = scanned(
+        "pkg:pypi/jinja2@1.0", "pkg:pypi/rich@15", "pkg:pypi/hybrid-ep@0.1.0", "pkg:github/a/rdma-core@v60.1"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "FOUND jinja2 1.0: PYSEC-1, fixed in 2.0\n  unknown rich: not found on PyPI\n" in done.stdout
+    assert "not scanned: rdma-core v60.1" in done.stdout
+    answers[:2] = []
+    program.write_text(f"#!/bin/sh\necho '{json.dumps({'dependencies': answers})}'\n")
+    assert scanned("pkg:pypi/click@8").returncode == 0
+    program.write_text("#!/bin/sh\necho no route >&2\nexit 1\n")
+    done = scanned("pkg:pypi/click@8")
+    assert (done.returncode, "pip-audit gave no answer: no route" in done.stdout) == (2, True)
 
 
 def test_overlays_name_the_image_for_their_nodes() -> None:

@@ -321,6 +321,18 @@ def test_printing_shows_the_matrix_and_hides_the_tools(
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
+def test_many_nodes_on_a_phone(chrome: Chrome, large: Path, show: Callable[[Path], Cluster]) -> None:
+    """Nothing sticks out sideways, and the heat map is drawn at the size at which it is seen."""
+    from tests.deploy.report_browser import resize
+
+    resize(chrome, 390, 844)
+    show(large)
+    assert chrome.execute_script("return document.documentElement.scrollWidth") == 390
+    drawn = float(chrome.execute_script("return parseFloat(document.getElementById('heat').style.width)"))
+    assert chrome.find_element("id", "heat").size["width"] == pytest.approx(drawn, abs=1)
+    assert 200 < drawn < 390
+
+
 def test_a_thousand_nodes(chrome: Chrome, large: Path, show: Callable[[Path], Cluster]) -> None:
     cluster = show(large)
     unfit = [node.name for node in cluster.unfit]
@@ -332,7 +344,9 @@ def test_a_thousand_nodes(chrome: Chrome, large: Path, show: Callable[[Path], Cl
     assert chrome.find_element("id", "shown").text == "1000 of 1000 nodes"
     assert "worker-0001" in _texts(chrome, "#matrix tbody th")
     chrome.execute_script("document.getElementById('matrix-scroll').scrollTop = 1e6")
+    chrome.implicitly_wait(10)  # rows are drawn after the browser has told of the scrolling
     chrome.find_element("css selector", '#matrix th[title="worker-1000"]').click()
+    chrome.implicitly_wait(0)
     assert "Every check passed." in _detail(chrome)
     assert len(chrome.find_elements("css selector", "#matrix tbody th")) < 100  # only what is in view
     chrome.find_element("id", "text").send_keys(unfit[3])
