@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from tests.battery.cases import Case
 
-__all__ = ["ROOT", "check_megatron", "check_sglang"]
+__all__ = ["ROOT", "check_megatron", "check_sglang", "check_vllm_decode", "check_vllm_prefill"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = REPOSITORY / "out" / "consumers"
@@ -170,3 +171,93 @@ def check_sglang(is_decode: bool) -> None:
         torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
     assert state.buffer is not None
     state.buffer.close()
+
+
+def _import_vllm(part: str) -> Any:
+    """One of its files for `Buffer`, with what it says of micro-batches made plain: there is one."""
+    _import_from("vllm")
+    name = "vllm.model_executor.layers.fused_moe"
+    folder = ROOT / "vllm" / "vllm" / "model_executor" / "layers" / "fused_moe"
+    if name not in sys.modules:
+        parts = ("modular_kernel", "topk_weight_and_reduce")
+        files = {f"{name}.{file}": folder / f"{file}.py" for file in parts}
+        for file in ("deepep_ht", "deepep_ll"):
+            files[f"{name}.prepare_finalize.{file}"] = folder / "prepare_finalize" / f"{file}.py"
+        files["vllm.utils.math_utils"] = ROOT / "vllm" / "vllm" / "utils" / "math_utils.py"
+        sys.meta_path.insert(0, _Stubs("vllm", files))
+    module: Any = __import__(f"{name}.prepare_finalize.{part}", fromlist=[part])
+    module.dbo_enabled = lambda: False
+    module.dbo_current_ubatch_id = lambda: 0
+    module.dbo_get_previous_event = lambda capture: None
+    sys.modules[f"{name}.modular_kernel"].PIN_MEMORY = False  # type: ignore[attr-defined]
+    return module
+
+
+def _vllm_buffer(**options: Any) -> Any:
+    import deep_ep
+
+    return deep_ep.Buffer(dist.group.WORLD, 1 << 20, 1 << 20, explicitly_destroy=True, **options)
+
+
+def check_vllm_prefill(is_async: bool) -> None:
+    """`DeepEPHTPrepareAndFinalize`: rows by source, with global experts, and combined."""
+    module = _import_vllm("deepep_ht")
+    rank, case = dist.get_rank(), _case()
+    inputs, first = case.inputs(rank), rank * case.num_experts // case.num_ranks
+    buffer = _vllm_buffer()
+    made = module.DeepEPHTPrepareAndFinalize(buffer, case.num_ranks, 1, first)
+    made.sync_dbo_comm = False  # of ROCm
+    config = SimpleNamespace(is_block_quantized=False, quant_dtype=None, a1_scale=None)
+    sent = (inputs.x, inputs.topk_weights, inputs.topk_idx, case.num_experts, None, False, config)
+    for _ in range(2):
+        prepared = made.prepare_async(*sent, defer_input_quant=True)() if is_async else made.prepare(*sent, True)
+        rows, scales, _, experts, weights = prepared
+        assert scales is None
+        here = (experts >= first) & (experts < first + case.num_experts // case.num_ranks)
+        factors = torch.where(here, weights * (experts + 1), 0.0).sum(1, keepdim=True)
+        y = (rows.float() * factors).to(rows.dtype)
+        reduce = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+        output = torch.empty_like(inputs.x)
+        back = (output, y, weights, experts, False, reduce)
+        if is_async:
+            made.finalize_async(*back)()
+        else:
+            made.finalize(*back)
+        torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    buffer.destroy()
+
+
+def check_vllm_decode(is_async: bool) -> None:
+    """`DeepEPLLPrepareAndFinalize`: rows packed by expert, with counts, and their weighted sum."""
+    module = _import_vllm("deepep_ll")
+    rank, case = dist.get_rank(), replace(_case(), hidden=2048)
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    buffer = _vllm_buffer(low_latency_mode=True, num_qps_per_rank=num_local)
+    made = module.DeepEPLLPrepareAndFinalize(buffer, case.max_tokens, case.num_ranks)
+    config = SimpleNamespace(
+        quant_dtype=None, a1_scale=None, a2_scale=None, per_act_token_quant=False, block_shape=None
+    )
+    module.moe_kernel_quantize_input = lambda x, *_: (x, None)
+    delegate = sys.modules[module.TopKWeightAndReduceDelegate.__module__].TopKWeightAndReduceDelegate()
+    sent = (inputs.x, inputs.topk_weights, inputs.topk_idx, case.num_experts, None, False, config)
+    numbers = torch.arange(rank * num_local, (rank + 1) * num_local).view(-1, 1, 1) + 1
+    for _ in range(2):
+        if is_async:
+            hook, receive = made.prepare_async(*sent)
+            hook()
+            rows, _, tokens, *_ = receive()
+        else:
+            rows, _, tokens, *_ = made.prepare(*sent)
+        counts = tokens.expert_num_tokens
+        is_row = torch.arange(rows.shape[1]) < counts.unsqueeze(1)
+        y = torch.where(is_row.unsqueeze(2), rows.float() * numbers, float("nan")).to(rows.dtype)
+        output = torch.empty_like(inputs.x)
+        back = (output, y, inputs.topk_weights, inputs.topk_idx, False, delegate)
+        if is_async:
+            hook, receive = made.finalize_async(*back)
+            hook()
+            receive()
+        else:
+            made.finalize(*back)
+        torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    buffer.destroy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.conftest import RunRanks
@@ -23,3 +25,10 @@ def test_megatron_core(run_ranks: RunRanks, backend: str) -> None:
 def test_sglang(run_ranks: RunRanks, is_decode: bool) -> None:
     _require("sglang")
     run_ranks(2, released.check_sglang, is_decode)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
+@pytest.mark.parametrize("check", [released.check_vllm_prefill, released.check_vllm_decode])
+def test_vllm(run_ranks: RunRanks, check: Callable[..., None], is_async: bool) -> None:
+    _require("vllm")
+    run_ranks(2, check, is_async)
