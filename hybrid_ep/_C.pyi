@@ -118,7 +118,6 @@ def loopback_proxy(
     *,
     layout: LinkLayout,
     windows: Sequence[int] = (),
-    words: Sequence[int] = (),
     num_fifos: int = 8,
     device: int = 0,
     cpus: Sequence[int] = (),

@@ -8,6 +8,7 @@
 #include "transport/host_writer.h"
 #include "transport/link_measure.h"
 #include "transport/loopback_link.h"
+#include "transport/mapped_link.h"
 #include "transport/proxy.h"
 #include "transport/tcp_link.h"
 #include "transport/verbs_link.h"
@@ -33,10 +34,10 @@ std::unique_ptr<Proxy> make_proxy(std::unique_ptr<Link> link, int num_fifos, int
   return std::make_unique<Proxy>(std::move(link), ProxyOptions{num_fifos, device, std::move(cpus)});
 }
 
-std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
-                                      const std::vector<uintptr_t>& words, int num_fifos, int device,
-                                      std::vector<int> cpus, const Faults& faults) {
-  return make_proxy(make_loopback_link(layout, {windows, words}), num_fifos, device, std::move(cpus), faults);
+std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows, int num_fifos,
+                                      int device, std::vector<int> cpus, const Faults& faults) {
+  auto link = windows.empty() ? make_loopback_link(layout) : make_mapped_link(layout, windows);
+  return make_proxy(std::move(link), num_fifos, device, std::move(cpus), faults);
 }
 
 std::unique_ptr<Proxy> tcp_proxy(const LinkLayout& layout, const std::string& host, int num_connections,
@@ -176,9 +177,8 @@ void add_transport(py::module_& module) {
   py::class_<Faults>(module, "Faults", py::module_local())
       .def(py::init<uint64_t, int, double>(), py::kw_only(), py::arg("seed") = 0, py::arg("max_delay_us") = 0,
            py::arg("lost_fraction") = 0.0);
-  const std::vector<uintptr_t> none;
-  module.def("loopback_proxy", &loopback_proxy, py::kw_only(), py::arg("layout"), py::arg("windows") = none,
-             py::arg("words") = none, py::arg("num_fifos") = 8, py::arg("device") = 0,
+  module.def("loopback_proxy", &loopback_proxy, py::kw_only(), py::arg("layout"),
+             py::arg("windows") = std::vector<uintptr_t>(), py::arg("num_fifos") = 8, py::arg("device") = 0,
              py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
   module.def("tcp_proxy", &tcp_proxy, py::kw_only(), py::arg("layout"), py::arg("host"), py::arg("num_connections") = 4,
              py::arg("timeout_s") = 100.0, py::arg("num_fifos") = 8, py::arg("device") = 0,

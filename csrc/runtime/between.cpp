@@ -37,6 +37,7 @@ BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid,
 BetweenDomain BetweenCommunicator::between_domain() const { return {grid_, domain_.domain(), layout_, link_}; }
 
 void BetweenCommunicator::begin_call(cudaStream_t stream) {
+  if (link_.is_mapped) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   if (status == cudaStreamCaptureStatusNone) {

@@ -14,8 +14,9 @@
 // sender's next write: bulk loads count as read once their barrier has completed. Only kernels of the GPU that owns the
 // window may read it.
 //
-// Calls. The host opens a call (Proxy::begin_call) before the kernel runs, and exactly one thread of the kernel ends it
-// (end_call) after all its other commands, also when the call has failed: the proxy sleeps when no call is open.
+// Calls. Where a proxy carries the commands out, the host opens a call (Proxy::begin_call) before the kernel runs, and
+// exactly one thread of the kernel ends it (end_call) after all its other commands, also when the call has failed: the
+// proxy sleeps when no call is open.
 #pragma once
 
 #include "transport/fifo.cuh"
@@ -23,19 +24,40 @@
 
 namespace hybrid_ep {
 
-// The link by proxy: commands through a FIFO to a thread of the host.
-class ProxyLink {
+// What stands in this rank's own memory, which is the same for every link.
+class LinkEnd {
  public:
-  // `writer` spreads the threads that give commands over the FIFOs, as the index of a CTA does.
-  __device__ ProxyLink(const LinkView& view, int writer) : view_(view), fifo_(writer % view.fifos.num_fifos) {}
-
-  // 128-byte aligned. The caller owns a send slot from the credit of its group to put_signal, and a receive slot from
-  // its flag to credit.
-  __device__ uint8_t* send_slot(int ring, int peer, int slot) const {
-    return view_.window + view_.layout.send_offset(view_.layout.domain_idx, ring, peer, slot);
-  }
+  // Owned from its flag to credit. 128-byte aligned, as every slot.
   __device__ const uint8_t* recv_slot(int ring, int peer, int slot) const {
     return view_.window + view_.layout.recv_offset(view_.layout.domain_idx, ring, peer, slot);
+  }
+
+  // Returns the flag of a receive slot. Any thread.
+  __device__ uint64_t poll(int ring, int peer, int slot) const {
+    return ptx::load_acquire_system(view_.words + view_.layout.flag_idx(view_.layout.domain_idx, ring, peer, slot));
+  }
+
+  // Returns the credit of a group of send slots. Any thread. Later writes of the calling thread to the slots are
+  // ordered after the peer's reads.
+  __device__ uint64_t poll_credit(int ring, int peer, int group) const {
+    return ptx::load_acquire_system(view_.words + view_.layout.credit_idx(view_.layout.domain_idx, ring, peer, group));
+  }
+
+ protected:
+  __device__ explicit LinkEnd(const LinkView& view) : view_(view) {}
+
+  const LinkView& view_;
+};
+
+// The link by proxy: commands through a FIFO to a thread of the host.
+class ProxyLink : public LinkEnd {
+ public:
+  // `writer` spreads the threads that give commands over the FIFOs, as the index of a CTA does.
+  __device__ ProxyLink(const LinkView& view, int writer) : LinkEnd(view), fifo_(writer % view.fifos.num_fifos) {}
+
+  // Owned from the credit of its group to put_signal.
+  __device__ uint8_t* send_slot(int ring, int peer, int slot) const {
+    return view_.window + view_.layout.send_offset(view_.layout.domain_idx, ring, peer, slot);
   }
 
   // Sends the first num_bytes of a send slot, then writes `word` to its flag at the peer; with 0 bytes the flag alone.
@@ -45,22 +67,11 @@ class ProxyLink {
     return push({CommandKind::kPut, ring, peer, slot, num_bytes, word}, give_up);
   }
 
-  // Returns the flag of a receive slot. Any thread.
-  __device__ uint64_t poll(int ring, int peer, int slot) const {
-    return ptx::load_acquire_system(view_.words + view_.layout.flag_idx(view_.layout.domain_idx, ring, peer, slot));
-  }
-
   // Tells the peer, by `word`, that slots [group, group + 1) × slots_per_credit have been read. One thread; returns as
   // put_signal does.
   template <typename GiveUp>
   __device__ bool credit(int ring, int peer, int group, uint64_t word, GiveUp&& give_up) const {
     return push({CommandKind::kCredit, ring, peer, group, 0, word}, give_up);
-  }
-
-  // Returns the credit of a group of send slots. Any thread. Later writes of the calling thread to the slots are
-  // ordered after the peer's reads.
-  __device__ uint64_t poll_credit(int ring, int peer, int group) const {
-    return ptx::load_acquire_system(view_.words + view_.layout.credit_idx(view_.layout.domain_idx, ring, peer, group));
   }
 
   // Ends the call that the host has opened. One thread of the grid, after every other command of the call.
@@ -80,8 +91,37 @@ class ProxyLink {
     return push_command(view_.fifos, fifo_, command, give_up);
   }
 
-  const LinkView& view_;
   int fifo_;
+};
+
+// The link to peers whose windows are mapped: a chunk is built in the peer's receive slot, so that a put is its flag.
+class MappedLink : public LinkEnd {
+ public:
+  __device__ MappedLink(const LinkView& view, int) : LinkEnd(view) {}
+
+  __device__ uint8_t* send_slot(int ring, int peer, int slot) const {
+    return view_.windows[peer] + view_.layout.recv_offset(peer, ring, view_.layout.domain_idx, slot);
+  }
+  template <typename GiveUp>
+  __device__ bool put_signal(int ring, int peer, int slot, uint32_t, uint64_t word, GiveUp&&) const {
+    return write(peer, view_.layout.flag_idx(peer, ring, view_.layout.domain_idx, slot), word);
+  }
+  template <typename GiveUp>
+  __device__ bool credit(int ring, int peer, int group, uint64_t word, GiveUp&&) const {
+    return write(peer, view_.layout.credit_idx(peer, ring, view_.layout.domain_idx, group), word);
+  }
+  template <typename GiveUp>
+  __device__ bool end_call(GiveUp&&) const {
+    return true;
+  }
+  __device__ bool has_failed() const { return false; }
+
+ private:
+  __device__ bool write(int peer, uint32_t idx, uint64_t word) const {
+    auto* words = reinterpret_cast<uint64_t*>(view_.windows[peer] + view_.layout.window_bytes);
+    ptx::store_release_system(words + idx, word);
+    return true;
+  }
 };
 
 }  // namespace hybrid_ep

@@ -39,6 +39,9 @@ class Link {
   // This rank's memory, zero before the first call. Kernels use it through LinkView.
   virtual uint8_t* window() const = 0;
   virtual uint64_t* words() const = 0;
+  // Where kernels write the windows of their peers themselves: those of all domains, as this GPU maps them, each with
+  // its words behind it. Then no command is given. Empty: the proxy carries out what kernels command.
+  virtual std::vector<uint8_t*> mapped_windows() const { return {}; }
   // What is used, for people: devices, kind of memory, connections.
   virtual std::string describe() const = 0;
 

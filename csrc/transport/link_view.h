@@ -14,6 +14,10 @@ struct LinkView {
   uint64_t* words;             // this rank's flags and credits; written by peers, read by kernels
   const uint32_t* has_failed;  // pinned: not 0 once the transport has lost a peer or a NIC; it says why to the host
   FifoView fifos;
+  // Peers' windows by domain, as this GPU maps them, each with its words behind it. Where is_mapped, kernels write them
+  // themselves and give no commands.
+  bool is_mapped;
+  uint8_t* windows[kMaxDomains];
 };
 
 }  // namespace hybrid_ep

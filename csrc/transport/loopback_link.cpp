@@ -7,8 +7,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "common/check.h"
-
 namespace hybrid_ep {
 namespace {
 
@@ -42,39 +40,23 @@ class SharedFile {
 
 class LoopbackLink final : public Link {
  public:
-  LoopbackLink(const LinkLayout& layout, const LoopbackMemory& memory)
-      : Link(layout), windows_(layout.num_domains), words_(layout.num_domains) {
-    if (memory.windows.empty()) {
-      const int file = memfd_create("hybrid_ep_loopback", MFD_CLOEXEC);
-      if (file < 0 || ftruncate(file, static_cast<off_t>(file_bytes())) != 0) {
-        throw LinkError(-1, std::string("loopback: memfd_create: ") + std::strerror(errno));
-      }
-      files_.resize(layout.num_domains);
-      map(layout.domain_idx, file);
-      return;
+  explicit LoopbackLink(const LinkLayout& layout) : Link(layout), files_(layout.num_domains) {
+    const int file = memfd_create("hybrid_ep_loopback", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(file_bytes())) != 0) {
+      throw LinkError(-1, std::string("loopback: memfd_create: ") + std::strerror(errno));
     }
-    const auto num = static_cast<size_t>(layout.num_domains);
-    require(memory.windows.size() == num, "number of windows", memory.windows.size(), "one for each domain");
-    require(memory.words.size() == num, "number of words", memory.words.size(), "one for each domain");
-    for (size_t i = 0; i < num; ++i) {
-      windows_[i] = reinterpret_cast<uint8_t*>(memory.windows[i]);
-      words_[i] = reinterpret_cast<uint64_t*>(memory.words[i]);
-    }
+    map(layout.domain_idx, file);
   }
 
-  uint8_t* window() const override { return windows_[layout().domain_idx]; }
-  uint64_t* words() const override { return words_[layout().domain_idx]; }
-  std::string describe() const override {
-    return std::string("loopback by ") + (queue_ ? queue_->describe() : "copies");
-  }
-
+  uint8_t* window() const override { return window_of(layout().domain_idx); }
+  uint64_t* words() const override { return words_of(layout().domain_idx); }
+  std::string describe() const override { return "loopback by memcpy"; }
   std::string address() const override {
-    if (files_.empty()) return "mapped";
     return std::to_string(getpid()) + " " + std::to_string(files_[layout().domain_idx]->file());
   }
 
   void connect(const std::vector<std::string>& addresses, double) override {
-    for (int peer = 0; peer < layout().num_domains && !files_.empty(); ++peer) {
+    for (int peer = 0; peer < layout().num_domains; ++peer) {
       if (peer == layout().domain_idx) continue;
       const std::string& address = addresses[peer];
       const size_t space = address.find(' ');
@@ -84,50 +66,38 @@ class LoopbackLink final : public Link {
       if (file < 0) throw LinkError(peer, "loopback: " + path + ": " + std::strerror(errno));
       map(peer, file);
     }
-    queue_ = make_copy_queue();
   }
 
   bool post(const Command& command) override {
     const LinkLayout& at = layout();
     const int me = at.domain_idx, peer = command.peer, ring = command.ring;
-    if (command.kind == CommandKind::kCredit) {
-      return queue_->copy(nullptr, nullptr, 0, words_[peer] + at.credit_idx(peer, ring, me, command.slot),
-                          command.word);
+    const bool is_put = command.kind == CommandKind::kPut;
+    if (is_put && command.num_bytes > 0) {
+      std::memcpy(window_of(peer) + at.recv_offset(peer, ring, me, command.slot),
+                  window() + at.send_offset(me, ring, peer, command.slot), command.num_bytes);
     }
-    return queue_->copy(windows_[peer] + at.recv_offset(peer, ring, me, command.slot),
-                        window() + at.send_offset(me, ring, peer, command.slot), command.num_bytes,
-                        words_[peer] + at.flag_idx(peer, ring, me, command.slot), command.word);
+    const uint32_t word =
+        is_put ? at.flag_idx(peer, ring, me, command.slot) : at.credit_idx(peer, ring, me, command.slot);
+    __atomic_store_n(words_of(peer) + word, command.word, __ATOMIC_RELEASE);
+    return true;
   }
 
-  bool progress() override {
-    try {
-      return queue_->progress();
-    } catch (const std::runtime_error& error) {
-      fail(-1, "loopback", error.what());
-      return false;
-    }
-  }
-  bool is_quiet() const override { return queue_->is_quiet(); }
+  bool progress() override { return false; }
+  bool is_quiet() const override { return true; }
 
  private:
   size_t file_bytes() const { return layout().window_bytes + sizeof(uint64_t) * layout().num_words; }
-
-  void map(int domain, int file) {
-    files_[domain] = std::make_unique<SharedFile>(file, file_bytes());
-    windows_[domain] = files_[domain]->memory();
-    words_[domain] = reinterpret_cast<uint64_t*>(windows_[domain] + layout().window_bytes);
+  void map(int domain, int file) { files_[domain] = std::make_unique<SharedFile>(file, file_bytes()); }
+  uint8_t* window_of(int domain) const { return files_[domain]->memory(); }
+  uint64_t* words_of(int domain) const {
+    return reinterpret_cast<uint64_t*>(window_of(domain) + layout().window_bytes);
   }
 
-  std::vector<std::unique_ptr<SharedFile>> files_;
-  std::vector<uint8_t*> windows_;
-  std::vector<uint64_t*> words_;
-  std::unique_ptr<CopyQueue> queue_;
+  std::vector<std::unique_ptr<SharedFile>> files_;  // by domain
 };
 
 }  // namespace
 
-std::unique_ptr<Link> make_loopback_link(const LinkLayout& layout, const LoopbackMemory& memory) {
-  return std::make_unique<LoopbackLink>(layout, memory);
-}
+std::unique_ptr<Link> make_loopback_link(const LinkLayout& layout) { return std::make_unique<LoopbackLink>(layout); }
 
 }  // namespace hybrid_ep

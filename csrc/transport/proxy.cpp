@@ -91,7 +91,11 @@ void Proxy::connect(const std::vector<std::string>& addresses, double timeout_s)
 
 LinkView Proxy::view() const {
   require_own_process();
-  return {link_->layout(), link_->window(), link_->words(), link_->failure().flag(), fifos_};
+  LinkView view{link_->layout(), link_->window(), link_->words(), link_->failure().flag(), fifos_, false, {}};
+  const std::vector<uint8_t*> windows = link_->mapped_windows();
+  view.is_mapped = !windows.empty();
+  std::copy(windows.begin(), windows.end(), view.windows);
+  return view;
 }
 
 void Proxy::begin_call() {

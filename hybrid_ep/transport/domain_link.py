@@ -125,9 +125,9 @@ def open_link(
         timeout_s: how long to wait for ranks here; half of it later, until a silent peer is lost.
         native: the module whose kernels use the link: ``_cuda``, or ``_C`` without kernels.
         asked: ``auto`` or a transport; None = ``HYBRID_EP_TRANSPORT``.
-        map_symmetric: allocates so many bytes of GPU memory at every rank and returns where those of `grid.peers` are
-            in this process; loopback on GPUs needs it.
-        faults: what the network does wrong, for tests.
+        map_symmetric: allocates so many bytes at every rank and returns where those of `grid.peers` are in this
+            process: then kernels write their peers' windows themselves over loopback. On GPUs it is needed.
+        faults: what the network does wrong, for tests; only where a proxy carries the chunks.
 
     Raises:
         ConfigError: the transport that was asked for cannot be used at some rank.
@@ -185,10 +185,9 @@ def _make_proxy(
         options["faults"] = faults
     num_bytes = layout.window_bytes + 8 * layout.num_words
     if name == "loopback":
-        if on_gpu:
-            assert map_symmetric is not None, "loopback on GPUs needs symmetric memory"
-            windows = list(map_symmetric(num_bytes))
-            options |= {"windows": windows, "words": [window + layout.window_bytes for window in windows]}
+        assert map_symmetric is not None or not on_gpu, "loopback on GPUs needs symmetric memory"
+        if map_symmetric is not None and faults is None:
+            options["windows"] = list(map_symmetric(num_bytes))
         return native.loopback_proxy(**options), None
     if name == "tcp":
         options |= {"host": local_address(), "num_connections": env.TCP_CONNECTIONS.get(), "timeout_s": timeout_s}

@@ -15,13 +15,20 @@ from hybrid_ep.engine.select import make_engine
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_auto", "check_in_domains", "check_link_alone"]
+__all__ = ["check_auto", "check_in_domains", "check_link_alone", "check_over"]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
     """Runs a check of tests/, as ``battery.other_calls.check_other_calls``."""
     module, name = check.rsplit(".", 1)
     with mock.patch.dict(os.environ, {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": str(num_ranks_per_domain)}):
+        getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def check_over(transport: str, check: str, *args: Any) -> None:
+    """Runs a check of tests/ over a transport."""
+    module, name = check.rsplit(".", 1)
+    with mock.patch.dict(os.environ, {"HYBRID_EP_TRANSPORT": transport, "HYBRID_EP_TCP_ADDRESS": "127.0.0.1"}):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
 
 

@@ -56,6 +56,12 @@ def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
 
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("check", ["check_round_trip", "check_cached", "check_bound"])
+def test_over_a_proxy(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    run_emulated(case.num_ranks, "emulation.domains.check_over", "tcp", f"battery.normal.{check}", case)
+
+
+@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
 @pytest.mark.parametrize("seed", range(2))
 def test_chunks_that_overtake_each_other(run_emulated: RunEmulated, case: Case, seed: int) -> None:
     check = "battery.normal.check_round_trip"
@@ -99,8 +105,10 @@ def test_auto(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.domains.check_auto")
 
 
-def test_link_alone(run_emulated: RunEmulated) -> None:
-    run_emulated(4, "emulation.domains.check_link_alone", Case("link", 4, 20, num_ranks_per_domain=2))
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_link_alone(run_emulated: RunEmulated, transport: str) -> None:
+    case = Case("link", 4, 20, num_ranks_per_domain=2)
+    run_emulated(4, "emulation.domains.check_over", transport, "emulation.domains.check_link_alone", case)
 
 
 @pytest.mark.parametrize("check", ["check_fp8", "check_nvfp4"])

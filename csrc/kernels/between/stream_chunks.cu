@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
+#include "device/ptx/bulk_copy.cuh"
 #include "device/work_index.cuh"
 #include "kernels/between/chunk_stream.cuh"
 #include "kernels/launch.h"
@@ -16,9 +17,23 @@ namespace {
 // Of a CTA.
 constexpr int kSendWarps = 2, kReceiveWarps = 2;
 constexpr int kThreads = (kSendWarps + kReceiveWarps) * 32;
+constexpr int kPieceBytes = 4096;
+
+// Writes a chunk from shared memory. Collective over the warp.
+__device__ void fill_chunk(uint8_t* chunk, uint32_t num_bytes, const uint4* piece) {
+  for (uint32_t offset = threadIdx.x % 32 * kPieceBytes; offset < num_bytes; offset += 32 * kPieceBytes) {
+    ptx::bulk_store(chunk + offset, piece, min(static_cast<uint32_t>(kPieceBytes), num_bytes - offset));
+  }
+  ptx::bulk_commit();
+  ptx::bulk_wait_written<0>();
+}
 
 template <typename Link>
 __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid_constant__ StreamChunksParams params) {
+  __shared__ uint4 piece[kPieceBytes / sizeof(uint4)];
+  for (int i = threadIdx.x; i < static_cast<int>(kPieceBytes / sizeof(uint4)); i += kThreads) piece[i] = {0, 0, 0, 0};
+  ptx::fence_shared_for_bulk();
+  __syncthreads();
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
   const Grid& grid = between.grid;
@@ -36,7 +51,9 @@ __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid
     const int chunk = i / num_peers;
     ok = __all_sync(
         kAllLanes, lane > 0 || (sends ? stream.wait_free(chunk) : stream.wait(chunk) && stream.read_rows(chunk, 1, 1)));
-    if (ok && sends) ok = stream.send(chunk, params.chunk_bytes, 1);
+    if (!ok || !sends) continue;
+    fill_chunk(stream.send_slot(chunk), params.chunk_bytes, piece);
+    ok = stream.send(chunk, params.chunk_bytes, 1);
   }
 
   if (!finish_cta(own, ok)) return;
@@ -52,7 +69,9 @@ __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid
 }  // namespace
 
 void launch_stream_chunks(const StreamChunksParams& params, int num_sms, cudaStream_t stream) {
-  launch_kernel(LaunchKind::kCooperative, stream_chunks_kernel<ProxyLink>, params, dim3(num_sms), kThreads, 0, stream);
+  const auto kernel =
+      params.between.link.is_mapped ? stream_chunks_kernel<MappedLink> : stream_chunks_kernel<ProxyLink>;
+  launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep

@@ -267,12 +267,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void prepare_combine_between() { allow_shared_memory(combine_between_kernel<ProxyLink>); }
+void prepare_combine_between() {
+  allow_shared_memory(combine_between_kernel<ProxyLink>);
+  allow_shared_memory(combine_between_kernel<MappedLink>);
+}
 
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream) {
   const int table_bytes = 3 * params.between.grid.num_ranks() * static_cast<int>(sizeof(int));
-  launch_kernel(LaunchKind::kCooperative, combine_between_kernel<ProxyLink>, params, dim3(num_sms), kThreads,
-                kRingsBytes + table_bytes, stream);
+  const auto kernel =
+      params.between.link.is_mapped ? combine_between_kernel<MappedLink> : combine_between_kernel<ProxyLink>;
+  launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);
 }
 
 }  // namespace hybrid_ep
