@@ -21,7 +21,6 @@ __all__ = [
     "ELASTIC_BUFFER",
     "ENGINE",
     "GID_INDEX",
-    "KERNELS_BETWEEN_DOMAINS",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
     "LOCAL_RANK",
@@ -160,7 +159,7 @@ ENGINE = Variable(
     _choice("auto", "torch", "cuda"),
     "auto, torch or cuda",
     "The engine that moves tokens. `auto` takes cuda if it is built, all ranks have capable GPUs, and each domain is "
-    "one host; several domains also need a transport and HYBRID_EP_KERNELS_BETWEEN_DOMAINS. Otherwise it takes torch. "
+    "one host; several domains also need a transport. Otherwise it takes torch. "
     "`cuda` says that NVLink joins the hosts.",
 )
 TIMEOUT_S = Variable(
@@ -178,14 +177,6 @@ LOST_RANKS = Variable(
     "What a low-latency call of a buffer with `enable_shrink` does when it loses a rank, which it masks in any case: "
     "`raise` an error, or only `mask`, for callers that ask `low_latency_query_mask_buffer`. A buffer's `lost_ranks` "
     "overrides it.",
-)
-KERNELS_BETWEEN_DOMAINS = Variable(
-    "HYBRID_EP_KERNELS_BETWEEN_DOMAINS",
-    "off",
-    _choice("on", "off"),
-    "on or off",
-    "Allows the cuda engine in groups of several domains. Its kernels between domains pass on emulated warps, but have "
-    "returned wrong rows on GPUs: for their tests only.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "HYBRID_EP_NUM_RANKS_PER_DOMAIN",
@@ -414,7 +405,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
     LOST_RANKS,
-    KERNELS_BETWEEN_DOMAINS,
     NUM_RANKS_PER_DOMAIN,
     POOL_SLOTS,
     ELASTIC_BUFFER,

@@ -11,7 +11,7 @@ timeouts; only sums are made here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = ["LoadBalanceCalls", "add_gradients", "copy_weights", "gather_counts"]
 
 _ROW_ELEMENTS = 4096  # bf16; a row is at most so long
 _ROW_MULTIPLE = 8  # 16 bytes
+_MAX_ROWS = 65536  # of one dispatch of the cuda engine (csrc/layout/limits.h: kMaxTokens)
 
 
 class LoadBalanceCalls(BaseBuffer):
@@ -135,10 +136,18 @@ def copy_weights(
         first_rank: that it begins with.
         num_sms: SMs to use; None = the engine's choice.
     """
-    num_slots, num_local = spare.shape[0], experts.shape[0]
-    if num_slots == 0:
+    if spare.shape[0] == 0:
         return
     mapping = mapping.to(experts.device)
+    for part in _parts(experts):
+        _copy_part(buffer, _flat(spare)[:, part], _flat(experts)[:, part], mapping, first_rank, num_sms)
+
+
+def _copy_part(
+    buffer: BaseBuffer, spare: Tensor, experts: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None
+) -> None:
+    """The same with as many elements of each expert as one dispatch moves."""
+    num_slots, num_local = spare.shape[0], experts.shape[0]
     rows, num_pieces = _as_rows(experts)
     # [LE, R]: which ranks hold a replica of each of this rank's experts.
     local = mapping - (buffer.rank - first_rank) * num_local
@@ -160,9 +169,17 @@ def add_gradients(
 ) -> None:
     """Adds float32 ``spare[B, *shape]`` of all ranks to ``homes[LE, *shape]``; arguments as of `copy_weights`."""
     require(homes.dtype == torch.float32, "dtype of gradients", homes.dtype, "torch.float32")
-    num_local = homes.shape[0]
     if spare.shape[0] == 0:
         return
+    for part in _parts(spare):
+        _add_part(buffer, _flat(spare)[:, part], _flat(homes)[:, part], mapping, first_rank, num_sms)
+
+
+def _add_part(
+    buffer: BaseBuffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None
+) -> None:
+    """The same with as many elements of each expert as one dispatch moves."""
+    num_local = homes.shape[0]
     rows, num_pieces = _as_rows(spare)
     mine = mapping[buffer.rank - first_rank].to(rows.device)
     home = torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1)
@@ -212,6 +229,19 @@ def _send(buffer: BaseBuffer, rows: Tensor, ranks: Tensor, bound: int | None, nu
             result = received.rows.data
     assert result is not None
     return result
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(tensor.shape[0], -1)
+
+
+def _parts(tensor: Tensor) -> Iterator[slice]:
+    """Cuts ``[n, *shape]`` along its elements, so that the rows of each part fit one dispatch."""
+    num_elements = tensor[0].numel()
+    # Of the last part, rows may be four times as many as at least needed: _row_bytes.
+    rows_of_each = max(1, _MAX_ROWS // (4 * tensor.shape[0]))
+    step = rows_of_each * 2 * _ROW_ELEMENTS // tensor.dtype.itemsize
+    return (slice(first, min(first + step, num_elements)) for first in range(0, num_elements, step))
 
 
 def _as_rows(tensor: Tensor) -> tuple[Tensor, int]:

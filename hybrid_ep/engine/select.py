@@ -127,7 +127,6 @@ class _Vote(NamedTuple):
         host: that it runs on.
         transport: that is asked for between domains.
         transports: what the rank could use; empty where it could not serve with the cuda engine.
-        has_kernels_between: whether it allows the kernels between domains.
     """
 
     engine: str
@@ -137,12 +136,11 @@ class _Vote(NamedTuple):
     host: str
     transport: str
     transports: tuple[TransportState, ...]
-    has_kernels_between: bool
 
     @classmethod
     def of(cls, fields: list[Any]) -> _Vote:
         """Returns the vote that JSON has made a list of."""
-        engine, num_ranks_per_domain, choice, refusal, host, transport, transports, has_kernels_between = fields
+        engine, num_ranks_per_domain, choice, refusal, host, transport, transports = fields
         return cls(
             engine,
             num_ranks_per_domain,
@@ -151,7 +149,6 @@ class _Vote(NamedTuple):
             host,
             transport,
             tuple(TransportState(**state) for state in transports),
-            has_kernels_between,
         )
 
     def as_json(self) -> str:
@@ -166,8 +163,7 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
         refusal = str(error)
     could_join = choice is not None and choice.name == "cuda"
     transports = survey() if could_join else ()
-    may_cross = env.KERNELS_BETWEEN_DOMAINS.get() == "on"
-    return _Vote(asked, num_ranks_per_domain, choice, refusal, host_name(), env.TRANSPORT.get(), transports, may_cross)
+    return _Vote(asked, num_ranks_per_domain, choice, refusal, host_name(), env.TRANSPORT.get(), transports)
 
 
 def _ranks_per_host(hosts: list[str]) -> int:
@@ -240,11 +236,9 @@ def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked
     """Returns the same at every rank. `choices` are those of the votes, none of them None.
 
     Raises:
-        ConfigError: ranks ask for different transports, or for the cuda engine where it may not serve.
+        ConfigError: ranks ask for different transports.
     """
     if asked != "auto":
-        if grid.num_domains > 1 and choices[grid.rank].name == "cuda" and (refusal := _refusal_between(votes, grid)):
-            raise ConfigError(f"engine is 'cuda' with {refusal}")
         return choices[grid.rank]
     for rank, choice in enumerate(choices):
         if choice.name == "torch":
@@ -259,18 +253,6 @@ def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked
     return choices[grid.rank] if grid.num_domains == 1 else _choose_between(votes, grid)
 
 
-def _refusal_between(votes: Sequence[_Vote], grid: RankGrid) -> str | None:
-    """Why the kernels between domains may not serve."""
-    for rank, vote in enumerate(votes):
-        if not vote.has_kernels_between:
-            return (
-                f"{grid.num_domains} domains of {grid.num_ranks_per_domain} ranks, and "
-                f"{env.KERNELS_BETWEEN_DOMAINS.name} is off at rank {rank}: the kernels between domains are not "
-                "verified on GPUs; allowed: the torch engine, or 'on' for tests"
-            )
-    return None
-
-
 def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
     """The same for several domains: cuda where a transport joins them."""
     from hybrid_ep.engine.cuda_between import refusal_of_grid
@@ -283,8 +265,6 @@ def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
                 "allowed: the same on every rank"
             )
     what = f"{grid.num_domains} domains of {grid.num_ranks_per_domain} ranks"
-    if refusal := _refusal_between(votes, grid):
-        return Choice("torch", refusal)
     if refusal := refusal_of_grid(grid):
         return Choice("torch", refusal)
     try:

@@ -27,7 +27,6 @@ def install(module_path: str) -> None:
     if _installed:
         return
     _installed.append(module_path)
-    os.environ["HYBRID_EP_KERNELS_BETWEEN_DOMAINS"] = "on"  # they are tested here
     spec = importlib.util.spec_from_file_location("_cuda", module_path)
     assert spec is not None
     assert spec.loader is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,6 +63,19 @@ def _prefetch(per_domain: int) -> None:
 @pytest.mark.parametrize("per_domain", [4, 2])
 def test_spare_slots_get_the_bits_of_their_experts(run_ranks: RunRanks, per_domain: int) -> None:
     run_ranks(NUM_RANKS, _prefetch, per_domain)
+
+
+def _in_parts(per_domain: int) -> None:
+    """With so few rows in a dispatch that tensors are cut."""
+    with mock.patch.object(load_balance, "_MAX_ROWS", 12):
+        assert len(list(load_balance._parts(weights(0, "odd rows")))) == 6
+        _prefetch(per_domain)
+    with mock.patch.multiple(load_balance, _MAX_ROWS=12, _ROW_ELEMENTS=16):
+        _reduce(per_domain)
+
+
+def test_tensors_of_more_rows_than_a_dispatch_takes(run_ranks: RunRanks) -> None:
+    run_ranks(NUM_RANKS, _in_parts, 4)
 
 
 def gradients(rank: int, num: int) -> Tensor:

@@ -32,15 +32,13 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert host.host_name() == "other "
 
 
-def _choice(
-    hosts: str, size: int, transports: list[str] | None = None, asked: str = "auto", off: int | None = None
-) -> Choice:
-    """The choice of ranks on hosts, each named by a letter, in domains of a size; one allows no kernels between."""
+def _choice(hosts: str, size: int, transports: list[str] | None = None, asked: str = "auto") -> Choice:
+    """The choice of ranks on hosts, each named by a letter, in domains of a size."""
     pytest.importorskip("hybrid_ep._cuda")
     verbs = TransportState("verbs", True, None, "mlx5_0")
     votes = [
-        _Vote(asked, None, CUDA, "", name, transport, (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK), rank != off)
-        for rank, (name, transport) in enumerate(zip(hosts, transports or ["auto"] * len(hosts), strict=True))
+        _Vote(asked, None, CUDA, "", name, transport, (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK))
+        for name, transport in zip(hosts, transports or ["auto"] * len(hosts), strict=True)
     ]
     return _choose([CUDA] * len(hosts), votes, RankGrid(0, len(hosts), size), asked)
 
@@ -50,15 +48,6 @@ def test_auto_takes_the_cuda_engine_for_domains_that_a_transport_joins() -> None
     assert _choice("aaaa", 2) == Choice("cuda", "2 domains of 2 ranks, joined by loopback: all ranks are on one host")
     assert _choice("mmnn", 2) == Choice("cuda", "2 domains of 2 ranks, joined by verbs: mlx5_0")
     assert _choice("aabb", 2).reason.startswith("2 domains of 2 ranks, joined by tcp: verbs cannot be used: rank 0: no")
-
-
-def test_kernels_between_domains_serve_only_where_every_rank_allows_them() -> None:
-    told = _choice("aabb", 2, off=3)
-    assert told.name == "torch"
-    assert told.reason.startswith("2 domains of 2 ranks, and HYBRID_EP_KERNELS_BETWEEN_DOMAINS is off at rank 3")
-    with pytest.raises(ConfigError, match="engine is 'cuda' with 2 domains of 2 ranks, and HYBRID_EP_KERNELS_BETWEEN_"):
-        _choice("aabb", 2, asked="cuda", off=3)
-    assert _choice("aabb", 4, asked="cuda", off=3) == CUDA
 
 
 def test_auto_takes_the_torch_engine_where_nothing_joins_and_says_why() -> None:
