@@ -136,24 +136,34 @@ def copy_weights(
         first_rank: that it begins with.
         num_sms: SMs to use; None = the engine's choice.
     """
+    num_local = experts.shape[0]
     if spare.shape[0] == 0:
         return
     mapping = mapping.to(experts.device)
-    for part in _parts(experts):
-        _copy_part(buffer, _flat(spare)[:, part], _flat(experts)[:, part], mapping, first_rank, num_sms)
-
-
-def _copy_part(
-    buffer: BaseBuffer, spare: Tensor, experts: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None
-) -> None:
-    """The same with as many elements of each expert as one dispatch moves."""
-    num_slots, num_local = spare.shape[0], experts.shape[0]
-    rows, num_pieces = _as_rows(experts)
     # [LE, R]: which ranks hold a replica of each of this rank's experts.
     local = mapping - (buffer.rank - first_rank) * num_local
     wanted = (local.unsqueeze(0) == torch.arange(num_local, device=mapping.device).view(-1, 1, 1)).any(2)
-    ranks = torch.zeros(num_local, buffer.group_size, dtype=torch.bool, device=rows.device)
+    ranks = torch.zeros(num_local, buffer.group_size, dtype=torch.bool, device=mapping.device)
     ranks[:, first_rank : first_rank + mapping.shape[0]] = wanted
+    # The experts that have a replica come first, ascending; no more have one than there are slots.
+    sent = ranks.any(1).logical_not().to(torch.uint8).argsort(stable=True)[: mapping.numel()]
+    experts, ranks = experts.index_select(0, sent), ranks.index_select(0, sent)
+    for part in _parts(experts):
+        _copy_part(buffer, _flat(spare)[:, part], _flat(experts)[:, part], mapping, ranks, first_rank, num_sms)
+
+
+def _copy_part(
+    buffer: BaseBuffer,
+    spare: Tensor,
+    experts: Tensor,
+    mapping: Tensor,
+    ranks: Tensor,
+    first_rank: int,
+    num_sms: int | None,
+) -> None:
+    """The same with as many elements of each expert as one dispatch moves. `ranks` says where each expert goes."""
+    num_slots = spare.shape[0]
+    rows, num_pieces = _as_rows(experts)
     arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, num_sms)
     # Rows come by rank and expert: slots of one expert share them.
     mine = mapping[buffer.rank - first_rank]
