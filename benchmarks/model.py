@@ -7,6 +7,7 @@ Prints the tables of docs/measured/model.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from hybrid_ep.model.compare import Comparison, compare_results
 from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import Question
-from hybrid_ep.model.simulate import simulate_tail
+from hybrid_ep.model.simulate import Tail, ring_of, simulate_tail
 from hybrid_ep.model.traffic import expected_rows
 from hybrid_ep.testing.workload import Workload
 
@@ -115,6 +116,34 @@ def print_simulated() -> None:
             )
 
 
+def print_disturbed() -> None:
+    """One slow rank, and routings that all want the same: over the model, or over the simulation without them."""
+    even = question(8, 8, 4096)
+    base = simulate_tail(even, 1, 0)
+    click.echo("\n| 8 × 8 | dispatch, median | slowest | combine, median | slowest |\n|---|---|---|---|---|")
+    for factor in (1.5, 2.0, 4.0):
+        tails = simulate_tail(even, 1, 0, straggler=factor)
+        cells = (f"{us / first.median_us:.2f}" for tail, first in zip(tails, base, strict=True) for us in ends(tail))
+        click.echo(f"| one rank {factor:g} × slower | " + " | ".join(cells) + " |")
+    for routing, exponent in (("hot", 1.0), ("skewed", 0.6), ("skewed", 1.5)):
+        asked = replace(even, workload=replace(even.workload, routing=routing, exponent=exponent))
+        tails = simulate_tail(asked, 1, 0)
+        cells = (f"{us / first.median_us:.2f}" for tail, first in zip(tails, base, strict=True) for us in ends(tail))
+        model = (f"{tail.model_us / first.model_us:.2f}" for tail, first in zip(tails, base, strict=True))
+        name = f"skew {exponent * 5:g}" if routing == "skewed" else routing
+        click.echo(f"| {name}; the model: {', '.join(model)} | " + " | ".join(cells) + " |")
+    click.echo("\n| domains × ranks | combine, µs | rows of all domains in turn, µs | |\n|---|---|---|---|")
+    for num_domains in (2, 4, 8, 16):
+        asked = question(num_domains, 8, 4096)
+        today = simulate_tail(asked, 1, 0)[1].median_us
+        turns = simulate_tail(asked, 1, 0, ring=replace(ring_of(asked), interleaves_domains=True))[1].median_us
+        click.echo(f"| {num_domains} × 8 | {today:.0f} | {turns:.0f} | {100 * (turns / today - 1):+.0f} % |")
+
+
+def ends(tail: Tail) -> tuple[float, float]:
+    return tail.median_us, tail.max_us
+
+
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--simulate", is_flag=True, help="Simulate as well: some minutes.")
 def main(simulate: bool) -> None:
@@ -124,6 +153,7 @@ def main(simulate: bool) -> None:
         click.echo(published_row(figure))
     if simulate:
         print_simulated()
+        print_disturbed()
 
 
 if __name__ == "__main__":

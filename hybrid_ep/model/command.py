@@ -39,6 +39,7 @@ _MACHINE = Machine()
 @click.option("--nic-latency", default=_MACHINE.nic_latency_us, help="µs of a small write to the peer.")
 @click.option("--nvlink", default=_MACHINE.nvlink, help="GB/s of a GPU in each direction, as sold.")
 @click.option("--simulate", default=0, help="Runs of the simulation between domains, for the tail; 0: none.")
+@click.option("--straggler", default=1.0, help="How many times slower one rank of the simulation is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option("--svg", type=OutputFile(), help="Draw time over domains into this file.")
 @click.option("--png", type=OutputFile(), help="Likewise, as PNG.")
@@ -60,6 +61,7 @@ def model(
     nic_latency: float,
     nvlink: float,
     simulate: int,
+    straggler: float,
     as_json: bool,
     svg: Path | None,
     png: Path | None,
@@ -84,7 +86,9 @@ def model(
     )
     machine = Machine(nic_gbits=nic, nic_latency_us=nic_latency, nvlink=nvlink)
     question = Question(workload, domains, ranks_per_domain, mode, num_sms, cached, machine)
-    report = answer(question, num_simulations=simulate, seed=seed)
+    if straggler != 1 and not simulate:
+        raise ConfigError(f"straggler is {straggler:g} without a simulation; allowed: with --simulate")
+    report = answer(question, num_simulations=simulate, seed=seed, straggler=straggler)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:

@@ -15,7 +15,7 @@ was waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,8 @@ class Ring:
         num_send_warps, num_forward_warps: of a rank, in dispatch.
         num_domain_warps, num_home_warps: of a rank, in combine; of the former one for each domain at least.
         num_open: tokens that a warp at home holds.
+        interleaves_domains: whether rows of a combine leave for all domains in turn, with a flag for each chunk. The
+            engine does not: they leave domain by domain, the own one last, with a flag for each domain.
     """
 
     num_slots: int
@@ -53,6 +55,7 @@ class Ring:
     num_domain_warps: int
     num_home_warps: int
     num_open: int = 2
+    interleaves_domains: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,9 @@ class Times:
     Attributes:
         build, forward: of a record by a warp, in dispatch.
         sum, sum_home: of a record by a warp, in combine.
-        nvlink: of a record's rows on their way within the domain, where one is at a time.
-        own: likewise of a rank's own rows that stay in the domain, all together.
-        first_rows: of a combine, until the rows of one domain are at the rank that sums them.
+        nvlink: by domain: of a record's rows on their way within it, where one is at a time.
+        own: by domain: likewise of a rank's own rows that stay there, all together.
+        first_rows: by domain: of a combine, until the rows for one domain are at the rank that sums them.
         agree: what a rank does after each exchange of control chunks, in dispatch and in combine.
         latency: of a message, without its bytes.
         jitter: up to so much more, drawn for each message.
@@ -76,9 +79,9 @@ class Times:
     forward: float
     sum: float
     sum_home: float
-    nvlink: float
-    own: float
-    first_rows: float
+    nvlink: Sequence[float]
+    own: Sequence[float]
+    first_rows: Sequence[float]
     agree: tuple[float, float]
     latency: float
     jitter: float
@@ -392,13 +395,13 @@ class Protocol:
         for d, index in items:
             chunk, num_records = _DISPATCH_CONTROL + index, self._records_of(int(counts[d]), index)
             yield from self._wait_chunk(d, r, chunk)
-            yield max(num_records * times.forward * slow, self._over_nvlink(r, num_records * times.nvlink))
+            yield max(num_records * times.forward * slow, self._over_nvlink(r, num_records * times.nvlink[r]))
             self._read_rows(d, r, chunk, num_records, num_records)
 
     def _push_own(self, r: int) -> Process:
         pieces = 64
         for _ in range(pieces):
-            yield self._over_nvlink(r, self.times.own / pieces)
+            yield self._over_nvlink(r, self.times.own[r] / pieces)
 
     # Combine.
 
@@ -436,10 +439,13 @@ class Protocol:
     ) -> Process:
         times, slow = self.times, self.network.slowdown[r]
         for d in domains:
-            # Rows for the next domain leave first, those for the own one last.
-            turn = (d - r - 1) % self.num_domains + 1
+            num_chunks = self._num_chunks(int(held[d]))
             for index in counters[d]:
-                yield max(0.0, begin + turn * times.first_rows * slow - self.clock.now)
+                # Rows for the next domain leave first, those for the own one last.
+                turn = (d - r - 1) % self.num_domains + 1.0
+                if self.ring.interleaves_domains:
+                    turn = (index + 1) / num_chunks * self.num_domains
+                yield max(0.0, begin + turn * times.first_rows[r] * slow - self.clock.now)
                 num_records = self._records_of(int(held[d]), index)
                 if d != r:
                     yield from self._wait_free(r, d, _COMBINE_CONTROL + index)

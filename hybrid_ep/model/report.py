@@ -75,13 +75,14 @@ class ModelReport:
         }
 
 
-def answer(question: Question, *, num_simulations: int = 0, seed: int = 0) -> ModelReport:
+def answer(question: Question, *, num_simulations: int = 0, seed: int = 0, straggler: float = 1.0) -> ModelReport:
     """Answers a question.
 
     Args:
         question: the grid, the workload and the hardware.
         num_simulations: runs of the simulation between domains, each with a seed of its own.
         seed: of the first.
+        straggler: how many times slower one rank is in the simulation.
 
     Raises:
         ConfigError: a simulation was asked for that there is not: in one domain, or of low-latency calls.
@@ -96,7 +97,7 @@ def answer(question: Question, *, num_simulations: int = 0, seed: int = 0) -> Mo
         find_excesses(question),
         sweep,
         find_stops(sweep),
-        simulate_tail(question, num_simulations, seed) if num_simulations else [],
+        simulate_tail(question, num_simulations, seed, straggler=straggler) if num_simulations else [],
     )
 
 

@@ -64,8 +64,10 @@ def check_seed(seed: int, faults: Faults | None = None) -> int:
         num_domain_warps=num_domains * int(random.integers(1, 3)),
         num_home_warps=int(random.integers(1, 4)),
         num_open=int(random.integers(1, 4)),
+        interleaves_domains=bool(random.integers(0, 2)),
     )
-    build, forward, sums, sums_home, nvlink, own, first_rows, agree = random.exponential(1.0, 8).tolist()
+    build, forward, sums, sums_home, agree = random.exponential(1.0, 5).tolist()
+    nvlink, own, first_rows = random.exponential(1.0, (3, num_domains)).tolist()
     jitter = float(random.choice([0.0, 2.0, 20.0]))
     times = Times(
         build,
@@ -114,12 +116,15 @@ def times_of(question: Question) -> Times:
     dispatch, combine = (traffic_of(question, rows, call) for call in ("dispatch", "combine"))
     assert dispatch.record is not None
     assert combine.record is not None
-    # Rows that a record becomes in its domain, and how many of them leave the rank.
+    # Rows that a record becomes in its domain.
     fanout = float(rows.at_rank.sum() / rows.at_domain.sum())
-    leave = 1 - 1 / question.num_ranks_per_domain
     row_us = 1 / (machine.sm_push / _WARPS * _KB_US)
     sum_us = combine.record.num_bytes / (machine.sm_sum / (2 * _SUM_WARPS) * _KB_US)
-    own = dispatch.hops["NVLink out"].mean / question.num_domains
+    # Rows of one source within each domain, over NVLink of the rank that sends or receives most.
+    arriving = rows.at_rank * (question.num_ranks_per_domain - 1)
+    leaving = rows.at_rank.sum(1, keepdims=True) - rows.at_rank
+    fullest = rows.num_tokens * np.maximum(arriving, leaving).max(1)
+    own = fullest * dispatch.record.num_bytes / (machine.nvlink_rate * _KB_US)
     one_way = machine.proxy_us + machine.nic_latency_us
     # The model has the messages' way in it.
     counts_us, same_call_us = (one.fixed["domains agree"] for one in predict(question))
@@ -128,9 +133,9 @@ def times_of(question: Question) -> Times:
         forward=dispatch.record.num_bytes * row_us * fanout,
         sum=sum_us * fanout,
         sum_home=sum_us,
-        nvlink=dispatch.record.num_bytes * fanout * leave / (machine.nvlink_rate * _KB_US),
-        own=own / (machine.nvlink_rate * _KB_US),
-        first_rows=combine.hops["NVLink out"].mean / question.num_domains / (machine.nvlink_rate * _KB_US),
+        nvlink=(own / (rows.num_tokens * rows.at_domain)).tolist(),
+        own=own.tolist(),
+        first_rows=(own * combine.record.num_bytes / dispatch.record.num_bytes).tolist(),
         agree=(counts_us / _EXCHANGES - one_way, same_call_us - one_way),
         latency=one_way,
         jitter=_JITTER_US,
@@ -139,25 +144,32 @@ def times_of(question: Question) -> Times:
     )
 
 
-def simulate_tail(question: Question, num_runs: int, seed: int) -> list[Tail]:
+def simulate_tail(
+    question: Question, num_runs: int, seed: int, *, straggler: float = 1.0, ring: Ring | None = None
+) -> list[Tail]:
     """Simulates a dispatch and a combine of a question's grid.
 
     Args:
         question: several domains, normal calls.
         num_runs: each with a seed of its own.
         seed: of the first.
+        straggler: how many times slower one rank's port and warps are.
+        ring: None = the engine's.
 
     Raises:
-        ConfigError: there is no network between domains, or calls are low-latency.
+        ConfigError: there is no network between domains, or calls are low-latency; a straggler is below 1.
     """
+    require(straggler >= 1, "straggler", straggler, "≥ 1")
     require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")
     require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
-    rows, ring, times = expected_rows(question), ring_of(question), times_of(question)
+    rows, ring, times = expected_rows(question), ring or ring_of(question), times_of(question)
+    slowdown = np.ones(question.num_domains)
+    slowdown[0] = straggler
     found: tuple[list[float], list[float]] = ([], [])
     for run in range(num_runs):
         random = np.random.default_rng(seed + run)
         batches = random_batches(random, 1, lambda: question.workload.num_tokens, rows.at_domain)
-        simulated = Protocol(ring, times, question.num_domains, seed + run).run(batches)
+        simulated = Protocol(ring, times, question.num_domains, seed + run, slowdown).run(batches)
         for samples, of_call in zip(found, simulated, strict=True):
             samples += of_call.tolist()
     tails = []
