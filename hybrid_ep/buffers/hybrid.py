@@ -63,6 +63,8 @@ class HybridEPBuffer(BaseBuffer):
         num_of_hybrid_ep_ranks_per_nvlink_domain: size of a domain; None = `HYBRID_EP_NUM_RANKS_PER_DOMAIN`, or
             else the ranks of a host (with ``engine="cuda"`` all ranks).
         use_mnnvl: accepted for compatibility; multi-node NVLink domains are used where they are there.
+        max_experts_per_token: most experts of a token in a routing map on a GPU with `non_blocking`, where the host
+            cannot look. Above 32 every token travels as several rows. Other calls look at the map.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         timeout_s: seconds to wait for a rank; None = ``HYBRID_EP_TIMEOUT_S``.
 
@@ -102,9 +104,11 @@ class HybridEPBuffer(BaseBuffer):
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
         *,
+        max_experts_per_token: int = MAX_TOPK,
         engine: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        self._max_experts_per_token = require_int("max_experts_per_token", max_experts_per_token, minimum=1)
         self.configurer = Configurer(
             BufferConfig(
                 require_int("hidden_dim", hidden_dim, minimum=1),
@@ -134,6 +138,7 @@ class HybridEPBuffer(BaseBuffer):
             "num_sms_combine_api": self._num_sms_combine,
             "num_blocks_permute": self._num_sms_permute,
             "num_blocks_unpermute": self._num_sms_unpermute,
+            "max_experts_per_token": self._max_experts_per_token,
         }
 
     @classmethod
@@ -355,7 +360,8 @@ class HybridEPBuffer(BaseBuffer):
             num_of_experts_per_rank: LE; None = what `num_of_experts`, the map or the buffer says.
             num_of_experts: E, a multiple of the ranks; likewise.
             use_fp8: whether `hidden` is e4m3; checked.
-            routing_map: ``[T, E]`` bool.
+            routing_map: ``[T, E]`` bool. A token with more than 32 experts travels as several rows, each for the next
+                32 of them in ascending order: it may reach a rank more than once, and combine rounds the sum of each.
             probs: ``[T, E]`` float32, with `routing_map`.
             scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
@@ -398,7 +404,8 @@ class HybridEPBuffer(BaseBuffer):
             rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
             permute = handle.permute
-            self._check_handle(permute.dispatch, rows)
+            self._check_handle(permute.dispatch, rows, handle.num_parts)
+            rows = _in_parts(rows, handle.num_parts)
             num_experts = permute.dispatch.num_experts
             _check_made_with(
                 ("num_permuted_tokens", bound, permute.num_permuted),
@@ -409,7 +416,9 @@ class HybridEPBuffer(BaseBuffer):
             tokens_per_expert = handle.tokens_per_expert
             if non_blocking:
                 tokens_per_expert = tokens_per_expert.to(hidden.device, non_blocking=True)
-            weights = self._weights_along(handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map)
+            weights = self._weights_along(
+                handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map, handle.num_parts
+            )
             if weights is None:
                 cached = engine.dispatch_permuted_cached(
                     rows, permute, num_sms=self._num_sms_dispatch, num_expert_sms=self._num_sms_permute
@@ -427,8 +436,18 @@ class HybridEPBuffer(BaseBuffer):
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
         rows, as_bytes, routing = self._rows_and_routing(
-            hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map, no_sync=non_blocking
+            hidden,
+            scaling_factor,
+            topk_idx,
+            topk_weights,
+            num_of_experts,
+            probs,
+            routing_map,
+            no_sync=non_blocking,
+            in_parts=True,
         )
+        num_parts = len(routing.topk_idx) // len(rows.data) if len(rows.data) else 1
+        rows = _in_parts(rows, num_parts)
         if num_of_experts_per_rank is not None:
             num_local = routing.num_experts // self.group_size
             require(
@@ -443,13 +462,13 @@ class HybridEPBuffer(BaseBuffer):
             num_expert_sms=self._num_sms_permute,
         )
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
-        if non_blocking and routing_map is not None and routing.num_experts > MAX_TOPK:
-            # What a blocking call raises for a token with too many experts, this one reports as it reports lost rows.
-            result.handle.overflow.bitwise_or_(widest_token(routing_map) > MAX_TOPK)
+        if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
+            # A token with more experts than the buffer was made for is reported as lost rows are.
+            result.handle.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu")
             engine.raise_on_overflow(result.handle)
-        made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, self._sizes(pad))
+        made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
         return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
     @plain_tensors
@@ -500,9 +519,13 @@ class HybridEPBuffer(BaseBuffer):
             num_sms=self._num_sms_combine,
             num_expert_sms=self._num_sms_unpermute,
         )
+        data, num_parts = combined.data, handle.num_parts
+        if num_parts > 1:
+            data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
         if combined.weights is None:
-            return combined.data, None
-        return combined.data, weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
+            return data, None
+        dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
+        return data, _sum_of_parts(dense, num_parts)
 
     def _rows_and_routing(
         self,
@@ -515,6 +538,7 @@ class HybridEPBuffer(BaseBuffer):
         routing_map: Tensor | None,
         *,
         no_sync: bool = False,
+        in_parts: bool = False,
     ) -> tuple[Rows, bool, Routing]:
         """Checks what is sent, as `_rows` does, and where it goes, unless calls with the same traits have passed."""
         if num_experts is None:
@@ -528,7 +552,9 @@ class HybridEPBuffer(BaseBuffer):
             routing = Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
             return as_rows(data, scaling_factor), as_bytes, routing
         rows, as_bytes = self._rows(hidden, scaling_factor)
-        routing = self._routing(rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync)
+        routing = self._routing(
+            rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync, in_parts=in_parts
+        )
         if topk_idx is not None and topk_idx.is_cuda:
             self._passed.add(given)  # no value has been looked at
         return rows, as_bytes, routing
@@ -551,7 +577,9 @@ class HybridEPBuffer(BaseBuffer):
         routing_map: Tensor | None,
         *,
         no_sync: bool = False,
+        in_parts: bool = False,
     ) -> Routing:
+        """Checks where tokens go. With `in_parts`, a token of a map has a row of the result for each 32 of its experts."""
         _check_pairs(topk_idx, topk_weights, probs, routing_map)
         num_tokens, device = rows.data.shape[0], rows.data.device
         if routing_map is not None:
@@ -563,10 +591,17 @@ class HybridEPBuffer(BaseBuffer):
             if probs is not None:
                 shape = (num_tokens, num_experts)
                 require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
-            if num_experts > MAX_TOPK and not (no_sync and routing_map.is_cuda):
-                widest = int(widest_token(routing_map))
-                require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, f"≤ {MAX_TOPK}")
-            topk_idx, topk_weights = map_to_indices(routing_map, probs)
+            num_parts = 1
+            if num_experts > MAX_TOPK:
+                widest = min(self._max_experts_per_token, num_experts)
+                if not (no_sync and routing_map.is_cuda):
+                    widest = int(widest_token(routing_map))
+                num_parts = max(1, -(-widest // MAX_TOPK)) if in_parts else 1
+                if not in_parts:
+                    allowed = f"≤ {MAX_TOPK} without permutation"
+                    require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, allowed)
+            topk_idx, topk_weights = map_to_indices(routing_map, probs, num_parts)
+            num_tokens *= num_parts
         elif topk_idx is None:
             raise ConfigError("neither of topk_idx and routing_map given; allowed: one of them")
         self._check_topk(topk_idx, topk_weights, num_experts, device)
@@ -579,9 +614,9 @@ class HybridEPBuffer(BaseBuffer):
         num_local = num_experts // self.group_size
         return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
 
-    def _check_handle(self, handle: DispatchHandle, rows: Rows) -> None:
+    def _check_handle(self, handle: DispatchHandle, rows: Rows, num_parts: int = 1) -> None:
         self._check_geometry(handle.grid)
-        sent = handle.num_tokens
+        sent = handle.num_tokens // num_parts
         require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
 
     def _weights_along(
@@ -592,6 +627,7 @@ class HybridEPBuffer(BaseBuffer):
         topk_weights: Tensor | None,
         probs: Tensor | None,
         routing_map: Tensor | None,
+        num_parts: int = 1,
     ) -> Tensor | None:
         """Weights to send along the routes of a handle, in the columns of its `known_idx`; None where there are none.
 
@@ -600,7 +636,7 @@ class HybridEPBuffer(BaseBuffer):
         if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
             return None
         _check_pairs(topk_idx, topk_weights, probs, routing_map)
-        num_tokens, device = known_idx.shape[0], known_idx.device
+        num_tokens, device = known_idx.shape[0] // num_parts, known_idx.device
         map_shape = (num_tokens, num_experts)
         if topk_idx is not None and topk_idx is not known_idx:
             self._check_topk(topk_idx, topk_weights, num_experts, device)
@@ -613,11 +649,12 @@ class HybridEPBuffer(BaseBuffer):
         if routing_map is not None:
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=map_shape, device=device)
             if routing_map.is_cpu:
-                same = torch.equal(routing_map, indices_to_map(known_idx, None, *map_shape)[0])
+                of_parts, _ = indices_to_map(known_idx, None, known_idx.shape[0], num_experts)
+                same = torch.equal(routing_map, of_parts.view(num_tokens, num_parts, num_experts).any(1))
                 require(same, "routing", "another than that of the handle", "the same, or None")
         if probs is not None:
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=map_shape, device=device)
-            return probs_in_columns(known_idx, probs)
+            return probs_in_columns(known_idx, probs.repeat_interleave(num_parts, 0) if num_parts > 1 else probs)
         if topk_weights is not None:
             shape = known_idx.shape
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
@@ -651,6 +688,23 @@ def _check_pairs(
     require(topk_idx is None or probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
     require(routing_map is None or topk_weights is None, "topk_weights", "given with routing_map", "None (give probs)")
     require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")
+
+
+def _in_parts(rows: Rows, num_parts: int) -> Rows:
+    """Every row so often, one after the other."""
+    if num_parts == 1:
+        return rows
+    data = rows.data.view(torch.uint8).repeat_interleave(num_parts, 0).view(rows.data.dtype)
+    return Rows(data, None if rows.scales is None else rows.scales.repeat_interleave(num_parts, 0))
+
+
+def _sum_of_parts(rows: Tensor, num_parts: int) -> Tensor:
+    """``[T×S, N]`` → ``[T, N]``, added in order."""
+    first, *others = rows.view(-1, num_parts, rows.shape[1]).unbind(1)
+    total = first
+    for part in others:
+        total = total + part
+    return total
 
 
 def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:

@@ -85,7 +85,8 @@ class PermutedHandle(_Handle):
     """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached one; 11 entries, in this order.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64; this rank's routing.
+        topk_idx: ``[T, K]`` int64; this rank's routing. ``[T×S, K]`` where tokens have more than 32 experts: such a
+            token travels as S rows, each with the next of its experts.
         permute: the engine's handle.
         dispatch: the engine's handle of the dispatch underneath.
         num_dispatched_tokens: ``[1]`` int32 on the device; rows that arrived, before they were copied for each expert.
@@ -113,11 +114,17 @@ class PermutedHandle(_Handle):
     )
 
     def __init__(
-        self, topk_idx: Tensor, permute: PermuteHandle, tokens_per_expert: Tensor, config: HybridEpConfigInstance
+        self,
+        topk_idx: Tensor,
+        permute: PermuteHandle,
+        tokens_per_expert: Tensor,
+        config: HybridEpConfigInstance,
+        num_parts: int = 1,
     ) -> None:
+        self.num_parts = num_parts  # S
         self.topk_idx, self.permute, self.tokens_per_expert, self.config = topk_idx, permute, tokens_per_expert, config
         self.dispatch, self.num_permuted, self.overflow = permute.dispatch, permute.num_permuted, permute.overflow
-        self.num_of_tokens_per_rank = permute.dispatch.num_tokens
+        self.num_of_tokens_per_rank = permute.dispatch.num_tokens // num_parts
 
     @property
     def num_dispatched_tokens(self) -> Tensor:

@@ -205,26 +205,30 @@ def _num_before(topk_idx: Tensor) -> Tensor:
     return (topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)).tril(-1).sum(2)
 
 
-def map_to_indices(routing_map: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def map_to_indices(routing_map: Tensor, probs: Tensor | None, num_parts: int = 1) -> tuple[Tensor, Tensor | None]:
     """Turns a dense routing map into top-k indices: ascending experts, then −1.
 
     Args:
         routing_map: ``[T, E]`` bool.
         probs: ``[T, E]`` float32, or None.
+        num_parts: S; a token has S rows of the result, each with the next K of its experts.
 
     Returns:
-        ``[T, K]`` int64, and ``[T, K]`` float32 weights (0 at −1; None without probs). K = min(E, 32): the same on
-        every rank, whatever its tokens. Experts of a token beyond 32 are left out: see `widest_token`.
+        ``[T×S, K]`` int64, and ``[T×S, K]`` float32 weights (0 at −1; None without probs). K = min(E, 32): the same on
+        every rank, whatever its tokens. Experts of a token beyond S × 32 are left out: see `widest_token`.
     """
     num_experts = routing_map.shape[1]
     num_topk = min(num_experts, MAX_TOPK)
     experts = torch.arange(num_experts, device=routing_map.device)
-    columns = torch.where(routing_map, experts, num_experts).sort(1).values[:, :num_topk]
+    columns = torch.where(routing_map, experts, num_experts).sort(1).values[:, : num_parts * num_topk]
+    if columns.shape[1] < num_parts * num_topk:
+        columns = torch.nn.functional.pad(columns, (0, num_parts * num_topk - columns.shape[1]), value=num_experts)
     topk_idx = torch.where(columns < num_experts, columns, -1)
-    if probs is None:
-        return topk_idx, None
-    weights = probs.gather(1, columns.clamp_max(num_experts - 1))
-    return topk_idx, torch.where(topk_idx >= 0, weights, 0.0)
+    weights = None
+    if probs is not None:
+        weights = torch.where(topk_idx >= 0, probs.gather(1, columns.clamp_max(num_experts - 1)), 0.0)
+        weights = weights.view(-1, num_topk)
+    return topk_idx.view(-1, num_topk), weights
 
 
 def widest_token(routing_map: Tensor) -> Tensor:

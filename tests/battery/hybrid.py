@@ -10,13 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
+from hybrid_ep.core.checks import MAX_TOPK
 from hybrid_ep.core.layout import indices_to_map
 from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, expert_row, row_of
 from tests.battery.normal import equal, gather_rows, on, returned
 
-__all__ = ["check_overflow", "check_permuted", "check_permuted_cached", "check_plain", "check_sms", "check_two_buffers"]
+__all__ = [
+    "check_overflow",
+    "check_permuted",
+    "check_permuted_cached",
+    "check_plain",
+    "check_sms",
+    "check_two_buffers",
+    "check_wide",
+]
 
 
 def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
@@ -235,3 +244,70 @@ def check_two_buffers(case: Case, device: str = "cpu") -> None:
         for buffer, sign in ((first, 1), (second, -1), (second, 1), (first, -1)):
             combined, _ = buffer.combine_with_unpermute(hidden=sign * y, handle=handle)
             equal(combined, sign * expected_unpermuted(case, rank), "combined hidden")
+
+
+def _sum_of_parts(case: Case, rank: int) -> Tensor:
+    """What combine makes of tokens with many experts: a sum for each 32 of them, rounded, and then the sum of these."""
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    result = torch.zeros(inputs.x.shape, dtype=torch.bfloat16)
+    for token, named in enumerate(inputs.topk_idx.tolist()):
+        experts = sorted((expert, column) for column, expert in enumerate(named) if expert >= 0)
+        whole = torch.zeros(case.hidden)
+        for first in range(0, len(experts), MAX_TOPK):
+            part = torch.zeros(case.hidden)
+            for domain in range(0, case.num_ranks, case.per_domain):
+                in_domain = torch.zeros(case.hidden)
+                for owner in range(domain, domain + case.per_domain):
+                    on_rank = torch.zeros(case.hidden)
+                    for expert, column in experts[first : first + MAX_TOPK]:
+                        if expert // num_local == owner:
+                            on_rank += expert_row(case, Copy(rank, token, column, expert)).float()
+                    in_domain += on_rank.to(torch.bfloat16).float()
+                part += in_domain.to(torch.bfloat16).float() if case.per_domain < case.num_ranks else in_domain
+            whole += part.to(torch.bfloat16).float()
+        result[token] = whole.to(torch.bfloat16)
+    return result
+
+
+def check_wide(case: Case, device: str = "cpu") -> None:
+    """A dense map with more than 32 experts of a token: blocking, not blocking, along a handle; then the next call."""
+    rank = dist.get_rank()
+    inputs, reference = on(device, case.inputs(rank)), case.reference()
+    num_tokens, tokens = inputs.x.shape[0], [case.inputs(r).x for r in range(case.num_ranks)]
+    routing_map, probs = indices_to_map(inputs.topk_idx, inputs.topk_weights, num_tokens, case.num_experts)
+    copies = reference.permuted(rank, 8)
+    want_probs = [0 if c is None else case.inputs(c.src_rank).topk_weights[c.token, c.column] for c in copies]
+    y = torch.full((len(copies), case.hidden), float("nan"), dtype=torch.bfloat16)
+    y[:] = expert_rows(case, copies)
+    with make_buffer(case, max_experts_per_token=case.topk) as buffer:
+        for non_blocking in (False, True):
+            given = {"routing_map": routing_map, "probs": probs}
+            hidden, row_probs, _, counts, handle = buffer.dispatch_with_permute(
+                hidden=inputs.x,
+                **given,
+                pad_multiple=8,
+                num_permuted_tokens=len(copies) if non_blocking else None,
+                non_blocking=non_blocking,
+            )
+            assert counts.tolist() == [-(-e // 8) * 8 for e in reference.tokens_per_expert(rank)]
+            assert handle.num_of_tokens_per_rank == num_tokens
+            assert int(handle[-1].item()) == 0
+            equal(hidden, permuted_rows(copies, tokens), "permuted hidden")
+            equal(row_probs, torch.tensor(want_probs, dtype=torch.float32), "permuted probs")
+            combined, probs_home = buffer.combine_with_unpermute(hidden=y.to(device), probs=row_probs, handle=handle)
+            equal(combined, _sum_of_parts(case, rank), "combined hidden")
+            equal(probs_home, probs_of(case, rank), "combined probs")
+            again, again_probs, *_ = buffer.dispatch_with_permute(hidden=2 * inputs.x, handle=handle, **given)
+            equal(again, permuted_rows(copies, [2 * x for x in tokens]), "hidden along the handle")
+            equal(again_probs, torch.tensor(want_probs, dtype=torch.float32), "probs along the handle")
+        if num_tokens:
+            told = f"in routing_map is {case.topk}; allowed: ≤ 32 without permutation"
+            with pytest.raises(hybrid_ep.ConfigError, match=told):
+                buffer.dispatch(inputs.x, **given)
+        narrow = case.inputs(rank).topk_idx[:, :2].to(device)
+        _, _, _, counts, _ = buffer.dispatch_with_permute(
+            hidden=inputs.x, topk_idx=narrow, num_of_experts=case.num_experts
+        )
+        first, num_local = rank * case.num_experts // case.num_ranks, case.num_experts // case.num_ranks
+        chosen = torch.cat([case.inputs(r).topk_idx[:, :2].flatten() for r in range(case.num_ranks)])
+        assert counts.tolist() == torch.bincount(chosen, minlength=case.num_experts)[first : first + num_local].tolist()

@@ -71,6 +71,10 @@ def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
 
 
+def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "battery.hybrid.check_wide", Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80))
+
+
 @_cases("two_ranks", "holes", "zero_tokens_on_one_rank")
 @pytest.mark.parametrize("check", ["check_compact", "check_expanded", "check_masked_decode"])
 def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> None:

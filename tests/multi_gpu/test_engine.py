@@ -69,6 +69,11 @@ def _permuted_fp8(case: Case) -> None:
     hybrid.check_permuted(case, "cuda", fp8=True)
 
 
+def test_tokens_with_many_experts(run_gpus: RunGpus) -> None:
+    case = Case("wide", NUM_GPUS, 50, hidden=7168, topk=min(64, 36 * NUM_GPUS), num_experts=36 * NUM_GPUS)
+    run_gpus(NUM_GPUS, hybrid.check_wide, case, "cuda")
+
+
 @pytest.mark.parametrize("check", [normal.check_two_buffers, hybrid.check_two_buffers])
 def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")

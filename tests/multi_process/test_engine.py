@@ -65,6 +65,19 @@ def test_low_latency(run_ranks: RunRanks, case: Case, format_name: str) -> None:
     run_ranks(case.num_ranks, low_latency.check_low_latency, case, format_name)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80),
+        Case("wide_domains", 4, 6, hidden=128, topk=64, num_experts=72, num_ranks_per_domain=2),
+        Case("all_experts", 2, (5, 0), hidden=128, topk=40, num_experts=40),
+    ],
+    ids=lambda case: case.id,
+)
+def test_tokens_with_many_experts(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, hybrid.check_wide, case)
+
+
 @pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
 def test_low_latency_combine_beside_experts(run_ranks: RunRanks, kind: str) -> None:
     run_ranks(2, low_latency.check_signals, kind)
