@@ -579,7 +579,7 @@ class HybridEPBuffer(BaseBuffer):
         no_sync: bool = False,
         in_parts: bool = False,
     ) -> Routing:
-        """Checks where tokens go. With `in_parts`, a token of a map has a row of the result for each 32 of its experts."""
+        """Checks where tokens go. With `in_parts`, a token of a map has a row of the result for every 32 experts."""
         _check_pairs(topk_idx, topk_weights, probs, routing_map)
         num_tokens, device = rows.data.shape[0], rows.data.device
         if routing_map is not None:
