@@ -439,6 +439,7 @@ class LowLatencyRegion:
         topk_weights: int,
         num_tokens: int,
         min_tokens_to_sum: int,
+        use_logfmt: bool,
         wait_stats: int,
         stream: int,
     ) -> None: ...
@@ -450,6 +451,7 @@ class LowLatencyRegion:
         results: int,
         topk_weights: int,
         num_tokens: int,
+        use_logfmt: bool,
         signals: int,
         expected: int,
         num_per_expert: int,
@@ -465,6 +467,7 @@ class LowLatencyRegion:
         topk_weights: int,
         out: int,
         num_tokens: int,
+        use_logfmt: bool,
         wait_stats: int,
         stream: int,
     ) -> None: ...

@@ -28,16 +28,17 @@ enum class CallField : int32_t {
   // Of a combine, beside kHidden and kHandle.
   kNumWeights = kNumOfDispatch,
   // Of a low-latency dispatch.
-  kShape,       // both words of its LowLatencyCall; the host finds which field differs
-  kGlobalScale  // its upper half
+  kShape,        // both words of its LowLatencyCall; the host finds which field differs
+  kGlobalScale,  // its upper half
+  kLogFmt        // of a low-latency combine
 };
 constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 
 inline const char* key_of(CallField field) {
-  constexpr const char* kKeys[] = {"num_experts",      "num_topk",    "has_topk",    "has_weights",
-                                   "hidden",           "dtype",       "scale_dtype", "num_scales",
-                                   "num_worst_tokens", "is_bounded",  "room",        "pad_multiple",
-                                   "handle",           "num_weights", "shape",       "global_scale"};
+  constexpr const char* kKeys[] = {"num_experts",  "num_topk",     "has_topk",   "has_weights",      "hidden",
+                                   "dtype",        "scale_dtype",  "num_scales", "num_worst_tokens", "is_bounded",
+                                   "room",         "pad_multiple", "handle",     "num_weights",      "shape",
+                                   "global_scale", "use_logfmt"};
   return kKeys[static_cast<int>(field)];
 }
 

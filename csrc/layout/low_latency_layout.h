@@ -32,10 +32,11 @@ constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that tell all of a shape and a format
 // The value of LowLatencyChannel::sent. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more than a
-// rank has. With one of the upper bits, the rows cannot be used, and the lower bits say why.
+// rank has. With one of the two upper bits, the rows cannot be used, and the lower bits say why.
+constexpr uint32_t kLogFmtBit = 1u << 29;       // beside that number: rows are LogFMT-10
 constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which the handle's dispatch has lost some
 constexpr uint32_t kNoSignalBit = 1u << 31;     // index of a signal of experts that did not come
-constexpr uint32_t kNoSums = kTooManyRowsBit - 1;
+constexpr uint32_t kNoSums = kLogFmtBit - 1;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 // kNone: rows are bf16. kNvfp4 and kNvfp4Ue8m0: rows are e2m1, and scales e4m3 or UE8M0. Otherwise rows are e4m3.
 enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m0 = 3, kNvfp4 = 4, kNvfp4Ue8m0 = 5 };

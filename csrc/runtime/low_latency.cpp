@@ -109,7 +109,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
 
 void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
                                    const int32_t* results, const float* topk_weights, int num_tokens,
-                                   int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+                                   int min_tokens_to_sum, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream) {
   require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
   const DeviceGuard guard(device_);
   ReturnRowsParams params{};
@@ -122,6 +122,7 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
   params.topk_weights = topk_weights;
   params.wait_stats = wait_stats;
   params.num_tokens = num_tokens;
+  params.use_logfmt = use_logfmt;
   params.min_tokens_to_sum = min_tokens_to_sum;
   params.weights = plan.weights;
   launch_return_rows(params, num_device_sms_, stream);
@@ -129,7 +130,8 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
 
 void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
                                              const int32_t* results, const float* topk_weights, int num_tokens,
-                                             const ExpertSignals& signals, int num_sms, cudaStream_t stream) {
+                                             bool use_logfmt, const ExpertSignals& signals, int num_sms,
+                                             cudaStream_t stream) {
   require(num_sms >= 1, "num_sms", num_sms, "1 or more");
   const DeviceGuard guard(device_);
   ReturnSignalledRowsParams params{};
@@ -143,14 +145,15 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
   params.num_too_many = results + plan.results.num_too_many;
   params.topk_weights = topk_weights;
   params.num_tokens = num_tokens;
+  params.use_logfmt = use_logfmt;
   params.signals = signals;
   params.weights = plan.weights;
   launch_return_signalled_rows(params, std::min(num_sms, num_device_sms_), stream);
 }
 
 void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
-                                const float* topk_weights, uint8_t* out, int num_tokens, int64_t* wait_stats,
-                                cudaStream_t stream) {
+                                const float* topk_weights, uint8_t* out, int num_tokens, bool use_logfmt,
+                                int64_t* wait_stats, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   SumRowsParams params{};
   params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
@@ -160,6 +163,7 @@ void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, cons
   params.out = out;
   params.wait_stats = wait_stats;
   params.num_tokens = num_tokens;
+  params.use_logfmt = use_logfmt;
   launch_sum_rows(params, stream);
 }
 

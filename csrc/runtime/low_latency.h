@@ -59,14 +59,14 @@ class LowLatencyRegion {
   void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
                       int64_t* wait_stats, bool follows_send, cudaStream_t stream);
   void return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,
-                   const float* topk_weights, int num_tokens, int min_tokens_to_sum, int64_t* wait_stats,
-                   cudaStream_t stream);
+                   const float* topk_weights, int num_tokens, int min_tokens_to_sum, bool use_logfmt,
+                   int64_t* wait_stats, cudaStream_t stream);
   // The same on num_sms SMs, while experts still write rows, of which none are summed.
   void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,
-                             const float* topk_weights, int num_tokens, const ExpertSignals& signals, int num_sms,
-                             cudaStream_t stream);
+                             const float* topk_weights, int num_tokens, bool use_logfmt, const ExpertSignals& signals,
+                             int num_sms, cudaStream_t stream);
   void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
-                uint8_t* out, int num_tokens, int64_t* wait_stats, cudaStream_t stream);
+                uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream);
 
  private:
   // How a launch on the stream sees the ranks and one buffer.

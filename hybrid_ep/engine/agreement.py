@@ -116,6 +116,7 @@ FIELDS: dict[str, Field] = {
     "max_tokens": Field("num_max_dispatch_tokens_per_rank", _as_number),
     "scale_format": Field("format of the rows", _as_format),
     "global_scale": Field("x_global_scale", _as_scale),  # the upper half of its bits
+    "use_logfmt": Field("use_logfmt", _as_bool),
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),

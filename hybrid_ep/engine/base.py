@@ -62,7 +62,7 @@ _R = TypeVar("_R")
 # From how many tokens on low-latency combine sums a token's rows on one rank before they cross: below it, waiting for
 # the weights costs more than the bytes that it saves (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
-NO_SUMS = 2**30 - 1
+NO_SUMS = 2**29 - 1
 SEND_TIMEOUT_DIVISOR = 2  # what a low-latency send waits for, it waits for so small a part of the timeout
 
 
@@ -524,6 +524,7 @@ class Engine(abc.ABC):
         *,
         out: Tensor,
         min_tokens_to_sum: int,
+        use_logfmt: bool,
         wait_stats: Tensor | None,
         signals: ExpertSignals | None = None,
     ) -> Callable[[], None]:

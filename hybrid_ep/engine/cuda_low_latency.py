@@ -276,6 +276,7 @@ class CudaLowLatency:
         handle: LowLatencyHandle,
         out: Tensor,
         min_tokens_to_sum: int,
+        use_logfmt: bool,
         wait_stats: Tensor | None,
         signals: ExpertSignals | None,
     ) -> Callable[[], None]:
@@ -307,6 +308,7 @@ class CudaLowLatency:
                 state.results,
                 weights.data_ptr(),
                 num_tokens,
+                use_logfmt,
                 signals.raised.data_ptr(),
                 signals.expected,
                 signals.num_per_expert,
@@ -323,6 +325,7 @@ class CudaLowLatency:
                 weights.data_ptr(),
                 num_tokens,
                 min_tokens_to_sum,
+                use_logfmt,
                 address(wait_stats),
                 stream,
             )
@@ -336,6 +339,7 @@ class CudaLowLatency:
                 weights.data_ptr(),
                 target.data_ptr(),
                 num_tokens,
+                use_logfmt,
                 address(wait_stats),
                 self._begin(),
             )

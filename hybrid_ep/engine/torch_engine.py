@@ -338,11 +338,12 @@ class TorchEngine(Engine):
         *,
         out: Tensor,
         min_tokens_to_sum: int,
+        use_logfmt: bool,
         wait_stats: Tensor | None,
         signals: ExpertSignals | None = None,
     ) -> Callable[[], None]:
         finish = self._low_latency.combine(
-            data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, wait_stats, signals
+            data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, use_logfmt, wait_stats, signals
         )
         return functools.partial(self._receive, finish)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core.layout import compute_layout, permutation_by_expert
+from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
 from hybrid_ep.core.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.engine.agreement import dtype_code, format_code
 from hybrid_ep.engine.base import (
@@ -146,6 +147,7 @@ class TorchLowLatency:
         handle: LowLatencyHandle,
         out: Tensor,
         min_tokens_to_sum: int,
+        use_logfmt: bool,
         wait_stats: Tensor | None,
         signals: ExpertSignals | None,
     ) -> Callable[[], None]:
@@ -166,6 +168,7 @@ class TorchLowLatency:
                 "hidden": handle.hidden,
                 "handle": state.number,
                 "masked": exchange.mask_bits(),
+                "use_logfmt": int(use_logfmt),
             }
             exchange.begin("low_latency_combine", ranks, data.device, same, call_number=call, wait_stats=wait_stats)
             missing = (
@@ -197,7 +200,9 @@ class TorchLowLatency:
                     raise missing_signal(grid.rank, r, -1 - their_minimum, waited_s)
                 if topk_idx.shape[0] >= their_minimum:
                     copies, weights = _sum_rows_of(copies, weights, owner == r)
-            out.copy_(_weighted_sum(copies, weights))
+            # As if each row had crossed so; here it has crossed as bf16.
+            terms = cast_from_logfmt(*cast_to_logfmt(copies)) if use_logfmt else copies
+            out.copy_(_weighted_sum(terms, weights))
 
         return finish
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
 from hybrid_ep.core.quantize import (
     Fp8Format,
     Nvfp4Format,
@@ -37,6 +38,7 @@ __all__ = [
     "check_cleaned",
     "check_late_rank",
     "check_late_rank_comes_back",
+    "check_logfmt",
     "check_low_latency",
     "check_missing_signal",
     "check_mixed_hooks",
@@ -90,27 +92,34 @@ def expert_output(case: Case, rank: int, capacity: int) -> Tensor:
     return y
 
 
-def expected_combine(case: Case, rank: int, is_hooked: Callable[[int], bool]) -> Tensor:
+def expected_combine(
+    case: Case, rank: int, is_hooked: Callable[[int], bool], cross: Callable[[Tensor], Tensor] = Tensor.float
+) -> Tensor:
     """Σ_k weight × row in float32, in top-k order, rounded once.
 
-    Of enough tokens, terms of experts on one rank that has no hook are first summed and rounded.
+    Of enough tokens, terms of experts on one rank that has no hook are first summed and rounded. `cross` is what
+    becomes of a bf16 row on its way.
     """
     inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
     has_enough = inputs.x.shape[0] >= MIN_TOKENS_TO_SUM
     result = torch.zeros(inputs.x.shape, dtype=torch.bfloat16)
     for token, experts in enumerate(inputs.topk_idx.tolist()):
-        groups: dict[tuple[str, int], list[Tensor]] = {}
+        groups: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         for column, expert in enumerate(experts):
             if expert >= 0:
                 row = expert_row(case, Copy(rank, token, column, expert))
-                term = row.float() * inputs.topk_weights[token, column]
+                term = row, inputs.topk_weights[token, column]
                 owner = expert // num_local
                 group = ("rank", owner) if has_enough and not is_hooked(owner) else ("column", column)
                 groups.setdefault(group, []).append(term)
         total = torch.zeros(case.hidden)
         for terms in groups.values():
-            partial = sum(terms, torch.zeros(case.hidden))
-            total += partial if len(terms) == 1 else partial.to(torch.bfloat16).float()
+            if len(terms) == 1:
+                ((row, weight),) = terms
+                total += cross(row) * weight
+            else:
+                partial = sum((row.float() * weight for row, weight in terms), torch.zeros(case.hidden))
+                total += cross(partial.to(torch.bfloat16))
         result[token] = total.to(torch.bfloat16)
     return result
 
@@ -167,6 +176,42 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
             equal(combined, expected_combine(case, rank, lambda _, hooked=hooked: hooked), "combined_x")
         equal(stats, 1 + 3 * torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "receive statistics")
         assert bool((waited >= 1 << 40).all()), waited
+
+
+def check_logfmt(case: Case, device: str = "cpu") -> None:
+    """Combine with rows as LogFMT-10, at once and with hooks: bit for bit, and within the bound that is documented."""
+    rank = dist.get_rank()
+    inputs = on(device, case.inputs(rank))
+    x = expert_output(case, rank, case.max_tokens * case.num_ranks).to(device)
+
+    def cross(row: Tensor) -> Tensor:
+        return cast_from_logfmt(*cast_to_logfmt(row))
+
+    def bound(row: Tensor) -> Tensor:
+        size = row.float().abs()
+        largest = size.unflatten(-1, (-1, 128)).amax(-1).repeat_interleave(128, -1)
+        return torch.maximum(0.0218 * size, 1.01 * 2**-33 * largest)
+
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        for hooked in (False, True):
+            _, _, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, return_recv_hook=hooked
+            )
+            if hook is not None:
+                hook()
+            combined, _, hook = buffer.low_latency_combine(
+                x, inputs.topk_idx, inputs.topk_weights, handle, use_logfmt=True, return_recv_hook=hooked
+            )
+            if hook is not None:
+                hook()
+
+            def is_hooked(_: int, hooked: bool = hooked) -> bool:
+                return hooked
+
+            equal(combined, expected_combine(case, rank, is_hooked, cross), "combined_x")
+            exact, most = (expected_combine(case, rank, is_hooked, way) for way in (Tensor.float, bound))
+            error = (combined.cpu().float() - exact.float()).abs()
+            assert bool((error <= most.float().abs() * 1.01 + exact.float().abs() * 2**-7).all())
 
 
 def _check_packed(case: Case, copies: list[list[Copy]], sent: list, received: object, handle: tuple) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "check_calls_in_turn",
     "check_other_calls",
     "check_other_global_scales",
+    "check_other_logfmt",
     "check_other_low_latency_calls",
     "check_refused_calls_leave_nothing_to_do",
 ]
@@ -172,6 +173,32 @@ def check_other_global_scales(device: str = "cpu") -> None:
             assert told[0].startswith(name)
             assert "allowed: the same on every rank" in told[0]
         assert call(400.0) == want
+
+
+def check_other_logfmt(device: str = "cpu") -> None:
+    """Rows of a combine as LogFMT-10 at one rank only."""
+    rank = dist.get_rank()
+    inputs = on(device, _CASE.inputs(rank))
+    is_last = rank == dist.get_world_size() - 1
+    num_local = _CASE.num_experts // _CASE.num_ranks
+    x = torch.ones(num_local, _CASE.max_tokens * _CASE.num_ranks, _CASE.hidden, dtype=torch.bfloat16, device=device)
+    with make_buffer(_CASE, low_latency_mode=True) as buffer:
+        *_, handle, _, _ = buffer.low_latency_dispatch(
+            inputs.x, inputs.topk_idx, _CASE.max_tokens, _CASE.num_experts, use_fp8=False
+        )
+        for mine in (is_last, not is_last):
+            told = []
+            for use_logfmt in (mine, False, False):
+                try:
+                    buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle, use_logfmt=use_logfmt)
+                    if device == "cuda":
+                        torch.cuda.synchronize()
+                    buffer.raise_pending()
+                except hybrid_ep.ConfigError as error:
+                    told.append(str(error))
+                dist.barrier()
+            assert len(told) == 1, told
+            assert told[0].startswith(f"use_logfmt is {mine} at rank {rank} and {not mine} at rank ")
 
 
 def check_calls_in_turn(device: str = "cpu") -> None:

@@ -104,6 +104,16 @@ def test_low_latency_quantised(run_emulated: RunEmulated, case_id: str, format_n
     run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
 
 
+@pytest.mark.parametrize("case_id", ["hidden_640", "hidden_16384"])
+def test_low_latency_logfmt(run_emulated: RunEmulated, case_id: str) -> None:
+    case = next(case for case in _LOW_LATENCY_CASES if case.id == case_id)
+    run_emulated(case.num_ranks, "battery.low_latency.check_logfmt", case)
+
+
+def test_low_latency_logfmt_of_sums(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "battery.low_latency.check_logfmt", Case("sums", 2, 40, hidden=1152, topk=4, num_experts=8))
+
+
 def test_low_latency_batches_overlap(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_overlapping_batches", Case("overlap", 4, 12))
 
@@ -153,6 +163,7 @@ def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
         "check_other_calls",
         "check_other_low_latency_calls",
         "check_other_global_scales",
+        "check_other_logfmt",
         "check_refused_calls_leave_nothing_to_do",
     ],
 )

@@ -46,6 +46,11 @@ def test_overlapping_batches(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_overlapping_batches, case, "cuda")
 
 
+@pytest.mark.parametrize("case", [case for case in FITTING if case.hidden % 128 == 0], ids=lambda case: case.id)
+def test_logfmt(run_gpus: RunGpus, case: Case) -> None:
+    run_gpus(case.num_ranks, battery.check_logfmt, case, "cuda")
+
+
 def test_cleaned_buffers_forget(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, battery.check_cleaned, Case("cleaned", NUM_GPUS, 12), "cuda")
 

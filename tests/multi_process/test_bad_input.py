@@ -400,10 +400,14 @@ def test_tensors_must_be_where_the_engine_is(buffer: Buffer, hybrid: HybridEPBuf
             call()
 
 
-def test_what_is_not_supported_is_named(buffer: Buffer) -> None:
-    x = torch.ones(E, 8, H, dtype=BF16)
-    with pytest.raises(NotImplementedError, match="use_logfmt"):
-        buffer.low_latency_combine(x, TOPK, WEIGHTS, low_latency_handle(buffer), use_logfmt=True)
+def test_hidden_that_logfmt_cannot_take() -> None:
+    x, topk_idx = torch.ones(2, 192, dtype=BF16), TOPK[:2]
+    with Buffer(None, low_latency_mode=True) as buffer:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, E, use_fp8=False)
+        with pytest.raises(ConfigError, match="hidden is 192; allowed: with use_logfmt: multiples of 128"):
+            buffer.low_latency_combine(rows, topk_idx, WEIGHTS[:2], handle, use_logfmt=True)
+        with pytest.raises(ConfigError, match="use_logfmt is 1; allowed: True or False"):
+            buffer.low_latency_combine(rows, topk_idx, WEIGHTS[:2], handle, use_logfmt=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.conftest import RunRanks
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+LOGFMT_CASES = [case for case in LOW_LATENCY_CASES if case.hidden % 128 == 0]
 fp8_cases = pytest.mark.parametrize("case", [c for c in CASES if c.hidden % 128 == 0], ids=lambda case: case.id)
 
 
@@ -36,6 +37,7 @@ def test_two_buffers(run_ranks: RunRanks) -> None:
         other_calls.check_other_calls,
         other_calls.check_other_low_latency_calls,
         other_calls.check_other_global_scales,
+        other_calls.check_other_logfmt,
     ],
 )
 def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: Callable[[], None]) -> None:
@@ -85,6 +87,11 @@ def test_low_latency_combine_beside_experts(run_ranks: RunRanks, kind: str) -> N
 
 def test_a_signal_of_experts_that_does_not_come(run_ranks: RunRanks) -> None:
     run_ranks(3, low_latency.check_missing_signal, 3.0)
+
+
+@pytest.mark.parametrize("case", LOGFMT_CASES, ids=lambda case: case.id)
+def test_low_latency_logfmt(run_ranks: RunRanks, case: Case) -> None:
+    run_ranks(case.num_ranks, low_latency.check_logfmt, case)
 
 
 def test_low_latency_batches_overlap(run_ranks: RunRanks) -> None:

@@ -111,34 +111,39 @@ void add_low_latency(py::module_& module) {
       .def(
           "return_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
-             uintptr_t topk_weights, int num_tokens, int min_tokens_to_sum, uintptr_t wait_stats, uintptr_t stream) {
+             uintptr_t topk_weights, int num_tokens, int min_tokens_to_sum, bool use_logfmt, uintptr_t wait_stats,
+             uintptr_t stream) {
             self.return_rows(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int32_t>(results),
-                             pointer<float>(topk_weights), num_tokens, min_tokens_to_sum, pointer<int64_t>(wait_stats),
-                             stream_of(stream));
+                             pointer<float>(topk_weights), num_tokens, min_tokens_to_sum, use_logfmt,
+                             pointer<int64_t>(wait_stats), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
-          py::arg("num_tokens"), py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"))
+          py::arg("num_tokens"), py::arg("min_tokens_to_sum"), py::arg("use_logfmt"), py::arg("wait_stats"),
+          py::arg("stream"))
       .def(
           "return_signalled_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
-             uintptr_t topk_weights, int num_tokens, uintptr_t signals, uint32_t expected, int num_per_expert,
-             int rows_per_signal, int num_sms, uintptr_t stream) {
+             uintptr_t topk_weights, int num_tokens, bool use_logfmt, uintptr_t signals, uint32_t expected,
+             int num_per_expert, int rows_per_signal, int num_sms, uintptr_t stream) {
             const ExpertSignals experts{pointer<uint32_t>(signals), expected, num_per_expert, rows_per_signal};
             self.return_signalled_rows(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int32_t>(results),
-                                       pointer<float>(topk_weights), num_tokens, experts, num_sms, stream_of(stream));
+                                       pointer<float>(topk_weights), num_tokens, use_logfmt, experts, num_sms,
+                                       stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
-          py::arg("num_tokens"), py::arg("signals"), py::arg("expected"), py::arg("num_per_expert"),
-          py::arg("rows_per_signal"), py::arg("num_sms"), py::arg("stream"))
+          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("signals"), py::arg("expected"),
+          py::arg("num_per_expert"), py::arg("rows_per_signal"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "sum_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t topk_idx,
-             uintptr_t topk_weights, uintptr_t out, int num_tokens, uintptr_t wait_stats, uintptr_t stream) {
+             uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt, uintptr_t wait_stats,
+             uintptr_t stream) {
             self.sum_rows(plan, buffer_idx, pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
-                          pointer<uint8_t>(out), num_tokens, pointer<int64_t>(wait_stats), stream_of(stream));
+                          pointer<uint8_t>(out), num_tokens, use_logfmt, pointer<int64_t>(wait_stats),
+                          stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("out"),
-          py::arg("num_tokens"), py::arg("wait_stats"), py::arg("stream"));
+          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"));
 }
 
 }  // namespace hybrid_ep::bindings

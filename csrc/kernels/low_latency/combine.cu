@@ -16,6 +16,8 @@
 // Signalled rows: an expert's kernel that still runs tells of each block of its rows when it has written them. A send
 // of its own, on few SMs, goes through the packed rows in their order and waits for the signal of each block. Rows
 // leave as they are. If a signal does not come, this rank tells every rank so in its flag, and each of them reports it.
+//
+// kLogFmt: rows, and sums of rows, cross as LogFMT-10, which takes two thirds of the bytes.
 // Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
 #include <cuda_runtime.h>
 
@@ -23,6 +25,7 @@
 
 #include "device/bf16.cuh"
 #include "device/lanes.cuh"
+#include "device/logfmt.cuh"
 #include "device/low_latency.cuh"
 #include "device/ptx/launch.cuh"
 #include "device/row_ring.cuh"
@@ -146,8 +149,28 @@ __device__ void note_waits(const ReturnRowsParams& params, const int* num_receiv
   params.wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
 }
 
+// Sends a segment, which begins so many bytes into a bf16 row, as LogFMT to where the row goes. Collective over the
+// warp.
+__device__ void send_as_logfmt(const uint8_t* segment, const LogRow& target, int begin, int num_bytes) {
+  const int lane = threadIdx.x % 32, num_vectors = num_bytes / 16;
+#pragma unroll 1
+  for (int first = 0; first < num_vectors; first += 32) {
+    const bool is_there = first + lane < num_vectors;
+    const auto* vectors = reinterpret_cast<const uint4*>(segment) + first;
+    LogHeader header;
+    const LogCodes codes = cast_to_logfmt(is_there ? vectors[lane] : make_uint4(0, 0, 0, 0), header);
+    if (!is_there) continue;
+    const int vector = begin / 16 + first + lane;
+    *target.lower(vector) = codes.lower;
+    *target.upper(vector) = static_cast<uint16_t>(codes.upper);
+    if (lane % kVectorsPerHeader == 0) *target.header(vector) = make_float2(header.low, header.step);
+  }
+  __syncwarp();
+}
+
 // Sends a unit's rows as they are, or their sum into the first column; lane i has the weight of the i-th row. The first
 // rows are being loaded already. If the source was given up, rows are dropped. Collective over the warp.
+template <bool kLogFmt>
 __device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_present, bool is_sum, float weight,
                           SegmentRing& ring) {
   const int lane = threadIdx.x % 32, row_bytes = 2 * params.shape.hidden;
@@ -169,7 +192,12 @@ __device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_pr
       if (is_last) ptx::fence_shared_for_bulk();
       __syncwarp();
     }
-    if (lane == 0 && is_present && (!is_sum || is_last)) {
+    if constexpr (kLogFmt) {
+      if (is_present && (!is_sum || is_last)) {
+        const LogRow row{target - unit.begin + column * row_bytes, params.shape.hidden};
+        send_as_logfmt(segment, row, unit.begin, unit.num_bytes);
+      }
+    } else if (lane == 0 && is_present && (!is_sum || is_last)) {
       ptx::bulk_store(target + column * row_bytes, segment, unit.num_bytes);
     }
     ring.release();
@@ -177,6 +205,7 @@ __device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_pr
   }
 }
 
+template <bool kLogFmt>
 __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     return_rows_kernel(const __grid_constant__ ReturnRowsParams params) {
   extern __shared__ __align__(128) uint8_t stages[];
@@ -234,13 +263,13 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
       const float* weights = is_local ? params.topk_weights : weights_of(params, domain.rank, unit.source);
       if (is_present && lane < unit.num_rows) weight = __ldcg(weights + position);
     }
-    send_unit(params, unit, is_present, is_sum, weight, ring);
+    send_unit<kLogFmt>(params, unit, is_present, is_sum, weight, ring);
     unit = next;
     unit.fetch_ahead(params, ring);
   }
   if (lane == 0) ptx::bulk_wait_written<0>();
   const auto value = [&] {
-    return num_too_many == 0 ? static_cast<uint32_t>(params.min_tokens_to_sum) : kTooManyRowsBit | num_too_many;
+    return num_too_many != 0 ? kTooManyRowsBit | num_too_many : params.min_tokens_to_sum | (kLogFmt ? kLogFmtBit : 0);
   };
   finish_send(domain, present, epoch, value, has_lost);
 }
@@ -249,6 +278,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
 struct Piece {
   uint8_t* target;  // nullptr: to a rank that takes no part
   int num_bytes;
+  int begin;  // in the row
 };
 
 // A warp's way through the packed rows, a segment of a row at a time, in the order in which experts write them.
@@ -290,7 +320,7 @@ class SignalledRows {
     const int lane = threadIdx.x % 32, row_bytes = 2 * shape.hidden;
     const int row = next_ / num_segments(), begin = next_ % num_segments() * kSegmentBytes;
     const int packed_row = expert_ * capacity() + row;
-    Piece piece{nullptr, min(kSegmentBytes, row_bytes - begin)};
+    Piece piece{nullptr, min(kSegmentBytes, row_bytes - begin), begin};
     ring.fetch(params_.rows + static_cast<int64_t>(packed_row) * row_bytes + begin, piece.num_bytes);
     int source = -1;
     for (int r = lane; r < params_.domain.num_ranks; r += 32) {
@@ -337,6 +367,7 @@ class SignalledRows {
   int num_items_ = 0, num_raised_ = 0;  // of this expert: segments, and rows that are known to be written
 };
 
+template <bool kLogFmt>
 __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     return_signalled_rows_kernel(const __grid_constant__ ReturnSignalledRowsParams params) {
   extern __shared__ __align__(128) uint8_t stages[];
@@ -379,8 +410,14 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     }
     if (num_sent == num_fetched) break;
     uint8_t* segment = ring.wait();
-    if (lane == 0) {
-      const Piece& piece = pieces[warp][num_sent % kReturnStages];
+    const Piece& piece = pieces[warp][num_sent % kReturnStages];
+    if constexpr (kLogFmt) {
+      __syncwarp();
+      if (piece.target != nullptr) {
+        const LogRow row{piece.target - piece.begin, params.shape.hidden};
+        send_as_logfmt(segment, row, piece.begin, piece.num_bytes);
+      }
+    } else if (lane == 0) {
       if (piece.target != nullptr) ptx::bulk_store(piece.target, segment, piece.num_bytes);
     }
     ring.release();
@@ -393,7 +430,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     channel.no_signal = 0;
     if (no_signal != 0) return no_signal;
     const uint32_t num_too_many = *params.num_too_many;
-    return num_too_many == 0 ? kNoSums : kTooManyRowsBit | num_too_many;
+    return num_too_many != 0 ? kTooManyRowsBit | num_too_many : kNoSums | (kLogFmt ? kLogFmtBit : 0);
   };
   finish_send(domain, present, epoch, value, has_lost);
 }
@@ -439,6 +476,59 @@ __device__ __noinline__ void report_unsent(const SumRowsParams& params, int rank
   }
 }
 
+// Sums 16 bytes of a token's rows, from `rows` on.
+__device__ __forceinline__ void sum_rows(const SumRowsParams& params, const uint8_t* rows, const Terms& terms,
+                                         float (&sum)[8]) {
+  const int row_bytes = 2 * params.shape.hidden;
+  for (int first = 0; first < terms.count; first += kRowsInFlight) {
+    uint4 row[kRowsInFlight];
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      if (first + i < terms.count) {
+        row[i] = ptx::load_streaming(rows + static_cast<int64_t>(terms.column[first + i]) * row_bytes);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      if (first + i < terms.count) add_weighted(sum, row[i], terms.weight[first + i]);
+    }
+  }
+}
+
+// The same of eight channels of rows that have come as LogFMT; `vector` is their place in a row, `rows` the token's.
+__device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int vector, const Terms& terms,
+                                float (&sum)[8]) {
+  const int hidden = params.shape.hidden;
+  for (int first = 0; first < terms.count; first += kRowsInFlight) {
+    LogCodes codes[kRowsInFlight];
+    LogHeader headers[kRowsInFlight];
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      if (first + i < terms.count) {
+        const LogRow row{rows + static_cast<int64_t>(terms.column[first + i]) * 2 * hidden, hidden};
+        const auto* lower = reinterpret_cast<const uint32_t*>(row.lower(vector));
+        const auto* header = reinterpret_cast<const float*>(row.header(vector));
+        codes[i] = {make_uint2(__ldcg(lower), __ldcg(lower + 1)), __ldcg(row.upper(vector))};
+        headers[i] = {__ldcg(header), __ldcg(header + 1)};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      if (first + i < terms.count) add_weighted(sum, codes[i], headers[i], terms.weight[first + i]);
+    }
+  }
+}
+
+// Tells that a rank's rows have another format than this rank's call. Returns whether they can be used.
+template <bool kLogFmt>
+__device__ bool has_format(const SumRowsParams& params, int rank, uint32_t value) {
+  if ((value & kLogFmtBit) == (kLogFmt ? kLogFmtBit : 0)) return true;
+  report_other_call(params.domain.fault, KernelName::kLowLatencyCombine, CallField::kLogFmt, params.domain.rank, rank,
+                    kLogFmt, !kLogFmt);
+  return false;
+}
+
+template <bool kLogFmt>
 __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
   __shared__ bool present[kMaxRanks], has_summed[kMaxRanks];
   __shared__ Terms terms;
@@ -461,11 +551,13 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
     if (params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &min_tokens_to_sum);
     const uint64_t started = ptx::clock_ns();
     present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
-    if (min_tokens_to_sum > kNoSums) {
+    if (min_tokens_to_sum >= kTooManyRowsBit) {
       present[tid] = false;
       report_unsent(params, tid, min_tokens_to_sum);
+    } else if (present[tid]) {
+      present[tid] = has_format<kLogFmt>(params, tid, min_tokens_to_sum);
     }
-    has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum);
+    has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum & kNoSums);
     waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
   }
   ptx::wait_for_previous_kernel();
@@ -478,21 +570,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
     __syncthreads();
     const int row_bytes = 2 * params.shape.hidden, offset = (blockIdx.y * kSumThreads + tid) * 16;
     if (offset < row_bytes) {
-      const uint8_t* rows =
-          buffer_of(domain, domain.rank) + static_cast<int64_t>(token) * params.shape.num_topk * row_bytes + offset;
+      uint8_t* rows = buffer_of(domain, domain.rank) + static_cast<int64_t>(token) * params.shape.num_topk * row_bytes;
       float sum[8] = {};
-      for (int first = 0; first < terms.count; first += kRowsInFlight) {
-        uint4 row[kRowsInFlight];
-#pragma unroll
-        for (int i = 0; i < kRowsInFlight; ++i) {
-          if (first + i < terms.count) {
-            row[i] = ptx::load_streaming(rows + static_cast<int64_t>(terms.column[first + i]) * row_bytes);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kRowsInFlight; ++i) {
-          if (first + i < terms.count) add_weighted(sum, row[i], terms.weight[first + i]);
-        }
+      if constexpr (kLogFmt) {
+        sum_logfmt_rows(params, rows, offset / 16, terms, sum);
+      } else {
+        sum_rows(params, rows + offset, terms, sum);
       }
       *reinterpret_cast<uint4*>(params.out + static_cast<int64_t>(token) * row_bytes + offset) = round_to_bf16(sum);
     }
@@ -500,28 +583,35 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
   finish_quietly(progress, epoch);
 }
 
+// By whether rows cross as LogFMT.
+constexpr void (*kReturnKernels[])(ReturnRowsParams) = {return_rows_kernel<false>, return_rows_kernel<true>};
+constexpr void (*kReturnSignalledKernels[])(ReturnSignalledRowsParams) = {return_signalled_rows_kernel<false>,
+                                                                          return_signalled_rows_kernel<true>};
+constexpr void (*kSumKernels[])(SumRowsParams) = {sum_rows_kernel<false>, sum_rows_kernel<true>};
+
 }  // namespace
 
 void prepare_low_latency_combine() {
-  allow_shared_memory(return_rows_kernel);
-  allow_shared_memory(return_signalled_rows_kernel);
+  for (const auto kernel : kReturnKernels) allow_shared_memory(kernel);
+  for (const auto kernel : kReturnSignalledKernels) allow_shared_memory(kernel);
 }
 
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream) {
   const int num_units = params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
   const int num_ctas = std::min(num_device_sms, num_units);
-  launch_kernel(LaunchKind::kPlain, return_rows_kernel, params, num_ctas, kReturnWarps * 32, kReturnRingBytes, stream);
+  launch_kernel(LaunchKind::kPlain, kReturnKernels[params.use_logfmt], params, num_ctas, kReturnWarps * 32,
+                kReturnRingBytes, stream);
 }
 
 void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int num_sms, cudaStream_t stream) {
-  launch_kernel(LaunchKind::kPlain, return_signalled_rows_kernel, params, num_sms, kReturnWarps * 32, kReturnRingBytes,
-                stream);
+  launch_kernel(LaunchKind::kPlain, kReturnSignalledKernels[params.use_logfmt], params, num_sms, kReturnWarps * 32,
+                kReturnRingBytes, stream);
 }
 
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {
   const int num_segments = (2 * params.shape.hidden + kSumThreads * 16 - 1) / (kSumThreads * 16);
-  launch_kernel(LaunchKind::kEarly, sum_rows_kernel, params, dim3(std::max(1, params.num_tokens), num_segments),
-                kSumThreads, 0, stream);
+  launch_kernel(LaunchKind::kEarly, kSumKernels[params.use_logfmt], params,
+                dim3(std::max(1, params.num_tokens), num_segments), kSumThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep

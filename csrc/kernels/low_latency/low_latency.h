@@ -51,6 +51,7 @@ struct ReturnRowsParams {
   const float* topk_weights;    // [T, K]
   int64_t* wait_stats;          // [R] or nullptr
   int num_tokens;
+  bool use_logfmt;  // rows cross as LogFMT-10
   // Rows of one token of a source with as many tokens are summed before they cross; at least kMinTokensToSum.
   int min_tokens_to_sum;
   LowLatencyWeights weights;
@@ -67,6 +68,7 @@ struct ReturnSignalledRowsParams {
   const int32_t* row_of;        // [R, M, K]
   const float* topk_weights;    // [T, K]
   int num_tokens;
+  bool use_logfmt;  // rows cross as LogFMT-10
   ExpertSignals signals;
   LowLatencyWeights weights;
 };
@@ -79,6 +81,7 @@ struct SumRowsParams {
   uint8_t* out;               // [T, H] bf16
   int64_t* wait_stats;        // [R] or nullptr
   int num_tokens;
+  bool use_logfmt;  // rows cross as LogFMT-10
 };
 
 // Sets up the kernels on the current device; once for each device, before they are launched.
