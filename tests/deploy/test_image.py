@@ -186,6 +186,14 @@ def test_locked_packages_are_those_of_the_project() -> None:
         assert {name: tools[name] for name in pins} == pins
 
 
+def test_the_wheels_script_has_what_it_calls() -> None:
+    copied = set(re.search(r"^COPY ((?:ci/\S+ )+)ci/$", DOCKERFILE, re.MULTILINE)[1].split())  # type: ignore[index]
+    called = set(re.findall(r"\bci/\w+\.sh", "".join((ROOT / script).read_text() for script in copied)))
+    assert called == copied
+    admitted = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines()}
+    assert copied <= admitted
+
+
 def test_bake_and_compose_name_this_version_and_real_stages() -> None:
     stages = set(re.findall(r"^FROM .* AS ([\w-]+)$", DOCKERFILE, re.MULTILINE))
     assert {"rdma-core", "build", "runtime", "test", "cpu"} <= stages
