@@ -1,7 +1,7 @@
 """What the model knows about hardware: a few constants, each of one meaning and one source, the same for every call.
 
-Constants that are marked `2 GPUs` were fitted once to all device times of benchmarks/results/*_2gpu.json; the runs of 4
-and 8 GPUs were not looked at. docs/measured/model.md has the errors.
+Constants that are marked `2 GPUs` were fitted once to all device times of benchmarks/results/*_2gpu.json, without those
+of 4 and 8 GPUs. docs/measured/model.md has the errors.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class Machine:
     combine_us: float = _constant(23.0, "2 GPUs")
     low_latency_dispatch_us: float = _constant(6.5, "2 GPUs")
     low_latency_combine_us: float = _constant(7.0, "2 GPUs")
-    rank_us: float = _constant(0.6, "low latency, 1 token")
+    rank_us: float = _constant(0.6, "low-latency calls of 1 token on 2, 4 and 8 GPUs")
     nic_gbits: float = _constant(400.0, "the asker")
     nic_efficiency: float = _constant(0.98, "computed: 82 bytes of RoCE v2 headers for each 4,096")
     nic_latency_us: float = _constant(2.0, "the asker")
-    proxy_us: float = _constant(2.6, "perf/proxy_fifo.cu: GPU, CPU, GPU")
-    post_us: float = _constant(0.3, "assumed")
+    proxy_us: float = _constant(2.6, "measured on H100: GPU, pinned memory, CPU, pinned memory, GPU")
+    post_us: float = _constant(
+        0.55, "hybrid-ep bench --mode link over loopback: command to work request, one at a time"
+    )
     word_us: float = _constant(0.7, "assumed")
 
     def __post_init__(self) -> None:
