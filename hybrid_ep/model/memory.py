@@ -34,13 +34,19 @@ def memory_of(question: Question, rows: Rows) -> dict[str, int]:
         )
         return memory
     scales = workload.row_bytes - workload.hidden if workload.dtype == "fp8" else 0
+    # In one domain rows arrive by expert; between domains torch sorts them.
+    arrive_by_expert = question.mode == "permute" and num_domains == 1
     memory["rows of a dispatch"] = _C.slot_bytes(
         rows=workload.row_bytes - scales,
         experts=8 * workload.num_topk,
-        weights=4 * workload.num_topk,
+        weights=0 if arrive_by_expert else 4 * workload.num_topk,
         scales=scales,
-        num_rows=ceil(rows.received.max()),
+        num_rows=ceil((rows.copies if arrive_by_expert else rows.received).max()),
     )
+    if question.mode == "permute":
+        if num_domains > 1:
+            memory["rows by expert"] = ceil(rows.copies.max()) * workload.row_bytes
+        memory["sums of experts"] = ceil(rows.received.max()) * workload.combine_row_bytes
     memory["rows of a combine"] = _C.slot_bytes(
         rows=workload.combine_row_bytes, experts=0, weights=0, scales=0, num_rows=ceil((rows.within - rows.kept).max())
     )

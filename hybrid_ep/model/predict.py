@@ -4,6 +4,7 @@
     several domains   launch + calls agree + first chunk on its way + max(those, network out, network in, messages,
                       credits) + last chunk read
 
+A permuted dispatch copies its rows afterwards, and a combine sums copies meanwhile: `local memory`.
 Low-latency calls do one thing after the other: rows cross, then they are copied or summed.
 """
 
@@ -73,6 +74,10 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
         own_us = machine.cached_us if question.is_cached else machine.dispatch_us
     fixed = {"launch": machine.launch_us, "ranks": own_us + machine.rank_us * question.num_ranks_per_domain}
     hops = _nvlink(machine, traffic)
+    if question.mode == "permute":
+        copied_us = traffic.copied / (machine.local_copy * _KB_US)
+        # Copies follow the rows, and sums run beside them.
+        (fixed if is_dispatch else hops)["local memory"] = copied_us
     num_sms = question.num_sms
     if question.num_domains > 1 and not is_dispatch:
         num_sms = max(num_sms, _C.between_min_combine_sms(num_domains=question.num_domains))

@@ -10,7 +10,7 @@ from hybrid_ep.testing.workload import Workload
 
 __all__ = ["MODES", "Question"]
 
-MODES = ("normal", "low-latency")
+MODES = ("normal", "permute", "low-latency")
 _MOST_HIDDEN = 1 << 16  # of which two records still fit into a chunk
 _MOST_RANKS = 1 << 16  # what the tables of the model still hold
 
@@ -23,7 +23,7 @@ class Question:
         workload: of each rank.
         num_domains: D; 1 is one NVLink domain without a network.
         num_ranks_per_domain: G.
-        mode: ``normal`` or ``low-latency``.
+        mode: ``normal``, ``permute`` (rows grouped by expert) or ``low-latency``.
         num_sms: of a normal call.
         is_cached: whether the dispatch repeats the route of an earlier one.
         machine: the hardware.
@@ -44,7 +44,7 @@ class Question:
         require_int("domains", self.num_domains, minimum=1, maximum=_MOST_RANKS)
         require_int("ranks-per-domain", self.num_ranks_per_domain, minimum=1, maximum=_MOST_RANKS)
         require_int("ranks", self.num_ranks, minimum=1, maximum=_MOST_RANKS)
-        require(self.mode in MODES, "mode", self.mode, " or ".join(MODES))
+        require(self.mode in MODES, "mode", self.mode, ", ".join(MODES))
         require_int("sms", self.num_sms, minimum=1)
         require_int("tokens", self.workload.num_tokens, minimum=1)
         require_int("hidden", self.workload.hidden, minimum=1, maximum=_MOST_HIDDEN)

@@ -111,7 +111,7 @@ class CallTraffic:
         control_bytes: that a rank sends over the network, beside records.
         in_flight: bytes to one peer that need no further credit.
         to_peer: bytes of records to the peer that gets most.
-        copied: bytes that low-latency calls write or sum in local memory, at the fullest rank.
+        copied: bytes that low-latency and permuted calls write or sum in local memory, at the fullest rank.
     """
 
     hops: dict[str, Hop]
@@ -165,6 +165,9 @@ def traffic_of(question: Question, rows: Rows, call: str) -> CallTraffic:
             copied = rows.copies + rows.within / rows.num_domains
     out, into = (pushed, arriving) if is_dispatch else (arriving, pushed)
     hops = {"NVLink out": Hop.of(out, landed_bytes), "NVLink in": Hop.of(into, landed_bytes)}
+    if question.mode == "permute":
+        # The first copy of a row is where it arrives. A combine reads all copies, and writes a sum for each row.
+        copied = rows.copies - rows.received if is_dispatch else rows.copies + rows.received
     record, to_peer, chunks, messages, credits, control, in_flight = None, 0.0, 0, 0, 0, 0, 0
     if question.num_domains > 1:
         columns = workload.num_topk if is_dispatch else 0

@@ -29,6 +29,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 # What docs/measured/model.md says is not within 15 %, by (ranks, mode, dtype, tokens, call): and by how much, in %.
 BEYOND = {
     (2, "low-latency", "fp8", 512, "dispatch: graph"): -17,
+    (2, "permute", "fp8", 4096, "dispatch"): -20,
     (4, "normal", "fp8", 256, "dispatch: cached"): -16,
     (8, "normal", "bf16", 256, "dispatch: cached"): -17,
     (8, "normal", "fp8", 256, "dispatch: cached"): -19,
@@ -101,11 +102,22 @@ def test_the_model_is_within_15_percent_of_what_was_measured() -> None:
     beyond = {
         (one.num_ranks, one.mode, one.dtype, one.num_tokens, one.operation): round(100 * one.error)
         for one in found
-        if abs(one.error) > 0.15
+        if abs(one.error) > 0.15 and not one.is_in_a_row
     }
     assert beyond == BEYOND
     for num_ranks in (2, 4, 8):
-        assert np.mean([abs(one.error) for one in found if one.num_ranks == num_ranks]) < 0.06
+        assert np.mean([abs(one.error) for one in found if one.num_ranks == num_ranks and not one.is_in_a_row]) < 0.06
+    assert max(abs(one.error) for one in found if one.is_in_a_row) < 0.3
+
+
+def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:
+    plain, permuted = predict(question(1, 2)), predict(question(1, 2, "permute"))
+    rows = expected_rows(question(1, 2))
+    copied = float((rows.copies - rows.received).max()) * 2 * 7168
+    assert permuted[0].total_us - plain[0].total_us == pytest.approx(copied / (Machine().local_copy * 1e3))
+    assert permuted[1].total_us > plain[1].total_us
+    memory = memory_of(question(1, 2, "permute"), rows)
+    assert memory["rows of a dispatch"] > 3 * memory_of(question(1, 2), rows)["rows of a dispatch"]
 
 
 @pytest.mark.parametrize("grid", [(2, 8), (64, 32), (7, 3)])
