@@ -94,7 +94,6 @@ def find_excesses(question: Question) -> list[Excess]:
         ),
         ("experts", workload.num_experts, _C.max_experts, "kMaxExperts in csrc/layout/limits.h"),
         ("tokens", workload.num_tokens, _C.max_tokens, "several calls; a destination has 16 bits for a token's place"),
-        ("top-k", workload.num_topk, _C.max_topk, "a second expert for each lane of a warp"),
         ("bytes of a row", row_bytes, _C.max_row_bytes, "larger stages in shared memory, or a row in parts"),
     ]
     return [Excess(*size) for size in sizes if size[1] > size[2]]

@@ -12,7 +12,7 @@ __all__ = ["MODES", "Question"]
 
 MODES = ("normal", "permute", "low-latency")
 _MOST_HIDDEN = 1 << 16  # of which two records still fit into a chunk
-_MOST_RANKS = 1 << 16  # what the tables of the model still hold
+_MOST_RANKS = 1 << 13  # whose tables still take less than 1 GB
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,13 @@ class Question:
         require_int("sms", self.num_sms, minimum=1)
         require_int("tokens", self.workload.num_tokens, minimum=1)
         require_int("hidden", self.workload.hidden, minimum=1, maximum=_MOST_HIDDEN)
-        require_int("experts", self.workload.num_experts, minimum=self.num_ranks, multiple_of=self.num_ranks)
+        require_int(
+            "experts",
+            self.workload.num_experts,
+            minimum=self.num_ranks,
+            maximum=_MOST_RANKS,
+            multiple_of=self.num_ranks,
+        )
 
     @property
     def num_ranks(self) -> int:

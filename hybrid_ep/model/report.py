@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_ep.core.checks import require_int
 from hybrid_ep.model.limits import Excess, Stop, SweepPoint, find_excesses, find_stops, sweep_domains
 from hybrid_ep.model.machine import Machine
 from hybrid_ep.model.memory import memory_of
@@ -85,8 +86,9 @@ def answer(question: Question, *, num_simulations: int = 0, seed: int = 0, strag
         straggler: how many times slower one rank is in the simulation.
 
     Raises:
-        ConfigError: a simulation was asked for that there is not: in one domain, or of low-latency calls.
+        ConfigError: a simulation was asked for that there is not: in one domain, or of other than normal calls.
     """
+    require_int("simulate", num_simulations, minimum=0)
     rows = expected_rows(question)
     sweep = sweep_domains(question)
     return ModelReport(

@@ -157,7 +157,7 @@ def simulate_tail(
         ring: None = the engine's.
 
     Raises:
-        ConfigError: there is no network between domains, or calls are low-latency; a straggler is below 1.
+        ConfigError: there is no network between domains, or calls are not normal; a straggler is below 1.
     """
     require(straggler >= 1, "straggler", straggler, "≥ 1")
     require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")

@@ -224,6 +224,8 @@ def test_pictures(tmp_path: Path) -> None:
         (("--experts", 100), "experts is 100; allowed: an integer ≥ 16 that is a multiple of 16"),
         (("--skew", 2), "skew is 2 with routing uniform; allowed: with --routing skewed"),
         (("--nic", 0), "nic_gbits is 0.0; allowed: > 0"),
+        (("--domains", 512, "--ranks-per-domain", 32), "ranks is 16384; allowed: an integer from 1 to 8192"),
+        (("--simulate", -1), "simulate is -1; allowed: an integer ≥ 0"),
         (("--straggler", 2), "straggler is 2 without a simulation; allowed: with --simulate"),
         (("--simulate", 1, "--straggler", 0.5), "straggler is 0.5; allowed: ≥ 1"),
         (("--domains", 1, "--simulate", 1), "domains is 1; allowed: ≥ 2 with --simulate"),
