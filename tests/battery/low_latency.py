@@ -35,6 +35,7 @@ from tests.battery.normal import equal, make_buffer, on
 
 __all__ = [
     "FORMATS",
+    "blocks_of",
     "check_cleaned",
     "check_late_rank",
     "check_late_rank_comes_back",
@@ -46,6 +47,7 @@ __all__ = [
     "check_signals",
     "check_too_many_rows",
     "check_unreceived",
+    "late_experts",
 ]
 
 FORMATS: dict[str, RowFormat | None] = {
@@ -476,7 +478,7 @@ for begin, end, signal in blocks:
 
 
 @contextlib.contextmanager
-def _late_experts(
+def late_experts(
     rows: Tensor, num_signals: int, blocks: list[tuple[int, int, int]], threshold: int, late_s: float, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields x, of which no row is written yet, and int32 signals, which experts that run beside raise.
@@ -528,8 +530,8 @@ def _late_experts(
             assert process.wait(60) == 0
 
 
-def _blocks(case: Case, rank: int, block_m: int) -> list[tuple[int, int, int]]:
-    """Of `_late_experts`: every block that has rows, the last one first."""
+def blocks_of(case: Case, rank: int, block_m: int) -> list[tuple[int, int, int]]:
+    """Of `late_experts`: every block that has rows, the last one first."""
     num_rows = case.max_tokens * case.num_ranks
     num_blocks = -(-num_rows // block_m)
     return [
@@ -557,8 +559,8 @@ def check_signals(kind: str, device: str = "cpu") -> None:
             if call == 2 and rank == 0:  # ranks need not agree
                 combined, _, _ = buffer.low_latency_combine(rows.to(device), *back)
             else:
-                blocks = _blocks(case, rank, block_m)
-                with _late_experts(rows, num_signals, blocks, threshold, 0.2, device) as (x, signals):
+                blocks = blocks_of(case, rank, block_m)
+                with late_experts(rows, num_signals, blocks, threshold, 0.2, device) as (x, signals):
                     options = {"src_signals": signals.view(torch.uint32), "src_signal_expect_value": threshold}
                     if kind == "comp_signal":
                         options = {"comp_signal": signals, "block_m": block_m, "threshold": threshold}
@@ -580,7 +582,7 @@ def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
     inputs, capacity, block_m = on(device, case.inputs(rank)), case.max_tokens * case.num_ranks, 3
     num_blocks = -(-capacity // block_m)
     x = expert_output(case, rank, capacity).to(device)
-    missing = min(signal for _, _, signal in _blocks(case, 1, block_m))
+    missing = min(signal for _, _, signal in blocks_of(case, 1, block_m))
     with make_buffer(case, timeout_s=timeout_s, low_latency_mode=True, enable_shrink=True) as buffer:
 
         def combine(signals: Tensor) -> Tensor:

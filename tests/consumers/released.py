@@ -21,8 +21,16 @@ import torch
 import torch.distributed as dist
 
 from tests.battery.cases import Case
+from tests.battery.low_latency import blocks_of, late_experts
 
-__all__ = ["ROOT", "check_megatron", "check_sglang", "check_vllm_decode", "check_vllm_prefill"]
+__all__ = [
+    "ROOT",
+    "check_megatron",
+    "check_sglang",
+    "check_sglang_overlap",
+    "check_vllm_decode",
+    "check_vllm_prefill",
+]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = REPOSITORY / "out" / "consumers"
@@ -128,16 +136,59 @@ class _Stubs(MetaPathFinder, Loader):
             exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
 
 
-def check_sglang(is_decode: bool) -> None:
-    """Its dispatcher for DeepEP V2, in prefill and in decode steps, against a dense mixture."""
+def _import_sglang(part: str) -> Any:
+    """One of its dispatchers."""
     _import_from("sglang")
     folder = ROOT / "sglang" / "sglang" / "srt" / "layers" / "moe" / "token_dispatcher"
     name = "sglang.srt.layers.moe.token_dispatcher"
     if name not in sys.modules:
-        sys.meta_path.insert(
-            0, _Stubs("sglang", {f"{name}.{part}": folder / f"{part}.py" for part in ("base", "deepep_v2")})
-        )
-    module: Any = __import__(f"{name}.deepep_v2", fromlist=["deepep_v2"])
+        parts = ("base", "deepep", "deepep_v2")
+        sys.meta_path.insert(0, _Stubs("sglang", {f"{name}.{file}": folder / f"{file}.py" for file in parts}))
+    utils: Any = __import__("sglang.srt.utils", fromlist=["utils"])
+    utils.is_npu = lambda: False
+    return __import__(f"{name}.{part}", fromlist=[part])
+
+
+def check_sglang_overlap(is_blackwell: bool) -> None:
+    """Its low-latency dispatcher with single-batch overlap: combine is called while experts still write."""
+    module = _import_sglang("deepep")
+    module.is_blackwell = lambda: is_blackwell
+    module._deepep_precompile_tp_barrier = lambda: None
+    rank, case = dist.get_rank(), _case()
+    inputs, capacity = case.inputs(rank), case.max_tokens * case.num_ranks
+    num_local, threshold, block_m = case.num_experts // case.num_ranks, 3, capacity if is_blackwell else 64
+    buffer = module.Buffer(dist.group.WORLD, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=num_local)
+    made = object.__new__(module._DeepEPDispatcherImplLowLatency)
+    made.return_recv_hook, made.quant_config, made.use_fp8, made.use_nvfp4 = True, {}, False, False
+    made.num_max_dispatch_tokens_per_rank, made.num_experts = case.max_tokens, case.num_experts
+    made.device_module, made._get_buffer = torch.cpu, lambda: buffer
+    made.meta_overlap_args = {"block_m": block_m, "threshold": threshold}
+    topk = SimpleNamespace(topk_ids=inputs.topk_idx, topk_weights=inputs.topk_weights)
+    stream = SimpleNamespace(wait_event=lambda _: None, wait_stream=lambda _: None)
+    for _ in range(2):
+        made.overlap_args = None
+        sent = made.dispatch_b(*made.dispatch_a(inputs.x, topk))
+        numbers = torch.arange(rank * num_local, (rank + 1) * num_local).view(-1, 1, 1) + 1
+        is_row = torch.arange(capacity) < sent.masked_m.unsqueeze(1)
+        y = torch.where(is_row.unsqueeze(2), sent.hidden_states.float() * numbers, float("nan")).to(torch.bfloat16)
+        num_signals = num_local * -(-capacity // block_m)
+        with late_experts(y, num_signals, blocks_of(case, rank, block_m), threshold, 0.1, "cpu") as (x, signals):
+            made.overlap_args = SimpleNamespace(
+                overlap=True,
+                stream=stream,
+                wait_event=None,
+                signal=signals.view(torch.uint32) if is_blackwell else signals,
+                threshold=threshold,
+                num_sms=3,
+            )
+            combined = made.combine_b(*made.combine_a(x, sent.topk_ids, sent.topk_weights))
+        torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    buffer.destroy()
+
+
+def check_sglang(is_decode: bool) -> None:
+    """Its dispatcher for DeepEP V2, in prefill and in decode steps, against a dense mixture."""
+    module = _import_sglang("deepep_v2")
     rank, case = dist.get_rank(), _case()
     inputs = case.inputs(rank)
     module.envs = SimpleNamespace(

@@ -27,6 +27,12 @@ def test_sglang(run_ranks: RunRanks, is_decode: bool) -> None:
     run_ranks(2, released.check_sglang, is_decode)
 
 
+@pytest.mark.parametrize("is_blackwell", [False, True], ids=["comp_signal", "src_signals"])
+def test_sglang_overlap(run_ranks: RunRanks, is_blackwell: bool) -> None:
+    _require("sglang")
+    run_ranks(2, released.check_sglang_overlap, is_blackwell)
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
 @pytest.mark.parametrize("check", [released.check_vllm_prefill, released.check_vllm_decode])
 def test_vllm(run_ranks: RunRanks, check: Callable[..., None], is_async: bool) -> None:
