@@ -180,14 +180,15 @@ def check_low_latency(case: Case, format_name: str, device: str = "cpu") -> None
         assert bool((waited >= 1 << 40).all()), waited
 
 
+def _as_logfmt(row: Tensor) -> Tensor:
+    return cast_from_logfmt(*cast_to_logfmt(row))
+
+
 def check_logfmt(case: Case, device: str = "cpu") -> None:
     """Combine with rows as LogFMT-10, at once and with hooks: bit for bit, and within the bound that is documented."""
     rank = dist.get_rank()
     inputs = on(device, case.inputs(rank))
     x = expert_output(case, rank, case.max_tokens * case.num_ranks).to(device)
-
-    def cross(row: Tensor) -> Tensor:
-        return cast_from_logfmt(*cast_to_logfmt(row))
 
     def bound(row: Tensor) -> Tensor:
         size = row.float().abs()
@@ -210,7 +211,7 @@ def check_logfmt(case: Case, device: str = "cpu") -> None:
             def is_hooked(_: int, hooked: bool = hooked) -> bool:
                 return hooked
 
-            equal(combined, expected_combine(case, rank, is_hooked, cross), "combined_x")
+            equal(combined, expected_combine(case, rank, is_hooked, _as_logfmt), "combined_x")
             exact, most = (expected_combine(case, rank, is_hooked, way) for way in (Tensor.float, bound))
             error = (combined.cpu().float() - exact.float()).abs()
             assert bool((error <= most.float().abs() * 1.01 + exact.float().abs() * 2**-7).all())
@@ -541,11 +542,12 @@ def blocks_of(case: Case, rank: int, block_m: int) -> list[tuple[int, int, int]]
     ][::-1]
 
 
-def check_signals(kind: str, device: str = "cpu") -> None:
+def check_signals(kind: str, use_logfmt: bool = False, device: str = "cpu") -> None:
     """Combine waits for the signal of each block of rows that experts still write, on some ranks, by a hook or not."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     case = Case("signals", num_ranks, 40, hidden=2176, num_experts=4 * num_ranks)
     inputs, capacity, threshold = on(device, case.inputs(rank)), case.max_tokens * case.num_ranks, 2
+    cross = _as_logfmt if use_logfmt else Tensor.float
     block_m = 12 if kind == "comp_signal" else capacity
     num_signals = case.num_experts // num_ranks * -(-capacity // block_m)
     rows = expert_output(case, rank, capacity)
@@ -557,7 +559,7 @@ def check_signals(kind: str, device: str = "cpu") -> None:
             )
             back = (inputs.topk_idx, inputs.topk_weights, handle)
             if call == 2 and rank == 0:  # ranks need not agree
-                combined, _, _ = buffer.low_latency_combine(rows.to(device), *back)
+                combined, _, _ = buffer.low_latency_combine(rows.to(device), *back, use_logfmt=use_logfmt)
             else:
                 blocks = blocks_of(case, rank, block_m)
                 with late_experts(rows, num_signals, blocks, threshold, 0.2, device) as (x, signals):
@@ -565,13 +567,12 @@ def check_signals(kind: str, device: str = "cpu") -> None:
                     if kind == "comp_signal":
                         options = {"comp_signal": signals, "block_m": block_m, "threshold": threshold}
                         options["packed_recv_count"] = count
-                    combined, _, hook = buffer.low_latency_combine(
-                        x, *back, return_recv_hook=hooked, overlap=True, num_sms=2, **options
-                    )
+                    options |= {"use_logfmt": use_logfmt, "return_recv_hook": hooked, "num_sms": 2}
+                    combined, _, hook = buffer.low_latency_combine(x, *back, overlap=True, **options)
                     if hook is not None:
                         hook()
                     combined = combined.clone()
-            want = expected_combine(case, rank, lambda r, call=call: call != 2 or r != 0)
+            want = expected_combine(case, rank, lambda r, call=call: call != 2 or r != 0, cross)
             equal(combined, want, f"combined_x of call {call}")
 
 

@@ -144,9 +144,11 @@ def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: st
     run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)
 
 
-@pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
-def test_low_latency_combine_beside_experts(run_emulated: RunEmulated, kind: str) -> None:
-    run_emulated(2, "battery.low_latency.check_signals", kind)
+@pytest.mark.parametrize(
+    ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
+)
+def test_low_latency_combine_beside_experts(run_emulated: RunEmulated, kind: str, use_logfmt: bool) -> None:
+    run_emulated(2, "battery.low_latency.check_signals", kind, use_logfmt)
 
 
 def test_a_signal_of_experts_that_does_not_come(run_emulated: RunEmulated) -> None:

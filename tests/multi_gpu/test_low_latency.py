@@ -69,9 +69,11 @@ def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")
 
 
-@pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
-def test_combine_beside_experts(run_gpus: RunGpus, kind: str) -> None:
-    run_gpus(NUM_GPUS, battery.check_signals, kind, "cuda")
+@pytest.mark.parametrize(
+    ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
+)
+def test_combine_beside_experts(run_gpus: RunGpus, kind: str, use_logfmt: bool) -> None:
+    run_gpus(NUM_GPUS, battery.check_signals, kind, use_logfmt, "cuda")
 
 
 @needs_peer

@@ -80,9 +80,11 @@ def test_tokens_with_many_experts(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(case.num_ranks, hybrid.check_wide, case)
 
 
-@pytest.mark.parametrize("kind", ["comp_signal", "src_signals"])
-def test_low_latency_combine_beside_experts(run_ranks: RunRanks, kind: str) -> None:
-    run_ranks(2, low_latency.check_signals, kind)
+@pytest.mark.parametrize(
+    ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
+)
+def test_low_latency_combine_beside_experts(run_ranks: RunRanks, kind: str, use_logfmt: bool) -> None:
+    run_ranks(2, low_latency.check_signals, kind, use_logfmt)
 
 
 def test_a_signal_of_experts_that_does_not_come(run_ranks: RunRanks) -> None:
