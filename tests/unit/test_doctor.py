@@ -428,6 +428,12 @@ def test_incomplete_domain() -> None:
     assert found.seen == f"cluster {_CLUSTER} clique 1: 8 of 72 GPUs on 2 nodes"
 
 
+def test_domain_with_too_many_gpus() -> None:
+    report = compare([_report("a", domain_gpus=4), _report("b", domain_gpus=4)])
+    found = {result.id: result for result in report.results}["compare.domain_complete"]
+    assert (found.status, found.seen) == (Status.FAIL, f"cluster {_CLUSTER} clique 1: 8 of 4 GPUs on 2 nodes")
+
+
 def test_node_outside_every_domain() -> None:
     report = compare([_report("a", domain_gpus=4), _report("b", gpus=[], domain_gpus=4)])
     found = {result.id: result for result in report.results}["compare.clique"]

@@ -54,6 +54,12 @@ def pod(job: Tree) -> Tree:
     return job["spec"]["template"]["spec"]
 
 
+def _before_hostfile(job: Tree, *arguments: str) -> None:
+    said: list[str] = launcher(job)["containers"][0]["args"]
+    place = said.index("--hostfile")
+    said[place:place] = arguments
+
+
 @dataclass(frozen=True)
 class Break:
     """One way to break an overlay.
@@ -189,6 +195,14 @@ BREAKS = [
         lambda job: worker(job).update(initContainers=[{"name": "doctor", "image": "hybrid-ep:0.1.0"}]),
     ),
     Break(
+        "image-pinned",
+        "$.spec.template.spec.initContainers[0].image",
+        lambda job: pod(job).update(
+            initContainers=[{**pod(job)["containers"][0], "name": "before", "image": "hybrid-ep", "command": ["true"]}]
+        ),
+        "cpu-torchrun",
+    ),
+    Break(
         "mpijob-first-container",
         f"{L}.containers[1]",
         lambda job: launcher(job)["containers"].insert(0, {"name": "log", "image": "log-agent:1"}),
@@ -202,6 +216,18 @@ BREAKS = [
         "mpijob-environment",
         f"{L}.containers[0].env[4]",
         lambda job: launcher(job)["containers"][0]["env"].append({"name": "NCCL_DEBUG", "value": "INFO"}),
+    ),
+    *(
+        # A name that only begins like one that is handed on, or used.
+        Break(
+            "mpijob-environment",
+            f"{L}.containers[0].env[4]",
+            lambda job, longer=longer: (
+                launcher(job)["containers"][0]["env"].append({"name": "NCCL_DEBUG", "value": "INFO"}),
+                _before_hostfile(job, "-x", longer),
+            ),
+        )
+        for longer in ("NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE=$NCCL_DEBUG_PATH")
     ),
     Break(
         "mpijob-environment",
