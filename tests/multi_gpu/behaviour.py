@@ -29,6 +29,7 @@ __all__ = [
     "check_graph",
     "check_graph_by_expert",
     "check_kept_handles",
+    "check_long_earlier_work",
     "check_other_streams",
     "check_other_threads",
     "check_scales_on_a_stream",
@@ -191,6 +192,22 @@ def check_other_streams() -> None:
             taken = torch.empty(size, dtype=torch.uint8, device="cuda")
             assert taken.data_ptr() != begin
             torch.cuda.synchronize()
+
+
+def check_long_earlier_work() -> None:
+    """A blocking dispatch behind more work of its stream than the host waits for a kernel: no rank was late."""
+    rank, sent = dist.get_rank(), draw(0)
+    timeout_s, grace_s = 3.0, 10.0  # kMailboxGraceS
+    with hybrid_ep.Buffer(dist.group.WORLD, engine="cuda", timeout_s=timeout_s) as buffer:
+        round_trip(buffer, sent, "before")
+        torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        torch.cuda._sleep(28_000_000_000)
+        check_received(dispatch(buffer, sent, rank), sent, rank, "behind long work")
+        waited_s = time.perf_counter() - began
+        assert waited_s > timeout_s + grace_s, f"the case needs longer work than {waited_s:.1f} s"
+        buffer.raise_pending()
 
 
 def check_bad_arguments() -> None:

@@ -114,6 +114,7 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
     "check",
     [
         behaviour.check_kept_handles,
+        behaviour.check_long_earlier_work,
         behaviour.check_async,
         behaviour.check_captured_streams,
         behaviour.check_other_streams,
