@@ -23,6 +23,7 @@ from hybrid_ep.core.checks import (
     Passed,
     require,
     require_bool,
+    require_bools,
     require_int,
     require_no_grad,
     require_tensor,
@@ -165,8 +166,8 @@ class LowLatencyCalls(BaseBuffer):
             require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
         if type(num_experts) is not int:
             self._num_local_experts(num_experts)
-        for name, value in zip(_KINDS, kinds, strict=True):
-            require_bool(name, value)
+        require_bools(_KINDS, kinds)
+        fmt = _row_format(*kinds)
         given = (traits(x, topk_idx, stats, waits, topk_weights, x_global_scale), max_tokens, num_experts, kinds)
         if given not in self._passed:
             require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
@@ -174,7 +175,7 @@ class LowLatencyCalls(BaseBuffer):
             most = MAX_INT // (num_local * self.group_size)
             if max_tokens > most:  # packed rows are counted in 32 bits
                 require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
-            self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, _row_format(*kinds))
+            self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt)
             self._check_global_scale(x_global_scale, use_nvfp4, x.device)
             self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
@@ -188,7 +189,7 @@ class LowLatencyCalls(BaseBuffer):
                 topk_idx.contiguous(),
                 num_max_tokens_per_rank=max_tokens,
                 num_experts=num_experts,
-                fmt=_row_format(*kinds),
+                fmt=fmt,
                 global_scale=x_global_scale,
                 wait_stats=waits,
                 return_recv_hook=return_recv_hook,

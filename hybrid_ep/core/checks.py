@@ -17,6 +17,7 @@ __all__ = [
     "packed",
     "require",
     "require_bool",
+    "require_bools",
     "require_expert_indices",
     "require_int",
     "require_no_grad",
@@ -100,6 +101,13 @@ def require_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; allowed: True or False")
     return value
+
+
+def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
+    """The same for several values."""
+    for value in values:
+        if value is not True and value is not False:
+            require_bool(names[[v is value for v in values].index(True)], value)
 
 
 def traits(*tensors: object) -> tuple[object, ...]:

@@ -151,6 +151,14 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         lambda b: b.low_latency_dispatch(X, TOPK, 8, E, x_global_scale=torch.ones(1)),
         "x_global_scale is given; allowed: None without use_nvfp4",
     ),
+    "low latency: use_fp8": (
+        lambda b: (b.low_latency_dispatch(X, TOPK, 8, E), b.low_latency_dispatch(X, TOPK, 8, E, use_fp8=1)),  # type: ignore[arg-type]
+        "use_fp8 is 1; allowed: True or False",
+    ),
+    "low latency: round_scale": (
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, round_scale=[]),  # type: ignore[arg-type]
+        r"round_scale is \[\]; allowed: True or False",
+    ),
     "low latency: use_nvfp4": (
         lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=1),  # type: ignore[arg-type]
         "use_nvfp4 is 1; allowed: True or False",
