@@ -260,11 +260,7 @@ class CudaLowLatency:
             buffers.note_received(idx)
             state.is_received = True
             self._order.end()
-            error = self.take_fault()
-            if isinstance(error, OverflowError):
-                self._overflow = error  # the combine tells all ranks, which would wait in vain for this one's
-            elif error is not None:
-                raise error
+            self.raise_fault(holds_overflow=True)  # the combine tells all ranks, which would wait for this one's
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -378,10 +374,12 @@ class CudaLowLatency:
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
-    def raise_fault(self, known: Collection[int] = ()) -> None:
-        """Raises it."""
+    def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
+        """Raises it; where `holds_overflow`, rows beyond an expert's room only in the next call that does not."""
         error = self.take_fault(known)
-        if error is not None:
+        if holds_overflow and isinstance(error, OverflowError):
+            self._overflow = error
+        elif error is not None:
             raise error
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
