@@ -11,7 +11,7 @@ packages=(
   libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
   g++-aarch64-linux-gnu qemu-user-static                 # wheels for aarch64, and an interpreter to import them
   binutils                                               # what is in the wheels
-  mmdebstrap                                             # roots for container images, where there is no registry
+  mmdebstrap arch-test                                   # roots for container images, where there is no registry
   python3-pyverbs                                        # the other reader of verbs attributes
   chromium chromium-driver                               # the validation report's page
 )
