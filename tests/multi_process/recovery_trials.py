@@ -211,6 +211,7 @@ def step(job: Job, number: int, hang_s: float = 0.0, device: str = "cpu") -> str
     factor = torch.tensor([factor_of(e) for e in range(placement.num_experts)], dtype=torch.float64)
     want = x.double().cpu() * torch.where(served, factor, 0.0)[topk_idx.cpu()].sum(1, keepdim=True)
     got = combined.double().cpu()
+    buffer.raise_pending()  # a call that does not wait for the GPU tells a lost rank only now
     if torch.equal(got, want):
         return ""
     return f"step {number}, rank {rank}: {int((got != want).any(1).sum())} of {num_tokens} rows are wrong"

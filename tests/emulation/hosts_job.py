@@ -1,0 +1,80 @@
+"""A rank of a job on several hosts: the cuda engine, emulated, between them, until its rounds are over or a rank is
+lost. Started by torchrun or mpirun, once for each rank: MODULE TIMEOUT_S ROUNDS.
+
+Prints a JSON object a line: which engine serves, each round, and how the rank ends. Before round PAUSE it waits for the
+file GO, so that what happens to a host meanwhile finds all ranks at the same call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import env
+from hybrid_ep.bench.launch import find_launcher
+from hybrid_ep.errors import TimeoutError, TransportError
+from tests.battery.cases import Case
+from tests.emulation.engine import install
+
+PAUSE, GO = 3, Path("/tmp/go")
+_LOST = 3  # exit status
+
+
+def say(**facts: Any) -> None:
+    """One write, so that lines of several ranks do not mix."""
+    os.write(1, (json.dumps(facts) + "\n").encode())
+
+
+def check_round(buffer: Any, case: Case) -> None:
+    """Dispatch and combine: every row arrives, and comes home from each domain that it went to."""
+    from tests.battery.normal import dispatch, equal, gather_rows
+
+    rank, reference = dist.get_rank(), case.reference()
+    inputs, rows = case.inputs(rank), reference.received(rank)
+    recv_x, *_, handle, _ = dispatch(buffer, case, inputs)
+    equal(recv_x, gather_rows(case, rows, [case.inputs(r).x for r in range(case.num_ranks)]), "recv_x")
+    combined, *_ = buffer.combine(torch.ones_like(recv_x), handle)
+    buffer.raise_pending()  # a combine tells a lost rank later
+    times = [sum((rank, t) in reference.received(r) for r in range(case.num_ranks)) for t in range(case.max_tokens)]
+    equal(combined, torch.tensor(times).unsqueeze(1).expand(-1, case.hidden).to(torch.bfloat16), "combined_x")
+
+
+def main() -> None:
+    module, timeout_s, rounds = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    launcher = find_launcher()
+    assert launcher is not None
+    meet = "env://" if launcher.name == "torchrun" else f"tcp://{env.MASTER_ADDR.get()}:{env.MASTER_PORT.get()}"
+    dist.init_process_group("gloo", init_method=meet, rank=launcher.rank, world_size=launcher.num_ranks)
+    install(module)
+    import hybrid_ep
+
+    buffer = hybrid_ep.Buffer(timeout_s=timeout_s)
+    say(rank=launcher.rank, engine=buffer.engine.name, domains=buffer.grid.num_domains, by=buffer.engine.transport)
+    last = time.monotonic()
+    try:
+        for number in range(rounds):
+            while number == PAUSE and not GO.exists():
+                time.sleep(0.1)
+                last = time.monotonic()
+            check_round(buffer, Case("hosts", launcher.num_ranks, 12, hidden=64, num_experts=8, seed=number))
+            last = time.monotonic()
+            say(rank=launcher.rank, round=number)
+    except (TimeoutError, TransportError) as error:
+        seconds = time.monotonic() - last
+        say(rank=launcher.rank, error=type(error).__name__, peer=error.peer, seconds=seconds, text=str(error))
+        time.sleep(timeout_s)  # when one has failed, torchrun ends the other ranks of its host
+        os._exit(_LOST)  # nothing is left to meet
+    buffer.destroy()
+    say(rank=launcher.rank, done=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
