@@ -6,6 +6,7 @@ code runs on tensors of the CPU, which is how it is tested; nothing here judges.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -215,7 +216,16 @@ class TorchMachine:
         torch = self._torch
         here = torch.empty(self._copy_bytes, dtype=torch.uint8, device=self._devices[source])
         there = torch.empty(self._copy_bytes, dtype=torch.uint8, device=self._devices[target])
-        return lambda: there.copy_(here, non_blocking=True)
+        # torch orders a copy between GPUs on the current streams of both: copies that share one wait for each other.
+        streams = [torch.cuda.Stream(tensor.device) for tensor in (here, there) if tensor.is_cuda]
+
+        def copy() -> None:
+            with contextlib.ExitStack() as stack:
+                for stream in streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                there.copy_(here, non_blocking=True)
+
+        return copy
 
     def _wait(self, devices: Sequence[torch.device]) -> None:
         for device in devices:
