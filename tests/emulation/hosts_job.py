@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import env
-from hybrid_ep.bench.launch import find_launcher
+from hybrid_ep.bench.launch import find_launcher, open_ranks
 from hybrid_ep.errors import TimeoutError, TransportError
 from tests.battery.cases import Case
 from tests.emulation.engine import install
@@ -50,30 +49,32 @@ def main() -> None:
     module, timeout_s, rounds = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     launcher = find_launcher()
     assert launcher is not None
-    meet = "env://" if launcher.name == "torchrun" else f"tcp://{env.MASTER_ADDR.get()}:{env.MASTER_PORT.get()}"
-    dist.init_process_group("gloo", init_method=meet, rank=launcher.rank, world_size=launcher.num_ranks)
+    with open_ranks(launcher.num_ranks, "cpu", launcher):
+        run_rounds(launcher.rank, launcher.num_ranks, module, timeout_s, rounds)
+
+
+def run_rounds(rank: int, num_ranks: int, module: str, timeout_s: float, rounds: int) -> None:
     install(module)
     import hybrid_ep
 
     buffer = hybrid_ep.Buffer(timeout_s=timeout_s)
-    say(rank=launcher.rank, engine=buffer.engine.name, domains=buffer.grid.num_domains, by=buffer.engine.transport)
+    say(rank=rank, engine=buffer.engine.name, domains=buffer.grid.num_domains, by=buffer.engine.transport)
     last = time.monotonic()
     try:
         for number in range(rounds):
             while number == PAUSE and not GO.exists():
                 time.sleep(0.1)
                 last = time.monotonic()
-            check_round(buffer, Case("hosts", launcher.num_ranks, 12, hidden=64, num_experts=8, seed=number))
+            check_round(buffer, Case("hosts", num_ranks, 12, hidden=64, num_experts=8, seed=number))
             last = time.monotonic()
-            say(rank=launcher.rank, round=number)
+            say(rank=rank, round=number)
     except (TimeoutError, TransportError) as error:
         seconds = time.monotonic() - last
-        say(rank=launcher.rank, error=type(error).__name__, peer=error.peer, seconds=seconds, text=str(error))
+        say(rank=rank, error=type(error).__name__, peer=error.peer, seconds=seconds, text=str(error))
         time.sleep(timeout_s)  # when one has failed, torchrun ends the other ranks of its host
         os._exit(_LOST)  # nothing is left to meet
     buffer.destroy()
-    say(rank=launcher.rank, done=True)
-    dist.destroy_process_group()
+    say(rank=rank, done=True)
 
 
 if __name__ == "__main__":
