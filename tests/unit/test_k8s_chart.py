@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_job_equals_its_overlay(overlay: str, tmp_path: Path) -> None:
     assert by_name(rendered(tmp_path, values), "default") == by_name(kustomized(overlay))
 
 
+@pytest.mark.parametrize("overlay", ["infiniband", "single-node-torchrun", "jobset-kueue", "lws-serving"])
+def test_nodes_are_asked_for_as_by_the_components(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "k8s", tmp_path / "site" / "k8s")
+    settings = {
+        "apiVersion": "hybrid-ep.local/v1",
+        "kind": "Settings",
+        "metadata": {"name": "gpu-product", "annotations": {"config.kubernetes.io/local-config": "true"}},
+        "spec": {"product": "NVIDIA-H200"},
+    }
+    kustomization = {
+        "resources": [f"k8s/overlays/{overlay}", "gpu-product.yaml"],
+        "components": ["k8s/components/gpu-product", "k8s/components/fit-nodes"],
+    }
+    for name, tree in {"gpu-product": settings, "kustomization": kustomization}.items():
+        (tmp_path / "site" / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    job = {"enabled": True, "overlay": overlay, "fitNodesOnly": True, "gpuProduct": "NVIDIA-H200"}
+    made = by_name(rendered(tmp_path, {"nodeDoctor": {"enabled": False}, "testJob": job}), "default")
+    assert made == by_name([manifest.content for manifest in load(tmp_path / "site")])
+
+
 def test_namespace_reaches_every_object(tmp_path: Path) -> None:
     values = {"nodeDoctor": {"pairs": {"enabled": True}}, "testJob": {"enabled": True}}
     objects = by_name(rendered(tmp_path, values, "gpu-tests"), "gpu-tests")
@@ -145,6 +166,7 @@ def test_values_of_the_test_job(tmp_path: Path) -> None:
         ({"nodeDoctor": {"evrySeconds": 60}}, "evrySeconds"),
         ({"testJob": {"overlay": "ethernet"}}, "/testJob/overlay"),
         ({"testJob": {"nodes": "two"}}, "/testJob/nodes"),
+        ({"testJob": {"gpuProduct": "NVIDIA H200"}}, "/testJob/gpuProduct"),
         ({"image": {"digest": "latest"}}, "/image/digest"),
     ],
 )

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from hybrid_ep.cli import main
 from hybrid_ep.doctor.command import doctor as cli_doctor
+from hybrid_ep.errors import ConfigError
 from hybrid_ep.k8s.check import check
 from hybrid_ep.k8s.command import k8s
 from hybrid_ep.k8s.manifest import find_sources, load
@@ -356,23 +357,32 @@ def site_build(folder: Path, overlay: str, *components: str, **more: Any) -> dic
     return {manifest.kind: manifest.content for manifest in load(folder)}
 
 
-def documented_kustomization() -> Tree:
-    """What the page says of a site's own overlay, in one; addresses of this repository become its folders."""
+def documented_files() -> dict[str, Tree]:
+    """The files that the page shows of a site's own overlay; addresses of this repository become its folders."""
     texts = [text.partition("```")[0] for text in PAGE.split("```yaml")[1:]]
-    texts = [re.sub(r"github\.com/\S+?/(k8s/\S+)\?ref=\S+", r"\1", text) for text in texts]
-    return {key: value for text in texts for key, value in yaml.safe_load(text).items()}
+    trees = [yaml.safe_load(re.sub(r"github\.com/\S+?/(k8s/\S+)\?ref=\S+", r"\1", text)) for text in texts]
+    kustomization: Tree = {}
+    for tree in trees:
+        for key, entries in tree.items() if "kind" not in tree else ():
+            kustomization.setdefault(key, []).extend(entries)
+    settings = {f"{tree['metadata']['name']}.yaml": tree for tree in trees if "kind" in tree}
+    return {"kustomization.yaml": kustomization, "site.yaml": {"extends": "hgx-h100"}, **settings}
 
 
 def test_overlay_that_the_page_shows_can_be_built(tmp_path: Path) -> None:
     require_programs("kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
-    (tmp_path / "site.yaml").write_text("extends: hgx-h100\n")
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(documented_kustomization()))
+    for name, tree in documented_files().items():
+        (tmp_path / name).write_text(yaml.safe_dump(tree))
     assert check([tmp_path]).problems == []
     (job,) = (manifest.content for manifest in load(tmp_path) if manifest.kind == "MPIJob")
     given = {each["name"]: each["value"] for each in launcher(job)["containers"][0]["env"]}
     assert given["BENCH_OPTIONS"].endswith(" --tokens 8192")
     assert given["DOCTOR_PROFILE"].endswith("/site.yaml")
+    assert worker(job)["nodeSelector"] == {
+        "hybrid-ep/doctor": "pass",
+        "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+    }
 
 
 def pod_of_ranks(built: dict[str, Tree]) -> Tree:
@@ -386,12 +396,25 @@ def pod_of_ranks(built: dict[str, Tree]) -> Tree:
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "node-doctor"])
-def test_fit_nodes_alone_are_asked_for(overlay: str, tmp_path: Path) -> None:
-    built = site_build(tmp_path, overlay, "fit-nodes")
-    (manifest,) = (each for each in load(tmp_path) if each.kind in ("MPIJob", "Job", "JobSet", "LeaderWorkerSet"))
-    template = list(manifest.pod_templates())[-1]
-    assert template.content["spec"]["nodeSelector"]["hybrid-ep/doctor"] == "pass"
-    assert template.role in ("Worker", *built)
+def test_ranks_ask_for_nodes_by_verdict_and_product(overlay: str, tmp_path: Path) -> None:
+    settings = documented_files()["gpu-product.yaml"]
+    (tmp_path / "gpu-product.yaml").write_text(yaml.safe_dump(settings))
+    own = pod_of_ranks({each["kind"]: each for each in built(overlay)}).get("nodeSelector") or {}
+    resources = [f"k8s/overlays/{overlay}", "gpu-product.yaml"]
+    site = site_build(tmp_path, overlay, "fit-nodes", "gpu-product", resources=resources)
+    asked = {"hybrid-ep/doctor": "pass", "nvidia.com/gpu.product": settings["spec"]["product"]}
+    assert pod_of_ranks(site)["nodeSelector"] == own | asked
+    if "MPIJob" in site:
+        assert not asked.items() & launcher(site["MPIJob"]).get("nodeSelector", {}).items()
+
+
+def test_product_must_be_named(tmp_path: Path) -> None:
+    require_programs("kubectl")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    kustomization = {"resources": ["k8s/overlays/infiniband"], "components": ["k8s/components/gpu-product"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    with pytest.raises(ConfigError, match=r"nothing selected by Settings\S+/gpu-product"):
+        load(tmp_path)
 
 
 def test_gang_is_scheduled_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -402,7 +425,7 @@ def test_gang_is_scheduled_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_profile_of_a_site_reaches_every_doctor(overlay: str, tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text("extends: hgx-h100\n")
-    generator = documented_kustomization()["configMapGenerator"]
+    generator = documented_files()["kustomization.yaml"]["configMapGenerator"]
     built = site_build(tmp_path, overlay, "doctor-profile", configMapGenerator=generator)
     maps = [manifest.content for manifest in load(tmp_path) if manifest.kind == "ConfigMap"]
     (data,) = [each["data"] for each in maps if each["metadata"]["name"] == "hybrid-ep-doctor-profile"]
