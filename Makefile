@@ -60,8 +60,8 @@ image-test: ## Build the images of both architectures and run them; takes long
 image-scan: ## Look for Debian's fixes and PyPI's advisories for what IMAGE contains; default: cpu, which make image built
 	PYTHON="$(PYTHON)" ENGINE="$(ENGINE)" ci/image_scan.sh $(IMAGE)
 
-test-bare: ## Run the first two commands in an empty Debian: MODE=short|full AS=root|user; needs root, full takes long
-	ci/bare_root_test.sh $(or $(MODE),short) $(or $(AS),root)
+test-bare: ## Run the first two commands in an empty Debian: MODE=short|full WHO=root|user; needs root, full takes long
+	ci/bare_root_test.sh $(or $(MODE),short) $(or $(WHO),root)
 
 test-consumers: setup ## Download Megatron-core, SGLang and vLLM, and run their dispatchers on CPU ranks
 	ci/test_consumers.sh $(BIN)

@@ -28,32 +28,38 @@ trap 'rm -rf "$root"' EXIT
 mkdir "$root"
 tar --extract --file "$base" --directory "$root" --exclude './dev/*'
 
-# pip's settings, with the folders that they name; a file:// index may link to files beside it.
+# pip's settings, with the folders and files that they name; a file:// index may link to files beside it.
 pip=$(python3 -m pip config list 2>/dev/null | sed -nE "s/^[^=]*\.([a-z-]+)='(.*)'$/\1 = \2/p" | sort -u)
 printf '[global]\n%s\n' "$pip" | awk -F ' = ' '!seen[$1]++' >"$root/etc/pip.conf"
-folders=$(grep -oE '(file://)?/[^ ]+' <<<"$pip" | sed -E 's#^file://(.*)/[^/]*$#\1#' | sort -u |
-  while read -r path; do if [ -d "$path" ]; then echo "$path"; fi; done | paste -sd :)
+named=$(grep -oE '(file://)?/[^ ]+' <<<"$pip" | sed -E 's#^file://(.*)/[^/]*$#\1#' | sort -u)
+folders=$(while read -r path; do if [ -d "$path" ]; then echo "$path"; fi; done <<<"$named" | paste -sd :)
+while read -r path; do if [ -f "$path" ] && [ ! -e "$root$path" ]; then install -D -m 644 "$path" "$root$path"; fi; done <<<"$named"
 commit=$(git rev-parse HEAD)
 git bundle create --quiet "$root/tmp/source.bundle" HEAD
 [ -z "$(git status --porcelain)" ] || echo "what is not committed is not tested"
 
 cat >"$root/tmp/setup.sh" <<'END'
 set -eux
+timed() {
+  local begun=$SECONDS
+  "$@"
+  echo "bare-root-test: $* took $((SECONDS - begun)) s"
+}
 cd ~
 git clone --quiet -c advice.detachedHead=false /tmp/source.bundle hybrid_ep
 cd hybrid_ep
 END
 cat >"$root/tmp/full.sh" <<'END'
 . /tmp/setup.sh
-make demo
-make test
+timed make demo
+timed make test
 END
 cat >"$root/tmp/short.sh" <<'END'
 . /tmp/setup.sh
-make setup
+timed make setup
 .venv/bin/hybrid-ep info
-ci/system_packages.sh
-make setup
+timed ci/system_packages.sh
+timed make setup
 .venv/bin/hybrid-ep info
 .venv/bin/pytest --quiet --collect-only tests >/tmp/collected
 tail -n 1 /tmp/collected
