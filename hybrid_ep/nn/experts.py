@@ -7,6 +7,7 @@ torch offers for sharded weights is right for them: checkpoints, optimizers, nor
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -58,6 +59,8 @@ class Experts(nn.Module):
         self.num_ranks, self.is_bounded = buffer.group_size, is_bounded
         self.ranks = [0] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
         self.mesh = _mesh_of(buffer, mesh)
+        if self.mesh is not None:
+            _look_at_what_is_sharded()
         self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
 
     def _sharded(self, weight: Tensor) -> Tensor:
@@ -205,6 +208,48 @@ def _leave_experts_alone(parent: nn.Module, name: str, model: nn.Module | None) 
 
 
 register_module_module_registration_hook(_leave_experts_alone)
+
+
+@functools.cache
+def _look_at_what_is_sharded() -> None:
+    """Makes `fully_shard` call `_require_other_ranks` before it shards parameters.
+
+    torch has no hook for that. Without this class of torch, torch's own error comes, which does not say what to pass.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    except ImportError:
+        return
+    make = FSDPParamGroup.__init__
+
+    @functools.wraps(make)
+    def make_checked(
+        self: Any, params: list[nn.Parameter], modules: tuple[nn.Module, ...], mesh_info: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        _require_other_ranks(params, modules, mesh_info.mesh)
+        make(self, params, modules, mesh_info, *args, **kwargs)
+
+    FSDPParamGroup.__init__ = make_checked  # type: ignore[method-assign]
+
+
+def _require_other_ranks(params: Iterable[nn.Parameter], modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Looks at parameters that `fully_shard` is about to shard.
+
+    Raises:
+        ConfigError: experts are among them, and their ranks have other experts.
+    """
+    sharded, ranks = set(params), sorted(mesh.mesh.flatten().tolist())
+    for prefix, experts in (found for module in modules for found in _experts_of(module)):
+        shared = [rank for rank in experts.ranks if rank in ranks]
+        if len(shared) < 2 or sharded.isdisjoint(experts.parameters()):
+            continue
+        way = "ignored_params=set(hybrid_ep.nn.expert_parameters(model).values())"
+        if ranks != sorted(experts.ranks):
+            way = "fully_shard(…experts, mesh=…) before, over ranks that have the same experts"
+        raise ConfigError(
+            f"fully_shard shards over ranks {ranks}, and ranks {shared} have different experts {prefix!r}; "
+            f"allowed: {way}"
+        )
 
 
 def clip_grad_norm_(

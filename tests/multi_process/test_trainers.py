@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hybrid_ep
@@ -103,7 +104,10 @@ def _refused() -> dict[str, str]:
     with Buffer() as buffer, Buffer(groups[dist.get_rank()]) as alone:
         one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
         attempt("DDP over more ranks", lambda: DistributedDataParallel(Model(alone)))
-        attempt("FSDP2 of everything", lambda: fully_shard(Model(buffer), mesh=world))
+        whole = Model(buffer)
+        attempt("FSDP2 of everything", lambda: fully_shard(whole, mesh=world))
+        assert not any(isinstance(weight, DTensor) for weight in whole.inner.parameters()), "something was sharded"
+        attempt("FSDP2 of the experts", lambda: fully_shard(Model(buffer).moe.experts, mesh=world))
         attempt("another mesh", lambda: Model(buffer, mesh=one["ep"]))
         attempt("no mesh", lambda: Model(buffer, mesh="ep"))
         attempt("torch's clipping", lambda: _clip(Model(buffer)))
@@ -120,9 +124,11 @@ def _clip(model: nn.Module) -> None:
 
 
 def test_what_would_be_wrong_is_refused(run_ranks: RunRanks) -> None:
+    different = "fully_shard shards over ranks [0, 1], and ranks [0, 1] have different experts"
     wanted = {
         "DDP over more ranks": "ConfigError: DistributedDataParallel averages over ranks [0, 1], and ranks [0] share",
-        "FSDP2 of everything": "RuntimeError: Cannot concatenate overlapping meshes",  # torch's words
+        "FSDP2 of everything": f"ConfigError: {different} 'moe.experts'; allowed: ignored_params=set(hybrid_ep.nn.",
+        "FSDP2 of the experts": f"ConfigError: {different} ''; allowed: ignored_params=set(hybrid_ep.nn.expert_",
         "another mesh": "ConfigError: mesh is DeviceMesh(",
         "no mesh": "ConfigError: mesh is str; allowed: a DeviceMesh",
         "torch's clipping": "RuntimeError: aten._foreach_norm.Scalar got mixed torch.Tensor and DTensor",  # torch's
@@ -132,6 +138,34 @@ def test_what_would_be_wrong_is_refused(run_ranks: RunRanks) -> None:
     assert told.keys() == wanted.keys()
     for name, words in wanted.items():
         assert told[name].startswith(words), f"{name}: {told[name]}"
+
+
+def _sharded_over_replicas() -> tuple[str, str]:
+    """What `fully_shard` of everything over two groups of experts says, and after the experts over replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))
+    with Buffer(mesh["ep"].get_group()) as buffer:
+        told = []
+        for shards_experts in (False, True):
+            model = Model(buffer, mesh=mesh["ep"])
+            if shards_experts:
+                fully_shard(model.moe.experts, mesh=mesh["replica"])
+            try:
+                fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+            except ConfigError as error:
+                told.append(str(error))
+            else:
+                told.append("nothing")
+    return told[0], told[1]
+
+
+def test_experts_of_several_groups_are_sharded_over_their_replicas(run_ranks: RunRanks) -> None:
+    for rank, (refused, accepted) in enumerate(run_ranks(4, _sharded_over_replicas)):
+        shared = [0, 1] if rank < 2 else [2, 3]
+        assert refused == (
+            f"fully_shard shards over ranks [0, 1, 2, 3], and ranks {shared} have different experts 'moe.experts'; "
+            "allowed: fully_shard(…experts, mesh=…) before, over ranks that have the same experts"
+        )
+        assert accepted == "nothing"
 
 
 def test_float64_tokens_are_refused_because_rows_cross_in_bf16() -> None:

@@ -23,6 +23,6 @@ def test_system_packages_come_before_the_build_and_the_build_before_the_tests() 
 
 
 def test_the_empty_debian_is_root_s_unless_asked_otherwise() -> None:
-    """make has variables of its own, such as AS, which are never empty."""
+    """Variables of make's own, such as AS, are never empty."""
     assert dry_run("test-bare") == "ci/bare_root_test.sh short root\n"
     assert dry_run("test-bare", "MODE=full", "WHO=user") == "ci/bare_root_test.sh full user\n"
