@@ -11,10 +11,10 @@
 namespace hybrid_ep {
 
 // What the host reads when it must know sizes: pinned memory, one per communicator.
-struct Mailbox {
-  uint32_t started;          // ticket of the call whose kernel runs
-  uint32_t ticket;           // of the call that wrote the rest, written last
-  int32_t status;            // MailStatus
+struct HostCounts {
+  uint32_t started;          // epoch of the call whose kernel runs
+  uint32_t epoch;            // of the call that wrote the rest, written last
+  int32_t status;            // CallStatus
   int32_t num_recv;          // N of this rank
   int32_t num_permuted;      // P of this rank; 0 for a plain dispatch
   int32_t num_sent_away;     // rows that this rank sends to others
@@ -32,7 +32,7 @@ constexpr int kPoolReportLag = 8;
 struct PoolReports {
   uint64_t words[kPoolReportLag];
 };
-enum MailStatus : int32_t { kSent = 0, kNeedsRoom = 1, kFailed = 2 };
+enum CallStatus : int32_t { kSent = 0, kNeedsRoom = 1, kFailed = 2 };
 
 // The ranks of a domain and what one call may use of their memory.
 struct Domain {
@@ -73,8 +73,8 @@ struct DispatchParams {
   int32_t* expert_place;           // [T, K] scratch, expert-major output only
   int32_t* num_tokens_per_expert;  // [LE], pads included
   int32_t* overflow;               // [1], or nullptr
-  Mailbox* mailbox;                // nullptr: the host does not wait
-  uint32_t ticket;
+  HostCounts* host_counts;         // nullptr: the host does not wait
+  uint32_t counts_epoch;
   uint64_t* pool_report;  // the word of PoolReports that this call writes; nullptr in a graph
   uint32_t pool_call;     // its number
   // Shape of the launch.

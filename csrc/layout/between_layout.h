@@ -75,7 +75,7 @@ struct BetweenLayout {
   int64_t words;       // uint64 [R][words_stride]: header, counts by rank, counts of the receiver's experts
   int64_t part_epoch;  // uint32 [G][D] by i when all its partial rows of sources of domain d stand here
   // Written by this rank.
-  int64_t decisions;    // uint64 [2] of dispatch and of combine, MailStatus << 32 | epoch
+  int64_t decisions;    // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch
   int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call
   int64_t read_chunks;  // uint64 [D] likewise of the stream from it
   int64_t rows_read;    // uint32 [D][S] of the chunk that stands in the slot

@@ -84,9 +84,9 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   params.refused_value = plan.call.refused_value;
   params.room = plan.call.room;
   params.max_tokens = plan.call.max_tokens;
-  const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
-  params.mailbox = has_mail ? domain_.mailbox() : nullptr;
-  params.ticket = has_mail ? domain_.next_ticket() : 0;
+  const bool tells_host = plan.waits_for_counts || params.room > params.slot.capacity;
+  params.host_counts = tells_host ? domain_.host_counts() : nullptr;
+  params.counts_epoch = tells_host ? domain_.next_counts_epoch() : 0;
   if (plan.makes_route) {
     launch_place_tokens({grid_, params.between.domain.control[params.between.domain.rank], tensors.topk_idx,
                          plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
@@ -94,7 +94,7 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   }
   begin_call(stream);
   launch_dispatch_between(params, num_sms(plan.num_sms, 1), stream);
-  return params.ticket;
+  return params.counts_epoch;
 }
 
 void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, int num_sms, cudaStream_t stream) {

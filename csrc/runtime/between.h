@@ -1,7 +1,7 @@
 // One rank's end of a group of several domains: its domain's communicator, and the link to its peers.
 //
-// Calls are collective over all domains and otherwise as those of a Communicator, whose mailbox, fault record, arena
-// and control blocks they use.
+// Calls are collective over all domains and otherwise as those of a Communicator, whose host counts, fault record,
+// arena and control blocks they use.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,7 +44,7 @@ class BetweenCommunicator {
   // Behind each ControlBlock of the domain's communicator stand BetweenLayout::of(grid).num_bytes of zeros.
   BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy);
 
-  // `handle` is as in Communicator::dispatch. Returns the ticket that the mailbox will show if the call waits for
+  // `handle` is as in Communicator::dispatch. Returns the epoch that the host counts will have if the call waits for
   // counts.
   uint32_t dispatch(const BetweenDispatchPlan& plan, const DispatchTensors& tensors, int held_capacity, int handle,
                     int slot_idx, cudaStream_t stream);

@@ -15,7 +15,7 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr double kMailboxGraceS = 10;  // for the kernel to report, on top of its own timeout
+constexpr double kHostCountsGraceS = 10;  // for the kernel to report, on top of its own timeout
 constexpr int kTurnsPerQuery = 1 << 16;
 constexpr double kStreamQueryS = 1;  // between queries of a stream that has not reached the call
 
@@ -128,7 +128,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   prepare_dispatch();
   prepare_combine();
   prepare_duplicate();
-  mailbox_ = pinned<Mailbox>();
+  host_counts_ = pinned<HostCounts>();
   pool_reports_ = pinned<PoolReports>();
   fault_ = pinned<FaultRecord>();
   domain_.rank = rank;
@@ -139,7 +139,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
 }
 
 Communicator::~Communicator() {
-  cudaFreeHost(mailbox_);
+  cudaFreeHost(host_counts_);
   cudaFreeHost(pool_reports_);
   cudaFreeHost(fault_);
 }
@@ -206,9 +206,9 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
   params.expert_place = part(is_new, plan.route.expert_place);
-  const bool has_mail = plan.waits_for_counts || params.room > params.slot.capacity;
-  params.mailbox = has_mail ? mailbox_ : nullptr;
-  params.ticket = has_mail ? next_ticket() : 0;
+  const bool tells_host = plan.waits_for_counts || params.room > params.slot.capacity;
+  params.host_counts = tells_host ? host_counts_ : nullptr;
+  params.counts_epoch = tells_host ? next_counts_epoch() : 0;
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
   const LaunchShape shape =
@@ -219,7 +219,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.rings_overlap = shape.rings_overlap;
   launch_dispatch(params, shape.num_sms, shape.shared_bytes, stream);
   if (slots_wanted != kInGraph) ++pool_calls_;
-  return params.ticket;
+  return params.counts_epoch;
 }
 
 int Communicator::slots_agreed(cudaStream_t stream) const {
@@ -297,31 +297,31 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   launch_combine(params, num_expert_sms, stream);
 }
 
-const Mailbox* Communicator::wait_mailbox(uint32_t ticket, cudaStream_t stream) const {
+const HostCounts* Communicator::wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const {
   using Clock = std::chrono::steady_clock;
-  const auto* written = reinterpret_cast<const volatile uint32_t*>(&mailbox_->ticket);
-  const auto* started = reinterpret_cast<const volatile uint32_t*>(&mailbox_->started);
+  const auto* written = reinterpret_cast<const volatile uint32_t*>(&host_counts_->epoch);
+  const auto* started = reinterpret_cast<const volatile uint32_t*>(&host_counts_->started);
   const auto after = [](double seconds) {
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   };
   bool has_started = false;
   auto deadline = after(kStreamQueryS);
-  while (*written != ticket) {
-    for (int i = 0; i < 64 && *written != ticket; ++i) std::this_thread::yield();
+  while (*written != counts_epoch) {
+    for (int i = 0; i < 64 && *written != counts_epoch; ++i) std::this_thread::yield();
     if (has_fault() && fault_->kind == FaultKind::kTimeout) return nullptr;
-    if (!has_started && *started == ticket) {
+    if (!has_started && *started == counts_epoch) {
       has_started = true;
-      deadline = after(timeout_s_ + kMailboxGraceS);
+      deadline = after(timeout_s_ + kHostCountsGraceS);
     }
     if (Clock::now() < deadline) continue;
     if (has_started || !is_busy(device_, stream)) break;
     deadline = after(kStreamQueryS);
   }
-  if (*written != ticket) return nullptr;
+  if (*written != counts_epoch) return nullptr;
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (mailbox_->status != kFailed) return mailbox_;
+  if (host_counts_->status != kFailed) return host_counts_;
   // The kernel may still be asking other ranks for whom they wait before it says why.
-  deadline = after(timeout_s_ + kMailboxGraceS);
+  deadline = after(timeout_s_ + kHostCountsGraceS);
   while (!has_fault() && Clock::now() < deadline) std::this_thread::yield();
   return nullptr;
 }

@@ -1,4 +1,5 @@
-// One rank's end of a domain on the GPU: whose memory is where, the pinned mailbox and fault record, and the launches.
+// One rank's end of a domain on the GPU: whose memory is where, the pinned host counts and fault record, and the
+// launches.
 //
 // Calls are collective and in the same order at all ranks; one communicator runs one call at a time, which the caller
 // ensures by stream order. Nothing here allocates device memory or synchronises the device.
@@ -44,8 +45,8 @@ class Communicator {
   // SMs of a dispatch that does not ask for a number.
   int default_dispatch_sms() const;
 
-  // `handle` is the number of the handle's dispatch, kAbsent for one that makes its route. Returns the ticket that the
-  // mailbox will show, or 0 if there is nothing to wait for: neither counts, nor a slot that must grow.
+  // `handle` is the number of the handle's dispatch, kAbsent for one that makes its route. Returns the epoch that the
+  // host counts will have, or 0 if there is nothing to wait for: neither counts, nor a slot that must grow.
   // `slots_wanted` goes to all ranks, which read it by slots_agreed(); kInGraph if the stream is captured.
   uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
                     int slots_wanted, cudaStream_t stream);
@@ -64,16 +65,16 @@ class Communicator {
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts, int handle,
                cudaStream_t stream);
 
-  // Waits, without a device synchronisation, until the call with this ticket, which runs on `stream`, has written the
-  // mailbox. The next call overwrites the mailbox. The timeout begins with the call's kernel, however long the stream
+  // Waits, without a device synchronisation, until the call with this epoch, which runs on `stream`, has written the
+  // host counts. The next call overwrites them. The timeout begins with the call's kernel, however long the stream
   // needs to reach it. Returns nullptr if the call has failed and a fault says why, as soon as this or an earlier call
   // has lost a rank, and if nothing is written long after the kernel's own deadline or after its end.
   // Throws CudaError if the stream has failed.
-  const Mailbox* wait_mailbox(uint32_t ticket, cudaStream_t stream) const;
+  const HostCounts* wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const;
 
-  // For calls that are not the communicator's own, and write the mailbox.
-  Mailbox* mailbox() const { return mailbox_; }
-  uint32_t next_ticket() { return ticket_ = next_epoch(ticket_); }
+  // For calls that are not the communicator's own, and write the host counts.
+  HostCounts* host_counts() const { return host_counts_; }
+  uint32_t next_counts_epoch() { return counts_epoch_ = next_epoch(counts_epoch_); }
 
   const Domain& domain() const { return domain_; }
   int device() const { return device_; }
@@ -93,9 +94,9 @@ class Communicator {
   int num_device_sms_ = 0;
   bool is_hopper_ = false;
   double timeout_s_;
-  Mailbox* mailbox_ = nullptr;
+  HostCounts* host_counts_ = nullptr;
   FaultRecord* fault_ = nullptr;
-  uint32_t ticket_ = 0;
+  uint32_t counts_epoch_ = 0;
 };
 
 }  // namespace hybrid_ep

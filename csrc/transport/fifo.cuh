@@ -14,24 +14,24 @@ template <typename GiveUp>
 __device__ bool push_command(const FifoView& fifos, int fifo, const Command& command, GiveUp&& give_up) {
   uint32_t* head = &fifos.heads[fifo].value;
   uint32_t* known_done = &fifos.known_done[fifo].value;
-  uint32_t ticket = ptx::load_relaxed_gpu(head);
+  uint32_t index = ptx::load_relaxed_gpu(head);
   while (true) {
-    if (ticket - ptx::load_acquire_gpu(known_done) >= kFifoSlots) {
+    if (index - ptx::load_acquire_gpu(known_done) >= kFifoSlots) {
       // A load over PCIe, once in a lap where the proxy keeps up.
       const uint32_t done = ptx::load_acquire_system(&fifos.done[fifo].value);
       ptx::store_release_gpu(known_done, done);
-      if (ticket - done >= kFifoSlots) {
+      if (index - done >= kFifoSlots) {
         if (give_up()) return false;
-        ticket = ptx::load_relaxed_gpu(head);
+        index = ptx::load_relaxed_gpu(head);
         continue;
       }
     }
-    const uint32_t before = atomicCAS(head, ticket, ticket + 1);
-    if (before == ticket) break;
-    ticket = before;
+    const uint32_t before = atomicCAS(head, index, index + 1);
+    if (before == index) break;
+    index = before;
   }
-  const PackedCommand packed = pack(command, phase_of_ticket(ticket));
-  PackedCommand* place = fifos.commands + static_cast<int64_t>(fifo) * kFifoSlots + ticket % kFifoSlots;
+  const PackedCommand packed = pack(command, phase_of_index(index));
+  PackedCommand* place = fifos.commands + static_cast<int64_t>(fifo) * kFifoSlots + index % kFifoSlots;
   ptx::store_relaxed_system(reinterpret_cast<uint4*>(place),
                             make_uint4(packed.word_low, packed.word_high, packed.num_bytes, packed.head));
   return true;

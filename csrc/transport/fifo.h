@@ -1,10 +1,10 @@
 // Commands from kernels to the proxy: FIFOs in pinned host memory, each with many writers and one reader.
 //
-//     head (GPU) ─ compare and swap ─► ticket ─► 16 bytes at ticket % kFifoSlots ─► proxy ─► done (host), seen by
+//     head (GPU) ─ compare and swap ─► index ─► 16 bytes at index % kFifoSlots ─► proxy ─► done (host), seen by
 //     writers
 //
 // A command has the parity of its lap, so the reader needs no tail: it checks whether the next entry has a command of
-// the expected lap. Tickets wrap at 2³², a multiple of kFifoSlots.
+// the expected lap. Indices wrap at 2³², a multiple of kFifoSlots.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ namespace hybrid_ep {
 constexpr uint32_t kFifoSlots = 1024;  // a power of two
 constexpr int kMaxFifos = 64;
 
-// The phase of a ticket's command. Memory is zero before the first, which has phase 1.
-HYBRID_EP_HOST_DEVICE uint32_t phase_of_ticket(uint32_t ticket) { return (ticket / kFifoSlots & 1) ^ 1; }
+// The phase of the command of an index. Memory is zero before the first, which has phase 1.
+HYBRID_EP_HOST_DEVICE uint32_t phase_of_index(uint32_t index) { return (index / kFifoSlots & 1) ^ 1; }
 
 // A counter that has a line for itself.
 struct alignas(128) FifoCursor {
@@ -29,7 +29,7 @@ struct alignas(128) FifoCursor {
 struct FifoView {
   PackedCommand* commands;  // [num_fifos][kFifoSlots], pinned
   FifoCursor* done;         // [num_fifos], pinned: commands that the proxy has read
-  FifoCursor* heads;        // [num_fifos], GPU: tickets given out
+  FifoCursor* heads;        // [num_fifos], GPU: indices taken
   FifoCursor* known_done;   // [num_fifos], GPU: what a writer has last read of `done`
   int num_fifos;
 };
@@ -45,7 +45,7 @@ class FifoReader {
     const PackedCommand* place = commands_ + next_ % kFifoSlots;
     PackedCommand packed;
     packed.head = __atomic_load_n(&place->head, __ATOMIC_ACQUIRE);
-    if (phase_of(packed.head) != phase_of_ticket(next_)) return false;
+    if (phase_of(packed.head) != phase_of_index(next_)) return false;
     packed.word_low = place->word_low;
     packed.word_high = place->word_high;
     packed.num_bytes = place->num_bytes;

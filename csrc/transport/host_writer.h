@@ -17,7 +17,7 @@ class HostWriter {
     const uint32_t done = __atomic_load_n(&view_.fifos.done[fifo_].value, __ATOMIC_ACQUIRE);
     if (next_ - done >= kFifoSlots) return false;
     PackedCommand* place = view_.fifos.commands + static_cast<size_t>(fifo_) * kFifoSlots + next_ % kFifoSlots;
-    const PackedCommand packed = pack(command, phase_of_ticket(next_));
+    const PackedCommand packed = pack(command, phase_of_index(next_));
     place->word_low = packed.word_low;
     place->word_high = packed.word_high;
     place->num_bytes = packed.num_bytes;

@@ -5,8 +5,8 @@ goes the same way back (docs/internals/between_domains.md). Both are a launch on
 a dispatch finds where its tokens go. Permuted calls are a dispatch and a permutation by torch, and low-latency calls
 are the torch engine's: they have no kernels between domains.
 
-A call with a bound never waits for the device. One without waits for a mailbox; where a rank lacks room, all ranks
-learn it from the same counts, make room, and start again.
+A call with a bound never waits for the device. One without waits for the host
+counts; where a rank's capacity is too small, all ranks learn it from the same counts, grow, and start again.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class CudaBetween(TorchEngine):
             stream: that it runs on.
             reported: counts of the local experts, written; None where nobody asks for them.
         """
-        ticket = self._between.dispatch(
+        counts_epoch = self._between.dispatch(
             plan=plan,
             rows=rows.data.data_ptr(),
             topk_idx=topk_idx,
@@ -367,9 +367,9 @@ class CudaBetween(TorchEngine):
         )
         if handle == ABSENT:
             self._num_dispatches += 1
-        if ticket == 0 or plan.is_refused:
+        if counts_epoch == 0 or plan.is_refused:
             return None
-        return self._wait_for_counts(ticket, stream, reported)
+        return self._wait_for_counts(counts_epoch, stream, reported)
 
     @one_at_a_time
     def combine(
@@ -533,9 +533,9 @@ class CudaBetween(TorchEngine):
             raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
         return route
 
-    def _wait_for_counts(self, ticket: int, stream: int, reported: Tensor | None) -> _HostCounts:
+    def _wait_for_counts(self, counts_epoch: int, stream: int, reported: Tensor | None) -> _HostCounts:
         num_counts = 0 if reported is None else len(reported)
-        host_counts = self._communicator.wait_for_counts_between(ticket, stream, address(reported), num_counts)
+        host_counts = self._communicator.wait_for_counts_between(counts_epoch, stream, address(reported), num_counts)
         if host_counts is not None:
             return _HostCounts(*host_counts)
         fault = self._take_fault()

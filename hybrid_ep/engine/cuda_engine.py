@@ -4,9 +4,9 @@ A call is one launch on the current stream (`_cuda.Communicator`). This file all
 the slot for its rows, and shapes the results. docs/internals/cuda_engine.md says how the kernels work. What calls of
 one shape have in common is in cuda_plan.py.
 
-A call with a bound never waits for the device. One without waits for a mailbox that the kernel fills as soon as the
-counts are known, while the rows are still on their way. If a slot of any rank is too small for what would arrive, no
-rank sends, all learn it from the same counts, and all make room and start again.
+A call with a bound never waits for the device. One without waits for the host counts. The kernel writes them as soon as
+they are known, while the rows are still on their way. If a slot of any rank is too small for what would arrive, no
+rank sends, all learn it from the same counts, and all grow their slots and start again.
 
 Low-latency calls are in cuda_low_latency.py.
 """
@@ -493,7 +493,7 @@ class CudaEngine(Engine):
         num_local = plan.num_local_experts if handle == ABSENT else 0
         try:
             while True:
-                ticket = self._communicator.dispatch(
+                counts_epoch = self._communicator.dispatch(
                     plan,
                     rows.data.data_ptr(),
                     topk_idx,
@@ -507,11 +507,11 @@ class CudaEngine(Engine):
                 )
                 if handle == ABSENT:
                     self._num_dispatches += 1
-                if ticket == 0 or plan.is_refused:
+                if counts_epoch == 0 or plan.is_refused:
                     return lease, None, None
                 # What needs no counts is done before the wait: behind it, the host races the rows.
                 reported = torch.empty(num_local, dtype=torch.int32, device="cpu")
-                fields = self._communicator.wait_for_counts(ticket, stream, reported.data_ptr(), num_local)
+                fields = self._communicator.wait_for_counts(counts_epoch, stream, reported.data_ptr(), num_local)
                 if fields is None:
                     self._raise_failed()
                 host_counts = HostCounts(*fields)

@@ -197,7 +197,7 @@ def check_other_streams() -> None:
 def check_long_earlier_work() -> None:
     """A blocking dispatch behind more work of its stream than the host waits for a kernel: no rank was late."""
     rank, sent = dist.get_rank(), draw(0)
-    timeout_s, grace_s = 3.0, 10.0  # kMailboxGraceS
+    timeout_s, grace_s = 3.0, 10.0  # kHostCountsGraceS
     with hybrid_ep.Buffer(dist.group.WORLD, engine="cuda", timeout_s=timeout_s) as buffer:
         round_trip(buffer, sent, "before")
         torch.cuda.synchronize()

@@ -57,33 +57,33 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
   return {widths, num_tokens, num_rows, num_weights, num_sms, num_topk, num_expert_rows, num_expert_sms};
 }
 
-// Waits for the mailbox, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the fields of
-// HostCounts in cuda_route.py; None when the call has failed.
-py::object wait_for_counts(const Communicator& self, uint32_t ticket, uintptr_t stream, uintptr_t counts,
+// Waits for the host counts, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the
+// fields of HostCounts in cuda_route.py; None when the call has failed.
+py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts,
                            int num_counts) {
-  const Mailbox* mail = nullptr;
+  const HostCounts* told = nullptr;
   {
     const py::gil_scoped_release release;
-    mail = self.wait_mailbox(ticket, stream_of(stream));
+    told = self.wait_for_host_counts(counts_epoch, stream_of(stream));
   }
-  if (mail == nullptr) return py::none();
-  std::copy_n(mail->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(mail->status == kNeedsRoom, mail->num_recv, mail->num_permuted, mail->num_sent_away,
-                        mail->num_kept, mail->max_recv, mail->max_sent, mail->max_rows);
+  if (told == nullptr) return py::none();
+  std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
+  return py::make_tuple(told->status == kNeedsRoom, told->num_recv, told->num_permuted, told->num_sent_away,
+                        told->num_kept, told->max_recv, told->max_sent, told->max_rows);
 }
 
 // The same of a dispatch between domains, and returns the fields of _HostCounts in cuda_between.py.
-py::object wait_for_counts_between(const Communicator& self, uint32_t ticket, uintptr_t stream, uintptr_t counts,
+py::object wait_for_counts_between(const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts,
                                    int num_counts) {
-  const Mailbox* mail = nullptr;
+  const HostCounts* told = nullptr;
   {
     const py::gil_scoped_release release;
-    mail = self.wait_mailbox(ticket, stream_of(stream));
+    told = self.wait_for_host_counts(counts_epoch, stream_of(stream));
   }
-  if (mail == nullptr) return py::none();
-  std::copy_n(mail->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(mail->status == kNeedsRoom, mail->num_recv, mail->num_sent_away, mail->num_sent_between,
-                        mail->max_rows, mail->max_sent, mail->max_held);
+  if (told == nullptr) return py::none();
+  std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
+  return py::make_tuple(told->status == kNeedsRoom, told->num_recv, told->num_sent_away, told->num_sent_between,
+                        told->max_rows, told->max_sent, told->max_held);
 }
 
 void add_plans(py::module_& module) {
@@ -202,10 +202,10 @@ void add_communicator(py::module_& module) {
           py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
           py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
           py::arg("handle"), py::arg("stream"))
-      .def("wait_for_counts", &wait_for_counts, py::arg("ticket"), py::arg("stream"), py::arg("counts"),
+      .def("wait_for_counts", &wait_for_counts, py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"),
            py::arg("num_counts"))
-      .def("wait_for_counts_between", &wait_for_counts_between, py::arg("ticket"), py::arg("stream"), py::arg("counts"),
-           py::arg("num_counts"))
+      .def("wait_for_counts_between", &wait_for_counts_between, py::arg("counts_epoch"), py::arg("stream"),
+           py::arg("counts"), py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);
 }
 

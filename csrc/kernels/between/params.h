@@ -48,8 +48,8 @@ struct DispatchBetweenParams {
   SlotLayout slot;
   int32_t* route;
   BetweenRoute parts;
-  Mailbox* mailbox;  // nullptr: the host does not wait
-  uint32_t ticket;
+  HostCounts* host_counts;  // nullptr: the host does not wait
+  uint32_t counts_epoch;
 };
 
 struct CombineBetweenParams {

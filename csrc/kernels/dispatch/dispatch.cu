@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
   // Count, and tell every rank.
   bool ok = true;
-  if (params.mailbox != nullptr && blockIdx.x + threadIdx.x == 0) {
-    ptx::store_relaxed_system(&params.mailbox->started, params.ticket);
+  if (params.host_counts != nullptr && blockIdx.x + threadIdx.x == 0) {
+    ptx::store_relaxed_system(&params.host_counts->started, params.counts_epoch);
   }
   for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
     routes.recv_base[r] = routes.num_recv[r] = 0;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
         params.is_bound ? params.room > params.slot.capacity : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
   }
   lacks_room = __syncthreads_or(lacks_room);
-  MailStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
+  CallStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
 
   // Send. The last warp first tells the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {

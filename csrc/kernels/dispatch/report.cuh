@@ -31,7 +31,7 @@ __device__ void report_pool(const DispatchParams& params, const DispatchRoutes& 
 // Writes the counts for the host and for later calls; zeroes for a failed call. By one warp of the grid. Returns
 // whether all counts came.
 __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
-                              const DispatchRoutes& routes, MailStatus status) {
+                              const DispatchRoutes& routes, CallStatus status) {
   const Domain& domain = params.domain;
   const ControlBlock& own = *domain.control[domain.rank];
   const int lane = threadIdx.x % 32, num_ranks = domain.num_ranks;
@@ -50,7 +50,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
       total = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
     }
     params.num_tokens_per_expert[l] = total;
-    if (params.mailbox != nullptr) params.mailbox->num_tokens_per_expert[l] = total;
+    if (params.host_counts != nullptr) params.host_counts->num_tokens_per_expert[l] = total;
   }
   ok = __all_sync(kAllLanes, ok);
   if (!ok) status = kFailed;
@@ -79,28 +79,28 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
     report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, r, limit,
                  needed);
   }
-  __syncwarp();  // what the lanes have written to the mailbox comes before its ticket
+  __syncwarp();  // what the lanes have written to the host counts comes before their epoch
   if (lane != 0) return ok;
   const int needed = routes.needed[domain.rank];
   if (params.overflow != nullptr) *params.overflow = status == kSent && needed > params.row_limit;
-  if (params.mailbox == nullptr) return ok;
-  Mailbox& mailbox = *params.mailbox;
-  mailbox.status = status;
+  if (params.host_counts == nullptr) return ok;
+  HostCounts& host_counts = *params.host_counts;
+  host_counts.status = status;
   if (status != kFailed) {
     int sent_away = 0, max_rows = 0;
     for (int r = 0; r < num_ranks; ++r) {
       if (r != domain.rank) sent_away += routes.sent[r];
       max_rows = max(max_rows, routes.needed[r]);
     }
-    mailbox.num_recv = routes.num_recv[domain.rank];
-    mailbox.num_permuted = params.pad_multiple > 0 ? needed : 0;
-    mailbox.num_sent_away = sent_away;
-    mailbox.num_kept = routes.sent[domain.rank];
-    mailbox.max_recv = max_recv;
-    mailbox.max_sent = max_sent;
-    mailbox.max_rows = params.is_bound ? params.room : max_rows;
+    host_counts.num_recv = routes.num_recv[domain.rank];
+    host_counts.num_permuted = params.pad_multiple > 0 ? needed : 0;
+    host_counts.num_sent_away = sent_away;
+    host_counts.num_kept = routes.sent[domain.rank];
+    host_counts.max_recv = max_recv;
+    host_counts.max_sent = max_sent;
+    host_counts.max_rows = params.is_bound ? params.room : max_rows;
   }
-  ptx::store_release_system(&mailbox.ticket, params.ticket);
+  ptx::store_release_system(&host_counts.epoch, params.counts_epoch);
   return ok;
 }
 

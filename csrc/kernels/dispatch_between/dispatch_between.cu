@@ -232,7 +232,7 @@ __device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBe
 // What later calls and the host need to know, by the first CTA. The route of a call that has failed becomes empty,
 // unless an earlier call has made it.
 __device__ bool report(const DispatchBetweenParams& params, const CallBetween& call, const Waiter& waiter,
-                       uint32_t epoch, MailStatus status) {
+                       uint32_t epoch, CallStatus status) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const BetweenRoute& parts = params.parts;
@@ -248,7 +248,7 @@ __device__ bool report(const DispatchBetweenParams& params, const CallBetween& c
     int total = 0;
     for (int s = 0; s < num_ranks && !fails && ok; ++s) total += learn_word(between, waiter, epoch, s, column, &ok);
     params.route[parts.num_tokens_per_expert + l] = total;
-    if (params.mailbox != nullptr) params.mailbox->num_tokens_per_expert[l] = total;
+    if (params.host_counts != nullptr) params.host_counts->num_tokens_per_expert[l] = total;
   }
   const bool has_matrix = between.layout.num_columns == num_ranks;
   for (int r = threadIdx.x; params.makes_route && has_matrix && r < num_ranks; r += kThreads) {
@@ -268,26 +268,26 @@ __device__ bool report(const DispatchBetweenParams& params, const CallBetween& c
     for (int i = threadIdx.x; i < num_ranks * size; i += kThreads) params.route[parts.counts + i] = 0;
   }
   ok = __syncthreads_and(ok);
-  if (threadIdx.x != 0 || params.mailbox == nullptr) return ok;
-  Mailbox& mailbox = *params.mailbox;
-  mailbox.status = ok ? status : kFailed;
+  if (threadIdx.x != 0 || params.host_counts == nullptr) return ok;
+  HostCounts& host_counts = *params.host_counts;
+  host_counts.status = ok ? status : kFailed;
   if (!fails) {
     int sent_within = 0, sent_between = 0;
     for (int r = 0; r < size; ++r) {
       if (r != between.domain.rank) sent_within += params.route[parts.rank_counts + first_rank + r];
     }
     for (int d = 0; d < grid.num_domains; ++d) sent_between += d == grid.domain_idx() ? 0 : call.num_sent[d];
-    mailbox.num_recv = call.needed[between.domain.rank];
-    mailbox.num_permuted = 0;
-    mailbox.num_sent_away = sent_within;
-    mailbox.num_kept = params.route[parts.rank_counts + grid.rank];
-    mailbox.num_sent_between = sent_between;
-    mailbox.max_recv = call.verdict.max_rows;
-    mailbox.max_sent = call.verdict.max_sums;
-    mailbox.max_rows = call.verdict.max_rows;
-    mailbox.max_held = call.verdict.max_held;
+    host_counts.num_recv = call.needed[between.domain.rank];
+    host_counts.num_permuted = 0;
+    host_counts.num_sent_away = sent_within;
+    host_counts.num_kept = params.route[parts.rank_counts + grid.rank];
+    host_counts.num_sent_between = sent_between;
+    host_counts.max_recv = call.verdict.max_rows;
+    host_counts.max_sent = call.verdict.max_sums;
+    host_counts.max_rows = call.verdict.max_rows;
+    host_counts.max_held = call.verdict.max_held;
   }
-  ptx::store_release_system(&mailbox.ticket, params.ticket);
+  ptx::store_release_system(&host_counts.epoch, params.counts_epoch);
   return ok;
 }
 
@@ -314,8 +314,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool leads = blockIdx.x == 0;
   bool ok = true, is_same = true;
   if (leads) {
-    if (params.mailbox != nullptr && threadIdx.x == 0) {
-      ptx::store_relaxed_system(&params.mailbox->started, params.ticket);
+    if (params.host_counts != nullptr && threadIdx.x == 0) {
+      ptx::store_relaxed_system(&params.host_counts->started, params.counts_epoch);
     }
     ok = tell_counts(params, waiter, link, epoch);
     ok &= spread_counts(params, waiter, link, epoch);
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     ok &= agree(params, waiter, link, call);
     ok = __syncthreads_and(ok);
-    const MailStatus status = !ok || call.verdict.fails ? kFailed : call.verdict.lacks_room ? kNeedsRoom : kSent;
+    const CallStatus status = !ok || call.verdict.fails ? kFailed : call.verdict.lacks_room ? kNeedsRoom : kSent;
     ok &= report(params, call, waiter, epoch, status);
     if (threadIdx.x == 0) {
       shared_status = status;
