@@ -311,11 +311,11 @@ class SlotPool:
 def push_rows(
     *,
     rows: int,
-    places: int,
+    dst_rows: int,
     memory: list[int],
     progress: int,
     num_rows: int,
-    num_places: int,
+    num_dst_rows: int,
     row_bytes: int,
     num_sms: int,
     stream: int,

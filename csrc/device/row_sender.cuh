@@ -3,8 +3,8 @@
 //
 //     rows[i] ─ bulk load ─► stage of the warp's ring ─ one bulk store per destination ─► memory of a rank
 //
-// Each lane serves kPlaces destinations and stores the row to them. Every function is collective over the warp. A warp
-// that sends nothing has a ring without stages.
+// Each lane serves kDstPerLane destinations and stores the row to them. Every function is collective over the warp. A
+// warp that sends nothing has a ring without stages.
 #pragma once
 
 #include "device/row_ring.cuh"
@@ -35,32 +35,32 @@ class RowSender {
   }
 
   // Sends those and all further rows. `counter` is 0 before the kernel begins. For destination q of a lane,
-  // load_place(row, q) begins to load the row's offset there, and target_of(place, q) returns the address or nullptr.
-  template <int kPlaces, typename LoadPlace, typename TargetOf>
-  __device__ void send(uint32_t* counter, LoadPlace&& load_place, TargetOf&& target_of) {
-    using Place = decltype(load_place(0, 0));
+  // load_dst(row, q) begins to load its row there, and target_of(dst, q) returns the address or nullptr.
+  template <int kDstPerLane, typename LoadDst, typename TargetOf>
+  __device__ void send(uint32_t* counter, LoadDst&& load_dst, TargetOf&& target_of) {
+    using Dst = decltype(load_dst(0, 0));
     WorkIndices<2> items(counter, num_warps_ * ring_.num_ahead());
-    Place place[kPlaces], next[kPlaces];
-    const auto load_places = [&](int stage, Place(&places)[kPlaces]) {
+    Dst dst[kDstPerLane], next[kDstPerLane];
+    const auto load_all = [&](int stage, Dst(&all)[kDstPerLane]) {
       __syncwarp();
 #pragma unroll
-      for (int q = 0; q < kPlaces; ++q) places[q] = load_place(indices_[stage], q);
+      for (int q = 0; q < kDstPerLane; ++q) all[q] = load_dst(indices_[stage], q);
     };
-    if (num_ahead_ > 0) load_places(ring_.stage(), place);
+    if (num_ahead_ > 0) load_all(ring_.stage(), dst);
     for (; num_ahead_ > 0; --num_ahead_) {
       const bool knows_next = num_ahead_ > 1;
-      if (knows_next) load_places(ring_.next_stage(), next);
+      if (knows_next) load_all(ring_.next_stage(), next);
       const uint8_t* stage = ring_.wait();
 #pragma unroll
-      for (int q = 0; q < kPlaces; ++q) {
-        uint8_t* target = target_of(place[q], q);
+      for (int q = 0; q < kDstPerLane; ++q) {
+        uint8_t* target = target_of(dst[q], q);
         if (target != nullptr) ptx::bulk_store(target, stage, table_.row_bytes);
       }
       ring_.release();
       if (has_more_) fetch(items.take());
-      if (!knows_next && num_ahead_ > 1) load_places(ring_.stage(), next);
+      if (!knows_next && num_ahead_ > 1) load_all(ring_.stage(), next);
 #pragma unroll
-      for (int q = 0; q < kPlaces; ++q) place[q] = next[q];
+      for (int q = 0; q < kDstPerLane; ++q) dst[q] = next[q];
     }
     ptx::bulk_wait_written<0>();
   }

@@ -85,12 +85,12 @@ struct DispatchParams {
 
 // Of a combine from experts: what its rows are sums of, experts ascending, rounded once.
 struct ExpertRowParams {
-  const uint8_t* rows;    // [P, H] bf16
-  const float* probs;     // [P] or nullptr
-  const int32_t* places;  // [N, K] row of each copy, or −1
-  uint8_t* sums;          // [N, H] bf16; what the combine takes as its rows
-  float* sum_weights;     // [N, K] or nullptr; likewise its weights: each expert's in its column
-  uint32_t* row_epoch;    // [N] the combine that has last written the sum
+  const uint8_t* rows;     // [P, H] bf16
+  const float* probs;      // [P] or nullptr
+  const int32_t* dst_row;  // [N, K] row of each copy, or −1
+  uint8_t* sums;           // [N, H] bf16; what the combine takes as its rows
+  float* sum_weights;      // [N, K] or nullptr; likewise its weights: each expert's in its column
+  uint32_t* row_epoch;     // [N] the combine that has last written the sum
   int num_topk, row_limit;
 };
 
@@ -114,10 +114,10 @@ struct CombineParams {
 // Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not
 // write.
 struct DuplicateParams {
-  uint8_t* rows;                         // [P, row_bytes]; the copy with the lowest place is there
-  const int32_t* places;                 // [N, K] row of each copy, or −1
-  int32_t* kept_places;                  // [N, K] likewise, for the handle, or nullptr where they are the same
-  uint32_t* row_epoch;                   // [N] set to 0 along with kept_places: no combine has summed the row
+  uint8_t* rows;                         // [P, row_bytes]; the lowest copy of each row is there
+  const int32_t* dst_row;                // [N, K] row of each copy, or −1
+  int32_t* kept_dst_row;                 // [N, K] likewise, for the handle, or nullptr where they are the same
+  uint32_t* row_epoch;                   // [N] set to 0 along with kept_dst_row: no combine has summed the row
   const float* weights;                  // [N, K] or nullptr
   const uint32_t* scales;                // [N, num_scales] or nullptr
   float* probs;                          // [P] or nullptr
@@ -127,7 +127,7 @@ struct DuplicateParams {
   const int32_t* num_rows_per_expert;    // [LE], pads not included
   int rank, num_ranks, num_topk, num_local_experts, row_bytes, num_scales;
   int row_limit;   // rows of the output
-  int recv_limit;  // rows of places
+  int recv_limit;  // rows of dst_row
 };
 
 // Counts of this rank's tokens, for `get_dispatch_layout`.

@@ -244,8 +244,8 @@ void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& t
   DuplicateParams params{};
   params.rows = slot + layout.rows;
   const KeptRows kept = kept_rows(tensors.kept, num_recv, plan.num_topk);
-  params.places = plan.makes_route ? reinterpret_cast<int32_t*>(slot + layout.experts) : kept.places;
-  params.kept_places = plan.makes_route ? kept.places : nullptr;
+  params.dst_row = plan.makes_route ? reinterpret_cast<int32_t*>(slot + layout.experts) : kept.dst_row;
+  params.kept_dst_row = plan.makes_route ? kept.dst_row : nullptr;
   params.row_epoch = kept.row_epoch;
   params.weights = reinterpret_cast<float*>(slot + layout.weights);
   params.scales = reinterpret_cast<uint32_t*>(slot + layout.scales);
@@ -291,7 +291,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   if (plan.num_topk > 0) {
     num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
     const KeptRows kept = kept_rows(experts.kept, plan.num_rows, plan.num_topk);
-    params.experts = {experts.rows,    experts.probs,  kept.places,   tensors.rows,
+    params.experts = {experts.rows,    experts.probs,  kept.dst_row,  tensors.rows,
                       tensors.weights, kept.row_epoch, plan.num_topk, plan.num_expert_rows};
   }
   launch_combine(params, num_expert_sms, stream);

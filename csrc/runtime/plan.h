@@ -72,7 +72,7 @@ struct DispatchTensors {
 
 // What a handle of an expert-major dispatch keeps of the rows that arrived, in this order.
 struct KeptRows {
-  int32_t* places;      // [N, K]
+  int32_t* dst_row;     // [N, K]
   uint32_t* row_epoch;  // [N]
 };
 

@@ -27,7 +27,7 @@ from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.testing.workload import make_routing
 
-__all__ = ["RankWire", "compared_sms", "measure_wire", "places"]
+__all__ = ["RankWire", "compared_sms", "make_dst_rows", "measure_wire"]
 
 # What the cuda engine takes where it is not told, but for a dispatch of 7 and more ranks (csrc/runtime/sm_model.cpp).
 _DEFAULT_SMS = 16
@@ -66,9 +66,9 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     topk_idx = make_routing(plan.workload, rank)[0].to(rank_device(plan.device))
     pushes, counts = {}, {}
     try:
-        where = places(topk_idx, plan.workload.num_experts, rank, num_ranks)
+        dst_rows = make_dst_rows(topk_idx, plan.workload.num_experts, rank, num_ranks)
         for call in CALLS:
-            pushes[call] = _Push(where, _aligned(plan.row_bytes(call)), rank, num_ranks)
+            pushes[call] = _Push(dst_rows, _aligned(plan.row_bytes(call)), rank, num_ranks)
             counts[call] = count_rows(topk_idx, plan.workload.num_experts, once_per_expert=False)
     except TopologyError as error:
         obstacle = str(error)
@@ -85,7 +85,7 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     return RankWire(None, times, counts)
 
 
-def places(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int) -> Tensor:
+def make_dst_rows(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int) -> Tensor:
     """Where this rank's rows go, once to each rank: ``[T, K]`` int64, ``(rank << 32) | row``, or −1.
 
     Every source has a part of each rank's memory to itself, so that nothing need be agreed on.
@@ -108,23 +108,23 @@ class _Push:
     """One call's rows and memory. Collective.
 
     Args:
-        where: of `places`.
+        dst_rows: of `make_dst_rows`.
         row_bytes: of a row, a multiple of 16.
         rank: this one.
         num_ranks: R.
     """
 
-    def __init__(self, where: Tensor, row_bytes: int, rank: int, num_ranks: int) -> None:
-        self.where, self.row_bytes = where, row_bytes
-        num_tokens = where.shape[0]
+    def __init__(self, dst_rows: Tensor, row_bytes: int, rank: int, num_ranks: int) -> None:
+        self.dst_rows, self.row_bytes = dst_rows, row_bytes
+        num_tokens = dst_rows.shape[0]
         # Zeros would spare the wire some switching. Both ends of a row say which it is.
-        self.rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=where.device)
-        names = rank * num_tokens + torch.arange(1, num_tokens + 1, device=where.device)
+        self.rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=dst_rows.device)
+        names = rank * num_tokens + torch.arange(1, num_tokens + 1, device=dst_rows.device)
         self.rows.view(torch.int64)[:, [0, -1]] = names.unsqueeze(1)
-        self.progress = torch.zeros(2, dtype=torch.int32, device=where.device)
+        self.progress = torch.zeros(2, dtype=torch.int32, device=dst_rows.device)
         num_bytes = num_ranks * num_tokens * row_bytes
         roll_call = RollCall(dist.group.WORLD, rank, env.TIMEOUT_S.get(), next(_numbers))
-        self.memory = SymmetricMemory.allocate(num_bytes, roll_call, where.device)
+        self.memory = SymmetricMemory.allocate(num_bytes, roll_call, dst_rows.device)
 
     def check(self, counts: RowCounts) -> str | None:
         """Pushes once and looks at what landed here; returns what is wrong, or None. Collective."""
@@ -146,11 +146,11 @@ class _Push:
         def push() -> None:
             _cuda.push_rows(
                 rows=self.rows.data_ptr(),
-                places=self.where.data_ptr(),
+                dst_rows=self.dst_rows.data_ptr(),
                 memory=self.memory.addresses,
                 progress=self.progress.data_ptr(),
-                num_rows=self.where.shape[0],
-                num_places=self.where.shape[1],
+                num_rows=self.dst_rows.shape[0],
+                num_dst_rows=self.dst_rows.shape[1],
                 row_bytes=self.row_bytes,
                 num_sms=num_sms,
                 stream=torch.cuda.current_stream().cuda_stream,

@@ -18,7 +18,7 @@ from hybrid_ep.bench.results import BenchReport, BenchResult, summarize
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.bench.timing import Holding, Times
-from hybrid_ep.bench.wire import RankWire, compared_sms, places
+from hybrid_ep.bench.wire import RankWire, compared_sms, make_dst_rows
 from hybrid_ep.testing.workload import Workload
 
 WORKLOAD = Workload(num_tokens=4, hidden=128, num_topk=1, num_experts=2, dtype="fp8")
@@ -145,7 +145,7 @@ def test_sms_that_are_compared() -> None:
 
 def test_the_wire_moves_each_row_once_for_each_rank_to_a_place_of_its_own() -> None:
     topk_idx = torch.tensor([[0, 1, 7], [6, 2, 3]])  # 8 experts on 4 ranks: ranks 0 0 3, and 3 1 1
-    found = places(topk_idx, 8, 1, 4)
+    found = make_dst_rows(topk_idx, 8, 1, 4)
     assert found.tolist() == [[2, -1, (3 << 32) | 2], [(3 << 32) | 3, (1 << 32) | 3, -1]]
 
 

@@ -33,14 +33,14 @@ class ExpertRows {
     const int lane = threadIdx.x % 32;
     while (next_row_ >= 0) {
       row_ = next_row_;
-      const int place = next_place_ < experts.row_limit ? next_place_ : -1;
+      const int dst_row = next_dst_row_ < experts.row_limit ? next_dst_row_ : -1;
       look_ahead();
       if (lane < params_.num_weights) {
         const int64_t cell = static_cast<int64_t>(row_) * params_.num_weights + lane;
-        experts.sum_weights[cell] = place >= 0 ? experts.probs[place] : 0.0f;
+        experts.sum_weights[cell] = dst_row >= 0 ? experts.probs[dst_row] : 0.0f;
       }
       const uint8_t* copies[1] = {nullptr};
-      const int sorted = sort_over_lanes(place);
+      const int sorted = sort_over_lanes(dst_row);
       if (sorted >= 0) copies[0] = experts.rows + static_cast<int64_t>(sorted) * params_.row_bytes;
       walk = SourceWalk<1, uint8_t>(copies);
       if (!walk.is_done()) return true;
@@ -77,7 +77,7 @@ class ExpertRows {
       if (place < routes_.send_count[source] && row < params_.num_rows) next_row_ = row;
     }
     const int64_t cell = static_cast<int64_t>(next_row_) * num_topk + lane;
-    next_place_ = lane < num_topk ? params_.experts.places[cell] : -1;
+    next_dst_row_ = lane < num_topk ? params_.experts.dst_row[cell] : -1;
   }
 
   const CombineParams& params_;
@@ -85,7 +85,7 @@ class ExpertRows {
   const uint32_t epoch_;
   int position_;  // in sending order
   const int stride_;
-  int row_ = -1, next_row_, next_place_;
+  int row_ = -1, next_row_, next_dst_row_;
 };
 
 }  // namespace

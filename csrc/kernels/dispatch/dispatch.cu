@@ -26,19 +26,19 @@ using DispatchSender = RowSender<kDispatchStoresInFlight>;
 template <int kRanksPerLane>
 __device__ void send_rows(const DispatchParams& params, const DispatchRoutes& routes, DispatchSender& sender) {
   const int lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
-  const int32_t* places = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
+  const int32_t* dst_rows = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
   // NOTE: another CTA may have written them, and this SM's L1 may hold the old line.
-  const auto load_place = [&](int token, int q) {
+  const auto load_dst = [&](int token, int q) {
     const int r = lane + 32 * q;
-    return r < num_ranks ? __ldcg(places + static_cast<int64_t>(token) * num_ranks + r) : -1;
+    return r < num_ranks ? __ldcg(dst_rows + static_cast<int64_t>(token) * num_ranks + r) : -1;
   };
-  const auto target_of = [&](int place, int q) -> uint8_t* {
-    if (place < 0) return nullptr;
-    const int r = lane + 32 * q, row = params.pad_multiple == 0 ? place + routes.recv_base[r] : place;
+  const auto target_of = [&](int dst, int q) -> uint8_t* {
+    if (dst < 0) return nullptr;
+    const int r = lane + 32 * q, row = params.pad_multiple == 0 ? dst + routes.recv_base[r] : dst;
     if (row >= routes.call[r][CountRow::kRowLimit]) return nullptr;
     return routes.slot[r] + params.slot.rows + static_cast<int64_t>(row) * params.row_bytes;
   };
-  sender.send<kRanksPerLane>(&params.domain.control[params.domain.rank]->sent_items, load_place, target_of);
+  sender.send<kRanksPerLane>(&params.domain.control[params.domain.rank]->sent_items, load_dst, target_of);
 }
 
 // Sends the scales of `count` rows that are one run at the receiver.
@@ -67,11 +67,11 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
                              int count, int first_expert, int thread, int num_threads) {
   const int num_topk = params.num_topk, total = count * num_topk;
   auto* topk_idx = reinterpret_cast<int64_t*>(slot + params.slot.experts) + first_row * num_topk;
-  auto* places = reinterpret_cast<int32_t*>(slot + params.slot.experts) + first_row * num_topk;
+  auto* dst_row = reinterpret_cast<int32_t*>(slot + params.slot.experts) + first_row * num_topk;
   auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + first_row * num_topk;
   for (int begin = thread; begin < total; begin += kCellsAhead * num_threads) {
     int64_t expert[kCellsAhead];
-    int place[kCellsAhead];
+    int row_of_copy[kCellsAhead];
     float weight[kCellsAhead];
 #pragma unroll
     for (int i = 0; i < kCellsAhead; ++i) {
@@ -80,10 +80,10 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
       const int row = j / num_topk, k = j - row * num_topk, token = list[row];
       const int64_t cell = static_cast<int64_t>(token) * num_topk + k;
       expert[i] = params.topk_idx[cell] - first_expert;
-      place[i] = params.pad_multiple > 0 ? params.expert_place[cell] : 0;
+      row_of_copy[i] = params.pad_multiple > 0 ? params.expert_place[cell] : 0;
       weight[i] = params.has_weights ? params.topk_weights[cell] : 0.0f;
       if (expert[i] >= 0 && expert[i] < params.range_size) continue;
-      expert[i] = place[i] = -1;
+      expert[i] = row_of_copy[i] = -1;
       weight[i] = 0.0f;
     }
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
       const int j = begin + i * num_threads;
       if (j >= total) continue;
       if (params.pad_multiple > 0) {
-        places[j] = place[i];
+        dst_row[j] = row_of_copy[i];
       } else {
         topk_idx[j] = expert[i];
       }

@@ -47,15 +47,15 @@ class RowsWithCopies {
     const int lane = threadIdx.x % 32;
     while ((row_ += stride_) < num_recv_) {
       const int64_t cell = static_cast<int64_t>(row_) * params_.num_topk + lane;
-      int place = lane < params_.num_topk ? params_.places[cell] : -1;
-      if (params_.kept_places != nullptr && lane < params_.num_topk) params_.kept_places[cell] = place;
-      if (params_.kept_places != nullptr && lane == 0) params_.row_epoch[row_] = 0;
-      if (place >= params_.row_limit) place = -1;
-      source_ = __reduce_min_sync(kAllLanes, place >= 0 ? place : INT32_MAX);
-      if (params_.probs != nullptr && place >= 0) params_.probs[place] = params_.weights[cell];
-      const unsigned places = __ballot_sync(kAllLanes, place >= 0);
-      if (params_.num_scales > 0) copy_scales(places);
-      target_ = place == source_ ? -1 : place;
+      int row = lane < params_.num_topk ? params_.dst_row[cell] : -1;
+      if (params_.kept_dst_row != nullptr && lane < params_.num_topk) params_.kept_dst_row[cell] = row;
+      if (params_.kept_dst_row != nullptr && lane == 0) params_.row_epoch[row_] = 0;
+      if (row >= params_.row_limit) row = -1;
+      source_ = __reduce_min_sync(kAllLanes, row >= 0 ? row : INT32_MAX);
+      if (params_.probs != nullptr && row >= 0) params_.probs[row] = params_.weights[cell];
+      const unsigned lanes = __ballot_sync(kAllLanes, row >= 0);
+      if (params_.num_scales > 0) copy_scales(lanes);
+      target_ = row == source_ ? -1 : row;
       if (__ballot_sync(kAllLanes, target_ >= 0) != 0) return true;
     }
     return false;
@@ -65,12 +65,12 @@ class RowsWithCopies {
   __device__ int target() const { return target_; }  // of this lane, or −1
 
  private:
-  __device__ void copy_scales(unsigned places) const {
+  __device__ void copy_scales(unsigned lanes) const {
     for (int s = threadIdx.x % 32; s < params_.num_scales; s += 32) {
       const uint32_t scale = params_.scales[static_cast<int64_t>(row_) * params_.num_scales + s];
-      for (unsigned left = places; left != 0; left &= left - 1) {
+      for (unsigned left = lanes; left != 0; left &= left - 1) {
         // NOTE: the row is read again, because a shuffle needs all lanes and there may be fewer scales.
-        const int to = params_.places[static_cast<int64_t>(row_) * params_.num_topk + __ffs(left) - 1];
+        const int to = params_.dst_row[static_cast<int64_t>(row_) * params_.num_topk + __ffs(left) - 1];
         params_.permuted_scales[static_cast<int64_t>(to) * params_.num_scales + s] = scale;
       }
     }

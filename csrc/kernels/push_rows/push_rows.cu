@@ -1,6 +1,6 @@
 // The wire's limit, for `hybrid-ep bench`: rows pushed to where they belong, with nothing else to do.
 //
-//     x[t] ─ bulk load ─► shared memory ─ one bulk store per place ─► a row of that rank's memory
+//     x[t] ─ bulk load ─► shared memory ─ one bulk store per destination ─► a row of that rank's memory
 //
 // No counts, no order, no metadata, no signals: two warps per SM move rows as those of a dispatch do, and the kernel
 // ends when its own stores are written.
@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(kMaxPushWarps * 32, 1)
                                             params.num_stages, stages + warp * params.num_stages * params.row_bytes,
                                             barriers[warp], indices[warp]);
   sender.begin(warp * gridDim.x + blockIdx.x);
-  const auto load_place = [&](int row, int) -> int64_t {
-    return lane < params.num_places ? params.places[static_cast<int64_t>(row) * params.num_places + lane] : -1;
+  const auto load_dst = [&](int row, int) -> int64_t {
+    return lane < params.num_dst_rows ? params.dst_rows[static_cast<int64_t>(row) * params.num_dst_rows + lane] : -1;
   };
-  const auto target_of = [&](int64_t place, int) -> uint8_t* {
-    if (place < 0) return nullptr;
-    return params.memory[place >> 32] + (place & 0xffffffff) * params.row_bytes;
+  const auto target_of = [&](int64_t dst, int) -> uint8_t* {
+    if (dst < 0) return nullptr;
+    return params.memory[dst >> 32] + (dst & 0xffffffff) * params.row_bytes;
   };
-  sender.send<1>(&params.progress->sent_rows, load_place, target_of);
+  sender.send<1>(&params.progress->sent_rows, load_dst, target_of);
   __syncthreads();
   if (threadIdx.x > 0 || ptx::add_acq_rel_gpu(&params.progress->finished_ctas, 1) != gridDim.x - 1) return;
   *params.progress = {};
