@@ -61,13 +61,13 @@ class DispatchPlan:
         scale_dtype: int,
         has_topk: bool,
         num_worst_tokens: int,
-        room: int,
+        common_bound: int,
         refusal: FaultKind,
         refused_value: int,
         max_tokens: int,
     ) -> None: ...
     @property
-    def row_bytes(self) -> int: ...
+    def record_bytes(self) -> int: ...
     @property
     def num_local_experts(self) -> int: ...
     @property
@@ -92,7 +92,7 @@ class CombinePlan:
         num_expert_sms: int,
     ) -> None: ...
     @property
-    def row_bytes(self) -> int: ...
+    def record_bytes(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class FaultKind(Enum):
@@ -215,7 +215,7 @@ class BetweenDispatchPlan:
         scale_dtype: int,
         has_topk: bool,
         num_worst_tokens: int,
-        room: int,
+        common_bound: int,
         pad_multiple: int,
         refusal: FaultKind,
         refused_value: int,

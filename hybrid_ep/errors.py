@@ -5,7 +5,7 @@
     ├── TopologyError                  the machine or the group is not laid out as asked for
     ├── TransportError                 bytes could not be moved: a peer closed its end
     │   └── TimeoutError               a peer did not arrive within the configured time
-    ├── OverflowError                  more tokens arrived than the caller gave room for
+    ├── OverflowError                  more tokens arrived than the caller's bound
     ├── ClosedError                    the buffer was used after `close()` or `destroy()`
     └── CudaError (RuntimeError)       the CUDA runtime refused a call of the cuda engine
 

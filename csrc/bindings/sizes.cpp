@@ -87,7 +87,7 @@ void add_sizes(py::module_& module) {
       },
       py::kw_only(), py::arg("row_bytes"), py::arg("num_scales"), py::arg("num_destinations"), py::arg("num_experts"),
       py::arg("num_weights"));
-  // A slot of the arena with room for so many rows; bytes per row of each part.
+  // A slot of the arena that holds so many rows; bytes per row of each part.
   module.def(
       "slot_bytes",
       [](int64_t rows, int64_t experts, int64_t weights, int64_t scales, int64_t num_rows) {

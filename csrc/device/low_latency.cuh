@@ -80,7 +80,7 @@ __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Wai
   // Every call begins with this, so both are loaded at once.
   const bool is_left_out = is_masked(domain, r), is_free = Waiter::has_reached(flag, before);
   if (is_left_out || is_free) return !is_left_out;
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kRoom); });
+  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kFreeSlots); });
 }
 
 // What rank `from` tells rank `at` when it begins to send: a LowLatencyBegun.

@@ -25,10 +25,12 @@ __device__ inline Refusal find_refusal(const ControlBlock& own, int kind, int va
   return {static_cast<int>(refused >> 32), static_cast<int>(refused)};
 }
 
-// Writes what rank `peer` has refused. `room` is that of a bounded call, `max_tokens` what a rank may have.
+// Writes what rank `peer` has refused. `common_bound` is that of a bounded call, `max_tokens` what a rank may have.
 __device__ inline void report_refusal(FaultRecord* fault, KernelName kernel, FaultKind kind, int rank, int peer,
-                                      int num_experts, int room, int max_tokens, int value) {
-  const int allowed = kind == FaultKind::kBadExpert ? num_experts : kind == FaultKind::kBadBound ? room : max_tokens;
+                                      int num_experts, int common_bound, int max_tokens, int value) {
+  const int allowed = kind == FaultKind::kBadExpert  ? num_experts
+                      : kind == FaultKind::kBadBound ? common_bound
+                                                     : max_tokens;
   report_fault(fault, kind, kernel, WaitTag::kCounts, rank, peer, allowed, value);
 }
 

@@ -32,7 +32,7 @@ constexpr int kPoolReportLag = 8;
 struct PoolReports {
   uint64_t words[kPoolReportLag];
 };
-enum CallStatus : int32_t { kSent = 0, kNeedsRoom = 1, kFailed = 2 };
+enum CallStatus : int32_t { kSent = 0, kNeedsCapacity = 1, kFailed = 2 };
 
 // The ranks of a domain and what one call may use of their memory.
 struct Domain {
@@ -57,8 +57,8 @@ struct DispatchParams {
   int range_first, range_step, range_size;
   // Where this rank's rows land.
   int row_limit;
-  bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks make room where one has not enough
-  int room;          // of a bound call: rows that every rank has room for, or nobody sends
+  bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks grow their slots where one is too small
+  int common_bound;  // of a bound call: rows that each slot must hold, or nobody sends
   int max_tokens;    // that a rank may have, or nobody sends
   bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   SlotLayout slot;

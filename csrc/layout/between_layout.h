@@ -45,7 +45,7 @@ struct CallHeader {
   enum Column {
     kSlotIdx,       // where its rows land; to its own domain
     kRowLimit,      // rows that fit there; to its own domain
-    kHeldCapacity,  // records of other domains that its route has room for; to its own domain
+    kHeldCapacity,  // records of other domains that its route can hold; to its own domain
     kNumRecords,    // tokens that it sends to the domain that is told
     kRefusal,       // FaultKind: what it has found wrong with its own arguments; then nobody sends
     kRefusedValue,  // the argument
@@ -58,7 +58,7 @@ constexpr int32_t kNoRank = 0x7fffffff;
 
 // What a domain finds once it knows all counts towards it; the same at each of its ranks.
 struct Verdict {
-  int32_t fails, lacks_room;
+  int32_t fails, lacks_capacity;
   int32_t overflowing;     // lowest rank with more rows or records than a bound allows; kNoRank
   int32_t allowed, asked;  // rows or records of that rank
   int32_t overflows_held;  // 1: they are records that it forwards

@@ -21,7 +21,7 @@ enum class CallField : int32_t {
   kNumScales,
   kNumWorstTokens,
   kIsBounded,
-  kRoom,
+  kCommonBound,
   kPadMultiple,
   kHandle,  // that it goes along; a number that the caller gives
   kNumOfDispatch,
@@ -37,7 +37,7 @@ constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 inline const char* key_of(CallField field) {
   constexpr const char* kKeys[] = {"num_experts",  "num_topk",     "has_topk",   "has_weights",      "hidden",
                                    "dtype",        "scale_dtype",  "num_scales", "num_worst_tokens", "is_bounded",
-                                   "room",         "pad_multiple", "handle",     "num_weights",      "shape",
+                                   "common_bound", "pad_multiple", "handle",     "num_weights",      "shape",
                                    "global_scale", "use_logfmt"};
   return kKeys[static_cast<int>(field)];
 }

@@ -33,7 +33,7 @@ enum class WaitTag : int32_t {
   kRows = 2,
   kReady = 3,
   kPartialRows = 4,
-  kRoom = 5,
+  kFreeSlots = 5,
   kWeights = 6,
   kRoutes = 7,
   kRecords = 8,
@@ -45,7 +45,7 @@ enum class WaitTag : int32_t {
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.
 constexpr bool is_of_send(WaitTag tag) {
-  return tag == WaitTag::kRoom || tag == WaitTag::kWeights || tag == WaitTag::kSignals;
+  return tag == WaitTag::kFreeSlots || tag == WaitTag::kWeights || tag == WaitTag::kSignals;
 }
 constexpr int kSendTimeoutDivisor = 2;
 

@@ -27,7 +27,7 @@ constexpr int kScalesPerWord = 4;      // of those that are a byte
 // The scales of NVFP4 rows stand in tiles of 128 rows and a word: row r is word r % 32 × 4 + r / 32 of its tile.
 constexpr int kRowsPerTile = 128;
 constexpr int64_t kLowLatencyAlignBytes = 128;
-constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag has room for
+constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag can hold
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that tell all of a shape and a format

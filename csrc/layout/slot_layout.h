@@ -22,11 +22,11 @@ struct SlotLayout {
 struct RowWidths {
   int64_t rows, experts, weights, scales;
 
-  int64_t total() const { return rows + experts + weights + scales; }
+  int64_t record_bytes() const { return rows + experts + weights + scales; }
 };
 
 inline SlotLayout make_slot_layout(const RowWidths& widths, int64_t slot_bytes) {
-  const int64_t capacity = (slot_bytes - kNumParts * kPartAlignBytes) / widths.total();
+  const int64_t capacity = (slot_bytes - kNumParts * kPartAlignBytes) / widths.record_bytes();
   SlotLayout layout{};
   layout.capacity = static_cast<int32_t>(capacity < 0 ? 0 : capacity > INT32_MAX ? INT32_MAX : capacity);
   int64_t offset = 0;
@@ -44,7 +44,7 @@ inline SlotLayout make_slot_layout(const RowWidths& widths, int64_t slot_bytes) 
 
 // The slot size from which `num_rows` rows fit.
 inline int64_t slot_bytes_for(const RowWidths& widths, int64_t num_rows) {
-  return num_rows * widths.total() + kNumParts * kPartAlignBytes;
+  return num_rows * widths.record_bytes() + kNumParts * kPartAlignBytes;
 }
 
 }  // namespace hybrid_ep

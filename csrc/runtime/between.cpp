@@ -82,9 +82,9 @@ uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const Di
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
   params.refusal = plan.call.refusal;
   params.refused_value = plan.call.refused_value;
-  params.room = plan.call.room;
+  params.common_bound = plan.call.common_bound;
   params.max_tokens = plan.call.max_tokens;
-  const bool tells_host = plan.waits_for_counts || params.room > params.slot.capacity;
+  const bool tells_host = plan.waits_for_counts || params.common_bound > params.slot.capacity;
   params.host_counts = tells_host ? domain_.host_counts() : nullptr;
   params.counts_epoch = tells_host ? domain_.next_counts_epoch() : 0;
   if (plan.makes_route) {

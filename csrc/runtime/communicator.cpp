@@ -53,8 +53,8 @@ const char* name_of(WaitTag tag) {
       return "ready for partial rows";
     case WaitTag::kPartialRows:
       return "partial rows";
-    case WaitTag::kRoom:
-      return "room for rows";
+    case WaitTag::kFreeSlots:
+      return "free slots for rows";
     case WaitTag::kWeights:
       return "weights";
     case WaitTag::kRecords:
@@ -62,7 +62,7 @@ const char* name_of(WaitTag tag) {
     case WaitTag::kCredits:
       return "credits of another domain";
     case WaitTag::kCommands:
-      return "room for commands of the proxy";
+      return "free slots for commands of the proxy";
     case WaitTag::kHeld:
       return "records to forward";
     case WaitTag::kSignals:
@@ -109,7 +109,7 @@ void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& 
   write(CallField::kNumWorstTokens, call.num_worst_tokens);
   write(CallField::kIsBounded, is_bounded);
   // Bounds may differ between ranks as long as no slot must grow for one.
-  write(CallField::kRoom, call.room > capacity ? call.room : kAbsent);
+  write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);
   write(CallField::kPadMultiple, pad_multiple);
   write(CallField::kHandle, handle);
 }
@@ -184,7 +184,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   // A call that waits for the host takes what fits; the host grows the arena if that is not enough.
   params.is_bound = !plan.waits_for_counts;
-  params.room = plan.call.room;
+  params.common_bound = plan.call.common_bound;
   params.max_tokens = plan.call.max_tokens;
   params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
   params.call[CountRow::kSlotIdx] = slot_idx;
@@ -206,7 +206,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
   params.expert_place = part(is_new, plan.route.expert_place);
-  const bool tells_host = plan.waits_for_counts || params.room > params.slot.capacity;
+  const bool tells_host = plan.waits_for_counts || params.common_bound > params.slot.capacity;
   params.host_counts = tells_host ? host_counts_ : nullptr;
   params.counts_epoch = tells_host ? next_counts_epoch() : 0;
   const int counter_bytes =

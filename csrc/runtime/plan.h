@@ -37,7 +37,7 @@ struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
-  int room;                // of a bound call: rows that every rank makes room for; otherwise kAbsent
+  int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
   FaultKind refusal;       // what this rank's host has found wrong with its arguments; then nobody sends
   int refused_value;       // the argument
   int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens

@@ -37,9 +37,9 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
                            int num_device_sms) {
   LaunchShape result{};
   result.num_sms = dispatch_sms(asked, num_ranks, is_hopper, num_device_sms);
-  // A ring needs a stage more than it has stores in flight, so long rows leave room for fewer sending warps. The rings
-  // lie behind the counters, where rows can be loaded while these are in use, unless that costs a warp or there is no
-  // room.
+  // A ring needs a stage more than it has stores in flight, so long rows leave memory for fewer sending warps. The
+  // rings lie behind the counters, where rows can be loaded while these are in use, unless that costs a warp or they do
+  // not fit.
   constexpr int kMinStages = kDispatchStoresInFlight + 1;
   const int counters_end = (counter_bytes + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
   const int rows_behind = (kDynamicSharedBytes - counters_end) / row_bytes;

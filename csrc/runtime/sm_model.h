@@ -13,7 +13,7 @@ struct LaunchShape {
 };
 
 // `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has. The
-// rings lie behind a CTA's counters if there is room for both.
+// rings lie behind a CTA's counters if both fit.
 LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
                            int num_device_sms);
 int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms);

@@ -50,7 +50,7 @@ class Link {
   // Connects to every peer. `addresses` are those of all domains by index; the own one is ignored.
   virtual void connect(const std::vector<std::string>& addresses, double timeout_s) = 0;
 
-  // Begins a put or credit, which has been checked against the layout. Returns false where there is no room now: the
+  // Begins a put or credit, which has been checked against the layout. Returns false where its queue is full now: the
   // proxy calls again after progress(), with the same command.
   virtual bool post(const Command& command) = 0;
   // Hands over what post() has gathered, takes completions and what has come. Never blocks. Returns whether anything

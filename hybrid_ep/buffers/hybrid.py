@@ -280,7 +280,7 @@ class HybridEPBuffer(BaseBuffer):
                 expert_range=expert_range,
                 num_recv_bound=bound,
                 num_sms=self._num_sms_dispatch,
-                room=self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size,
+                common_bound=self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size,
             )
         received_probs = None
         if result.topk_weights is not None:

@@ -137,7 +137,7 @@ class Arena:
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
         self._is_short = False  # a result was copied, and no rank has been told
-        self._is_full = False  # more slots found no room; equal at all ranks
+        self._is_full = False  # no memory for more slots; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
 
     @property
@@ -178,7 +178,7 @@ class Arena:
         """Makes every slot at least this large. Collective where it grows: the same value at every rank.
 
         Raises:
-            TimeoutError: a rank did not come to make room.
+            TimeoutError: a rank did not come to grow the slots.
             ConfigError: it would have to grow while a CUDA graph is captured.
         """
         if self.holds(num_bytes):
@@ -208,7 +208,7 @@ class Arena:
             try:
                 self._replace(self._slot_bytes, agreed)
             except ConfigError:
-                # Some GPU has no room, as every rank was told: results are copied, and no rank tries again.
+                # Some GPU has no memory left, as every rank was told: results are copied, and no rank tries again.
                 self._is_full = True
         lease = SlotLease(self._pool, stream)
         self._is_short |= lease.slot_idx == 0
@@ -235,7 +235,7 @@ class Arena:
 
     def _allocate(self, slot_bytes: int, num_slots: int) -> None:
         slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
-        # Where there is no room, all stays as it is.
+        # Where memory is lacking, all stays as it is.
         self._memory = SymmetricMemory.allocate((num_slots + 1) * slot_bytes, self._roll_call, self._device)
         self._slot_bytes, self._num_slots = slot_bytes, num_slots
         wanted = min(max(num_slots + _INITIAL_SLOTS, num_slots * 3 // 2), self._most_slots)

@@ -331,7 +331,7 @@ class Engine(abc.ABC):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Dispatched:
         """Sends each row to every rank that owns one of its experts.
 
@@ -341,7 +341,7 @@ class Engine(abc.ABC):
             expert_range: (first, end) global experts whose indices are reported relative to first; others become −1.
             num_recv_bound: rows of the result; no host sync then. None: exactly what arrives.
             num_sms: SMs to use; None = the engine's choice.
-            room: with a bound that differs between ranks, a bound of them all, equal at all ranks.
+            common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
 
         Raises:
             OverflowError: more rows arrived than `num_recv_bound` (an engine that does not sync raises it later).
@@ -374,7 +374,7 @@ class Engine(abc.ABC):
         num_permuted_bound: int | None,
         num_sms: int | None,
         num_expert_sms: int | None = None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Permuted:
         """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
 
@@ -434,7 +434,7 @@ class Engine(abc.ABC):
             expert_range=expert_range,
             num_recv_bound=handle.num_recv,
             num_sms=num_sms,
-            room=self.room_of(handle),
+            common_bound=self.common_bound_of(handle),
         )
 
     def dispatch_permuted_again(
@@ -455,7 +455,7 @@ class Engine(abc.ABC):
             num_permuted_bound=handle.num_permuted,
             num_sms=num_sms,
             num_expert_sms=num_expert_sms,
-            room=self.room_of(handle.dispatch),
+            common_bound=self.common_bound_of(handle.dispatch),
         )
 
     @abc.abstractmethod
@@ -477,8 +477,8 @@ class Engine(abc.ABC):
     def default_num_sms(self) -> int:
         """SMs of a dispatch that does not ask for a number."""
 
-    def room_of(self, handle: DispatchHandle) -> int:
-        """Local: the `room` of a dispatch that goes where that of `handle` went."""
+    def common_bound_of(self, handle: DispatchHandle) -> int:
+        """Local: the `common_bound` of a dispatch that goes where that of `handle` went."""
         return handle.num_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:

@@ -38,7 +38,7 @@ from hybrid_ep.transport import Ring, open_link
 __all__ = ["CudaBetween", "refusal_of_grid"]
 
 _MAX_PLANS = 1024
-_GROWTH = 1.25  # of room for records that was too small
+_GROWTH = 1.25  # of a capacity for records that was too small
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
 
 
@@ -59,7 +59,7 @@ class _Route(NamedTuple):
     Attributes:
         chunk: the memory that the route is a piece of.
         address: of the piece; csrc/layout/between_layout.h tells what stands in it.
-        held_capacity: records of other domains that it has room for.
+        held_capacity: records of other domains that it can hold.
         num_recv: rows of the result: what arrived, or the bound.
         max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
         max_sums: most rows that any rank sums in a combine; what the slots of a combine must hold.
@@ -81,7 +81,7 @@ class _HostCounts(NamedTuple):
     """What a dispatch tells a host that waits for its counts.
 
     Attributes:
-        needs_room: nobody sends, for some rank has too little room.
+        needs_capacity: nobody sends, because some rank's capacity is too small.
         num_recv: rows that arrive here.
         num_sent_within: rows that this rank sends to other ranks of its domain.
         num_sent_between: tokens that it sends to other domains, once for each.
@@ -90,7 +90,7 @@ class _HostCounts(NamedTuple):
         max_held: most records of other domains that any rank forwards.
     """
 
-    needs_room: bool
+    needs_capacity: bool
     num_recv: int
     num_sent_within: int
     num_sent_between: int
@@ -165,9 +165,9 @@ class CudaBetween(TorchEngine):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Dispatched:
-        return self._dispatch_rows(rows, routing, expert_range, num_recv_bound, room, 0, num_sms)
+        return self._dispatch_rows(rows, routing, expert_range, num_recv_bound, common_bound, 0, num_sms)
 
     def _dispatch(
         self,
@@ -175,7 +175,7 @@ class CudaBetween(TorchEngine):
         routing: Routing,
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
-        room: int | None,
+        common_bound: int | None,
         *,
         pad_multiple: int,
     ) -> Dispatched:
@@ -188,7 +188,7 @@ class CudaBetween(TorchEngine):
         routing: Routing,
         expert_range: tuple[int, int],
         bound: int | None,
-        room: int | None,
+        common_bound: int | None,
         pad_multiple: int,
         num_sms: int | None,
     ) -> Dispatched:
@@ -208,7 +208,7 @@ class CudaBetween(TorchEngine):
             expert_range,
             pad_multiple,
             bound,
-            room,
+            common_bound,
             num_sms,
             routing.max_tokens,
         )
@@ -216,8 +216,8 @@ class CudaBetween(TorchEngine):
         max_rows = 0
         held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
         if bound is not None:
-            max_rows = bound if room is None else room
-            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to make room
+            max_rows = bound if common_bound is None else common_bound
+            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to grow
             # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
             held_capacity = max(
                 held_capacity,
@@ -255,7 +255,7 @@ class CudaBetween(TorchEngine):
                 )
                 if refusal is not None:
                     raise ConfigError(refusal)
-                if host_counts is None or not host_counts.needs_room:
+                if host_counts is None or not host_counts.needs_capacity:
                     break
                 lease.give_back()
                 self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
@@ -316,7 +316,7 @@ class CudaBetween(TorchEngine):
                 host_counts = self._launch(
                     plan, sent, 0, 0, route.address, route.held_capacity, route.number, lease, stream, None
                 )
-                if host_counts is None or not host_counts.needs_room:
+                if host_counts is None or not host_counts.needs_capacity:
                     break
                 lease.give_back()
                 self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
@@ -456,7 +456,7 @@ class CudaBetween(TorchEngine):
         self._between.stream_chunks(num_chunks=num_chunks, chunk_bytes=chunk_bytes, num_sms=num_sms or 0, stream=stream)
         self._end_launch()
 
-    def room_of(self, handle: DispatchHandle) -> int:
+    def common_bound_of(self, handle: DispatchHandle) -> int:
         route = handle.state
         assert isinstance(route, _Route)
         return route.max_recv
@@ -644,7 +644,7 @@ def _plan_dispatch(
     expert_range: tuple[int, int] | None,
     pad_multiple: int,
     bound: int | None,
-    room: int | None,
+    common_bound: int | None,
     num_sms: int | None,
     max_tokens: int | None = None,
 ) -> _Plan:
@@ -655,7 +655,7 @@ def _plan_dispatch(
     """
     num_tokens, hidden = shape
     max_tokens = _cuda.max_tokens if max_tokens is None else min(max_tokens, _cuda.max_tokens)
-    refusal = find_refusal(grid.rank, num_tokens, bound, room, max_tokens)
+    refusal = find_refusal(grid.rank, num_tokens, bound, common_bound, max_tokens)
     if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
         num_tokens = 0
     if num_experts > _cuda.max_experts:
@@ -685,8 +685,8 @@ def _plan_dispatch(
         dtype=dtype_code(dtype),
         scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
         has_topk=has_topk,
-        num_worst_tokens=bound if expert_range is not None and bound is not None and room is None else ABSENT,
-        room=ABSENT if bound is None else bound if room is None else room,
+        num_worst_tokens=bound if expert_range is not None and bound is not None and common_bound is None else ABSENT,
+        common_bound=ABSENT if bound is None else bound if common_bound is None else common_bound,
         pad_multiple=pad_multiple,
         refusal=refusal.kind,
         refused_value=refusal.value,

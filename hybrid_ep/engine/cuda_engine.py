@@ -134,9 +134,9 @@ class CudaEngine(Engine):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Dispatched:
-        sent = self._send(rows, routing, expert_range, 0, num_recv_bound, room, num_sms)
+        sent = self._send(rows, routing, expert_range, 0, num_recv_bound, common_bound, num_sms)
         with sent.lease:
             output = self._results(sent)
             self._end()
@@ -179,11 +179,13 @@ class CudaEngine(Engine):
         num_permuted_bound: int | None,
         num_sms: int | None,
         num_expert_sms: int | None = None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local
-        sent = self._send(rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, room, num_sms)
+        sent = self._send(
+            rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, common_bound, num_sms
+        )
         with sent.lease:
             # A handle holds no slot, so the places move to memory of its own.
             num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
@@ -256,7 +258,7 @@ class CudaEngine(Engine):
         num_sms: int = self._communicator.default_dispatch_sms
         return num_sms
 
-    def room_of(self, handle: DispatchHandle) -> int:
+    def common_bound_of(self, handle: DispatchHandle) -> int:
         return _route_of(handle).max_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
@@ -387,16 +389,16 @@ class CudaEngine(Engine):
         expert_range: tuple[int, int],
         pad_multiple: int,
         bound: int | None,
-        room: int | None,
+        common_bound: int | None,
         num_sms: int | None,
     ) -> _Sent:
-        """Launches a dispatch; without a bound, waits until its counts are known and there is room for its rows.
+        """Launches a dispatch; without a bound, waits until its counts are known and the slots can hold its rows.
 
         Args:
             rows, routing, expert_range, num_sms: as in `dispatch`.
             pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
             bound: rows of the result, or None.
-            room: as in `dispatch`.
+            common_bound: as in `dispatch`.
 
         Raises:
             ConfigError: the call would wait for its counts while a CUDA graph is captured.
@@ -420,14 +422,14 @@ class CudaEngine(Engine):
             expert_range,
             pad_multiple,
             bound,
-            room,
+            common_bound,
             num_sms,
             routing.max_tokens,
         )
         max_rows = 0
         if bound is not None:
-            max_rows = bound if room is None else room
-            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to make room
+            max_rows = bound if common_bound is None else common_bound
+            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to grow
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
@@ -444,7 +446,7 @@ class CudaEngine(Engine):
                 route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number)
                 return _Sent(plan, lease, stream, route, bound, None)
             assert host_counts is not None
-            self.traffic.within_domain += host_counts.num_sent_away * plan.row_bytes
+            self.traffic.within_domain += host_counts.num_sent_away * plan.record_bytes
             max_recv = host_counts.max_rows if pad_multiple else host_counts.max_recv
             num_from_away = host_counts.num_recv - host_counts.num_kept
             route = Route(
@@ -476,7 +478,7 @@ class CudaEngine(Engine):
         lease: SlotLease,
         stream: int,
     ) -> tuple[SlotLease, HostCounts | None, Tensor | None]:
-        """Launches a dispatch until there is room for its rows, in which all ranks agree.
+        """Launches a dispatch until the slots can hold its rows, in which all ranks agree.
 
         Args:
             plan: of the call.
@@ -515,7 +517,7 @@ class CudaEngine(Engine):
                 if fields is None:
                     self._raise_failed()
                 host_counts = HostCounts(*fields)
-                if not host_counts.needs_room:
+                if not host_counts.needs_capacity:
                     return lease, host_counts, reported
                 lease.give_back()
                 self._arena.ensure(plan.slot_bytes_for(host_counts.max_rows))
@@ -558,7 +560,7 @@ class CudaEngine(Engine):
         self._arena.holds(plan.slot_bytes_for(route.max_recv))
         sent = aligned_rows(rows)
         lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
-        self.traffic.within_domain += route.num_sent_away * plan.row_bytes
+        self.traffic.within_domain += route.num_sent_away * plan.record_bytes
         return _Sent(plan, lease, stream, route, num_rows, None)
 
     def _combine(
@@ -601,7 +603,7 @@ class CudaEngine(Engine):
             route.number,
             stream,
         )
-        self.traffic.within_domain += route.num_from_away * plan.row_bytes
+        self.traffic.within_domain += route.num_from_away * plan.record_bytes
         self._end()
         return Combined(out, out_weights)
 

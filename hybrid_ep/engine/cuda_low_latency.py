@@ -375,7 +375,7 @@ class CudaLowLatency:
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
     def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
-        """Raises it; where `holds_overflow`, rows beyond an expert's room only in the next call that does not."""
+        """Raises it; where `holds_overflow`, rows beyond an expert's capacity only in the next call that does not."""
         error = self.take_fault(known)
         if holds_overflow and isinstance(error, OverflowError):
             self._overflow = error

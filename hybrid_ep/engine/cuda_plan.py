@@ -90,12 +90,12 @@ class Refusal(NamedTuple):
     text: str | None
 
 
-def find_refusal(rank: int, num_tokens: int, bound: int | None, room: int | None, max_tokens: int) -> Refusal:
+def find_refusal(rank: int, num_tokens: int, bound: int | None, common_bound: int | None, max_tokens: int) -> Refusal:
     """Looks at the arguments of a dispatch that only this rank's host sees; they are those of `plan_dispatch`."""
     if num_tokens > max_tokens:
         kind, value, allowed = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, max_tokens
-    elif bound is not None and room is not None and bound > room:
-        kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, room
+    elif bound is not None and common_bound is not None and bound > common_bound:
+        kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, common_bound
     else:
         return Refusal(_cuda.FaultKind.NONE, 0, None)
     return Refusal(kind, value, refusal_of(kind, rank, value, allowed))
@@ -126,7 +126,7 @@ def plan_dispatch(
     expert_range: tuple[int, int],
     pad_multiple: int,
     bound: int | None,
-    room: int | None,
+    common_bound: int | None,
     num_sms: int | None,
     max_tokens: int | None = None,
 ) -> DispatchPlan:
@@ -139,7 +139,7 @@ def plan_dispatch(
         expert_range: (first, end) of the experts that are reported; equal at all ranks, or each rank's own.
         pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
         bound: rows of the result; None = the host waits for the counts.
-        room: with a bound that differs between ranks, a bound of them all, equal at all ranks.
+        common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
         max_tokens: that a rank may have, alike at all ranks; None = what the kernels take.
 
@@ -148,7 +148,7 @@ def plan_dispatch(
     """
     num_tokens, hidden = shape
     max_tokens = _cuda.max_tokens if max_tokens is None else min(max_tokens, _cuda.max_tokens)
-    refusal = find_refusal(rank, num_tokens, bound, room, max_tokens)
+    refusal = find_refusal(rank, num_tokens, bound, common_bound, max_tokens)
     if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
         num_tokens = 0
     if num_experts > _cuda.max_experts:
@@ -180,8 +180,8 @@ def plan_dispatch(
         dtype=dtype_code(dtype),
         scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
         has_topk=has_topk,
-        num_worst_tokens=bound if bound is not None and room is None and pad_multiple == 0 else ABSENT,
-        room=ABSENT if bound is None else bound if room is None else room,
+        num_worst_tokens=bound if bound is not None and common_bound is None and pad_multiple == 0 else ABSENT,
+        common_bound=ABSENT if bound is None else bound if common_bound is None else common_bound,
         refusal=refusal.kind,
         refused_value=refusal.value,
         max_tokens=max_tokens,
@@ -229,7 +229,7 @@ def plan_cached_dispatch(
         scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
         has_topk=True,
         num_worst_tokens=ABSENT,
-        room=max_rows,
+        common_bound=max_rows,
         refusal=_cuda.FaultKind.NONE,
         refused_value=0,
         max_tokens=_cuda.max_tokens,

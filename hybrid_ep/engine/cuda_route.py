@@ -147,7 +147,7 @@ class HostCounts(NamedTuple):
     """What the kernel of a dispatch tells a host that waits for its counts.
 
     Attributes:
-        needs_room: nobody sends, for the slots of some rank are too small.
+        needs_capacity: nobody sends, for the slots of some rank are too small.
         num_recv: rows that arrive here.
         num_permuted: rows of the result with a row for each copy, padding included; 0 where rows are by source.
         num_sent_away: rows that this rank sends to others.
@@ -157,7 +157,7 @@ class HostCounts(NamedTuple):
         max_rows: most rows that any rank's slot must hold.
     """
 
-    needs_room: bool
+    needs_capacity: bool
     num_recv: int
     num_permuted: int
     num_sent_away: int

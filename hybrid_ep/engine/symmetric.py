@@ -80,7 +80,7 @@ class SymmetricMemory:
         for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: allocation", obstacle)):
             if theirs:
                 raise ConfigError(
-                    f"bytes of symmetric memory are {num_bytes}, for which rank {rank} has no room: {theirs}; allowed: "
+                    f"bytes of symmetric memory are {num_bytes}, which rank {rank} does not have: {theirs}; allowed: "
                     "what is free on every GPU"
                 )
         addresses: list[int] = []

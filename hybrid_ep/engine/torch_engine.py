@@ -100,9 +100,9 @@ class TorchEngine(Engine):
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
         num_sms: int | None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Dispatched:
-        result = self._dispatch(rows, routing, expert_range, num_recv_bound, room, pad_multiple=0)
+        result = self._dispatch(rows, routing, expert_range, num_recv_bound, common_bound, pad_multiple=0)
         return result if num_recv_bound is None else _padded(result, num_recv_bound)
 
     def _dispatch(
@@ -111,7 +111,7 @@ class TorchEngine(Engine):
         routing: Routing,
         expert_range: tuple[int, int],
         num_recv_bound: int | None,
-        room: int | None,
+        common_bound: int | None,
         *,
         pad_multiple: int,
     ) -> Dispatched:
@@ -129,7 +129,7 @@ class TorchEngine(Engine):
             "is_bounded": int(num_recv_bound is not None),
             "pad_multiple": pad_multiple,
         }
-        if num_recv_bound is not None and room is None:
+        if num_recv_bound is not None and common_bound is None:
             same["num_worst_tokens"] = num_recv_bound
         if routing.max_tokens is not None and len(topk_idx) > routing.max_tokens:
             same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
@@ -219,7 +219,7 @@ class TorchEngine(Engine):
         num_permuted_bound: int | None,
         num_sms: int | None,
         num_expert_sms: int | None = None,
-        room: int | None = None,
+        common_bound: int | None = None,
     ) -> Permuted:
         num_local = routing.num_experts // self.grid.num_ranks
         first = self.grid.rank * num_local

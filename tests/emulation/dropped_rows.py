@@ -17,7 +17,7 @@ _UNTOUCHED = 0x55
 
 
 def check_dropped_rows(num_trials: int) -> None:
-    """Rank 1 makes room for rank 0's rows about when rank 0's CTAs stop to wait; it is told of all rows or of none."""
+    """Rank 1 frees slots for rank 0's rows about when rank 0's CTAs stop to wait; it is told of all rows or of none."""
     from hybrid_ep import _cuda
 
     rank, sent, all_bytes = dist.get_rank(), draw_exact(0, 2, hidden=128), -1
@@ -31,10 +31,10 @@ def check_dropped_rows(num_trials: int) -> None:
                 finish_round_trip(buffer, sent, started)
             region = buffer.engine._low_latency._regions[-1]  # type: ignore[attr-defined]
             here, rows = region.memory.local, region.memory.local[region.capacity.epochs_bytes :]
-            room = region.memory.handle[0][free + 4 :][:4].view(torch.int32)  # at rank 0, by rank 1
+            free_slots = region.memory.handle[0][free + 4 :][:4].view(torch.int32)  # at rank 0, by rank 1
             dist.barrier()
             if rank == 0:
-                room.zero_()
+                free_slots.zero_()
             else:
                 rows.fill_(_UNTOUCHED)
             dist.barrier()
@@ -47,12 +47,12 @@ def check_dropped_rows(num_trials: int) -> None:
                 # At first in time; then at the end of what a send waits, and a millisecond later every time.
                 while time.monotonic() - begin < (_TIMEOUT_S / 2 + 0.001 * trial if trial else 0):
                     pass
-                room.fill_(1)
+                free_slots.fill_(1)
             dist.barrier()
             if rank == 1:
                 num_bytes = int((rows != _UNTOUCHED).sum())
                 all_bytes = max(all_bytes, num_bytes)
                 is_told = int(here[told:][:4].view(torch.int32)) == 2
-                assert is_told or trial, "nothing was sent although there was room"
+                assert is_told or trial, "nothing was sent although slots were free"
                 assert not is_told or num_bytes == all_bytes, f"{num_bytes} bytes came instead of {all_bytes}"
             buffer.engine._communicator.take_fault()  # type: ignore[attr-defined]

@@ -70,7 +70,7 @@ int main(int, char** arguments) {
         }
         fifo.publish();
       }
-      // Now and then the reader stops for so long that the writers must wait for room.
+      // Now and then the reader stops for so long that the writers must wait for free slots.
       const bool is_late = num_taken / kTakenBetweenPauses > num_pauses;
       num_pauses += is_late;
       std::this_thread::sleep_for(std::chrono::milliseconds(is_late ? 300 : 0));

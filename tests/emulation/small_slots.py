@@ -10,7 +10,7 @@ __all__ = ["check_with_small_slots"]
 
 
 def check_with_small_slots(function: str, *args: Any) -> None:
-    """Runs a function of tests/, as ``multi_gpu.room.check_growth``."""
+    """Runs a function of tests/, as ``multi_gpu.capacity.check_growth``."""
     from hybrid_ep.engine import arena
 
     module, name = function.rsplit(".", 1)

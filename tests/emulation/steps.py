@@ -108,9 +108,9 @@ STEPS = [
         _FOUR,
     ),
     Step(
-        "lack of room in other domains",
+        "lack of capacity in other domains",
         _EXCHANGE,
-        "atomicMax(&call.verdict.lacks_room, theirs.lacks_room);",
+        "atomicMax(&call.verdict.lacks_capacity, theirs.lacks_capacity);",
         ";",
         (2, "emulation.small_slots.check_with_small_slots", _ROUND_TRIP, _ONE_SIDED),
     ),

@@ -78,7 +78,7 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("check", ["check_bad_expert", "check_too_many_tokens", "check_bound_beyond_room"])
+@pytest.mark.parametrize("check", ["check_bad_expert", "check_too_many_tokens", "check_bound_beyond_common_bound"])
 def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check: str, size: int) -> None:
     run_emulated(2 * size, "emulation.domains.check_in_domains", size, f"multi_gpu.refusals.{check}")
 
@@ -89,7 +89,12 @@ def test_refusals(run_emulated: RunEmulated, check: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", ["multi_gpu.room.check_growth", "multi_gpu.room.check_pool", "multi_gpu.refusals.check_rooms_that_differ"]
+    "check",
+    [
+        "multi_gpu.capacity.check_growth",
+        "multi_gpu.capacity.check_pool",
+        "multi_gpu.refusals.check_common_bounds_that_differ",
+    ],
 )
 def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:
     small_slots = "emulation.small_slots.check_with_small_slots"

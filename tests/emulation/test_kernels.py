@@ -64,7 +64,7 @@ def test_paces(run_emulated: RunEmulated, case: Case, seed: int) -> None:
     "zero_tokens_on_one_rank",
     "experts_not_a_power_of_two",
     "hidden_7168",
-    "hidden_16384_experts_2048",  # no room for rings beside the counters
+    "hidden_16384_experts_2048",  # rings do not fit beside the counters
 )
 @pytest.mark.parametrize("check", ["check_plain", "check_permuted", "check_permuted_cached", "check_overflow"])
 def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
@@ -187,7 +187,7 @@ def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
     "check",
     [
         "check_bad_expert",
-        "check_bound_beyond_room",
+        "check_bound_beyond_common_bound",
         "check_errors_keep_no_slot",
         "check_handles_of_others",
         "check_misaligned_scales",
@@ -202,11 +202,11 @@ def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check:
 @pytest.mark.parametrize(
     "check",
     [
-        "room.check_growth",
-        "room.check_pool",
-        "room.check_pool_grows",
-        "room.check_full_memory",
-        "refusals.check_rooms_that_differ",
+        "capacity.check_growth",
+        "capacity.check_pool",
+        "capacity.check_pool_grows",
+        "capacity.check_full_memory",
+        "refusals.check_common_bounds_that_differ",
     ],
 )
 def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:

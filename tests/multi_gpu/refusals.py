@@ -23,12 +23,12 @@ from tests.multi_gpu.random_routings import current_device, dispatch, draw_token
 
 __all__ = [
     "check_bad_expert",
-    "check_bound_beyond_room",
+    "check_bound_beyond_common_bound",
     "check_combine_beyond_bound",
+    "check_common_bounds_that_differ",
     "check_errors_keep_no_slot",
     "check_handles_of_others",
     "check_misaligned_scales",
-    "check_rooms_that_differ",
     "check_same_bytes",
     "check_too_many_tokens",
 ]
@@ -109,7 +109,7 @@ def check_too_many_tokens() -> None:
         round_trip(buffer, draw(1), "after too many tokens")
 
 
-def check_bound_beyond_room() -> None:
+def check_bound_beyond_common_bound() -> None:
     """A bound beyond what a slot holds, at one rank: all are told, and a result that is still held stays as it is."""
     rank, num_ranks, hidden, most = dist.get_rank(), dist.get_world_size(), 7168, 8
     device = current_device()
@@ -140,8 +140,8 @@ def check_bound_beyond_room() -> None:
         buffer.combine(held, None, handle)
 
 
-def check_rooms_that_differ() -> None:
-    """Bounds that differ between ranks share one room, for which all make space; rooms that differ are told."""
+def check_common_bounds_that_differ() -> None:
+    """All slots grow for the common bound of bounds that differ; common bounds that differ are told."""
     rank, num_ranks, hidden = dist.get_rank(), dist.get_world_size(), 8192
     device = current_device()
     topk_idx = torch.zeros(40, 1, dtype=torch.int64, device=device)  # all rows go to rank 0
@@ -151,7 +151,7 @@ def check_rooms_that_differ() -> None:
         arena = _engine(buffer)._arena
         before = arena.slot_bytes
         rows, _, _, handle = buffer.dispatch(x, topk_idx=topk_idx, num_dispatched_tokens=bound)
-        assert arena.slot_bytes > before, "there was nothing to make room for"
+        assert arena.slot_bytes > before, "the slots did not grow"
         assert rows.shape[0] == bound
         if rank == 0:
             assert torch.equal(rows.view(num_ranks, 40, hidden)[:, 0, 0].cpu(), torch.arange(num_ranks).bfloat16())
@@ -160,13 +160,13 @@ def check_rooms_that_differ() -> None:
         config = buffer.configurer.buffer_config
         config.max_num_of_tokens_per_rank = 50_000 if rank == num_ranks - 1 else 5000
         told = _told(buffer, lambda: buffer.dispatch(x, topk_idx=topk_idx, num_dispatched_tokens=bound))
-        assert "rows that each rank makes room for is " in told
+        assert "rows that each rank's slots must hold is " in told
         assert str(5000 * num_ranks) in told
         assert str(50_000 * num_ranks) in told
 
 
 def check_combine_beyond_bound() -> None:
-    """A dispatch that keeps to its bound, of rows that all come back to one rank, which has no room for them."""
+    """A dispatch that keeps to its bound, of rows that all come back to one rank, which cannot hold them."""
     rank, num_ranks, hidden = dist.get_rank(), dist.get_world_size(), 8192
     num_tokens = 70 if rank == 0 else 0
     topk_idx = torch.arange(1, num_ranks, device=current_device()).repeat(num_tokens, 1)

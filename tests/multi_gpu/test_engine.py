@@ -14,7 +14,7 @@ from tests.battery import hybrid, normal, other_calls
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.emulation.small_slots import check_with_small_slots
-from tests.multi_gpu import behaviour, late_errors, random_routings, refusals, room, subgroups
+from tests.multi_gpu import behaviour, capacity, late_errors, random_routings, refusals, subgroups
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -124,14 +124,14 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
         late_errors.check_overflow,
         late_errors.check_error_of_the_last_call,
         late_errors.check_error_of_a_replay,
-        room.check_growth,
-        room.check_exact_counts,
-        room.check_most_tokens,
-        room.check_pool,
-        room.check_pool_grows,
-        room.check_full_memory,
-        room.check_graph_slots,
-        room.check_no_slots,
+        capacity.check_growth,
+        capacity.check_exact_counts,
+        capacity.check_most_tokens,
+        capacity.check_pool,
+        capacity.check_pool_grows,
+        capacity.check_full_memory,
+        capacity.check_graph_slots,
+        capacity.check_no_slots,
         refusals.check_errors_keep_no_slot,
         refusals.check_misaligned_scales,
     ],
@@ -145,7 +145,7 @@ def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
     "check",
     [
         refusals.check_bad_expert,
-        refusals.check_bound_beyond_room,
+        refusals.check_bound_beyond_common_bound,
         refusals.check_handles_of_others,
         refusals.check_same_bytes,
         refusals.check_too_many_tokens,
@@ -155,7 +155,9 @@ def test_what_one_rank_gets_wrong_all_are_told(run_gpus: RunGpus, check: Callabl
     run_gpus(NUM_GPUS, check)
 
 
-@pytest.mark.parametrize(("check", "num_ranks"), [("check_rooms_that_differ", 2), ("check_combine_beyond_bound", 3)])
+@pytest.mark.parametrize(
+    ("check", "num_ranks"), [("check_common_bounds_that_differ", 2), ("check_combine_beyond_bound", 3)]
+)
 def test_small_slots(run_gpus: RunGpus, check: str, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} ranks need as many GPUs")

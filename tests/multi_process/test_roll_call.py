@@ -75,7 +75,7 @@ def test_what_one_rank_cannot_map_all_are_told(cluster: VirtualCluster) -> None:
     )
     told = cluster.run(_map, 2, 2, "empty", limit_s=LIMIT_S)
     assert told == [told[0]] * NUM_RANKS
-    assert told[0].startswith("ConfigError: bytes of symmetric memory are 64, for which rank 2 has no room: no such")
+    assert told[0].startswith("ConfigError: bytes of symmetric memory are 64, which rank 2 does not have: no such")
 
 
 def test_a_late_rank_is_named_in_time_and_told_so(cluster: VirtualCluster) -> None:

@@ -32,7 +32,7 @@ def plan(**changes: Any) -> Any:
         "expert_range": (8, 16),
         "pad_multiple": 0,
         "bound": 50,
-        "room": None,
+        "common_bound": None,
         "num_sms": None,
     }
     return plan_dispatch(**given | changes).native
@@ -45,16 +45,16 @@ def test_calls_of_one_shape_share_a_plan() -> None:
 
 
 def test_bytes_of_a_row() -> None:
-    assert plan().row_bytes == 2 * H + 8 * K + 4 * K
-    assert plan(has_weights=False).row_bytes == 2 * H + 8 * K
-    assert plan(pad_multiple=1).row_bytes == 2 * H + 4 * K + 4 * K
-    assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).row_bytes == H + 4 * 3 + 8 * K + 4 * K
+    assert plan().record_bytes == 2 * H + 8 * K + 4 * K
+    assert plan(has_weights=False).record_bytes == 2 * H + 8 * K
+    assert plan(pad_multiple=1).record_bytes == 2 * H + 4 * K + 4 * K
+    assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).record_bytes == H + 4 * 3 + 8 * K + 4 * K
     cached = plan_cached_dispatch(NUM_RANKS, torch.Size((T, H)), torch.bfloat16, None, K, E, 0, 50, None)
-    assert cached.row_bytes == 2 * H
+    assert cached.record_bytes == 2 * H
     for experts in ((), (K, 200)):  # what is summed first does not travel
         combined = plan_combine(T, 70, H, torch.bfloat16, K, None, *experts)
-        assert combined.row_bytes == 2 * H + 4 * K
-        assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.row_bytes
+        assert combined.record_bytes == 2 * H + 4 * K
+        assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.record_bytes
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,10 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> No
     [
         ({"shape": torch.Size((1 << 17, H))}, "tokens of rank 1 are 131072; allowed with the cuda engine: ≤ 65536"),
         ({"max_tokens": 99}, "rows of x is 100 at rank 1; allowed: ≤ num_max_tokens_per_rank = 99"),
-        ({"bound": 51, "room": 50}, "num_dispatched_tokens of rank 1 is 51; allowed: ≤ 50, what all ranks can send"),
+        (
+            {"bound": 51, "common_bound": 50},
+            "num_dispatched_tokens of rank 1 is 51; allowed: ≤ 50, what all ranks can send",
+        ),
     ],
 )
 def test_what_one_rank_gets_wrong_is_told_in_the_call(changes: dict[str, Any], message: str) -> None:
@@ -88,7 +91,7 @@ def test_what_one_rank_gets_wrong_is_told_in_the_call(changes: dict[str, Any], m
         "has_weights": True,
         "expert_range": (8, 16),
     }
-    given |= {"pad_multiple": 0, "bound": 50, "room": 50, "num_sms": None}
+    given |= {"pad_multiple": 0, "bound": 50, "common_bound": 50, "num_sms": None}
     right, wrong = plan_dispatch(**given), plan_dispatch(**given | changes)
     assert (right.refusal, right.native.is_refused) == (None, False)
     assert (wrong.refusal, wrong.native.is_refused) == (message, True)
@@ -101,7 +104,7 @@ def test_the_checks_and_the_kernels_take_the_same_top_k() -> None:
 def test_native_plans_refuse_what_no_control_block_has_room_for() -> None:
     """The last check before a size becomes an address; Python has looked before."""
     given = dict.fromkeys(("range_first", "range_step", "range_size", "pad_multiple", "num_sms", "num_scales"), 0)
-    given |= dict.fromkeys(("dtype", "scale_dtype", "num_worst_tokens", "room", "refused_value"), -1)
+    given |= dict.fromkeys(("dtype", "scale_dtype", "num_worst_tokens", "common_bound", "refused_value"), -1)
     given |= {"num_ranks": NUM_RANKS, "num_tokens": T, "num_topk": K, "num_experts": E, "hidden": H, "row_limit": 1}
     given["max_tokens"] = _cuda.max_tokens
     options: dict[str, Any] = {"makes_route": True, "has_topk": True, "has_weights": True, "waits_for_counts": False}

@@ -48,7 +48,7 @@ def test_chunk_flag_and_credit_arrive() -> None:
 
 
 def test_fifo_wraps() -> None:
-    """Commands of many laps arrive in order, each once, and the writer waits for room."""
+    """Commands of many laps arrive in order, each once, and the writer waits for free slots."""
     proxies, (sender, receiver) = make_pair()
     num, refused = 5000, 0
     for i in range(num):

@@ -18,7 +18,7 @@ Grid make_grid(int rank, int num_domains, int ranks_per_domain) { return {rank, 
 BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk, int num_experts, bool has_weights,
                                   int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
                                   int range_step, int range_size, int row_limit, bool waits_for_counts, int num_sms,
-                                  int dtype, int scale_dtype, bool has_topk, int num_worst_tokens, int room,
+                                  int dtype, int scale_dtype, bool has_topk, int num_worst_tokens, int common_bound,
                                   int pad_multiple, FaultKind refusal, int refused_value, int max_tokens) {
   BetweenDispatchPlan plan{};
   plan.format.rows = columns(hidden, row_type);
@@ -36,7 +36,7 @@ BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk
   plan.row_limit = row_limit;
   plan.num_sms = num_sms;
   plan.pad_multiple = pad_multiple;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value, max_tokens};
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, common_bound, refusal, refused_value, max_tokens};
   return plan;
 }
 
@@ -59,13 +59,14 @@ void add_plans(py::module_& module) {
            py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("row_limit"), py::arg("waits_for_counts"), py::arg("num_sms"),
-           py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"), py::arg("num_worst_tokens"), py::arg("room"),
-           py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"), py::arg("max_tokens"))
+           py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"), py::arg("num_worst_tokens"),
+           py::arg("common_bound"), py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"),
+           py::arg("max_tokens"))
       .def_property_readonly("is_refused",
                              [](const BetweenDispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
       .def_property_readonly("chunk", [](const BetweenDispatchPlan& plan) { return chunk_of(record_of(plan)); })
       .def_property_readonly("record_bytes",
-                             [](const BetweenDispatchPlan& plan) { return plan.format.widths().total(); })
+                             [](const BetweenDispatchPlan& plan) { return plan.format.widths().record_bytes(); })
       .def(
           "slot_bytes_for",
           [](const BetweenDispatchPlan& plan, int64_t num_rows) {
@@ -76,7 +77,7 @@ void add_plans(py::module_& module) {
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
            py::arg("num_topk"), py::arg("num_experts"), py::arg("num_weights"), py::arg("num_sms"))
       .def_property_readonly("chunk", [](const BetweenCombinePlan& plan) { return chunk_of(record_of(plan)); })
-      .def_property_readonly("record_bytes", [](const BetweenCombinePlan& plan) { return plan.widths.total(); })
+      .def_property_readonly("record_bytes", [](const BetweenCombinePlan& plan) { return plan.widths.record_bytes(); })
       .def(
           "slot_bytes_for",
           [](const BetweenCombinePlan& plan, int64_t num_rows) { return slot_bytes_for(plan.widths, num_rows); },

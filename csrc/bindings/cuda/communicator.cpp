@@ -20,7 +20,8 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
                            bool has_weights, int hidden, TypePair row_type, int num_scales, TypePair scale_type,
                            int range_first, int range_step, int range_size, int pad_multiple, int row_limit,
                            bool waits_for_counts, int num_sms, int dtype, int scale_dtype, bool has_topk,
-                           int num_worst_tokens, int room, FaultKind refusal, int refused_value, int max_tokens) {
+                           int num_worst_tokens, int common_bound, FaultKind refusal, int refused_value,
+                           int max_tokens) {
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
   require(num_tokens >= 0 && num_tokens <= kMaxTokens, "tokens of a rank", num_tokens, "0 … 65536");
   require(num_topk >= 1 && num_topk <= kMaxTopk, "top-k", num_topk, "1 … 32");
@@ -45,7 +46,7 @@ DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int 
   plan.row_limit = row_limit;
   plan.waits_for_counts = waits_for_counts;
   plan.num_sms = num_sms;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, room, refusal, refused_value, max_tokens};
+  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, common_bound, refusal, refused_value, max_tokens};
   return plan;
 }
 
@@ -68,7 +69,7 @@ py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uint
   }
   if (told == nullptr) return py::none();
   std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(told->status == kNeedsRoom, told->num_recv, told->num_permuted, told->num_sent_away,
+  return py::make_tuple(told->status == kNeedsCapacity, told->num_recv, told->num_permuted, told->num_sent_away,
                         told->num_kept, told->max_recv, told->max_sent, told->max_rows);
 }
 
@@ -82,7 +83,7 @@ py::object wait_for_counts_between(const Communicator& self, uint32_t counts_epo
   }
   if (told == nullptr) return py::none();
   std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(told->status == kNeedsRoom, told->num_recv, told->num_sent_away, told->num_sent_between,
+  return py::make_tuple(told->status == kNeedsCapacity, told->num_recv, told->num_sent_away, told->num_sent_between,
                         told->max_rows, told->max_sent, told->max_held);
 }
 
@@ -93,9 +94,10 @@ void add_plans(py::module_& module) {
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
            py::arg("num_sms"), py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"),
-           py::arg("num_worst_tokens"), py::arg("room"), py::arg("refusal"), py::arg("refused_value"),
+           py::arg("num_worst_tokens"), py::arg("common_bound"), py::arg("refusal"), py::arg("refused_value"),
            py::arg("max_tokens"))
-      .def_property_readonly("row_bytes", [](const DispatchPlan& plan) { return plan.format.widths().total(); })
+      .def_property_readonly("record_bytes",
+                             [](const DispatchPlan& plan) { return plan.format.widths().record_bytes(); })
       .def_property_readonly("num_local_experts",
                              [](const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; })
       .def_property_readonly("is_refused",
@@ -114,7 +116,7 @@ void add_plans(py::module_& module) {
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
            py::arg("num_weights"), py::arg("num_sms"), py::arg("num_topk"), py::arg("num_expert_rows"),
            py::arg("num_expert_sms"))
-      .def_property_readonly("row_bytes", [](const CombinePlan& plan) { return plan.widths.total(); })
+      .def_property_readonly("record_bytes", [](const CombinePlan& plan) { return plan.widths.record_bytes(); })
       .def(
           "slot_bytes_for",
           [](const CombinePlan& plan, int64_t num_rows) { return slot_bytes_for(plan.widths, num_rows); },

@@ -43,8 +43,8 @@ struct DispatchBetweenParams {
   FaultKind refusal;                 // what the host has found wrong with the arguments; then nobody sends
   int refused_value;
   int slot_idx, row_limit, held_capacity;
-  int room;        // rows of a bounded call that every slot must hold; kAbsent without a bound
-  int max_tokens;  // that a rank may have, or nobody sends
+  int common_bound;  // rows of a bounded call that every slot must hold; kAbsent without a bound
+  int max_tokens;    // that a rank may have, or nobody sends
   SlotLayout slot;
   int32_t* route;
   BetweenRoute parts;

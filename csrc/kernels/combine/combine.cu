@@ -89,8 +89,8 @@ class Chunks {
       if (count <= 0) continue;
       chunk.from = routes_.send_begin[chunk.source] + begin;
       chunk.to = routes_.send_base[chunk.source] + begin;
-      const int64_t room = min(params_.num_rows - chunk.from, params_.slot.capacity - chunk.to);
-      chunk.num_rows = is_same ? max(0, min(min(count, kRowsPerChunk), static_cast<int>(room))) : 0;
+      const int64_t limit = min(params_.num_rows - chunk.from, params_.slot.capacity - chunk.to);
+      chunk.num_rows = is_same ? max(0, min(min(count, kRowsPerChunk), static_cast<int>(limit))) : 0;
       return true;
     }
   }

@@ -34,7 +34,7 @@ struct CombineHeader {
 };
 static_assert(sizeof(CombineHeader) <= 16);
 
-// Fills the tables. Collective over the CTA. Returns whether every rank of the domain has room for what it sums; the
+// Fills the tables. Collective over the CTA. Returns whether every rank of the domain can hold what it sums; the
 // first CTA reports where not.
 __device__ bool find_combine_bases_between(const CombineBetweenParams& params, const CombineTables& tables) {
   const BetweenDomain& between = params.between;

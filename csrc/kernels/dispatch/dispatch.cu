@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
   }
   const bool learned = ok = __syncthreads_and(ok);
-  bool is_same = true, lacks_room = false;
+  bool is_same = true, lacks_capacity = false;
   for (int r = threadIdx.x; r < domain.num_ranks && ok; r += kDispatchThreads) {
     is_same &= accepts_call(params, routes, r);
   }
@@ -216,11 +216,11 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   if (ok && is_same) ok = find_dispatch_bases(params, waiter, epoch, routes, expert_base);
   ok = __syncthreads_and(ok);
   for (int r = threadIdx.x; r < domain.num_ranks && ok && is_same; r += kDispatchThreads) {
-    lacks_room |=
-        params.is_bound ? params.room > params.slot.capacity : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
+    lacks_capacity |= params.is_bound ? params.common_bound > params.slot.capacity
+                                      : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
   }
-  lacks_room = __syncthreads_or(lacks_room);
-  CallStatus status = !ok || !is_same ? kFailed : lacks_room ? kNeedsRoom : kSent;
+  lacks_capacity = __syncthreads_or(lacks_capacity);
+  CallStatus status = !ok || !is_same ? kFailed : lacks_capacity ? kNeedsCapacity : kSent;
 
   // Send. The last warp first tells the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {

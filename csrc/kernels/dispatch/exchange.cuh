@@ -120,7 +120,7 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
   // The host of this rank knows what it has refused.
   const auto kind = static_cast<FaultKind>(refusal);
   if (r == domain.rank && kind != FaultKind::kBadExpert) return false;
-  report_refusal(domain.fault, KernelName::kDispatch, kind, domain.rank, r, params.num_experts, params.room,
+  report_refusal(domain.fault, KernelName::kDispatch, kind, domain.rank, r, params.num_experts, params.common_bound,
                  params.max_tokens, routes.call[r][CountRow::kRefusedValue]);
   return false;
 }

@@ -331,7 +331,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     ok &= agree(params, waiter, link, call);
     ok = __syncthreads_and(ok);
-    const CallStatus status = !ok || call.verdict.fails ? kFailed : call.verdict.lacks_room ? kNeedsRoom : kSent;
+    const CallStatus status = !ok || call.verdict.fails     ? kFailed
+                              : call.verdict.lacks_capacity ? kNeedsCapacity
+                                                            : kSent;
     ok &= report(params, call, waiter, epoch, status);
     if (threadIdx.x == 0) {
       shared_status = status;

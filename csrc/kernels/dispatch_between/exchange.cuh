@@ -160,7 +160,7 @@ __device__ bool accepts_call(const DispatchBetweenParams& params, const int* hea
   // What the host of this rank has refused it knows.
   if (blockIdx.x == 0 && (source != between.grid.rank || refusal == FaultKind::kBadExpert)) {
     report_refusal(between.domain.fault, KernelName::kDispatchBetween, refusal, between.domain.rank,
-                   named(between.grid, source), params.num_experts, params.room, params.max_tokens,
+                   named(between.grid, source), params.num_experts, params.common_bound, params.max_tokens,
                    header[CallHeader::kRefusedValue]);
   }
   return false;
@@ -260,10 +260,10 @@ __device__ bool find_dispatch_bases_between(const DispatchBetweenParams& params,
 __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween& call, bool fails) {
   const Grid& grid = params.between.grid;
   Verdict verdict{fails, 0, kNoRank, 0, 0, 0, 0, 0, 0};
-  // A bounded call needs the room that all have agreed on; its counts may ask for less.
-  if (!fails && params.is_bound && params.room > params.slot.capacity) {
-    verdict.lacks_room = 1;
-    verdict.max_rows = params.room;
+  // A bounded call needs the capacity that all have agreed on; its counts may ask for less.
+  if (!fails && params.is_bound && params.common_bound > params.slot.capacity) {
+    verdict.lacks_capacity = 1;
+    verdict.max_rows = params.common_bound;
     return verdict;
   }
   for (int r = 0; r < grid.ranks_per_domain && !fails; ++r) {
@@ -273,7 +273,7 @@ __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween&
     const bool rows_fit = call.needed[r] <= call.row_limit[r];
     const bool held_fit = !params.makes_route || call.num_held[r] <= call.held_capacity[r];
     if (!params.is_bound) {
-      verdict.lacks_room |= !rows_fit || !held_fit;
+      verdict.lacks_capacity |= !rows_fit || !held_fit;
       continue;
     }
     if (!held_fit) verdict.fails = 1;
@@ -309,7 +309,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
     atomicMax(&call.verdict.fails, theirs.fails);
-    atomicMax(&call.verdict.lacks_room, theirs.lacks_room);
+    atomicMax(&call.verdict.lacks_capacity, theirs.lacks_capacity);
     atomicMin(&call.verdict.overflowing, theirs.overflowing);
     atomicMax(&call.verdict.max_rows, theirs.max_rows);
     atomicMax(&call.verdict.max_sums, theirs.max_sums);

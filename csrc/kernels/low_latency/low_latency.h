@@ -36,7 +36,7 @@ struct ReceiveTokensParams {
   int64_t* layout_range;  // [LE, R] (begin << 32) | count
   int32_t* row_of;        // [R, M, K] the packed row of a source's token and column of top-k, or −1
   int32_t* num_received;  // [R] tokens of each source
-  int32_t* num_too_many;  // [1] rows of the expert that has more than there is room for, if one has
+  int32_t* num_too_many;  // [1] rows of an expert that has more than its capacity, if one has
   int64_t* wait_stats;    // [R] or nullptr
   LowLatencyCall call;
 };

@@ -58,7 +58,7 @@ def check_growth() -> None:
 
 
 def check_exact_counts() -> None:
-    """Ranks that know how many rows each of them gets, one of them far more than the others, make the same room."""
+    """Ranks that know how many rows each of them gets, one of them far more than the others, grow their slots alike."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_tokens, hidden = 6000 // num_ranks, 8192
     sent = draw_tokens(3, [num_tokens] * num_ranks, hidden, 1, num_ranks)
@@ -72,7 +72,7 @@ def check_exact_counts() -> None:
     with make_hybrid_buffer(sent) as buffer:
         data, scales = cast_to_fp8(x)
         *_, handle = buffer.dispatch(data, scales, **given, num_dispatched_tokens=want.shape[0])
-        # Twice as wide along the same routes, with weights: only one rank's rows need more room.
+        # Twice as wide along the same routes, with weights: only one rank's rows need larger slots.
         rows, probs, _, _ = buffer.dispatch(x, handle=handle, topk_weights=weights)
         assert torch.equal(rows, want)
         home, _ = buffer.combine(rows, probs, handle)
@@ -156,7 +156,7 @@ def check_pool_grows() -> None:
 
 
 def check_full_memory() -> None:
-    """A pool that finds no room to grow is asked once: later results are copies, and no call meets the others again."""
+    """A pool that finds no memory to grow is asked once: later results are copies, and no call asks again."""
     from hybrid_ep.engine import arena as arena_module
 
     rank = dist.get_rank()
@@ -164,7 +164,7 @@ def check_full_memory() -> None:
         arena = _arena(buffer)
         first, num_bytes = arena.num_slots, arena.num_bytes
         assert num_bytes == arena._memory.local.numel()
-        error = ConfigError("no room")
+        error = ConfigError("no memory")
         with mock.patch.object(arena_module.SymmetricMemory, "allocate", side_effect=error) as allocate:
             kept = []
             for seed in range(30):
