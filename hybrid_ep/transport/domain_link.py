@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
@@ -21,9 +18,13 @@ from hybrid_ep.transport.rendezvous import exchange, refuse
 from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names, proxy_cpus
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
+
     from hybrid_ep._C import Faults, LinkView, Proxy
 
-__all__ = ["DomainLink", "Ring", "open_link"]
+__all__ = ["DomainLink", "Ring", "connect_link", "open_link"]
 
 # Of each group, how many links it has had: a name for the next that its ranks agree on.
 _num_links: collections.Counter[str] = collections.Counter()
@@ -93,10 +94,14 @@ class DomainLink:
             peer = None if domain_idx < 0 else self._grid.peers[domain_idx]
             raise TransportError(where, self._grid.rank, peer, f"{device}: {detail}")
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Completes what is on its way, for so long at most, and ends the connections. May be called again."""
+    def close(self, timeout_s: float = 1.0) -> bool:
+        """Completes what is on its way, for so long at most, and ends the connections. May be called again.
+
+        Returns:
+            Whether everything was completed.
+        """
         self._is_closed = True
-        self.proxy.close(timeout_s)
+        return self.proxy.close(timeout_s)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -134,19 +139,59 @@ def open_link(
         TimeoutError: a rank has not come in time.
         TransportError: a connection could not be made.
     """
+    import torch.distributed as dist
+
     asked = env.TRANSPORT.get() if asked is None else asked
     votes: list[Any] = [None] * grid.num_ranks
     dist.all_gather_object(votes, (survey(), host_name()), group)
     choice = agree_on_transport([states for states, _ in votes], [host for _, host in votes], asked)
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"hybrid_ep/{group.group_name}/link {_num_links[group.group_name]}"
+    _num_links[group.group_name] += 1
+    return connect_link(
+        choice,
+        store,
+        prefix,
+        grid,
+        rings,
+        device=device,
+        timeout_s=timeout_s,
+        native=native,
+        map_symmetric=map_symmetric,
+        faults=faults,
+    )
+
+
+def connect_link(
+    choice: TransportChoice,
+    store: Store,
+    prefix: str,
+    grid: RankGrid,
+    rings: Sequence[Ring],
+    *,
+    device: torch.device,
+    timeout_s: float,
+    native: Any,
+    map_symmetric: Callable[[int], Sequence[int]] | None = None,
+    faults: Faults | None = None,
+) -> DomainLink:
+    """Connects this rank to its peers by a transport that all ranks have chosen. Collective; does not import torch.
+
+    Args:
+        choice: equal at all ranks.
+        store: through which ranks tell each other where they are; reached by all of them.
+        prefix: names this link there; used once.
+        grid, rings, device, timeout_s, native, map_symmetric, faults: as in `open_link`.
+
+    Raises:
+        TimeoutError, TransportError: as `open_link`.
+    """
     layout = native.LinkLayout(
         num_domains=grid.num_domains,
         domain_idx=grid.domain_idx,
         rings=[(ring.slot_bytes, ring.num_slots, ring.slots_per_credit) for ring in rings],
     )
     where = f"transport {choice.name}"
-    store = dist.distributed_c10d._get_default_store()
-    prefix = f"hybrid_ep/{group.group_name}/link {_num_links[group.group_name]}"
-    _num_links[group.group_name] += 1
     step = "address"
     try:
         proxy, keep = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
@@ -192,8 +237,11 @@ def _make_proxy(
     if name == "tcp":
         options |= {"host": local_address(), "num_connections": env.TCP_CONNECTIONS.get(), "timeout_s": timeout_s}
         return native.tcp_proxy(**options), None
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if on_gpu else None
-    if memory is not None:
+    memory = None
+    if on_gpu:
+        import torch
+
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
     proxy = native.verbs_proxy(
         devices=nic_names(topology, gpu_idx),

@@ -1,5 +1,5 @@
 """The cuda engine, emulated, between hosts that a network joins: tcp between network namespaces, by mpirun and
-torchrun. Packets that are lost or late: tests/deploy/test_softroce_links.py, where the kernel has netem.
+torchrun. Packets that are lost or late: test_softroce.py, whose machine has a kernel with netem.
 """
 
 from __future__ import annotations

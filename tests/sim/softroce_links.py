@@ -21,18 +21,33 @@ PORT_TIMEOUT_S = 20.0
 SMALL_RINGS = [(4096, 4, 2), (256, 4, 1)]  # Soft-RoCE loses packets, and connections, where many ends send much
 
 
-class Ends:
-    """Ranks of as many domains, each on a NIC of its own."""
+def on_nic(layout: _C.LinkLayout, i: int, **options: Any) -> _C.Proxy:
+    """End i over its own NIC."""
+    return _C.verbs_proxy(layout=layout, devices=[f"rxe{i}"], num_fifos=2, **options)
 
-    def __init__(self, num: int, rings: list[tuple[int, int, int]] = RINGS, **options: Any) -> None:
+
+def on_loopback(layout: _C.LinkLayout, _: int, **options: Any) -> _C.Proxy:
+    """An end over sockets of this host."""
+    return _C.tcp_proxy(layout=layout, host="127.0.0.1", num_fifos=2, **options)
+
+
+class Ends:
+    """Ranks of as many domains; `make` opens the end of each."""
+
+    def __init__(
+        self,
+        num: int,
+        rings: list[tuple[int, int, int]] = RINGS,
+        make: Callable[..., _C.Proxy] = on_nic,
+        **options: Any,
+    ) -> None:
         self.rings = rings
         self.proxies: list[_C.Proxy] = []
         for i in range(num):
             layout = _C.LinkLayout(num_domains=num, domain_idx=i, rings=rings)
-            self.proxies.append(_C.verbs_proxy(layout=layout, devices=[f"rxe{i}"], num_fifos=2, **options))
+            self.proxies.append(make(layout, i, **options))
         addresses = [proxy.address() for proxy in self.proxies]
-        for proxy in self.proxies:
-            proxy.connect(addresses, 10.0)
+        together(lambda i: self.proxies[i].connect(addresses, 10.0), num)
         self.writers = [_C.HostWriter(proxy, 0) for proxy in self.proxies]
         self.epoch = 0
 
@@ -88,6 +103,11 @@ def whole(num: int, **options: Any) -> dict[str, Any]:
     figures = [ends.run(12), ends.run(9, ring=1)]
     described = ends.proxies[0].describe
     return {"figures": figures, "describe": described, "failures": ends.failures(), "closed": ends.close()}
+
+
+def over_tcp() -> dict[str, Any]:
+    """The same of two ends over tcp."""
+    return whole(2, make=on_loopback)
 
 
 def port_down(timeout_s: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tests.prerequisites import find, missing
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybrid_ep" / "softroce"
 BOOT_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_rng")
-RDMA_MODULES = ("crc32_generic", "veth", "bridge", "ib_core", "ib_uverbs", "rdma_ucm", "rdma_rxe")
+RDMA_MODULES = ("crc32_generic", "veth", "bridge", "sch_netem", "ib_core", "ib_uverbs", "rdma_ucm", "rdma_rxe")
 TOOLS = ("qemu-system-x86_64", "busybox", "modprobe", "depmod", "apt-get", "dpkg-deb", "ip", "rdma")
 
 

@@ -1,0 +1,83 @@
+"""The emulated kernels between domains over real networks of a virtual machine: Soft-RoCE devices by the `verbs`
+transport, and tcp where netem loses and delays packets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_ep import _C
+from tests.prerequisites import require
+from tests.sim.softroce_kernels import LOST_TIMEOUT_S, NUM_ROUNDS
+from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
+
+pytestmark = pytest.mark.timeout(600)
+
+# The call that meets the fault may begin after it, and an emulated machine is slow.
+LIMIT_S = 2 * LOST_TIMEOUT_S
+
+
+@pytest.fixture(scope="module")
+def results(emulated_module: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/sim/softroce_kernels.py has printed, by step."""
+    require(_C.has_verbs, "the verbs transport (libibverbs-dev when the package was built)")
+    command = f"{shlex.quote(sys.executable)} -m tests.sim.softroce_kernels {shlex.quote(str(emulated_module))}"
+    try:
+        said = run_in_vm(command, tmp_path_factory.mktemp("softroce"), num_nics=4, memory_mb=1536, limit_s=540)
+    except MissingPrerequisite as reason:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(reason))
+    found: dict[str, Any] = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step", "num_ranks", "num_pairs"), [("two", 2, 2), ("two-pairs", 2, 4), ("four", 4, 1), ("two-by-two", 4, 2)]
+)
+def test_rows_and_sums_over_verbs(results: dict[str, Any], step: str, num_ranks: int, num_pairs: int) -> None:
+    """Every rank has found each received row and each sum right, in every round."""
+    link = f"verbs on rxe{{}} port 1 (GID 1), {num_pairs} queue pairs a peer, rings in pinned host memory"
+    want = [{"rounds": NUM_ROUNDS, "link": link.format(rank), "closed": True} for rank in range(num_ranks)]
+    assert results[step] == want
+
+
+def test_a_port_that_goes_down(results: dict[str, Any]) -> None:
+    """Both ranks name the other, their own NIC, and what verbs says."""
+    found = results["port-down"]
+    for rank, said in enumerate(found["ranks"]):
+        assert (said["error"], said["peer"]) == ("TransportError", 1 - rank)
+        assert re.search(rf"rank {rank} lost rank {1 - rank}: rxe{rank} port 1: .* \(status \d+, ", said["text"])
+    assert max(found["seconds"]) < LIMIT_S
+
+
+def test_chunks_over_tcp_that_loses_packets(results: dict[str, Any]) -> None:
+    """Packets were lost, and every chunk is right."""
+    found = results["lossy-links"]
+    assert found["lost"] > 0
+    links = found["links"]
+    assert [[one[1:] for one in figures] for figures in links["figures"]] == [[[12, 12, 0]] * 2, [[9, 9, 0]] * 2]
+    assert (links["failures"], links["closed"]) == ([None] * 2, [True] * 2)
+
+
+def test_rows_and_sums_over_tcp_that_loses_packets(results: dict[str, Any]) -> None:
+    found = results["lossy"]
+    assert found["lost"] > 0
+    assert [(said["rounds"], said["closed"]) for said in found["ranks"]] == [(NUM_ROUNDS, True)] * 2
+
+
+def test_a_network_that_goes_silent(results: dict[str, Any]) -> None:
+    """Every packet is lost from some call on: both ranks name the other, and what tcp says."""
+    found = results["silent"]
+    for rank, said in enumerate(found["ranks"]):
+        assert (said["error"], said["peer"]) == ("TransportError", 1 - rank)
+        assert "tcp to 127.0.0.1" in said["text"]
+    assert max(found["seconds"]) < LIMIT_S
