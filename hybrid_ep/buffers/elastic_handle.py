@@ -6,9 +6,10 @@ when it is first read.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -93,8 +94,26 @@ class EPHandle:
         self.asked_num_sms = asked_num_sms
         self.dispatch, self.permute = dispatch, permute
         self.recv_topk_idx = recv_topk_idx
-        self._version = None if topk_idx.is_inference() else topk_idx._version
+        self._version = self._version_now()
         self._buffer = weakref.ref(buffer)
+
+    def __copy__(self) -> EPHandle:
+        copied = EPHandle.__new__(EPHandle)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EPHandle:
+        copied = copy.copy(self)
+        copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        if self._version == self._version_now():  # a copied tensor counts its writes anew
+            copied._version = copied._version_now()
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("EPHandle cannot be pickled; allowed: the process that dispatched")
+
+    def _version_now(self) -> int | None:
+        return None if self.topk_idx.is_inference() else self.topk_idx._version
 
     def require_unchanged(self) -> None:
         """Checks that `topk_idx` still says where the dispatch went; torch sees no write through a raw pointer.

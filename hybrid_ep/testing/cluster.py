@@ -104,8 +104,9 @@ class VirtualCluster:
             raise ConfigError("the GPUs that ranks share are 0; allowed: ≥ 1")
         if device == "cuda" and not ranks_share_gpus and num_gpus < num_ranks:
             raise ConfigError(f"num_ranks is {num_ranks}; allowed with cuda: ≤ {num_gpus} GPUs")
-        for variable in (env.ENGINE, env.TIMEOUT_S, env.NUM_RANKS_PER_DOMAIN, env.POOL_SLOTS):
-            variable.get()  # here once, and not at every rank
+        for variable in env.VARIABLES:
+            if variable.name.startswith("HYBRID_EP_") and variable.phase == "run":
+                variable.get()  # here once, and not at every rank
         self.num_ranks = num_ranks
         backend = "nccl" if device == "cuda" and not ranks_share_gpus else "gloo"
         variables = ({_SHARED_GPUS: "1"} if ranks_share_gpus else {}) | (variables or {})

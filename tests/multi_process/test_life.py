@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import Buffer, ClosedError, ConfigError, TimeoutError, TransportError
+from hybrid_ep import Buffer, ClosedError, ConfigError, ElasticBuffer, TimeoutError, TransportError
 from hybrid_ep.engine import exchange, link
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -120,6 +120,17 @@ def test_a_buffer_is_shared_by_copies_and_not_pickled() -> None:
         assert copy.copy(buffer) is buffer
         with pytest.raises(ConfigError, match="Buffer cannot be pickled; allowed: making one in each process"):
             pickle.dumps(layer)
+
+
+def test_a_handle_of_an_elastic_buffer_is_copied_and_not_pickled() -> None:
+    with ElasticBuffer(None, num_max_tokens_per_rank=8, hidden=128) as buffer:
+        x, topk_idx = torch.ones(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4)
+        topk_idx[0] = topk_idx[1]  # torch counts writes, and starts anew with a copy
+        received, _, _, handle, _ = buffer.dispatch(x, topk_idx=topk_idx, num_experts=4)
+        for copied in (copy.copy(handle), copy.deepcopy(handle)):
+            assert torch.equal(buffer.combine(received, copied)[0], x)
+        with pytest.raises(ConfigError, match="EPHandle cannot be pickled; allowed: the process that dispatched"):
+            pickle.dumps(handle)
 
 
 def _sync_late(timeout_s: float) -> tuple[str, float]:

@@ -29,6 +29,13 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, num_gpus: int, options: dict[s
         VirtualCluster(**options)
 
 
+@pytest.mark.parametrize("name", ["HYBRID_EP_LOST_RANKS", "HYBRID_EP_TRANSPORT", "HYBRID_EP_TIMEOUT_S"])
+def test_a_bad_variable_is_told_once_and_not_by_each_rank(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ConfigError, match=f"{name}='x' is not allowed"):
+        VirtualCluster(2)
+
+
 def test_a_rank_that_has_ended_is_named_in_every_later_run() -> None:
     with VirtualCluster(2) as cluster:
         cluster.start(os._exit, 3, ranks=[1])
