@@ -382,8 +382,9 @@ class Node:
                 raise Unreadable("packages: recorded as something else than a table")
             return {str(name): str(version) for name, version in recorded.items()}
         self.watch("installed Python packages")
-        found = ((item.metadata["Name"] or "", item.version) for item in metadata.distributions())
-        return {name.lower().replace("_", "-"): version for name, version in found if _PACKAGES.fullmatch(name.lower())}
+        said = (item.metadata for item in metadata.distributions())  # parsed at each look
+        found = ((str(each["Name"] or "").lower(), str(each["Version"])) for each in said)
+        return {name.replace("_", "-"): version for name, version in found if _PACKAGES.fullmatch(name)}
 
     def hostname(self) -> str:
         """Name of the node."""

@@ -87,9 +87,16 @@ def load_profile(name_or_file: str) -> Profile:
     elif is_profile_file(name_or_file):
         name, values = Path(name_or_file).stem, _resolve(Path(name_or_file), ())
     elif name_or_file in shipped_profiles():
-        name, values = name_or_file, _resolve(_FOLDER / f"{name_or_file}.yaml", ())
+        return _load_shipped(name_or_file)
     else:
         raise ConfigError(f"profile {name_or_file!r} is not known; allowed: {', '.join(shipped_profiles())}, or a file")
+    _validate(values, name)
+    return Profile(name, values)
+
+
+@cache  # a proposal looks at all of them
+def _load_shipped(name: str) -> Profile:
+    values = _resolve(_FOLDER / f"{name}.yaml", ())
     _validate(values, name)
     return Profile(name, values)
 

@@ -81,7 +81,8 @@ def examine(
         wait: waits before counters are read again; takes when they were read first, returns the seconds since then.
     """
     started = time.monotonic()
-    chosen = [check for check in all_checks() if (selection or Selection()).takes(check)]
+    selection = selection or Selection()
+    chosen = [check for check in all_checks() if selection.takes(check)]
     applicable = [check for check in chosen if _applies(check, profile)]
     before = _read_counters(node, profile, applicable)
     first_reading = time.monotonic()

@@ -1,7 +1,8 @@
 """Damaged nodes: healthy ones and scenarios with files, NVML answers and facts broken at random, from a seed.
 
 ``python -m tests.sim.damage SEED NODES`` examines that many and prints what went wrong with the doctor itself: an
-exception, a check that only the guard saved, a report that cannot be written or read back. It gives up what lets root
+exception, a check that only the guard saved, a report that cannot be written or read back. Every kind of file meets
+every kind of damage: each node takes some of these pairs besides what is broken at random. It gives up what lets root
 read everything, because files without permissions are among the damages.
 """
 
@@ -20,9 +21,10 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -103,6 +105,62 @@ _LIMIT_S = 2.0  # for one source to answer: above what a busy machine takes, bel
 _WRONG_FACTS: tuple[Any, ...] = (None, 5, -1, "x", [], {}, {"a": []}, [{"name": 3}], True, 1e300)
 
 
+@cache
+def kind_of(path: str) -> str:
+    """What a file is, whichever device it belongs to: the folder's beginning and the name, without numbers."""
+    parts = path.split("/")
+    return re.sub(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d|\d+", "#", f"{'/'.join(parts[:3])} {parts[-1]}")
+
+
+class Pairs:
+    """The kinds of file × kinds of damage that no node has had yet, in an order of the dice."""
+
+    def __init__(self, recordings: Iterable[Recording], dice: random.Random, nodes: int) -> None:
+        kinds: dict[str, set[str]] = {}
+        for recording in recordings:
+            for path in {**recording.files, **recording.devices, **recording.links}:
+                kinds.setdefault(kind_of(path), set()).update(_damages_of(recording, path))
+        self.left = [(kind, name) for kind in sorted(kinds) for name in sorted(kinds[kind])]
+        dice.shuffle(self.left)
+        self.tried = 0
+        self._per_node = 2 * len(self.left) // nodes + 1  # some find no place on a node
+
+    def damage(self, recording: Recording, root: Path, dice: random.Random) -> list[str]:
+        """Breaks files of this node by the next pairs that fit it; returns what was done."""
+        places: dict[str, list[str]] = {}
+        for path in sorted({**recording.files, **recording.devices, **recording.links}):
+            places.setdefault(kind_of(path), []).append(path)
+        done: dict[tuple[str, str], str] = {}
+        for kind, name in self.left:
+            if len(done) == self._per_node:
+                break
+            fitting = [path for path in places.get(kind, ()) if name in _damages_of(recording, path)]
+            if not fitting:
+                continue
+            path = dice.choice(fitting)
+            place = root / path.lstrip("/")
+            with contextlib.suppress(OSError):  # an earlier damage has closed or removed its folder
+                if not os.path.lexists(place):
+                    continue
+                if path not in recording.links and not stat.S_ISREG(place.lstat().st_mode):
+                    continue  # an earlier damage took its place
+                _damages_of(recording, path)[name](place, dice)
+                done[kind, name] = f"{path}: {name}"
+                places[kind].remove(path)
+        self.left = [pair for pair in self.left if pair not in done]
+        self.tried += len(done)
+        return list(done.values())
+
+    def fit(self, recording: Recording) -> bool:
+        """Whether the node has a file for the next pair."""
+        kind = self.left[0][0]
+        return any(kind_of(path) == kind for path in {**recording.files, **recording.devices, **recording.links})
+
+
+def _damages_of(recording: Recording, path: str) -> dict[str, Callable[[Path, random.Random], None]]:
+    return PLACE_DAMAGES if path in recording.links else FILE_DAMAGES | PLACE_DAMAGES
+
+
 def damage(recording: Recording, root: Path, dice: random.Random) -> list[str]:
     """Lays the node out below `root` and breaks it; returns what was done."""
     recording.write(root)
@@ -116,7 +174,7 @@ def damage(recording: Recording, root: Path, dice: random.Random) -> list[str]:
 
 def _damage_file(recording: Recording, root: Path, dice: random.Random) -> str:
     path = dice.choice(sorted({**recording.files, **recording.devices, **recording.links}))
-    damages = FILE_DAMAGES | PLACE_DAMAGES if path not in recording.links else PLACE_DAMAGES
+    damages = _damages_of(recording, path)
     name = dice.choice(sorted(damages))
     damages[name](root / path.lstrip("/"), dice)
     return f"{path}: {name}"
@@ -223,14 +281,14 @@ def _programs(folder: Path, dice: random.Random) -> None:
         place.chmod(0o755)
 
 
-def examine_damaged(recording: Recording, folder: Path, dice: random.Random, tally: Tally) -> None:
+def examine_damaged(recording: Recording, folder: Path, dice: random.Random, pairs: Pairs, tally: Tally) -> None:
     """Breaks one node, examines it, and checks that everything that comes out is well-formed."""
     root = folder / "node"
     root.mkdir(parents=True)
-    done = damage(recording, root, dice)
+    done = damage(recording, root, dice) + pairs.damage(recording, root, dice)
     os.environ["HYBRID_EP_NVML_STUB"] = str(root / "hybrid_ep" / "nvml.conf")
     kind = dice.choice(("plain",) * 8 + ("live",) * 2 + ("watched", "watched live"))
-    if "watched" in kind and dice.random() < 0.1:
+    if "watched" in kind and (dice.random() < 0.05 or not tally.damages["silent"]):
         done.append(_silence_nvml(root))
     if "live" in kind:
         _programs(folder, dice)
@@ -287,19 +345,19 @@ def main() -> None:
     dice = random.Random(seed)
     bases: list[Callable[[], Recording]] = [lambda name=name: healthy(name) for name in (*PLATFORMS, "cpu")]
     bases += [scenario.build for scenario in load_scenarios() if not scenario.site]
-    tally = Tally()
+    tally, pairs = Tally(), Pairs((base() for base in bases), dice, nodes)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as top:
         _obey_permissions()
         os.environ["PATH"] = f"{top}/now:{os.environ['PATH']}"
-        for _ in range(nodes):
+        while tally.nodes < nodes or pairs.left:
+            recording = dice.choice(bases)()
+            if tally.nodes >= nodes and not pairs.fit(recording):
+                continue
             folder = Path(top, "now")
             folder.mkdir()
-            examine_damaged(dice.choice(bases)(), folder, dice, tally)
+            examine_damaged(recording, folder, dice, pairs, tally)
             _clear(folder)
-    json.dump(
-        {"nodes": tally.nodes, "damages": tally.damages, "statuses": tally.statuses, "crashes": tally.crashes},
-        sys.stdout,
-    )
+    json.dump({**vars(tally), "pairs": pairs.tried}, sys.stdout)
 
 
 def _obey_permissions() -> None:

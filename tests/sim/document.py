@@ -16,8 +16,8 @@ _INTRODUCTION = """# Which fault is found by which check
 
 Every row is a simulated node that the tests examine: a sound platform with one thing changed. The doctor must say
 what stands here and nothing else, so a fault raises no second alarm, and a sound node none. Every check fails in at
-least one row. Beside these, `tests/sim/damage.py` breaks files, NVML answers and facts at random, and asks that every
-check ends in a finding.
+least one row. Beside these, `tests/sim/damage.py` breaks files, NVML answers and facts at random, gives every kind of
+file every kind of damage, and asks that every check ends in a finding.
 """
 
 
