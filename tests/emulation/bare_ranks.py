@@ -165,7 +165,7 @@ class Rank:
             scale_dtype=_ABSENT,
             has_topk=True,
             num_worst_tokens=_ABSENT,
-            room=_ABSENT,
+            common_bound=_ABSENT,
             pad_multiple=0,
             refusal=native.FaultKind.NONE,
             refused_value=0,
