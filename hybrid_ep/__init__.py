@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hybrid_ep.core.config import Config
     from hybrid_ep.core.event import EventHandle, EventOverlap
     from hybrid_ep.core.layout import indices_to_map
-    from hybrid_ep.engine.base import DispatchHandle, LowLatencyHandle, PermuteHandle
+    from hybrid_ep.engine.calls import DispatchHandle, LowLatencyHandle, PermuteHandle
 
 __all__ = [
     "Buffer",
@@ -78,9 +78,9 @@ _HOME = {
     "HybridEPBuffer": "buffers.hybrid",
     "HybridEpConfigInstance": "buffers.hybrid_config",
     "indices_to_map": "core.layout",
-    "DispatchHandle": "engine.base",
-    "LowLatencyHandle": "engine.base",
-    "PermuteHandle": "engine.base",
+    "DispatchHandle": "engine.calls",
+    "LowLatencyHandle": "engine.calls",
+    "PermuteHandle": "engine.calls",
 }
 _BY_NAME = ("OverflowError", "TimeoutError")  # `import *` would replace the built-in ones
 _SUBMODULES = ("nn", "quantize")

@@ -36,12 +36,11 @@ max_topk: int
 max_row_bytes: int
 row_align_bytes: int
 
-class DispatchPlan:
+class DispatchShape:
     def __init__(
         self,
         *,
         makes_route: bool,
-        num_ranks: int,
         num_tokens: int,
         num_topk: int,
         num_experts: int,
@@ -69,14 +68,17 @@ class DispatchPlan:
     @property
     def record_bytes(self) -> int: ...
     @property
-    def num_local_experts(self) -> int: ...
-    @property
     def is_refused(self) -> bool: ...
+    def slot_bytes_for(self, num_rows: int) -> int: ...
+
+class DispatchPlan(DispatchShape):
+    def __init__(self, shape: DispatchShape, num_ranks: int) -> None: ...
+    @property
+    def num_local_experts(self) -> int: ...
     @property
     def route_ints(self) -> int: ...
     @property
     def counts_at(self) -> int: ...
-    def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class CombinePlan:
     def __init__(
@@ -175,59 +177,20 @@ class Communicator:
     ) -> None: ...
     def wait_for_counts(
         self, counts_epoch: int, stream: int, counts: int, num_counts: int
-    ) -> tuple[bool, int, int, int, int, int, int, int] | None: ...
-    def wait_for_counts_between(
-        self, counts_epoch: int, stream: int, counts: int, num_counts: int
-    ) -> tuple[bool, int, int, int, int, int, int] | None: ...
+    ) -> tuple[bool, int, int, int, int, int, int, int, int, int] | None: ...
     def take_fault(self) -> Fault | None: ...
 
 rank_elsewhere: int
 max_domains: int
 max_matrix_ranks: int
 
+def between_chunk(plan: DispatchShape | BetweenCombinePlan) -> tuple[int, int]: ...
 def between_rank_prefix(
     *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> int: ...
 def between_counts(
     *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> tuple[int, int]: ...
-
-class BetweenDispatchPlan:
-    def __init__(
-        self,
-        *,
-        makes_route: bool,
-        num_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        has_weights: bool,
-        hidden: int,
-        row_type: tuple[int, int],
-        num_scales: int,
-        scale_type: tuple[int, int],
-        range_first: int,
-        range_step: int,
-        range_size: int,
-        row_limit: int,
-        waits_for_counts: bool,
-        num_sms: int,
-        dtype: int,
-        scale_dtype: int,
-        has_topk: bool,
-        num_worst_tokens: int,
-        common_bound: int,
-        pad_multiple: int,
-        refusal: FaultKind,
-        refused_value: int,
-        max_tokens: int,
-    ) -> None: ...
-    @property
-    def is_refused(self) -> bool: ...
-    @property
-    def chunk(self) -> tuple[int, int]: ...
-    @property
-    def record_bytes(self) -> int: ...
-    def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class BetweenCombinePlan:
     def __init__(
@@ -242,8 +205,6 @@ class BetweenCombinePlan:
         num_sms: int,
     ) -> None: ...
     @property
-    def chunk(self) -> tuple[int, int]: ...
-    @property
     def record_bytes(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
@@ -252,7 +213,7 @@ class BetweenCommunicator:
     def dispatch(
         self,
         *,
-        plan: BetweenDispatchPlan,
+        plan: DispatchShape,
         rows: int,
         topk_idx: int,
         topk_weights: int,
@@ -300,7 +261,7 @@ class SlotPool:
         self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
     def tensors_between(
-        self, slot_idx: int, plan: BetweenDispatchPlan, num_rows: int
+        self, slot_idx: int, plan: DispatchShape, num_rows: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
     def int_tensor(self, memory: Tensor, address: int, shape: list[int]) -> Tensor: ...
     @property

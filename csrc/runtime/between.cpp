@@ -13,7 +13,7 @@ constexpr int kDefaultSms = 16;  // the network is slower than NVLink, which 8 t
 
 }  // namespace
 
-RecordLayout record_of(const BetweenDispatchPlan& plan) {
+RecordLayout record_of(const DispatchShape& plan) {
   const RowFormat& format = plan.format;
   return RecordLayout::of(format.rows.bytes(), format.scales.num, plan.num_topk, format.experts.num,
                           format.weights.num);
@@ -51,8 +51,8 @@ int BetweenCommunicator::num_sms(int asked, int least) const {
   return std::min({std::max(asked > 0 ? asked : kDefaultSms, least), domain_.num_device_sms(), kMaxCtas});
 }
 
-uint32_t BetweenCommunicator::dispatch(const BetweenDispatchPlan& plan, const DispatchTensors& tensors,
-                                       int held_capacity, int handle, int slot_idx, cudaStream_t stream) {
+uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const DispatchTensors& tensors, int held_capacity,
+                                       int handle, int slot_idx, cudaStream_t stream) {
   const DeviceGuard guard(domain_.device());
   DispatchBetweenParams params{};
   params.between = between_domain();

@@ -12,25 +12,13 @@
 
 namespace hybrid_ep {
 
-// What dispatches of one shape have in common.
-struct BetweenDispatchPlan {
-  RowFormat format;  // as rows land
-  bool makes_route, waits_for_counts;
-  int num_tokens, num_topk, num_experts;
-  int range_first, range_step, range_size;
-  int row_limit;     // where the host does not wait for counts
-  int num_sms;       // 0: the default
-  int pad_multiple;  // that the rows are permuted with later; 0: they are not
-  DispatchCall call;
-};
-
 struct BetweenCombinePlan {
   RowWidths widths;
   int num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms;
 };
 
 // What crosses for each token.
-RecordLayout record_of(const BetweenDispatchPlan& plan);
+RecordLayout record_of(const DispatchShape& plan);
 RecordLayout record_of(const BetweenCombinePlan& plan);
 
 // Scratch of a combine for the own domain's part of each token; nullptr for weights that it has not.
@@ -46,7 +34,7 @@ class BetweenCommunicator {
 
   // `handle` is as in Communicator::dispatch. Returns the epoch that the host counts will have if the call waits for
   // counts.
-  uint32_t dispatch(const BetweenDispatchPlan& plan, const DispatchTensors& tensors, int held_capacity, int handle,
+  uint32_t dispatch(const DispatchShape& plan, const DispatchTensors& tensors, int held_capacity, int handle,
                     int slot_idx, cudaStream_t stream);
   void combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own, int held_capacity,
                int handle, cudaStream_t stream);

@@ -48,17 +48,23 @@ struct DispatchCall {
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
                   bool is_bounded, int capacity, int pad_multiple, int handle);
 
-struct DispatchPlan {
-  RowFormat format;
-  RouteLayout route;
+// What is sent and told, inside a domain and between domains.
+struct DispatchShape {
+  RowFormat format;  // as rows land
   bool makes_route;  // false: it is read
-  int num_ranks, num_tokens, num_topk, num_experts;
+  int num_tokens, num_topk, num_experts;
   int range_first, range_step, range_size;
-  int pad_multiple;  // 0: rows by source rank and token; otherwise by expert
+  int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have landed
   int row_limit;     // where the host does not wait for counts
   bool waits_for_counts;
   int num_sms;  // 0: the default
   DispatchCall call;
+};
+
+// A dispatch inside a domain.
+struct DispatchPlan : DispatchShape {
+  RouteLayout route;
+  int num_ranks;
 };
 
 // The addresses of one dispatch; nullptr for what it does not have.

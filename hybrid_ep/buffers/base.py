@@ -27,7 +27,8 @@ from hybrid_ep.core.checks import (
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.core.streams import CommStream
-from hybrid_ep.engine.base import Engine, Rows, Traffic
+from hybrid_ep.engine.base import Engine, Traffic
+from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 

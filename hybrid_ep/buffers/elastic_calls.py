@@ -28,7 +28,7 @@ from hybrid_ep.core.checks import (
 )
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.base import DispatchHandle, PermuteHandle, Routing, Rows
+from hybrid_ep.engine.calls import CombineRequest, DispatchHandle, DispatchRequest, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["CombineResult", "DispatchOptions", "DispatchResult", "ElasticCalls", "Event"]
@@ -346,12 +346,12 @@ class ElasticCalls(LoadBalanceCalls):
         biases = check_bias(bias, dispatch.num_tokens, x.shape[1], x.device)
         sms = num_sms or handle.asked_num_sms
         with self._comm_stream.scope(previous, async_finish):
-            data, weights = x.contiguous(), packed(topk_weights)
-            terms = tuple(term.contiguous() for term in biases)
+            bias_terms = tuple(term.contiguous() for term in biases)
+            request = CombineRequest(x.contiguous(), packed(topk_weights), bias_terms, sms)
             if permute is None:
-                combined = engine.combine(data, dispatch, weights=weights, bias=terms, num_sms=sms)
+                combined = engine.combine(request, dispatch)
             else:
-                combined = engine.combine_permuted(data, permute, probs=weights, num_sms=sms, bias=terms)
+                combined = engine.combine_permuted(request, permute)
             if before_epilogue is not None:
                 before_epilogue.current_stream_wait()
         tensors = (x, topk_weights, *biases, *combined)
@@ -395,19 +395,11 @@ class ElasticCalls(LoadBalanceCalls):
                 # An expert may stand in several columns of a token: min(K, LE) copies of a row are not the most.
                 bound = most_rows * routing.topk_idx.shape[1] + (alignment - 1) * num_local
                 bound = -(-bound // alignment) * alignment
-            by_expert = engine.dispatch_permuted(
-                rows, routing, pad_multiple=alignment, num_permuted_bound=bound, num_sms=num_sms
-            )
+            by_expert = engine.dispatch_permuted(DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment))
             received, recv_weights, permute = by_expert.rows, by_expert.probs, by_expert.handle
             dispatch, counts_on_host = permute.dispatch, by_expert.num_tokens_per_expert
         else:
-            by_source = engine.dispatch(
-                rows,
-                routing,
-                expert_range=self._own_experts(routing.num_experts),
-                num_recv_bound=most_rows,
-                num_sms=num_sms,
-            )
+            by_source = engine.dispatch(DispatchRequest(rows, routing, most_rows, num_sms))
             received, recv_idx, recv_weights = by_source.rows, by_source.topk_idx, by_source.topk_weights
             dispatch = by_source.handle
             assert most_rows is not None or by_source.num_tokens_per_expert is not None
@@ -450,20 +442,8 @@ class ElasticCalls(LoadBalanceCalls):
             received = engine.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
             assert handle.recv_topk_idx is not None
             return received, handle.recv_topk_idx.clone(), None
-        by_source = engine.dispatch_again(
-            rows,
-            handle.topk_idx,
-            weights,
-            handle.dispatch,
-            expert_range=self._own_experts(handle.num_experts),
-            num_sms=num_sms,
-        )
+        by_source = engine.dispatch_again(rows, handle.topk_idx, weights, handle.dispatch, num_sms=num_sms)
         return by_source.rows, by_source.topk_idx, by_source.topk_weights
-
-    def _own_experts(self, num_experts: int) -> tuple[int, int]:
-        """First and end of this rank's experts."""
-        num_local = num_experts // self.group_size
-        return self.rank * num_local, (self.rank + 1) * num_local
 
     def _rows_by_scaleup_rank(self, dispatch: DispatchHandle) -> Tensor:
         """``[scale-up ranks]`` int32: running sum of the rows that came by each rank of the logical domain."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
-from hybrid_ep.engine.base import DispatchHandle, Engine, PermuteHandle, Rows
+from hybrid_ep.engine.base import Engine
+from hybrid_ep.engine.calls import DispatchHandle, PermuteHandle, Rows
 from hybrid_ep.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:

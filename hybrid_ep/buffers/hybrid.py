@@ -29,7 +29,7 @@ from hybrid_ep.core.layout import (
     weights_to_probs,
     widest_token,
 )
-from hybrid_ep.engine.base import DispatchHandle, Routing, Rows
+from hybrid_ep.engine.calls import CombineRequest, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
@@ -274,13 +274,9 @@ class HybridEPBuffer(BaseBuffer):
             if bound is not None:
                 require_int("num_dispatched_tokens", bound, minimum=0)
             expert_range = self._experts_of_domain(routing.num_experts)
+            common_bound = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
             result = engine.dispatch(
-                rows,
-                routing,
-                expert_range=expert_range,
-                num_recv_bound=bound,
-                num_sms=self._num_sms_dispatch,
-                common_bound=self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size,
+                DispatchRequest(rows, routing, bound, self._num_sms_dispatch, expert_range, common_bound)
             )
         received_probs = None
         if result.topk_weights is not None:
@@ -322,9 +318,8 @@ class HybridEPBuffer(BaseBuffer):
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
             picked = probs.gather(1, handle.recv_topk_idx.clamp_min(0))
             weights = torch.where(handle.recv_topk_idx >= 0, picked, 0.0)
-        combined = engine.combine(
-            hidden.contiguous(), handle.dispatch, weights=weights, bias=(), num_sms=self._num_sms_combine
-        )
+        request = CombineRequest(hidden.contiguous(), weights, num_sms=self._num_sms_combine)
+        combined = engine.combine(request, handle.dispatch)
         if combined.weights is None:
             return combined.data, None
         # Columns of the same expert have the same value.
@@ -453,14 +448,10 @@ class HybridEPBuffer(BaseBuffer):
             require(
                 num_of_experts_per_rank == num_local, "num_of_experts_per_rank", num_of_experts_per_rank, str(num_local)
             )
-        result = engine.dispatch_permuted(
-            rows,
-            routing,
-            pad_multiple=pad,
-            num_permuted_bound=bound,
-            num_sms=self._num_sms_dispatch,
-            num_expert_sms=self._num_sms_permute,
+        request = DispatchRequest(
+            rows, routing, bound, self._num_sms_dispatch, pad_multiple=pad, num_expert_sms=self._num_sms_permute
         )
+        result = engine.dispatch_permuted(request)
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
             # A token with more experts than the buffer was made for is reported as lost rows are.
@@ -512,13 +503,8 @@ class HybridEPBuffer(BaseBuffer):
             require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
         if probs is not None:
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=(num_permuted,), device=hidden.device)
-        combined = engine.combine_permuted(
-            hidden.contiguous(),
-            permute,
-            probs=packed(probs),
-            num_sms=self._num_sms_combine,
-            num_expert_sms=self._num_sms_unpermute,
-        )
+        request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
+        combined = engine.combine_permuted(request, permute)
         data, num_parts = combined.data, handle.num_parts
         if num_parts > 1:
             data = _sum_of_parts(data.float(), num_parts).to(data.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
-from hybrid_ep.engine.base import DispatchHandle, PermuteHandle
+from hybrid_ep.engine.calls import DispatchHandle, PermuteHandle
 
 __all__ = ["HybridHandle", "PermutedHandle", "rows_of_copies"]
 

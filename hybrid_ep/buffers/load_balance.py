@@ -20,7 +20,7 @@ from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.layout import map_to_indices
-from hybrid_ep.engine.base import Routing, Rows
+from hybrid_ep.engine.calls import DispatchRequest, Routing, Rows
 
 __all__ = ["LoadBalanceCalls", "add_gradients", "copy_weights", "gather_counts"]
 
@@ -228,13 +228,8 @@ def _send(buffer: BaseBuffer, rows: Tensor, ranks: Tensor, bound: int | None, nu
         some = torch.zeros_like(ranks)
         some[:, first : first + MAX_TOPK] = ranks[:, first : first + MAX_TOPK]
         indices, _ = map_to_indices(some, None)
-        received = buffer.engine.dispatch(
-            Rows(rows),
-            Routing(indices, None, num_ranks),
-            expert_range=(buffer.rank, buffer.rank + 1),
-            num_recv_bound=bound or None,
-            num_sms=num_sms,
-        )
+        routing = Routing(indices, None, num_ranks)  # an expert stands for a rank
+        received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound or None, num_sms))
         if first <= buffer.rank < first + MAX_TOPK:
             result = received.rows.data
     assert result is not None

@@ -39,7 +39,14 @@ from hybrid_ep.core.quantize import (
     Nvfp4Format,
     RowFormat,
 )
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS, ExpertSignals, LowLatencyHandle
+from hybrid_ep.engine.calls import (
+    MIN_TOKENS_TO_SUM,
+    NO_SUMS,
+    ExpertSignals,
+    LowLatencyCombineRequest,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+)
 from hybrid_ep.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -184,16 +191,17 @@ class LowLatencyCalls(BaseBuffer):
         self._check_return(async_finish, return_recv_hook)
 
         with self._comm_stream.scope(None, async_finish):
-            rows, counts, handle, finish = self.engine.low_latency_dispatch(
+            request = LowLatencyDispatchRequest(
                 x.contiguous(),
                 topk_idx.contiguous(),
-                num_max_tokens_per_rank=max_tokens,
-                num_experts=num_experts,
-                fmt=fmt,
-                global_scale=x_global_scale,
-                wait_stats=waits,
-                return_recv_hook=return_recv_hook,
+                max_tokens,
+                num_experts,
+                fmt,
+                x_global_scale,
+                waits,
+                return_recv_hook,
             )
+            rows, counts, handle, finish = self.engine.low_latency_dispatch(request)
             hook = self._receive(finish if stats is None else _then_add(finish, counts, stats), return_recv_hook)
         tensors = (x, topk_idx, x_global_scale, *rows, handle.memory, stats, waits)
         event = self._comm_stream.finish(None, async_finish, tensors)
@@ -310,17 +318,17 @@ class LowLatencyCalls(BaseBuffer):
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=x.dtype, device=x.device)
 
         with self._comm_stream.scope(None, async_finish):
-            finish = self.engine.low_latency_combine(
+            request = LowLatencyCombineRequest(
                 x.contiguous(),
                 topk_idx.contiguous(),
                 topk_weights.contiguous(),
-                handle,
-                out=out,
-                min_tokens_to_sum=NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
-                use_logfmt=use_logfmt,
-                wait_stats=waits,
-                signals=signals,
+                out,
+                NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
+                use_logfmt,
+                waits,
+                signals,
             )
+            finish = self.engine.low_latency_combine(request, handle)
             hook = self._receive(finish, return_recv_hook)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook

@@ -26,7 +26,7 @@ from hybrid_ep.core.checks import MAX_BYTES, MAX_TOPK, Passed, packed, require, 
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, map_to_indices, widest_token
-from hybrid_ep.engine.base import Dispatched, DispatchHandle, Routing, Rows
+from hybrid_ep.engine.calls import CombineRequest, Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Buffer", "topk_idx_t"]
@@ -435,15 +435,7 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
             rows, routing = self._rows_and_routing(
                 sent, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
             )
-            num_local = routing.num_experts // self.group_size
-            first = self.rank * num_local
-            result = engine.dispatch(
-                rows,
-                routing,
-                expert_range=(first, first + num_local),
-                num_recv_bound=num_worst_tokens or None,
-                num_sms=num_sms,
-            )
+            result = engine.dispatch(DispatchRequest(rows, routing, num_worst_tokens or None, num_sms))
             counts = result.num_tokens_per_expert
             if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None
@@ -547,13 +539,9 @@ class Buffer(LoadBalanceCalls, LowLatencyCalls):
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
         biases = check_bias(bias, num_tokens, x.shape[1], x.device)
         with self._comm_stream.scope(previous_event, async_finish):
-            combined = engine.combine(
-                x.contiguous(),
-                handle,
-                weights=packed(topk_weights),
-                bias=tuple(term.contiguous() for term in biases),
-                num_sms=num_sms,
-            )
+            bias_terms = tuple(term.contiguous() for term in biases)
+            request = CombineRequest(x.contiguous(), packed(topk_weights), bias_terms, num_sms)
+            combined = engine.combine(request, handle)
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 

@@ -92,7 +92,7 @@ class SlotLease:
         self._pool = None
         return output
 
-    def output_between(self, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> DispatchOutput:
+    def output_between(self, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
         """The same of a dispatch between domains, without what its route has."""
         assert self._pool is not None
         output = DispatchOutput(*self._pool.tensors_between(self.slot_idx, plan, num_rows), None, None, None)

@@ -11,7 +11,6 @@ counts; where a rank's capacity is too small, all ranks learn it from the same c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,13 +21,21 @@ from torch import Tensor
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
-from hybrid_ep.engine.agreement import ABSENT, dtype_code
+from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
-from hybrid_ep.engine.base import Combined, Dispatched, DispatchHandle, Routing, Rows, one_at_a_time
+from hybrid_ep.engine.base import one_at_a_time
+from hybrid_ep.engine.calls import Combined, CombineRequest, Dispatched, DispatchHandle, DispatchRequest, Rows
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import ELEMENT_TYPES, ScaleKind, find_refusal, row_bytes_of, scale_kind
-from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned, aligned_rows
+from hybrid_ep.engine.cuda_plan import (
+    DispatchShape,
+    plan_combine_between,
+    plan_dispatch_between,
+    scale_kind,
+    shape_along,
+    shape_of,
+)
+from hybrid_ep.engine.cuda_route import Chunk, HostCounts, RouteMemory, address, aligned, aligned_rows
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -37,7 +44,6 @@ from hybrid_ep.transport import Ring, open_link
 
 __all__ = ["CudaBetween", "refusal_of_grid"]
 
-_MAX_PLANS = 1024
 _GROWTH = 1.25  # of a capacity for records that was too small
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
 
@@ -75,28 +81,6 @@ class _Route(NamedTuple):
     max_sums: int
     sent: tuple[int, int]
     number: int
-
-
-class _HostCounts(NamedTuple):
-    """What a dispatch tells a host that waits for its counts.
-
-    Attributes:
-        needs_capacity: nobody sends, because some rank's capacity is too small.
-        num_recv: rows that arrive here.
-        num_sent_within: rows that this rank sends to other ranks of its domain.
-        num_sent_between: tokens that it sends to other domains, once for each.
-        max_recv: most rows that arrive at any rank.
-        max_sums: most rows that any rank sums in a combine.
-        max_held: most records of other domains that any rank forwards.
-    """
-
-    needs_capacity: bool
-    num_recv: int
-    num_sent_within: int
-    num_sent_between: int
-    max_recv: int
-    max_sums: int
-    max_held: int
 
 
 class CudaBetween(TorchEngine):
@@ -157,66 +141,26 @@ class CudaBetween(TorchEngine):
         return self._control.local.nbytes + self._arena.num_bytes
 
     @one_at_a_time
-    def dispatch(
-        self,
-        rows: Rows,
-        routing: Routing,
-        *,
-        expert_range: tuple[int, int],
-        num_recv_bound: int | None,
-        num_sms: int | None,
-        common_bound: int | None = None,
-    ) -> Dispatched:
-        return self._dispatch_rows(rows, routing, expert_range, num_recv_bound, common_bound, 0, num_sms)
+    def dispatch(self, request: DispatchRequest) -> Dispatched:
+        return self._dispatch_rows(request)
 
-    def _dispatch(
-        self,
-        rows: Rows,
-        routing: Routing,
-        expert_range: tuple[int, int],
-        num_recv_bound: int | None,
-        common_bound: int | None,
-        *,
-        pad_multiple: int,
-    ) -> Dispatched:
+    def _dispatch(self, request: DispatchRequest) -> Dispatched:
         # For permuted calls: what is padded, or beyond their bound, follows from the rows that arrive.
-        return self._dispatch_rows(rows, routing, expert_range, None, None, pad_multiple, None)
+        return self._dispatch_rows(request._replace(bound=None, common_bound=None, num_sms=None))
 
-    def _dispatch_rows(
-        self,
-        rows: Rows,
-        routing: Routing,
-        expert_range: tuple[int, int],
-        bound: int | None,
-        common_bound: int | None,
-        pad_multiple: int,
-        num_sms: int | None,
-    ) -> Dispatched:
+    def _dispatch_rows(self, request: DispatchRequest) -> Dispatched:
+        rows, routing, bound = request.rows, request.routing, request.bound
         stream = self._begin_launch()
         if bound is None and is_capturing(self._index):
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens")
         topk_idx, num_experts = routing.topk_idx.contiguous(), routing.num_experts
-        plan, refusal, num_tokens = _plan_dispatch(
-            self.grid,
-            rows.data.shape,
-            rows.data.dtype,
-            scale_kind(rows),
-            topk_idx.shape[1],
-            num_experts,
-            routing.has_topk,
-            routing.topk_weights is not None,
-            expert_range,
-            pad_multiple,
-            bound,
-            common_bound,
-            num_sms,
-            routing.max_tokens,
-        )
+        planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
+        plan, num_tokens = planned.native, planned.num_tokens
         num_topk = topk_idx.shape[1]
         max_rows = 0
         held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
         if bound is not None:
-            max_rows = bound if common_bound is None else common_bound
+            max_rows = bound if request.common_bound is None else request.common_bound
             self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to grow
             # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
             held_capacity = max(
@@ -253,8 +197,8 @@ class CudaBetween(TorchEngine):
                     stream,
                     reported,
                 )
-                if refusal is not None:
-                    raise ConfigError(refusal)
+                if planned.refusal is not None:
+                    raise ConfigError(planned.refusal)
                 if host_counts is None or not host_counts.needs_capacity:
                     break
                 lease.give_back()
@@ -267,14 +211,14 @@ class CudaBetween(TorchEngine):
                 route = _Route(chunk, base, held_capacity, bound, max_rows, max_rows, (0, 0), number)
             else:
                 assert host_counts is not None
-                crossed = (host_counts.num_sent_within, host_counts.num_sent_between)
+                crossed = (host_counts.num_sent_away, host_counts.num_sent_between)
                 route = _Route(
                     chunk,
                     base,
                     held_capacity,
                     host_counts.num_recv,
                     host_counts.max_recv,
-                    host_counts.max_sums,
+                    host_counts.max_sent,
                     crossed,
                     number,
                 )
@@ -293,21 +237,8 @@ class CudaBetween(TorchEngine):
         route = self._route_of(handle)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        plan, _, _ = _plan_dispatch(
-            self.grid,
-            rows.data.shape,
-            rows.data.dtype,
-            scale_kind(rows),
-            handle.num_topk,
-            handle.num_experts,
-            True,
-            False,
-            None,
-            0,
-            route.max_recv,
-            None,
-            num_sms,
-        )
+        shape = shape_along(rows, handle, 0, route.max_recv, num_sms)
+        plan = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
         self._arena.holds(plan.slot_bytes_for(route.max_recv))
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
@@ -330,7 +261,7 @@ class CudaBetween(TorchEngine):
 
     def _launch(
         self,
-        plan: _cuda.BetweenDispatchPlan,
+        plan: _cuda.DispatchShape,
         rows: Rows,
         topk_idx: int,
         topk_weights: int,
@@ -340,7 +271,7 @@ class CudaBetween(TorchEngine):
         lease: SlotLease,
         stream: int,
         reported: Tensor | None,
-    ) -> _HostCounts | None:
+    ) -> HostCounts | None:
         """Launches a dispatch once. Returns what it tells the host; None where the host does not wait for it.
 
         Args:
@@ -372,28 +303,22 @@ class CudaBetween(TorchEngine):
         return self._wait_for_counts(counts_epoch, stream, reported)
 
     @one_at_a_time
-    def combine(
-        self,
-        data: Tensor,
-        handle: DispatchHandle,
-        *,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        num_sms: int | None,
-    ) -> Combined:
+    def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
+        data, weights, bias, num_sms, _ = request
         route = self._route_of(handle)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         num_rows, hidden = data.shape
         num_weights = 0 if weights is None else weights.shape[1]
-        plan = _plan_combine(
+        plan = plan_combine_between(
             handle.num_tokens,
             num_rows,
-            row_bytes_of(hidden, data.dtype),
-            handle.num_topk,
-            handle.num_experts,
+            hidden,
+            data.dtype,
             num_weights,
             num_sms,
+            handle.num_topk,
+            handle.num_experts,
         )
         self._arena.ensure(plan.slot_bytes_for(route.max_sums))
         self._arena.note_use(stream)
@@ -424,8 +349,8 @@ class CudaBetween(TorchEngine):
     def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""
         num_tokens, hidden = rows.data.shape
-        dispatch, _, _ = _plan_dispatch(
-            self.grid,
+        bf16 = torch.bfloat16
+        shape = DispatchShape(
             rows.data.shape,
             rows.data.dtype,
             scale_kind(rows),
@@ -438,10 +363,11 @@ class CudaBetween(TorchEngine):
             None,
             None,
             None,
+            None,
         )
-        row_bytes = row_bytes_of(hidden, torch.bfloat16)
-        combine = _plan_combine(num_tokens, num_tokens, row_bytes, num_topk, num_experts, 0, None)
-        return dispatch.chunk, combine.chunk
+        dispatch = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
+        combine = plan_combine_between(num_tokens, num_tokens, hidden, bf16, 0, None, num_topk, num_experts)
+        return _cuda.between_chunk(dispatch), _cuda.between_chunk(combine)
 
     @one_at_a_time
     def stream_chunks(self, num_chunks: int, chunk_bytes: int, num_sms: int | None = None) -> None:
@@ -533,11 +459,11 @@ class CudaBetween(TorchEngine):
             raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
         return route
 
-    def _wait_for_counts(self, counts_epoch: int, stream: int, reported: Tensor | None) -> _HostCounts:
+    def _wait_for_counts(self, counts_epoch: int, stream: int, reported: Tensor | None) -> HostCounts:
         num_counts = 0 if reported is None else len(reported)
-        host_counts = self._communicator.wait_for_counts_between(counts_epoch, stream, address(reported), num_counts)
+        host_counts = self._communicator.wait_for_counts(counts_epoch, stream, address(reported), num_counts)
         if host_counts is not None:
-            return _HostCounts(*host_counts)
+            return HostCounts(*host_counts)
         fault = self._take_fault()
         if fault is None:
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
@@ -586,7 +512,7 @@ class CudaBetween(TorchEngine):
         return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
 
 
-def _results(lease: SlotLease, plan: _cuda.BetweenDispatchPlan, num_rows: int) -> DispatchOutput:
+def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
     """The output of a dispatch, in the slot itself or copied out of slot 0."""
     output = lease.output_between(plan, num_rows)
     return output if lease.slot_idx else output.copied()
@@ -615,102 +541,3 @@ def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], lis
         return memory[-1].addresses
 
     return map_peers
-
-
-class _Plan(NamedTuple):
-    """What dispatches of one shape have in common.
-
-    Attributes:
-        native: what the kernels take.
-        refusal: as in `DispatchPlan`.
-        num_tokens: that are sent; none of a call with too many.
-    """
-
-    native: _cuda.BetweenDispatchPlan
-    refusal: str | None
-    num_tokens: int
-
-
-@functools.lru_cache(_MAX_PLANS)
-def _plan_dispatch(
-    grid: RankGrid,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    scales: ScaleKind | None,
-    num_topk: int,
-    num_experts: int,
-    has_topk: bool,
-    has_weights: bool,
-    expert_range: tuple[int, int] | None,
-    pad_multiple: int,
-    bound: int | None,
-    common_bound: int | None,
-    num_sms: int | None,
-    max_tokens: int | None = None,
-) -> _Plan:
-    """Plans a dispatch; without an expert range, one that reads its route.
-
-    Raises:
-        ConfigError: more experts or bytes of a row than the kernels take.
-    """
-    num_tokens, hidden = shape
-    max_tokens = _cuda.max_tokens if max_tokens is None else min(max_tokens, _cuda.max_tokens)
-    refusal = find_refusal(grid.rank, num_tokens, bound, common_bound, max_tokens)
-    if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
-        num_tokens = 0
-    if num_experts > _cuda.max_experts:
-        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-    row_bytes_of(hidden, dtype)
-    num_local = num_experts // grid.num_ranks
-    first, end = expert_range or (0, 0)
-    # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
-    asks_for_own = end - first == num_local and first == grid.rank * num_local
-    num_scales, scale_dtype = scales or (0, torch.float32)
-    native = _cuda.BetweenDispatchPlan(
-        makes_route=expert_range is not None,
-        num_tokens=num_tokens,
-        num_topk=num_topk,
-        num_experts=num_experts,
-        has_weights=has_weights,
-        hidden=hidden,
-        row_type=ELEMENT_TYPES[dtype],
-        num_scales=num_scales,
-        scale_type=ELEMENT_TYPES[scale_dtype],
-        range_first=0 if asks_for_own else first,
-        range_step=num_local if asks_for_own else 0,
-        range_size=end - first,
-        row_limit=bound or 0,
-        waits_for_counts=bound is None,
-        num_sms=num_sms or 0,
-        dtype=dtype_code(dtype),
-        scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
-        has_topk=has_topk,
-        num_worst_tokens=bound if expert_range is not None and bound is not None and common_bound is None else ABSENT,
-        common_bound=ABSENT if bound is None else bound if common_bound is None else common_bound,
-        pad_multiple=pad_multiple,
-        refusal=refusal.kind,
-        refused_value=refusal.value,
-        max_tokens=max_tokens,
-    )
-    return _Plan(native, refusal.text, num_tokens)
-
-
-@functools.lru_cache(_MAX_PLANS)
-def _plan_combine(
-    num_tokens: int,
-    num_rows: int,
-    row_bytes: int,
-    num_topk: int,
-    num_experts: int,
-    num_weights: int,
-    num_sms: int | None,
-) -> _cuda.BetweenCombinePlan:
-    return _cuda.BetweenCombinePlan(
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        row_bytes=row_bytes,
-        num_topk=num_topk,
-        num_experts=num_experts,
-        num_weights=num_weights,
-        num_sms=num_sms or 0,
-    )

@@ -22,17 +22,19 @@ from torch import Tensor
 
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
-from hybrid_ep.engine.base import (
+from hybrid_ep.engine.base import Engine
+from hybrid_ep.engine.calls import (
     Combined,
+    CombineRequest,
     Dispatched,
     DispatchHandle,
-    Engine,
-    ExpertSignals,
+    DispatchRequest,
+    LowLatencyCombineRequest,
     LowLatencyDispatched,
+    LowLatencyDispatchRequest,
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
@@ -42,7 +44,7 @@ from hybrid_ep.engine.base import (
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch, scale_kind
+from hybrid_ep.engine.cuda_plan import plan_combine, plan_dispatch, shape_along, shape_of
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
@@ -126,25 +128,15 @@ class CudaEngine(Engine):
     def memory_bytes(self) -> int:
         return self._control.local.nbytes + self._arena.num_bytes + self._low_latency.num_bytes
 
-    def dispatch(
-        self,
-        rows: Rows,
-        routing: Routing,
-        *,
-        expert_range: tuple[int, int],
-        num_recv_bound: int | None,
-        num_sms: int | None,
-        common_bound: int | None = None,
-    ) -> Dispatched:
-        sent = self._send(rows, routing, expert_range, 0, num_recv_bound, common_bound, num_sms)
+    def dispatch(self, request: DispatchRequest) -> Dispatched:
+        sent = self._send(request)
         with sent.lease:
             output = self._results(sent)
             self._end()
         assert output.experts is not None
-        handle = self._handle(sent, routing, output)
-        return Dispatched(
-            _as_sent(rows, output.rows, output.scales), output.experts, output.weights, sent.reported, handle
-        )
+        handle = self._handle(sent, request.routing, output)
+        received = _as_sent(request.rows, output.rows, output.scales)
+        return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
     def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
         route = _route_of(handle)
@@ -154,15 +146,8 @@ class CudaEngine(Engine):
             self._end()
         return _as_sent(rows, output.rows, output.scales)
 
-    def combine(
-        self,
-        data: Tensor,
-        handle: DispatchHandle,
-        *,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        num_sms: int | None,
-    ) -> Combined:
+    def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
+        data, weights, bias, num_sms, _ = request
         route = _route_of(handle)
         stream = self._begin()
         num_rows, hidden = data.shape
@@ -170,38 +155,24 @@ class CudaEngine(Engine):
         plan = plan_combine(handle.num_tokens, num_rows, hidden, data.dtype, num_weights, num_sms)
         return self._combine(plan, aligned(data), weights, bias, handle, route, stream)
 
-    def dispatch_permuted(
-        self,
-        rows: Rows,
-        routing: Routing,
-        *,
-        pad_multiple: int,
-        num_permuted_bound: int | None,
-        num_sms: int | None,
-        num_expert_sms: int | None = None,
-        common_bound: int | None = None,
-    ) -> Permuted:
-        num_local = routing.num_experts // self.grid.num_ranks
-        first = self.grid.rank * num_local
-        sent = self._send(
-            rows, routing, (first, first + num_local), pad_multiple, num_permuted_bound, common_bound, num_sms
-        )
+    def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
+        rows, routing = request.rows, request.routing
+        sent = self._send(request)
         with sent.lease:
-            # A handle holds no slot, so the places move to memory of its own.
+            # A handle holds no slot, so the rows of copies move to memory of its own.
             num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
             chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.lease.is_captured)
             probs = None
             if routing.topk_weights is not None:
                 probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
-            permuted, output = self._spread(rows, sent, kept, probs, num_expert_sms)
+            permuted, output = self._spread(rows, sent, kept, probs, request.num_expert_sms)
             self._end()
         assert output.counts is not None
         assert output.overflow is not None
         counts = output.counts if sent.reported is None else sent.reported
-        state = PermuteState(chunk, kept, self._communicator, num_permuted_bound is None)
-        handle = PermuteHandle(
-            self._handle(sent, routing, output), counts, sent.num_rows, pad_multiple, state, output.overflow
-        )
+        state = PermuteState(chunk, kept, self._communicator, request.bound is None)
+        dispatch = self._handle(sent, routing, output)
+        handle = PermuteHandle(dispatch, counts, sent.num_rows, request.pad_multiple, state, output.overflow)
         return Permuted(permuted, probs, counts, handle)
 
     def dispatch_permuted_cached(
@@ -215,16 +186,8 @@ class CudaEngine(Engine):
             self._end()
         return permuted
 
-    def combine_permuted(
-        self,
-        data: Tensor,
-        handle: PermuteHandle,
-        *,
-        probs: Tensor | None,
-        num_sms: int | None,
-        num_expert_sms: int | None = None,
-        bias: tuple[Tensor, ...] = (),
-    ) -> Combined:
+    def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
+        data, probs, bias, num_sms, num_expert_sms = request
         state, route = _state_of(handle), _route_of(handle.dispatch)
         stream = self._begin()
         (num_copies, hidden), dispatch = data.shape, handle.dispatch
@@ -271,38 +234,11 @@ class CudaEngine(Engine):
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self._torch.sum_over_ranks(tensor)
 
-    def low_latency_dispatch(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        *,
-        num_max_tokens_per_rank: int,
-        num_experts: int,
-        fmt: RowFormat | None,
-        global_scale: Tensor | None,
-        wait_stats: Tensor | None,
-        return_recv_hook: bool,
-    ) -> LowLatencyDispatched:
-        return self._low_latency.dispatch(
-            data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook
-        )
+    def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        return self._low_latency.dispatch(request)
 
-    def low_latency_combine(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: LowLatencyHandle,
-        *,
-        out: Tensor,
-        min_tokens_to_sum: int,
-        use_logfmt: bool,
-        wait_stats: Tensor | None,
-        signals: ExpertSignals | None = None,
-    ) -> Callable[[], None]:
-        return self._low_latency.combine(
-            data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, use_logfmt, wait_stats, signals
-        )
+    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        return self._low_latency.combine(request, handle)
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         ranks = set(ranks)
@@ -382,63 +318,33 @@ class CudaEngine(Engine):
             late, self._late = self._late, None
             raise late
 
-    def _send(
-        self,
-        rows: Rows,
-        routing: Routing,
-        expert_range: tuple[int, int],
-        pad_multiple: int,
-        bound: int | None,
-        common_bound: int | None,
-        num_sms: int | None,
-    ) -> _Sent:
+    def _send(self, request: DispatchRequest) -> _Sent:
         """Launches a dispatch; without a bound, waits until its counts are known and the slots can hold its rows.
-
-        Args:
-            rows, routing, expert_range, num_sms: as in `dispatch`.
-            pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
-            bound: rows of the result, or None.
-            common_bound: as in `dispatch`.
 
         Raises:
             ConfigError: the call would wait for its counts while a CUDA graph is captured.
         """
+        rows, routing, bound, pad_multiple = request.rows, request.routing, request.bound, request.pad_multiple
         stream = self._begin()
         if bound is None and is_capturing(self._index):
             raise ConfigError(
                 "a captured dispatch has no bound; allowed: num_worst_tokens, num_permuted_tokens or do_cpu_sync=False"
             )
-        topk_idx, topk_weights, num_experts = routing.topk_idx, routing.topk_weights, routing.num_experts
-        plan, refusal = plan_dispatch(
-            self.grid.rank,
-            self.grid.num_ranks,
-            rows.data.shape,
-            rows.data.dtype,
-            scale_kind(rows),
-            topk_idx.shape[1],
-            num_experts,
-            routing.has_topk,
-            topk_weights is not None,
-            expert_range,
-            pad_multiple,
-            bound,
-            common_bound,
-            num_sms,
-            routing.max_tokens,
-        )
+        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
+        plan = planned.native
         max_rows = 0
         if bound is not None:
-            max_rows = bound if common_bound is None else common_bound
+            max_rows = bound if request.common_bound is None else request.common_bound
             self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to grow
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
             chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.is_captured)
             lease, host_counts, reported = self._launch(
-                plan, sent, topk_idx.data_ptr(), address(topk_weights), base, ABSENT, lease, stream
+                plan, sent, routing.topk_idx.data_ptr(), address(routing.topk_weights), base, ABSENT, lease, stream
             )
-            if refusal is not None:
-                raise ConfigError(refusal)
+            if planned.refusal is not None:
+                raise ConfigError(planned.refusal)
             number = dispatch_number(self._number, self._num_dispatches)
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
@@ -541,22 +447,13 @@ class CudaEngine(Engine):
         Args:
             rows, handle, num_sms: as in `dispatch_cached`.
             num_rows: of the result.
-            pad_multiple: as in `_send`.
+            pad_multiple: as in `DispatchRequest`.
         """
         route = _route_of(handle)
         stream = self._begin()
         route.chunk.note_use(stream)
-        plan = plan_cached_dispatch(
-            self.grid.num_ranks,
-            rows.data.shape,
-            rows.data.dtype,
-            scale_kind(rows),
-            handle.num_topk,
-            handle.num_experts,
-            pad_multiple,
-            route.max_recv,
-            num_sms,
-        )
+        shape = shape_along(rows, handle, pad_multiple, route.max_recv, num_sms)
+        plan = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape).native
         self._arena.holds(plan.slot_bytes_for(route.max_recv))
         sent = aligned_rows(rows)
         lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)

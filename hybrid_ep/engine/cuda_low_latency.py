@@ -21,7 +21,12 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code
-from hybrid_ep.engine.base import ExpertSignals, LowLatencyDispatched, LowLatencyHandle
+from hybrid_ep.engine.calls import (
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+)
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
@@ -208,17 +213,8 @@ class CudaLowLatency:
         self._results = RouteMemory(device)
         self._last_plan: _Plan | None = None  # which the region in use covers
 
-    def dispatch(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        num_max_tokens_per_rank: int,
-        num_experts: int,
-        fmt: RowFormat | None,
-        global_scale: Tensor | None,
-        wait_stats: Tensor | None,
-        return_recv_hook: bool,
-    ) -> LowLatencyDispatched:
+    def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
         plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
         region, native = self._region_for(plan), plan.native
@@ -264,18 +260,8 @@ class CudaLowLatency:
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
-    def combine(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: LowLatencyHandle,
-        out: Tensor,
-        min_tokens_to_sum: int,
-        use_logfmt: bool,
-        wait_stats: Tensor | None,
-        signals: ExpertSignals | None,
-    ) -> Callable[[], None]:
+    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        data, topk_idx, topk_weights, out, min_tokens_to_sum, use_logfmt, wait_stats, signals = request
         state = handle.state
         if not isinstance(state, _State):
             raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")

@@ -6,27 +6,30 @@ A plan is a pure function of sizes and types: it holds no memory, and serves eve
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import ABSENT, dtype_code, too_many_tokens
-from hybrid_ep.engine.base import Rows
+from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
-    "ELEMENT_TYPES",
     "DispatchPlan",
-    "ScaleKind",
-    "find_refusal",
-    "plan_cached_dispatch",
+    "DispatchShape",
     "plan_combine",
+    "plan_combine_between",
     "plan_dispatch",
+    "plan_dispatch_between",
     "refusal_of",
-    "row_bytes_of",
-    "scale_kind",
+    "shape_along",
+    "shape_of",
 ]
+
+_Native = TypeVar("_Native")
 
 # Plans of each kind of call; one takes a few hundred bytes, and one that is missing costs its call 10 µs.
 _MAX_PLANS = 1024
@@ -63,17 +66,91 @@ def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
     return row_bytes
 
 
-class DispatchPlan(NamedTuple):
+class DispatchShape(NamedTuple):
+    """What a plan must know of a dispatch: those of one shape share a plan.
+
+    Attributes:
+        shape, dtype, scales: of the rows that are sent.
+        num_topk, num_experts, has_topk, has_weights: of the routing.
+        expert_range: (first, end) of the experts that are reported; equal at all ranks, or each rank's own. None: the
+            dispatch reads a route that another has made.
+        pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
+        bound: rows of the result, or that any slot must hold for a known route; None = the host waits for the counts.
+        common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
+        num_sms: SMs to use; None = the default.
+        max_tokens: that a rank may have, alike at all ranks; None = what the kernels take.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    scales: ScaleKind | None
+    num_topk: int
+    num_experts: int
+    has_topk: bool
+    has_weights: bool
+    expert_range: tuple[int, int] | None
+    pad_multiple: int
+    bound: int | None
+    common_bound: int | None
+    num_sms: int | None
+    max_tokens: int | None
+
+
+def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
+    """The shape of a dispatch that makes its route."""
+    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _ = request
+    return DispatchShape(
+        rows.data.shape,
+        rows.data.dtype,
+        scale_kind(rows),
+        routing.topk_idx.shape[1],
+        routing.num_experts,
+        routing.has_topk,
+        routing.topk_weights is not None,
+        request.reported_experts(grid),
+        pad_multiple,
+        bound,
+        common_bound,
+        num_sms,
+        routing.max_tokens,
+    )
+
+
+def shape_along(
+    rows: Rows, handle: DispatchHandle, pad_multiple: int, max_rows: int, num_sms: int | None
+) -> DispatchShape:
+    """The shape of a dispatch along the route of `handle`; `max_rows` is the most that any slot must hold."""
+    return DispatchShape(
+        rows.data.shape,
+        rows.data.dtype,
+        scale_kind(rows),
+        handle.num_topk,
+        handle.num_experts,
+        True,
+        False,
+        None,
+        pad_multiple,
+        max_rows,
+        None,
+        num_sms,
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class DispatchPlan(Generic[_Native]):
     """What dispatches of one shape have in common.
 
     Attributes:
         native: what the kernels take.
         refusal: what is wrong with this rank's arguments: the call is made nevertheless, so that all ranks learn it;
             None where nothing is.
+        num_tokens: that are sent; none of a call with too many.
     """
 
-    native: _cuda.DispatchPlan
+    native: _Native
     refusal: str | None
+    num_tokens: int
 
 
 class Refusal(NamedTuple):
@@ -91,7 +168,7 @@ class Refusal(NamedTuple):
 
 
 def find_refusal(rank: int, num_tokens: int, bound: int | None, common_bound: int | None, max_tokens: int) -> Refusal:
-    """Looks at the arguments of a dispatch that only this rank's host sees; they are those of `plan_dispatch`."""
+    """Looks at the arguments of a dispatch that only this rank's host sees; they are those of `DispatchShape`."""
     if num_tokens > max_tokens:
         kind, value, allowed = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, max_tokens
     elif bound is not None and common_bound is not None and bound > common_bound:
@@ -113,127 +190,69 @@ def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> st
 
 
 @functools.lru_cache(_MAX_PLANS)
-def plan_dispatch(
-    rank: int,
-    num_ranks: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    scales: ScaleKind | None,
-    num_topk: int,
-    num_experts: int,
-    has_topk: bool,
-    has_weights: bool,
-    expert_range: tuple[int, int],
-    pad_multiple: int,
-    bound: int | None,
-    common_bound: int | None,
-    num_sms: int | None,
-    max_tokens: int | None = None,
-) -> DispatchPlan:
-    """Plans a dispatch that makes its route.
-
-    Args:
-        rank, num_ranks: of the domain.
-        shape, dtype, scales: of the rows that are sent.
-        num_topk, num_experts, has_topk, has_weights: of the routing.
-        expert_range: (first, end) of the experts that are reported; equal at all ranks, or each rank's own.
-        pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
-        bound: rows of the result; None = the host waits for the counts.
-        common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
-        num_sms: SMs to use; None = the default.
-        max_tokens: that a rank may have, alike at all ranks; None = what the kernels take.
+def plan_dispatch(rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPlan[_cuda.DispatchPlan]:
+    """Plans a dispatch of `rank` inside a domain.
 
     Raises:
         ConfigError: more experts than the kernels take, or rows that they cannot move.
     """
-    num_tokens, hidden = shape
-    max_tokens = _cuda.max_tokens if max_tokens is None else min(max_tokens, _cuda.max_tokens)
+    plan = _plan(rank, num_ranks, shape)
+    return DispatchPlan(_cuda.DispatchPlan(plan.native, num_ranks), plan.refusal, plan.num_tokens)
+
+
+@functools.lru_cache(_MAX_PLANS)
+def plan_dispatch_between(rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPlan[_cuda.DispatchShape]:
+    """Plans a dispatch of `rank` between domains. Its rows land by source, and are permuted later.
+
+    Raises:
+        ConfigError: as `plan_dispatch`.
+    """
+    return _plan(rank, num_ranks, shape)
+
+
+def _plan(rank: int, num_ranks: int, given: DispatchShape) -> DispatchPlan[_cuda.DispatchShape]:
+    (num_tokens, hidden), bound, common_bound = given.shape, given.bound, given.common_bound
+    max_tokens = _cuda.max_tokens if given.max_tokens is None else min(given.max_tokens, _cuda.max_tokens)
     refusal = find_refusal(rank, num_tokens, bound, common_bound, max_tokens)
     if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
         num_tokens = 0
-    if num_experts > _cuda.max_experts:
-        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-    row_bytes_of(hidden, dtype)
-    num_local = num_experts // num_ranks
-    first, end = expert_range
+    if given.num_experts > _cuda.max_experts:
+        raise ConfigError(f"num_experts is {given.num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    row_bytes_of(hidden, given.dtype)
+    num_local = given.num_experts // num_ranks
+    first, end = given.expert_range or (0, 0)
     # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
     asks_for_own = end - first == num_local and first == rank * num_local
-    num_scales, scale_dtype = scales or (0, torch.float32)
-    native = _cuda.DispatchPlan(
-        makes_route=True,
-        num_ranks=num_ranks,
+    num_scales, scale_dtype = given.scales or (0, torch.float32)
+    makes_route = given.expert_range is not None
+    is_alike = makes_route and bound is not None and common_bound is None and given.pad_multiple == 0
+    native = _cuda.DispatchShape(
+        makes_route=makes_route,
         num_tokens=num_tokens,
-        num_topk=num_topk,
-        num_experts=num_experts,
-        has_weights=has_weights,
+        num_topk=given.num_topk,
+        num_experts=given.num_experts,
+        has_weights=given.has_weights,
         hidden=hidden,
-        row_type=ELEMENT_TYPES[dtype],
+        row_type=ELEMENT_TYPES[given.dtype],
         num_scales=num_scales,
         scale_type=ELEMENT_TYPES[scale_dtype],
         range_first=0 if asks_for_own else first,
         range_step=num_local if asks_for_own else 0,
         range_size=end - first,
-        pad_multiple=pad_multiple,
+        pad_multiple=given.pad_multiple,
         row_limit=bound or 0,
         waits_for_counts=bound is None,
-        num_sms=num_sms or 0,
-        dtype=dtype_code(dtype),
-        scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
-        has_topk=has_topk,
-        num_worst_tokens=bound if bound is not None and common_bound is None and pad_multiple == 0 else ABSENT,
+        num_sms=given.num_sms or 0,
+        dtype=dtype_code(given.dtype),
+        scale_dtype=ABSENT if given.scales is None else dtype_code(scale_dtype),
+        has_topk=given.has_topk,
+        num_worst_tokens=bound if is_alike and bound is not None else ABSENT,
         common_bound=ABSENT if bound is None else bound if common_bound is None else common_bound,
         refusal=refusal.kind,
         refused_value=refusal.value,
         max_tokens=max_tokens,
     )
-    return DispatchPlan(native, refusal.text)
-
-
-@functools.lru_cache(_MAX_PLANS)
-def plan_cached_dispatch(
-    num_ranks: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    scales: ScaleKind | None,
-    num_topk: int,
-    num_experts: int,
-    pad_multiple: int,
-    max_rows: int,
-    num_sms: int | None,
-) -> _cuda.DispatchPlan:
-    """Plans a dispatch that reads its route, of `num_topk` and `num_experts` when it was made; `max_rows` is the most
-    that any slot must hold, the rest as above.
-    """
-    num_tokens, hidden = shape
-    row_bytes_of(hidden, dtype)
-    num_scales, scale_dtype = scales or (0, torch.float32)
-    return _cuda.DispatchPlan(
-        makes_route=False,
-        num_ranks=num_ranks,
-        num_tokens=num_tokens,
-        num_topk=num_topk,
-        num_experts=num_experts,
-        has_weights=False,
-        hidden=hidden,
-        row_type=ELEMENT_TYPES[dtype],
-        num_scales=num_scales,
-        scale_type=ELEMENT_TYPES[scale_dtype],
-        range_first=0,
-        range_step=0,
-        range_size=0,
-        pad_multiple=pad_multiple,
-        row_limit=max_rows,
-        waits_for_counts=False,
-        num_sms=num_sms or 0,
-        dtype=dtype_code(dtype),
-        scale_dtype=ABSENT if scales is None else dtype_code(scale_dtype),
-        has_topk=True,
-        num_worst_tokens=ABSENT,
-        common_bound=max_rows,
-        refusal=_cuda.FaultKind.NONE,
-        refused_value=0,
-        max_tokens=_cuda.max_tokens,
-    )
+    return DispatchPlan(native, refusal.text, num_tokens)
 
 
 @functools.lru_cache(_MAX_PLANS)
@@ -253,7 +272,7 @@ def plan_combine(
     Args:
         num_tokens, num_rows, hidden, dtype: of the result, and of the rows that are sent.
         num_weights: of a row; 0 = none.
-        num_sms: as in `Engine.combine`.
+        num_sms: as in `CombineRequest`.
         num_topk, num_expert_rows: from experts, as many rows are first summed, at most `num_topk` to one; 0 = none are.
         num_expert_sms: SMs that do that; None = the default.
     """
@@ -266,4 +285,27 @@ def plan_combine(
         num_topk=num_topk,
         num_expert_rows=num_expert_rows,
         num_expert_sms=num_expert_sms or 0,
+    )
+
+
+@functools.lru_cache(_MAX_PLANS)
+def plan_combine_between(
+    num_tokens: int,
+    num_rows: int,
+    hidden: int,
+    dtype: torch.dtype,
+    num_weights: int,
+    num_sms: int | None,
+    num_topk: int,
+    num_experts: int,
+) -> _cuda.BetweenCombinePlan:
+    """Plans a combine between domains; `num_topk` and `num_experts` are those of the route, the rest as above."""
+    return _cuda.BetweenCombinePlan(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        row_bytes=row_bytes_of(hidden, dtype),
+        num_topk=num_topk,
+        num_experts=num_experts,
+        num_weights=num_weights,
+        num_sms=num_sms or 0,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.streams import current_raw_stream
-from hybrid_ep.engine.base import Rows
+from hybrid_ep.engine.calls import Rows
 
 __all__ = ["Chunk", "HostCounts", "PermuteState", "Route", "RouteMemory", "address", "aligned", "aligned_rows"]
 
@@ -150,11 +150,13 @@ class HostCounts(NamedTuple):
         needs_capacity: nobody sends, for the slots of some rank are too small.
         num_recv: rows that arrive here.
         num_permuted: rows of the result with a row for each copy, padding included; 0 where rows are by source.
-        num_sent_away: rows that this rank sends to others.
+        num_sent_away: rows that this rank sends to others of its domain.
         num_kept: rows that this rank sends to itself.
         max_recv: most rows that arrive at any rank.
-        max_sent: most rows that any rank sends.
+        max_sent: most rows that any rank sends, and sums in a combine.
         max_rows: most rows that any rank's slot must hold.
+        num_sent_between: tokens that this rank sends to other domains, once for each; 0 within a domain.
+        max_held: most records of other domains that any rank forwards; 0 within a domain.
     """
 
     needs_capacity: bool
@@ -165,6 +167,8 @@ class HostCounts(NamedTuple):
     max_recv: int
     max_sent: int
     max_rows: int
+    num_sent_between: int
+    max_held: int
 
 
 def aligned(tensor: Tensor) -> Tensor:

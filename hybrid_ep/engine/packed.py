@@ -14,7 +14,7 @@ from hybrid_ep.core.quantize import (
     Nvfp4Format,
     RowFormat,
 )
-from hybrid_ep.engine.base import Rows
+from hybrid_ep.engine.calls import Rows
 
 __all__ = ["PackedLayout"]
 

@@ -23,21 +23,21 @@ from torch import Tensor
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
-from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.agreement import dtype_code
-from hybrid_ep.engine.base import (
+from hybrid_ep.engine.base import Engine, one_at_a_time
+from hybrid_ep.engine.calls import (
     Combined,
+    CombineRequest,
     Dispatched,
     DispatchHandle,
-    Engine,
-    ExpertSignals,
+    DispatchRequest,
+    LowLatencyCombineRequest,
     LowLatencyDispatched,
+    LowLatencyDispatchRequest,
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
-    Routing,
     Rows,
-    one_at_a_time,
 )
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
@@ -92,30 +92,13 @@ class TorchEngine(Engine):
         self._low_latency = TorchLowLatency(self._exchange, timeout_s)
 
     @one_at_a_time
-    def dispatch(
-        self,
-        rows: Rows,
-        routing: Routing,
-        *,
-        expert_range: tuple[int, int],
-        num_recv_bound: int | None,
-        num_sms: int | None,
-        common_bound: int | None = None,
-    ) -> Dispatched:
-        result = self._dispatch(rows, routing, expert_range, num_recv_bound, common_bound, pad_multiple=0)
-        return result if num_recv_bound is None else _padded(result, num_recv_bound)
+    def dispatch(self, request: DispatchRequest) -> Dispatched:
+        result = self._dispatch(request)
+        return result if request.bound is None else _padded(result, request.bound)
 
-    def _dispatch(
-        self,
-        rows: Rows,
-        routing: Routing,
-        expert_range: tuple[int, int],
-        num_recv_bound: int | None,
-        common_bound: int | None,
-        *,
-        pad_multiple: int,
-    ) -> Dispatched:
-        """Receives exactly what arrives; the bound is only compared. `pad_multiple` > 0: rows will be permuted."""
+    def _dispatch(self, request: DispatchRequest) -> Dispatched:
+        """Receives exactly what arrives; the bound is only compared. With a `pad_multiple`, rows will be permuted."""
+        rows, routing, pad_multiple = request.rows, request.routing, request.pad_multiple
         exchange, grid = self._exchange, self.grid
         topk_idx = routing.topk_idx
         columns = self._columns(rows, topk_idx, routing.topk_weights)
@@ -126,11 +109,11 @@ class TorchEngine(Engine):
             "num_topk": routing.topk_idx.shape[1],
             "has_topk": int(routing.has_topk),
             "has_weights": int(routing.topk_weights is not None),
-            "is_bounded": int(num_recv_bound is not None),
+            "is_bounded": int(request.bound is not None),
             "pad_multiple": pad_multiple,
         }
-        if num_recv_bound is not None and common_bound is None:
-            same["num_worst_tokens"] = num_recv_bound
+        if request.bound is not None and request.common_bound is None and not pad_multiple:  # permuted ones may differ
+            same["num_worst_tokens"] = request.bound
         if routing.max_tokens is not None and len(topk_idx) > routing.max_tokens:
             same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
@@ -155,7 +138,7 @@ class TorchEngine(Engine):
         num_recv = arrived.shape[0]
         weights = rest.pop(0)[order] if routing.topk_weights is not None else None
         scales = rest.pop(0)[order] if rows.scales is not None else None
-        reported, reported_weights = _in_expert_range(global_topk[order], weights, expert_range)
+        reported, reported_weights = _in_expert_range(global_topk[order], weights, request.reported_experts(grid))
         first = grid.rank * num_local
         local, _ = _in_expert_range(global_topk, None, (first, first + num_local))
         counts = torch.bincount(local[local >= 0], minlength=num_local).to(torch.int32)
@@ -183,15 +166,8 @@ class TorchEngine(Engine):
         return Rows(*sorted_columns)
 
     @one_at_a_time
-    def combine(
-        self,
-        data: Tensor,
-        handle: DispatchHandle,
-        *,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        num_sms: int | None,
-    ) -> Combined:
+    def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
+        data, weights = request.data, request.weights
         route = handle.state
         assert isinstance(route, _Route)
         num_weights = 0 if weights is None else weights.shape[1]
@@ -205,31 +181,18 @@ class TorchEngine(Engine):
         if self.grid.num_domains > 1:
             held = held.to(data.dtype)  # rounded once for the next hop
         total, weights = route.between.backward(self._exchange, held, weights)
-        for term in bias:
+        for term in request.bias:
             total += term.float()
         return Combined(total.to(data.dtype), weights)
 
     @one_at_a_time
-    def dispatch_permuted(
-        self,
-        rows: Rows,
-        routing: Routing,
-        *,
-        pad_multiple: int,
-        num_permuted_bound: int | None,
-        num_sms: int | None,
-        num_expert_sms: int | None = None,
-        common_bound: int | None = None,
-    ) -> Permuted:
-        num_local = routing.num_experts // self.grid.num_ranks
-        first = self.grid.rank * num_local
-        # A bound of permuted rows may differ between ranks.
-        expert_range = first, first + num_local
-        bounded = None if num_permuted_bound is None else 0
-        received = self._dispatch(rows, routing, expert_range, bounded, 0, pad_multiple=pad_multiple)
+    def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
+        rows, pad_multiple = request.rows, request.pad_multiple
+        received = self._dispatch(request)
+        num_local = request.routing.num_experts // self.grid.num_ranks
         permutation = permutation_by_expert(received.topk_idx, num_local, pad_multiple)
         needed = int(permutation.num_tokens_per_expert.sum())
-        size = needed if num_permuted_bound is None else num_permuted_bound
+        size = needed if request.bound is None else request.bound
         handle = PermuteHandle(
             dispatch=received.handle,
             num_tokens_per_expert=permutation.num_tokens_per_expert,
@@ -252,16 +215,8 @@ class TorchEngine(Engine):
         return _permute_rows(received, handle)
 
     @one_at_a_time
-    def combine_permuted(
-        self,
-        data: Tensor,
-        handle: PermuteHandle,
-        *,
-        probs: Tensor | None,
-        num_sms: int | None,
-        num_expert_sms: int | None = None,
-        bias: tuple[Tensor, ...] = (),
-    ) -> Combined:
+    def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
+        data, probs = request.data, request.weights
         num_recv = handle.dispatch.num_recv
         permutation: Permutation = handle.state
         kept = permutation.place < handle.num_permuted
@@ -277,7 +232,7 @@ class TorchEngine(Engine):
         if probs is not None:
             weights = probs.new_zeros(num_recv, handle.dispatch.num_topk)
             weights[row, column] = probs[place]
-        return self.combine(sums.to(data.dtype), handle.dispatch, weights=weights, bias=bias, num_sms=num_sms)
+        return self.combine(request._replace(data=sums.to(data.dtype), weights=weights), handle.dispatch)
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
         route = handle.state
@@ -311,41 +266,13 @@ class TorchEngine(Engine):
         return total
 
     @one_at_a_time
-    def low_latency_dispatch(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        *,
-        num_max_tokens_per_rank: int,
-        num_experts: int,
-        fmt: RowFormat | None,
-        global_scale: Tensor | None,
-        wait_stats: Tensor | None,
-        return_recv_hook: bool,
-    ) -> LowLatencyDispatched:
-        sent = self._low_latency.dispatch(
-            data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats
-        )
+    def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        sent = self._low_latency.dispatch(request)
         return sent._replace(finish=functools.partial(self._receive, sent.finish))
 
     @one_at_a_time
-    def low_latency_combine(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: LowLatencyHandle,
-        *,
-        out: Tensor,
-        min_tokens_to_sum: int,
-        use_logfmt: bool,
-        wait_stats: Tensor | None,
-        signals: ExpertSignals | None = None,
-    ) -> Callable[[], None]:
-        finish = self._low_latency.combine(
-            data, topk_idx, topk_weights, handle, out, min_tokens_to_sum, use_logfmt, wait_stats, signals
-        )
-        return functools.partial(self._receive, finish)
+    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        return functools.partial(self._receive, self._low_latency.combine(request, handle))
 
     @one_at_a_time
     def _receive(self, finish: Callable[[], None]) -> None:

@@ -17,11 +17,13 @@ from hybrid_ep.core.layout import compute_layout, permutation_by_expert
 from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
 from hybrid_ep.core.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.engine.agreement import dtype_code, format_code
-from hybrid_ep.engine.base import (
+from hybrid_ep.engine.calls import (
     NO_SUMS,
     SEND_TIMEOUT_DIVISOR,
     ExpertSignals,
+    LowLatencyCombineRequest,
     LowLatencyDispatched,
+    LowLatencyDispatchRequest,
     LowLatencyHandle,
     Rows,
     missing_signal,
@@ -61,16 +63,8 @@ class TorchLowLatency:
     def __init__(self, exchange: Exchange, timeout_s: float) -> None:
         self._exchange, self._timeout_s = exchange, timeout_s
 
-    def dispatch(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        num_max_tokens_per_rank: int,
-        num_experts: int,
-        fmt: RowFormat | None,
-        global_scale: Tensor | None,
-        wait_stats: Tensor | None,
-    ) -> LowLatencyDispatched:
+    def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, _ = request
         exchange, grid = self._exchange, self._exchange.grid
         num_local, capacity = num_experts // grid.num_ranks, num_max_tokens_per_rank * grid.num_ranks
         hidden, device = data.shape[1], data.device
@@ -139,18 +133,8 @@ class TorchLowLatency:
 
         return LowLatencyDispatched(packed, count, handle, finish)
 
-    def combine(
-        self,
-        data: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: LowLatencyHandle,
-        out: Tensor,
-        min_tokens_to_sum: int,
-        use_logfmt: bool,
-        wait_stats: Tensor | None,
-        signals: ExpertSignals | None,
-    ) -> Callable[[], None]:
+    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        data, topk_idx, topk_weights, out, min_tokens_to_sum, use_logfmt, wait_stats, signals = request
         exchange, grid = self._exchange, self._exchange.grid
         state: _State = handle.state
         num_local = handle.num_experts // grid.num_ranks

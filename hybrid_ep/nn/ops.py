@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_tensor
-from hybrid_ep.engine.base import DispatchHandle
+from hybrid_ep.engine.calls import DispatchHandle
 from hybrid_ep.errors import ClosedError
 
 __all__ = ["handle_of", "hold", "number_of"]

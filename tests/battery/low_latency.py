@@ -27,7 +27,7 @@ from hybrid_ep.core.quantize import (
     cast_to_fp8,
     cast_to_nvfp4,
 )
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
+from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
 from hybrid_ep.errors import ConfigError, OverflowError, TimeoutError
 from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, expert_row

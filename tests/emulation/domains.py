@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.engine.base import Rows
+from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer

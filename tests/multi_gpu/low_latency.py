@@ -18,7 +18,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
+from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
 from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, current_device, draw_tokens
 

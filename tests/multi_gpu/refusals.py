@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
-from hybrid_ep.engine.base import Routing, Rows
+from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Rows
 from tests.multi_gpu.behaviour import draw, make_buffer, round_trip
 from tests.multi_gpu.random_routings import current_device, dispatch, draw_tokens
 
@@ -62,15 +62,8 @@ def _all_equal(text: str) -> bool:
 
 def _send(buffer: hybrid_ep.Buffer, topk_idx: Tensor, bound: int | None, num_experts: int) -> object:
     """A dispatch past the checks of the buffer, which see the values of tensors on the CPU."""
-    rank, num_local = dist.get_rank(), num_experts // dist.get_world_size()
     x = torch.ones(topk_idx.shape[0], 128, dtype=torch.bfloat16, device=topk_idx.device)
-    return buffer.engine.dispatch(
-        Rows(x),
-        Routing(topk_idx, None, num_experts),
-        expert_range=(rank * num_local, (rank + 1) * num_local),
-        num_recv_bound=bound,
-        num_sms=None,
-    )
+    return buffer.engine.dispatch(DispatchRequest(Rows(x), Routing(topk_idx, None, num_experts), bound))
 
 
 def check_bad_expert() -> None:
@@ -174,12 +167,10 @@ def check_combine_beyond_bound() -> None:
         slot_rows = _engine(buffer)._arena.slot_bytes // (2 * hidden)
         assert 70 <= slot_rows < 70 * (num_ranks - 1), "the case needs small slots"
         x = torch.ones(num_tokens, hidden, dtype=torch.bfloat16, device=current_device())
-        result = buffer.engine.dispatch(
-            Rows(x), Routing(topk_idx, None, num_ranks), expert_range=(rank, rank + 1), num_recv_bound=70, num_sms=None
-        )
+        result = buffer.engine.dispatch(DispatchRequest(Rows(x), Routing(topk_idx, None, num_ranks), 70))
         told = _told(
             buffer,
-            lambda: buffer.engine.combine(result.rows.data, result.handle, weights=None, bias=(), num_sms=None),
+            lambda: buffer.engine.combine(CombineRequest(result.rows.data), result.handle),
             hybrid_ep.OverflowError,
         )
         assert f"{70 * (num_ranks - 1)} at rank 0; allowed by the bound: " in told
@@ -215,7 +206,7 @@ def check_same_bytes() -> None:
                 told = _told(
                     buffer,
                     lambda rows=rows, routing=routing, bound=bound: buffer.engine.dispatch(
-                        rows, routing, expert_range=(16 * rank, 16 * rank + 16), num_recv_bound=bound, num_sms=None
+                        DispatchRequest(rows, routing, bound)
                     ),
                 )
                 want = f"{name} is {values[here]} at rank {rank} and {values[there]} at rank "
@@ -225,9 +216,7 @@ def check_same_bytes() -> None:
         bound = 65 if is_last else 64
         told = _told(
             buffer,
-            lambda: buffer.engine.dispatch(
-                rows, routing, expert_range=(16 * rank, 16 * rank + 16), num_recv_bound=bound, num_sms=None
-            ),
+            lambda: buffer.engine.dispatch(DispatchRequest(rows, routing, bound)),
         )
         assert told.startswith(f"num_worst_tokens is {bound} at rank {rank} and {129 - bound} at rank ")
         round_trip(buffer, draw(1), "after other calls")

@@ -16,7 +16,7 @@ from hybrid_ep.demo.settings import PATHS, Settings
 from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.verify import RankCheck, allowed_fraction, check_path
 from hybrid_ep.engine.agreement import FIELDS
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM
+from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
 from hybrid_ep.testing.workload import make_routing
 from tests.conftest import RunRanks
 

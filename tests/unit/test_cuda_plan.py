@@ -9,33 +9,37 @@ import torch
 
 from hybrid_ep import Buffer, ConfigError, CudaError
 from hybrid_ep.core.checks import MAX_TOPK
-from hybrid_ep.engine.base import MIN_TOKENS_TO_SUM, NO_SUMS
+from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda_plan import plan_cached_dispatch, plan_combine, plan_dispatch
+from hybrid_ep.engine.cuda_plan import (
+    DispatchShape,
+    plan_combine,
+    plan_dispatch,
+    plan_dispatch_between,
+)
 
 RANK, NUM_RANKS, T, H, K, E = 1, 4, 100, 64, 8, 32
+SHAPE = DispatchShape(
+    shape=torch.Size((T, H)),
+    dtype=torch.bfloat16,
+    scales=None,
+    num_topk=K,
+    num_experts=E,
+    has_topk=True,
+    has_weights=True,
+    expert_range=(8, 16),
+    pad_multiple=0,
+    bound=50,
+    common_bound=None,
+    num_sms=None,
+    max_tokens=None,
+)
 
 
 def plan(**changes: Any) -> Any:
-    given = {
-        "rank": RANK,
-        "num_ranks": NUM_RANKS,
-        "shape": torch.Size((T, H)),
-        "dtype": torch.bfloat16,
-        "scales": None,
-        "num_topk": K,
-        "num_experts": E,
-        "has_topk": True,
-        "has_weights": True,
-        "expert_range": (8, 16),
-        "pad_multiple": 0,
-        "bound": 50,
-        "common_bound": None,
-        "num_sms": None,
-    }
-    return plan_dispatch(**given | changes).native
+    return plan_dispatch(RANK, NUM_RANKS, SHAPE._replace(**changes)).native
 
 
 def test_calls_of_one_shape_share_a_plan() -> None:
@@ -49,8 +53,10 @@ def test_bytes_of_a_row() -> None:
     assert plan(has_weights=False).record_bytes == 2 * H + 8 * K
     assert plan(pad_multiple=1).record_bytes == 2 * H + 4 * K + 4 * K
     assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).record_bytes == H + 4 * 3 + 8 * K + 4 * K
-    cached = plan_cached_dispatch(NUM_RANKS, torch.Size((T, H)), torch.bfloat16, None, K, E, 0, 50, None)
-    assert cached.record_bytes == 2 * H
+    assert plan(expert_range=None, has_weights=False).record_bytes == 2 * H
+    # Between domains rows land by source, and are permuted later.
+    between = plan_dispatch_between(RANK, NUM_RANKS, SHAPE._replace(pad_multiple=1)).native
+    assert between.record_bytes == 2 * H + 8 * K + 4 * K
     for experts in ((), (K, 200)):  # what is summed first does not travel
         combined = plan_combine(T, 70, H, torch.bfloat16, K, None, *experts)
         assert combined.record_bytes == 2 * H + 4 * K
@@ -82,17 +88,8 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> No
     ],
 )
 def test_what_one_rank_gets_wrong_is_told_in_the_call(changes: dict[str, Any], message: str) -> None:
-    given = {"rank": RANK, "num_ranks": NUM_RANKS, "shape": torch.Size((T, H)), "dtype": torch.bfloat16}
-    given |= {
-        "scales": None,
-        "num_topk": K,
-        "num_experts": E,
-        "has_topk": True,
-        "has_weights": True,
-        "expert_range": (8, 16),
-    }
-    given |= {"pad_multiple": 0, "bound": 50, "common_bound": 50, "num_sms": None}
-    right, wrong = plan_dispatch(**given), plan_dispatch(**given | changes)
+    given = SHAPE._replace(common_bound=50)
+    right, wrong = (plan_dispatch(RANK, NUM_RANKS, shape) for shape in (given, given._replace(**changes)))
     assert (right.refusal, right.native.is_refused) == (None, False)
     assert (wrong.refusal, wrong.native.is_refused) == (message, True)
 
@@ -105,14 +102,17 @@ def test_native_plans_refuse_what_no_control_block_has_room_for() -> None:
     """The last check before a size becomes an address; Python has looked before."""
     given = dict.fromkeys(("range_first", "range_step", "range_size", "pad_multiple", "num_sms", "num_scales"), 0)
     given |= dict.fromkeys(("dtype", "scale_dtype", "num_worst_tokens", "common_bound", "refused_value"), -1)
-    given |= {"num_ranks": NUM_RANKS, "num_tokens": T, "num_topk": K, "num_experts": E, "hidden": H, "row_limit": 1}
+    given |= {"num_tokens": T, "num_topk": K, "num_experts": E, "hidden": H, "row_limit": 1}
     given["max_tokens"] = _cuda.max_tokens
     options: dict[str, Any] = {"makes_route": True, "has_topk": True, "has_weights": True, "waits_for_counts": False}
     options |= {"row_type": (4, 16), "scale_type": (2, 32), "refusal": _cuda.FaultKind.NONE}
-    _cuda.DispatchPlan(**given, **options)
-    for name, value in [("num_ranks", 73), ("num_tokens", 65537), ("num_topk", 33), ("num_experts", 2049)]:
+    shape = _cuda.DispatchShape(**given, **options)
+    _cuda.DispatchPlan(shape, NUM_RANKS)
+    for name, value in [("num_tokens", 65537), ("num_topk", 33), ("num_experts", 2049)]:
         with pytest.raises(ValueError, match=f"is {value}; allowed"):
-            _cuda.DispatchPlan(**given | {name: value}, **options)
+            _cuda.DispatchShape(**given | {name: value}, **options)
+    with pytest.raises(ValueError, match="is 73; allowed"):
+        _cuda.DispatchPlan(shape, 73)
 
 
 @pytest.mark.parametrize(

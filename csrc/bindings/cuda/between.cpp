@@ -7,38 +7,7 @@ namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
 
-using TypePair = std::pair<int, int>;  // code and bits of DLPack
-
-Columns columns(int num, TypePair type) {
-  return {num, {static_cast<uint8_t>(type.first), static_cast<uint8_t>(type.second)}};
-}
-
 Grid make_grid(int rank, int num_domains, int ranks_per_domain) { return {rank, num_domains, ranks_per_domain}; }
-
-BetweenDispatchPlan dispatch_plan(bool makes_route, int num_tokens, int num_topk, int num_experts, bool has_weights,
-                                  int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
-                                  int range_step, int range_size, int row_limit, bool waits_for_counts, int num_sms,
-                                  int dtype, int scale_dtype, bool has_topk, int num_worst_tokens, int common_bound,
-                                  int pad_multiple, FaultKind refusal, int refused_value, int max_tokens) {
-  BetweenDispatchPlan plan{};
-  plan.format.rows = columns(hidden, row_type);
-  plan.format.experts = columns(makes_route ? num_topk : 0, {kInt, 64});
-  plan.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
-  plan.format.scales = columns(num_scales, scale_type);
-  plan.makes_route = makes_route;
-  plan.waits_for_counts = waits_for_counts;
-  plan.num_tokens = num_tokens;
-  plan.num_topk = num_topk;
-  plan.num_experts = num_experts;
-  plan.range_first = range_first;
-  plan.range_step = range_step;
-  plan.range_size = range_size;
-  plan.row_limit = row_limit;
-  plan.num_sms = num_sms;
-  plan.pad_multiple = pad_multiple;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, common_bound, refusal, refused_value, max_tokens};
-  return plan;
-}
 
 BetweenCombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_topk, int num_experts,
                                 int num_weights, int num_sms) {
@@ -54,29 +23,9 @@ py::tuple chunk_of(const RecordLayout& record) {
 }
 
 void add_plans(py::module_& module) {
-  py::class_<BetweenDispatchPlan>(module, "BetweenDispatchPlan")
-      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_tokens"), py::arg("num_topk"),
-           py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
-           py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
-           py::arg("range_size"), py::arg("row_limit"), py::arg("waits_for_counts"), py::arg("num_sms"),
-           py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"), py::arg("num_worst_tokens"),
-           py::arg("common_bound"), py::arg("pad_multiple"), py::arg("refusal"), py::arg("refused_value"),
-           py::arg("max_tokens"))
-      .def_property_readonly("is_refused",
-                             [](const BetweenDispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
-      .def_property_readonly("chunk", [](const BetweenDispatchPlan& plan) { return chunk_of(record_of(plan)); })
-      .def_property_readonly("record_bytes",
-                             [](const BetweenDispatchPlan& plan) { return plan.format.widths().record_bytes(); })
-      .def(
-          "slot_bytes_for",
-          [](const BetweenDispatchPlan& plan, int64_t num_rows) {
-            return slot_bytes_for(plan.format.widths(), num_rows);
-          },
-          py::arg("num_rows"));
   py::class_<BetweenCombinePlan>(module, "BetweenCombinePlan")
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
            py::arg("num_topk"), py::arg("num_experts"), py::arg("num_weights"), py::arg("num_sms"))
-      .def_property_readonly("chunk", [](const BetweenCombinePlan& plan) { return chunk_of(record_of(plan)); })
       .def_property_readonly("record_bytes", [](const BetweenCombinePlan& plan) { return plan.widths.record_bytes(); })
       .def(
           "slot_bytes_for",
@@ -89,6 +38,9 @@ void add_plans(py::module_& module) {
 void add_between(py::module_& module) {
   add_plans(module);
   module.attr("rank_elsewhere") = kMaxRanks;
+  module.def("between_chunk", [](const DispatchShape& shape) { return chunk_of(record_of(shape)); }, py::arg("plan"));
+  module.def(
+      "between_chunk", [](const BetweenCombinePlan& plan) { return chunk_of(record_of(plan)); }, py::arg("plan"));
   // Where the matrix of a route's rows stands, in int32 from its begin.
   module.def(
       "between_rank_prefix",
@@ -117,7 +69,7 @@ void add_between(py::module_& module) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def(
           "dispatch",
-          [](BetweenCommunicator& self, const BetweenDispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx,
+          [](BetweenCommunicator& self, const DispatchShape& plan, uintptr_t rows, uintptr_t topk_idx,
              uintptr_t topk_weights, uintptr_t scales, uintptr_t route, int held_capacity, int handle, int slot_idx,
              uintptr_t stream) {
             return self.dispatch(plan,

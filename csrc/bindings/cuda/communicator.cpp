@@ -16,37 +16,43 @@ Columns columns(int num, TypePair type) {
   return {num, {static_cast<uint8_t>(type.first), static_cast<uint8_t>(type.second)}};
 }
 
-DispatchPlan dispatch_plan(bool makes_route, int num_ranks, int num_tokens, int num_topk, int num_experts,
-                           bool has_weights, int hidden, TypePair row_type, int num_scales, TypePair scale_type,
-                           int range_first, int range_step, int range_size, int pad_multiple, int row_limit,
-                           bool waits_for_counts, int num_sms, int dtype, int scale_dtype, bool has_topk,
-                           int num_worst_tokens, int common_bound, FaultKind refusal, int refused_value,
-                           int max_tokens) {
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
+DispatchShape dispatch_shape(bool makes_route, int num_tokens, int num_topk, int num_experts, bool has_weights,
+                             int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
+                             int range_step, int range_size, int pad_multiple, int row_limit, bool waits_for_counts,
+                             int num_sms, int dtype, int scale_dtype, bool has_topk, int num_worst_tokens,
+                             int common_bound, FaultKind refusal, int refused_value, int max_tokens) {
   require(num_tokens >= 0 && num_tokens <= kMaxTokens, "tokens of a rank", num_tokens, "0 … 65536");
   require(num_topk >= 1 && num_topk <= kMaxTopk, "top-k", num_topk, "1 … 32");
-  require(num_experts >= num_ranks && num_experts <= kMaxExperts, "num_experts", num_experts, "ranks … 2048");
+  require(num_experts >= 1 && num_experts <= kMaxExperts, "num_experts", num_experts, "1 … 2048");
   require(row_limit >= 0, "row_limit", row_limit, "≥ 0");
-  const bool is_permuted = pad_multiple > 0;
-  DispatchPlan plan{};
-  plan.format.rows = columns(hidden, row_type);
-  plan.format.experts = columns(makes_route ? num_topk : 0, {kInt, is_permuted ? 32 : 64});
-  plan.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
-  plan.format.scales = columns(num_scales, scale_type);
-  plan.route = make_route_layout(num_ranks, num_tokens, num_experts / num_ranks, num_topk, is_permuted);
-  plan.makes_route = makes_route;
-  plan.num_ranks = num_ranks;
-  plan.num_tokens = num_tokens;
-  plan.num_topk = num_topk;
-  plan.num_experts = num_experts;
-  plan.range_first = range_first;
-  plan.range_step = range_step;
-  plan.range_size = range_size;
-  plan.pad_multiple = pad_multiple;
-  plan.row_limit = row_limit;
-  plan.waits_for_counts = waits_for_counts;
-  plan.num_sms = num_sms;
-  plan.call = {dtype, scale_dtype, has_topk, num_worst_tokens, common_bound, refusal, refused_value, max_tokens};
+  DispatchShape shape{};
+  shape.format.rows = columns(hidden, row_type);
+  shape.format.experts = columns(makes_route ? num_topk : 0, {kInt, 64});
+  shape.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
+  shape.format.scales = columns(num_scales, scale_type);
+  shape.makes_route = makes_route;
+  shape.num_tokens = num_tokens;
+  shape.num_topk = num_topk;
+  shape.num_experts = num_experts;
+  shape.range_first = range_first;
+  shape.range_step = range_step;
+  shape.range_size = range_size;
+  shape.pad_multiple = pad_multiple;
+  shape.row_limit = row_limit;
+  shape.waits_for_counts = waits_for_counts;
+  shape.num_sms = num_sms;
+  shape.call = {dtype, scale_dtype, has_topk, num_worst_tokens, common_bound, refusal, refused_value, max_tokens};
+  return shape;
+}
+
+DispatchPlan dispatch_plan(const DispatchShape& shape, int num_ranks) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
+  require(shape.num_experts >= num_ranks, "num_experts", shape.num_experts, "ranks … 2048");
+  const bool is_permuted = shape.pad_multiple > 0;
+  DispatchPlan plan{shape, {}, num_ranks};
+  if (is_permuted) plan.format.experts.type.bits = 32;  // rows of copies
+  plan.route =
+      make_route_layout(num_ranks, shape.num_tokens, shape.num_experts / num_ranks, shape.num_topk, is_permuted);
   return plan;
 }
 
@@ -70,48 +76,37 @@ py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uint
   if (told == nullptr) return py::none();
   std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
   return py::make_tuple(told->status == kNeedsCapacity, told->num_recv, told->num_permuted, told->num_sent_away,
-                        told->num_kept, told->max_recv, told->max_sent, told->max_rows);
-}
-
-// The same of a dispatch between domains, and returns the fields of _HostCounts in cuda_between.py.
-py::object wait_for_counts_between(const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts,
-                                   int num_counts) {
-  const HostCounts* told = nullptr;
-  {
-    const py::gil_scoped_release release;
-    told = self.wait_for_host_counts(counts_epoch, stream_of(stream));
-  }
-  if (told == nullptr) return py::none();
-  std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(told->status == kNeedsCapacity, told->num_recv, told->num_sent_away, told->num_sent_between,
-                        told->max_rows, told->max_sent, told->max_held);
+                        told->num_kept, told->max_recv, told->max_sent, told->max_rows, told->num_sent_between,
+                        told->max_held);
 }
 
 void add_plans(py::module_& module) {
-  py::class_<DispatchPlan>(module, "DispatchPlan")
-      .def(py::init(&dispatch_plan), py::kw_only(), py::arg("makes_route"), py::arg("num_ranks"), py::arg("num_tokens"),
-           py::arg("num_topk"), py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
+  py::class_<DispatchShape>(module, "DispatchShape")
+      .def(py::init(&dispatch_shape), py::kw_only(), py::arg("makes_route"), py::arg("num_tokens"), py::arg("num_topk"),
+           py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
            py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
            py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
            py::arg("num_sms"), py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"),
            py::arg("num_worst_tokens"), py::arg("common_bound"), py::arg("refusal"), py::arg("refused_value"),
            py::arg("max_tokens"))
       .def_property_readonly("record_bytes",
-                             [](const DispatchPlan& plan) { return plan.format.widths().record_bytes(); })
+                             [](const DispatchShape& shape) { return shape.format.widths().record_bytes(); })
+      .def_property_readonly("is_refused",
+                             [](const DispatchShape& shape) { return shape.call.refusal != FaultKind::kNone; })
+      .def(
+          "slot_bytes_for",
+          [](const DispatchShape& shape, int64_t num_rows) { return slot_bytes_for(shape.format.widths(), num_rows); },
+          py::arg("num_rows"));
+  py::class_<DispatchPlan, DispatchShape>(module, "DispatchPlan")
+      .def(py::init(&dispatch_plan), py::arg("shape"), py::arg("num_ranks"))
       .def_property_readonly("num_local_experts",
                              [](const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; })
-      .def_property_readonly("is_refused",
-                             [](const DispatchPlan& plan) { return plan.call.refusal != FaultKind::kNone; })
       .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })
       .def_property_readonly("counts_at",  // in the route: what arrives for each local expert, without pads
                              [](const DispatchPlan& plan) {
                                const int num_local = plan.num_experts / plan.num_ranks;
                                return plan.route.num_tokens_per_expert + (plan.pad_multiple > 0 ? num_local : 0);
-                             })
-      .def(
-          "slot_bytes_for",
-          [](const DispatchPlan& plan, int64_t num_rows) { return slot_bytes_for(plan.format.widths(), num_rows); },
-          py::arg("num_rows"));
+                             });
   py::class_<CombinePlan>(module, "CombinePlan")
       .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
            py::arg("num_weights"), py::arg("num_sms"), py::arg("num_topk"), py::arg("num_expert_rows"),
@@ -206,8 +201,6 @@ void add_communicator(py::module_& module) {
           py::arg("handle"), py::arg("stream"))
       .def("wait_for_counts", &wait_for_counts, py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"),
            py::arg("num_counts"))
-      .def("wait_for_counts_between", &wait_for_counts_between, py::arg("counts_epoch"), py::arg("stream"),
-           py::arg("counts"), py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);
 }
 

@@ -54,7 +54,7 @@ class SlotTensors {
   }
 
   // The first four of them, of a dispatch between domains.
-  py::tuple tensors_between(int slot_idx, const BetweenDispatchPlan& plan, int64_t num_rows) {
+  py::tuple tensors_between(int slot_idx, const DispatchShape& plan, int64_t num_rows) {
     py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, false);
     pool_->release(slot_idx);
     return slot;

@@ -1,0 +1,334 @@
+"""What calls of an engine take and return: rows, routes, requests, handles and results.
+
+A public call fills one request, and every layer below reads it. Shapes: T tokens of this rank, H hidden, K top-k,
+E experts, LE local experts, R ranks, N received rows, W columns of weights, P permuted rows, M the most tokens that a
+rank may send in low-latency mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.quantize import RowFormat
+from hybrid_ep.errors import TimeoutError
+
+__all__ = [
+    "MIN_TOKENS_TO_SUM",
+    "NO_SUMS",
+    "SEND_TIMEOUT_DIVISOR",
+    "CombineRequest",
+    "Combined",
+    "DispatchHandle",
+    "DispatchRequest",
+    "Dispatched",
+    "ExpertSignals",
+    "LowLatencyCombineRequest",
+    "LowLatencyDispatchRequest",
+    "LowLatencyDispatched",
+    "LowLatencyHandle",
+    "PermuteHandle",
+    "Permuted",
+    "Routing",
+    "Rows",
+    "missing_signal",
+]
+
+# From how many tokens on low-latency combine sums a token's rows on one rank before they cross: below it, waiting for
+# the weights costs more than the bytes that it saves (docs/low_latency.md).
+MIN_TOKENS_TO_SUM = 32
+NO_SUMS = 2**29 - 1
+SEND_TIMEOUT_DIVISOR = 2  # what a low-latency send waits for, it waits for so small a part of the timeout
+
+
+class Rows(NamedTuple):
+    """Token rows as they travel.
+
+    Attributes:
+        data: ``[n, H]`` bf16, or e4m3 when `scales` is given.
+        scales: ``[n, H/128]`` float32, or ``[n, ceil(H/512)]`` int32 of packed UE8M0; None for bf16.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """Where this rank's tokens go.
+
+    Attributes:
+        topk_idx: ``[T, K]`` int64, global expert index or −1. An expert may stand in several columns of a token.
+        topk_weights: ``[T, K]`` float32, or None.
+        num_experts: E, a multiple of R.
+        has_topk: whether `topk_idx` came from the caller; False where it was made from the ranks of each token.
+        max_tokens: that a rank may have, alike at all ranks, or every rank raises; None = as many as the engine takes.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    num_experts: int
+    has_topk: bool = True
+    max_tokens: int | None = None
+
+
+class DispatchHandle(NamedTuple):
+    """What `combine` and a cached `dispatch` need to know of a dispatch.
+
+    Attributes:
+        rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
+        num_tokens: T.
+        num_recv: N, or the bound that stood for it.
+        num_experts: E.
+        num_topk: K.
+        grid: the geometry it was made for.
+        state: what the engine keeps for itself.
+    """
+
+    rank_prefix_matrix: Tensor
+    num_tokens: int
+    num_recv: int
+    num_experts: int
+    num_topk: int
+    grid: RankGrid
+    state: object  # typed, so that a call with a handle has the type of its overload
+
+
+class PermuteHandle(NamedTuple):
+    """What `combine_permuted` and a cached `dispatch_permuted` need to know.
+
+    Attributes:
+        dispatch: the handle of the dispatch underneath.
+        num_tokens_per_expert: ``[LE]`` int32, padding included.
+        num_permuted: P, rows of the permuted tensor (its bound when `overflow` can be raised).
+        pad_multiple: every expert's block is a multiple of it (1 = no padding).
+        state: what the engine keeps for itself.
+        overflow: ``[1]`` int32, 1 when more rows arrived than the bound; last, as the peer has it.
+    """
+
+    dispatch: DispatchHandle
+    num_tokens_per_expert: Tensor
+    num_permuted: int
+    pad_multiple: int
+    state: Any
+    overflow: Tensor
+
+
+class LowLatencyHandle(NamedTuple):
+    """What `low_latency_combine` needs to know.
+
+    Attributes:
+        src_info: ``[LE, M×R]`` int32; source token of each packed row.
+        layout_range: ``[LE, R]`` int64; ``(begin << 32) | count`` of each source rank's rows.
+        num_max_tokens_per_rank: M.
+        hidden: H.
+        num_experts: E.
+        grid: the geometry it was made for.
+        memory: in which all that the dispatch returns beside its rows stands; what another stream uses of that is
+            recorded on this tensor.
+        state: what the engine keeps for itself.
+    """
+
+    src_info: Tensor
+    layout_range: Tensor
+    num_max_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    grid: RankGrid
+    memory: Tensor
+    state: Any
+
+
+class ExpertSignals(NamedTuple):
+    """Where experts tell that their rows are written, while they still write others.
+
+    Attributes:
+        raised: ``[LE × B]`` int32 or uint32 counters, to which the kernels of experts add: that of a local expert's
+            block b is ``raised[expert × B + b]``.
+        expected: rows of a block are written once its counter has reached this.
+        num_per_expert: B.
+        rows_per_signal: rows of a block.
+        num_sms: that the send may take from the experts.
+    """
+
+    raised: Tensor
+    expected: int
+    num_per_expert: int
+    rows_per_signal: int
+    num_sms: int
+
+
+def missing_signal(rank: int, source: int, signal: int, waited_s: float) -> TimeoutError:
+    """Returns the error for experts that have not told that their rows are written, the same at every rank.
+
+    No rank is to blame in the sense of `TransportError.peer`: all of them have come.
+
+    Args:
+        rank: this rank.
+        source: whose experts they are.
+        signal: index in `ExpertSignals.raised` there.
+        waited_s: how long the source has waited.
+    """
+    detail = f"signal {signal} of rank {source}'s experts was not raised"
+    return TimeoutError("low_latency_combine: rows of experts", rank, None, detail, timeout_s=waited_s)
+
+
+class DispatchRequest(NamedTuple):
+    """A dispatch that makes its route.
+
+    Attributes:
+        rows: ``[T, H]``.
+        routing: where they go.
+        bound: rows of the result, without a host sync; None = exactly what arrives.
+        num_sms: SMs to use; None = the engine's choice.
+        expert_range: (first, end) global experts whose indices are reported relative to first; others become −1.
+            None = this rank's own, as a permuted dispatch has them.
+        common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
+        pad_multiple: 0 = rows by source; otherwise by local expert, blocks padded to a multiple.
+        num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
+    """
+
+    rows: Rows
+    routing: Routing
+    bound: int | None
+    num_sms: int | None = None
+    expert_range: tuple[int, int] | None = None
+    common_bound: int | None = None
+    pad_multiple: int = 0
+    num_expert_sms: int | None = None
+
+    def reported_experts(self, grid: RankGrid) -> tuple[int, int]:
+        """(first, end) of the global experts whose indices are reported to this rank."""
+        if self.expert_range is not None:
+            return self.expert_range
+        num_local = self.routing.num_experts // grid.num_ranks
+        return grid.rank * num_local, (grid.rank + 1) * num_local
+
+
+class CombineRequest(NamedTuple):
+    """Rows of experts on their way back.
+
+    Attributes:
+        data: ``[N, H]`` bf16, or ``[P, H]`` of a permuted dispatch.
+        weights: ``[N, W]`` float32, or ``[P]`` of a permuted dispatch; None = none.
+        bias: up to two of ``[T, H]`` bf16.
+        num_sms: SMs to use; None = the engine's choice.
+        num_expert_sms: SMs that sum the permuted rows of one token that are on this rank; None = the engine's choice.
+    """
+
+    data: Tensor
+    weights: Tensor | None = None
+    bias: tuple[Tensor, ...] = ()
+    num_sms: int | None = None
+    num_expert_sms: int | None = None
+
+
+class LowLatencyDispatchRequest(NamedTuple):
+    """A low-latency dispatch.
+
+    Attributes:
+        data: ``[T, H]`` bf16.
+        topk_idx: ``[T, K]`` int64, global expert index or −1.
+        num_max_tokens_per_rank: M.
+        num_experts: E.
+        fmt: to which rows are quantised on the way; None = bf16.
+        global_scale: of NVFP4 rows, one float32, the same on every rank.
+        wait_stats: ``[R]`` int64, is added the microseconds that each source rank was waited for.
+        return_recv_hook: whether the caller receives, by `finish`, behind other work of the stream, and not at once.
+    """
+
+    data: Tensor
+    topk_idx: Tensor
+    num_max_tokens_per_rank: int
+    num_experts: int
+    fmt: RowFormat | None
+    global_scale: Tensor | None
+    wait_stats: Tensor | None
+    return_recv_hook: bool
+
+
+class LowLatencyCombineRequest(NamedTuple):
+    """A low-latency combine.
+
+    Attributes:
+        data: ``[LE, M×R, H]`` bf16.
+        topk_idx: ``[T, K]`` int64, as dispatched.
+        topk_weights: ``[T, K]`` float32.
+        out: ``[T, H]`` bf16, written.
+        min_tokens_to_sum: for a source of at least so many tokens, the rows of one token that are on this rank are
+            summed before they cross, for which the rank's kernel waits for the source. It is `MIN_TOKENS_TO_SUM` or
+            more, or `NO_SUMS`; ranks need not agree on it.
+        use_logfmt: whether rows cross as LogFMT-10.
+        wait_stats: as in `LowLatencyDispatchRequest`.
+        signals: experts may still write: rows are sent once their signals are raised, and none are summed. A signal
+            that does not come is raised by `finish` at every rank, as `missing_signal` tells.
+    """
+
+    data: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    out: Tensor
+    min_tokens_to_sum: int
+    use_logfmt: bool
+    wait_stats: Tensor | None
+    signals: ExpertSignals | None
+
+
+class Dispatched(NamedTuple):
+    """Result of `Engine.dispatch`.
+
+    Attributes:
+        rows: N received rows (exactly `num_recv_bound` when one was given; what stands after the last is undefined).
+        topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
+        topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
+        num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device, or on the host where they are known there.
+            None where a bound was given.
+        handle: for `combine` and `dispatch_cached`.
+    """
+
+    rows: Rows
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    num_tokens_per_expert: Tensor | None
+    handle: DispatchHandle
+
+
+class Permuted(NamedTuple):
+    """Result of `Engine.dispatch_permuted`.
+
+    Attributes:
+        rows: P rows by local expert; padding and rows after the last are zero.
+        probs: ``[P]`` float32, or None when no weights were sent.
+        num_tokens_per_expert: ``[LE]`` int32, padding included; on the device, or on the host if known there.
+        handle: for `combine_permuted` and a cached `dispatch_permuted`.
+    """
+
+    rows: Rows
+    probs: Tensor | None
+    num_tokens_per_expert: Tensor
+    handle: PermuteHandle
+
+
+class Combined(NamedTuple):
+    """Result of a combine: ``[T, H]`` bf16 and, where weights went in, ``[T, K]`` float32."""
+
+    data: Tensor
+    weights: Tensor | None
+
+
+class LowLatencyDispatched(NamedTuple):
+    """Result of `Engine.low_latency_dispatch`; complete once `finish` of the call has run.
+
+    Attributes:
+        rows: ``[LE, M×R, H]`` and scales, as `PackedLayout` has them; rows after an expert's count are undefined.
+        counts: ``[LE]`` int32.
+        handle: for `low_latency_combine`.
+        finish: waits for the rows to arrive on the current stream; call exactly once.
+    """
+
+    rows: Rows
+    counts: Tensor
+    handle: LowLatencyHandle
+    finish: Callable[[], None]
