@@ -124,18 +124,28 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_gpu(counter); }, is_complete, count, rank_, tag);
   }
 
-  // Waits until is_there() returns true. Gives up early if has_failed(), which is called now and then. `expected` is
-  // for the record.
-  template <typename IsThere, typename HasFailed>
-  __device__ bool until(IsThere&& is_there, HasFailed&& has_failed, uint32_t expected, int peer, WaitTag tag) const {
+  // Waits until is_there() returns true. Gives up early if lost() is not 0, which is called now and then: `lost` of
+  // lose(). `expected` is for the record.
+  template <typename IsThere, typename Lost>
+  __device__ bool until(IsThere&& is_there, Lost&& lost, uint32_t expected, int peer, WaitTag tag) const {
     for (uint32_t i = 1; !is_there(); ++i) {
-      if (i % kLooksPerAsk == 0 && has_failed()) {
-        report_fault(record_, FaultKind::kTransport, kernel_, tag, rank_, peer, expected, 0);
-        return false;
+      if (i % kLooksPerAsk == 0) {
+        if (const uint32_t found = lost()) return lose(found, peer, tag, expected);
       }
       if (expired()) return give_up(peer, tag, expected, 0);
     }
     return true;
+  }
+
+  // Gives up a wait for what a link does not bring any more, at once: `lost` is 2 + the rank that it has lost, as
+  // faults name it. All others are told, for they may wait for this rank next. With 1 the link has failed by itself,
+  // and others that wait for this rank name it rightly. Returns false.
+  __device__ bool lose(uint32_t lost, int peer, WaitTag tag, uint32_t expected) const {
+    if (!claim()) return false;
+    if (lost >= 2) tell_missed(control_, num_ranks_, rank_, static_cast<int>(lost) - 2);
+    report_fault(record_, FaultKind::kTransport, kernel_, tag, rank_, lost >= 2 ? static_cast<int>(lost) - 2 : peer,
+                 expected, 0);
+    return false;
   }
 
   // Waits until a counter that other kernels of this GPU, or its copy engines, add to has reached `count`. Acquires at
@@ -170,9 +180,11 @@ class Waiter {
     }
   }
 
+  // Only one wait of a kernel reports: the host may take the record at once, and would then find the next one's.
+  __device__ bool claim() const { return control_ == nullptr || atomicCAS(&control_[rank_]->failed, 0u, 1u) == 0u; }
+
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
-    // Only one wait of a kernel reports: the host may take the record at once, and would then find the next one's.
-    if (control_ != nullptr && atomicCAS(&control_[rank_]->failed, 0u, 1u) != 0u) return false;
+    if (!claim()) return false;
     const bool asks = control_ != nullptr && peer != rank_;
     const int culprit = asks ? find_culprit(control_, num_ranks_, rank_, peer) : peer;
     report_timeout(record_, kernel_, tag, rank_, culprit, expected, seen, culprit == peer ? -1 : peer);
@@ -185,15 +197,19 @@ class Waiter {
     report_fault(record, FaultKind::kTimeout, kernel, tag, rank, peer, expected, seen, witness);
   }
 
+  // Tells every rank that this one waits for `peer` in vain, or has lost it, unless it has told of another before.
+  static __device__ __noinline__ void tell_missed(ControlBlock* const* control, int num_ranks, int rank, int peer) {
+    const uint32_t word = static_cast<uint32_t>(peer) + 1;
+    if (control == nullptr || atomicCAS(&control[rank]->missed[rank], 0u, word) != 0u) return;
+    for (int r = 0; r < num_ranks; ++r) {
+      if (r != rank) ptx::store_release_system(&control[r]->missed[rank], word);
+    }
+  }
+
   // Tells every rank that this one waits for `peer`. Then follows what they tell, until kListenNs is over.
   static __device__ __noinline__ int find_culprit(ControlBlock* const* control, int num_ranks, int rank, int peer) {
-    uint32_t* missed = control[rank]->missed;
-    const uint32_t word = static_cast<uint32_t>(peer) + 1;
-    if (atomicCAS(&missed[rank], 0u, word) == 0u) {
-      for (int r = 0; r < num_ranks; ++r) {
-        if (r != rank) ptx::store_release_system(&control[r]->missed[rank], word);
-      }
-    }
+    tell_missed(control, num_ranks, rank, peer);
+    const uint32_t* missed = control[rank]->missed;
     const uint64_t end = ptx::clock_ns() + kListenNs;
     int culprit = peer;
     while (ptx::clock_ns() < end) {

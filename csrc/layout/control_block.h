@@ -48,7 +48,8 @@ struct ControlBlock {
   uint32_t rows_epoch[kMaxRanks];             // raised by i when all its rows of a dispatch stand in this rank's arena
   uint64_t ready[kMaxRanks][kNumReadyWords];  // by i when its arena may be written by this rank's combine
   uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
-  uint32_t missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain; 0 while there is none. Never reset
+  uint32_t
+      missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none. Never reset
 
   // Written by this rank.
   uint32_t dispatch_epoch;

@@ -308,7 +308,7 @@ const HostCounts* Communicator::wait_for_host_counts(uint32_t counts_epoch, cuda
   auto deadline = after(kStreamQueryS);
   while (*written != counts_epoch) {
     for (int i = 0; i < 64 && *written != counts_epoch; ++i) std::this_thread::yield();
-    if (has_fault() && fault_->kind == FaultKind::kTimeout) return nullptr;
+    if (has_fault() && (fault_->kind == FaultKind::kTimeout || fault_->kind == FaultKind::kTransport)) return nullptr;
     if (!has_started && *started == counts_epoch) {
       has_started = true;
       deadline = after(timeout_s_ + kHostCountsGraceS);

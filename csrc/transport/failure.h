@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "transport/link_view.h"
 #include "transport/memory.h"
 
 namespace hybrid_ep {
@@ -25,14 +26,14 @@ class FailureReport {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) return;
     failure_ = std::move(failure);
-    __atomic_store_n(flag(), 1u, __ATOMIC_RELEASE);
+    __atomic_store_n(flag(), failure_word(failure_->peer), __ATOMIC_RELEASE);
   }
   bool has_failed() const { return __atomic_load_n(flag(), __ATOMIC_ACQUIRE) != 0; }
   std::optional<LinkFailure> get() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return failure_;
   }
-  // Pinned: 0, then 1.
+  // Pinned: failure_word.
   uint32_t* flag() const { return reinterpret_cast<uint32_t*>(flag_.get()); }
 
  private:

@@ -80,9 +80,9 @@ class ProxyLink : public LinkEnd {
     return push({CommandKind::kEnd, 0, 0, 0, 0, 1}, give_up);
   }
 
-  // Whether the transport has failed: waits of the call cannot succeed. A load from host memory, so that a wait looks
-  // only now and then. Any thread.
-  __device__ bool has_failed() const { return ptx::load_acquire_system(view_.has_failed) != 0; }
+  // 0 while the transport works, else failure_word: waits of the call cannot succeed. A load from
+  // host memory, so that a wait looks only now and then. Any thread.
+  __device__ uint32_t failure() const { return ptx::load_acquire_system(view_.failure); }
 
  private:
   template <typename GiveUp>
@@ -114,7 +114,7 @@ class MappedLink : public LinkEnd {
   __device__ bool end_call(GiveUp&&) const {
     return true;
   }
-  __device__ bool has_failed() const { return false; }
+  __device__ uint32_t failure() const { return 0; }
 
  private:
   __device__ bool write(int peer, uint32_t idx, uint64_t word) const {

@@ -47,3 +47,12 @@ def test_survivors_name_the_lost_rank(emulated_module: Path, kind: str, seed: in
 def test_rows_that_one_cta_has_dropped_are_not_announced(emulated_module: Path) -> None:
     with VirtualCluster(2) as cluster:
         cluster.run(run, str(emulated_module), 0, "emulation.dropped_rows.check_dropped_rows", 11, limit_s=LIMIT_S)
+
+
+def test_ranks_a_call_ahead_name_the_rank_that_was_lost(emulated_module: Path) -> None:
+    """And not the rank of their own domain that has lost it."""
+    with VirtualCluster(4) as cluster:
+        named = cluster.run(
+            run, str(emulated_module), 0, "emulation.lost_links.lose_link_of_last_peers", TIMEOUT_S, limit_s=LIMIT_S
+        )
+    assert named == [(3, 1), (3, 0), (1, 1), (1, 0)]

@@ -50,7 +50,7 @@ class ChunkStream {
     const uint64_t number = sent_before_ + chunk;
     const auto lap = number / shape_.num_slots;
     const int group = slot_of(number) / static_cast<int>(shape_.slots_per_credit);
-    return lap == 0 || waiter_.until([&] { return link_.poll_credit(kStreamRing, domain_, group) >= lap; }, failed(),
+    return lap == 0 || waiter_.until([&] { return link_.poll_credit(kStreamRing, domain_, group) >= lap; }, lost(),
                                      static_cast<uint32_t>(lap), peer_, WaitTag::kCredits);
   }
 
@@ -65,7 +65,7 @@ class ChunkStream {
     bool ok = true;
     if (threadIdx.x % 32 == 0) {
       const uint64_t word = (number / shape_.num_slots + 1) << 16 | static_cast<uint32_t>(num_rows);
-      ok = waiter_.sends(link_.put_signal(kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up()), peer_);
+      ok = link_.put_signal(kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up()) || give_up_command();
     }
     return __all_sync(kAllLanes, ok);
   }
@@ -78,7 +78,7 @@ class ChunkStream {
 
   // Waits until it does.
   __device__ bool wait(int chunk) const {
-    return waiter_.until([&] { return is_here(chunk); }, failed(), static_cast<uint32_t>(chunk), peer_,
+    return waiter_.until([&] { return is_here(chunk); }, lost(), static_cast<uint32_t>(chunk), peer_,
                          WaitTag::kRecords);
   }
 
@@ -100,16 +100,26 @@ class ChunkStream {
     uint32_t* slots_read = own_part<uint32_t>(between_, between_.layout.slots_read) + domain_ * num_slots + group;
     if (ptx::add_acq_rel_gpu(slots_read, 1) + 1 < shape_.slots_per_credit) return true;
     *slots_read = 0;
-    return waiter_.sends(link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up()), peer_);
+    return link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up()) || give_up_command();
   }
 
  private:
   __device__ int slot_of(uint64_t number) const { return static_cast<int>(number % shape_.num_slots); }
-  __device__ auto failed() const {
-    return [this] { return link_.has_failed(); };
+  // Returns a function that returns `lost` of Waiter::lose.
+  __device__ auto lost() const {
+    return [this]() -> uint32_t {
+      const uint32_t failure = link_.failure();
+      return failure < failure_word(0) ? failure
+                                       : 2 + kRankElsewhere + between_.grid.peer_in(failure - failure_word(0));
+    };
   }
   __device__ auto gives_up() const {
-    return [this] { return waiter_.expired() || link_.has_failed(); };
+    return [this] { return waiter_.expired() || link_.failure() != 0; };
+  }
+  // A command found its FIFO full.
+  __device__ bool give_up_command() const {
+    const uint32_t found = lost()();
+    return found != 0 ? waiter_.lose(found, peer_, WaitTag::kCommands, 0) : waiter_.sends(false, peer_);
   }
 
   const BetweenDomain& between_;
