@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deploy
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/sim/softroce_links.py has printed, by step."""
     require(_C.has_verbs, "the verbs transport (libibverbs-dev when the package was built)")
-    steps = "devices two two-pairs four unordered refusals port-down"
+    steps = "devices two two-pairs two-nics classed four unordered refusals port-down"
     command = f"{shlex.quote(sys.executable)} -m tests.sim.softroce_links {steps}"
     try:
         said = run_in_vm(command, tmp_path_factory.mktemp("softroce"), num_nics=4, limit_s=540)
@@ -42,6 +42,7 @@ def test_active_devices(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("step", "num_ends", "said"),
     [
+        ("classed", 2, "2 queue pairs a peer, rings in pinned host memory"),
         ("two", 2, "2 queue pairs a peer, rings in pinned host memory"),
         ("two-pairs", 2, "4 queue pairs a peer, rings in pinned host memory"),
         ("four", 4, "2 queue pairs a peer, rings in pinned host memory"),
@@ -59,11 +60,28 @@ def test_every_chunk_arrives(results: dict[str, Any], step: str, num_ends: int, 
     assert found["describe"] == f"verbs on rxe0 port 1 (GID 1), {said}"
 
 
+def test_several_nics_of_a_rank(results: dict[str, Any]) -> None:
+    """Chunks go over both NICs of each end, and every one is right."""
+    found = results["two-nics"]
+    assert found["failures"] == [None] * 2
+    assert [[one[1:] for one in figures] for figures in found["figures"]] == [[[12, 12, 0]] * 2, [[9, 9, 0]] * 2]
+    nics = "rxe0 port 1 (GID 1), rxe2 port 1 (GID 1)"
+    assert found["describe"] == f"verbs on {nics}, 4 queue pairs a peer, rings in pinned host memory"
+
+
+def test_traffic_class_is_that_of_the_packets(results: dict[str, Any]) -> None:
+    assert results["classed"]["types_of_service"] == [104]
+
+
 def test_what_cannot_be_opened_is_named(results: dict[str, Any]) -> None:
     assert results["refusals"] == {
         "device": "RDMA device 'rxe9' cannot be opened; there are: rxe0, rxe1, rxe2, rxe3",
         "gid": "rxe0 port 1 has no GID with index 200",
         "port": "rxe0 port 3 does not exist",
+        "service level": "service level is 16; allowed: 0 to 15",
+        "traffic class": "traffic class is 256; allowed: 0 to 255",
+        "mtu": "MTU is 1500; allowed: 0, 256, 512, 1024, 2048 or 4096",
+        "queue pairs": "queue pairs per peer is 5; allowed: 1 to 4",
     }
 
 

@@ -5,7 +5,9 @@ One process holds all ends, because starting Python is what takes long in an emu
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from hybrid_ep import _C
 
 CHUNK_BYTES = 16 * 14464  # 16 records of a BF16 row of 7168, top-8 and what goes with it
 RINGS = [(CHUNK_BYTES, 8, 2), (256, 4, 1)]
+ETH_P_ALL, ROCE_PORT = 3, 4791
 PORT_TIMEOUT_S = 20.0
 SMALL_RINGS = [(4096, 4, 2), (256, 4, 1)]  # Soft-RoCE loses packets, and connections, where many ends send much
 
@@ -24,6 +27,11 @@ SMALL_RINGS = [(4096, 4, 2), (256, 4, 1)]  # Soft-RoCE loses packets, and connec
 def on_nic(layout: _C.LinkLayout, i: int, **options: Any) -> _C.Proxy:
     """End i over its own NIC."""
     return _C.verbs_proxy(layout=layout, devices=[f"rxe{i}"], num_fifos=2, **options)
+
+
+def on_two_nics(layout: _C.LinkLayout, i: int, **options: Any) -> _C.Proxy:
+    """End i over two NICs: 0 and 2, or 1 and 3."""
+    return _C.verbs_proxy(layout=layout, devices=[f"rxe{i}", f"rxe{i + 2}"], num_fifos=2, **options)
 
 
 def on_loopback(layout: _C.LinkLayout, _: int, **options: Any) -> _C.Proxy:
@@ -105,6 +113,34 @@ def whole(num: int, **options: Any) -> dict[str, Any]:
     return {"figures": figures, "describe": described, "failures": ends.failures(), "closed": ends.close()}
 
 
+def classed() -> dict[str, Any]:
+    """The same with a traffic class and a service level; and the types of service of RoCE packets that were seen."""
+    seen: set[int] = set()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as packets:
+        packets.bind(("port0", 0))
+        packets.settimeout(0.2)
+        ends = threading.Event()
+        watcher = threading.Thread(target=watch, args=(packets, seen, ends))
+        watcher.start()
+        found = whole(2, gid_index=1, traffic_class=104, service_level=3)
+        ends.set()
+        watcher.join()
+    return found | {"types_of_service": sorted(seen)}
+
+
+def watch(packets: socket.socket, seen: set[int], ends: threading.Event) -> None:
+    """Notes the type of service of each RoCE v2 packet over IPv4."""
+    while not ends.is_set():
+        with contextlib.suppress(TimeoutError):
+            frame = packets.recv(64)
+            if (
+                frame[12:14] == b"\x08\x00"
+                and frame[23] == socket.IPPROTO_UDP
+                and int.from_bytes(frame[36:38], "big") == ROCE_PORT
+            ):
+                seen.add(frame[15])
+
+
 def over_tcp() -> dict[str, Any]:
     """The same of two ends over tcp."""
     return whole(2, make=on_loopback)
@@ -134,11 +170,17 @@ def refusals() -> dict[str, str]:
         "device": {"devices": ["rxe9"]},
         "gid": {"devices": ["rxe0"], "gid_index": 200},
         "port": {"devices": ["rxe0"], "port": 3},
+        "service level": {"devices": ["rxe0"], "service_level": 16},
+        "traffic class": {"devices": ["rxe0"], "traffic_class": 256},
+        "mtu": {"devices": ["rxe0"], "mtu_bytes": 1500},
+        "queue pairs": {"devices": ["rxe0"], "num_queue_pairs": 5},
     }.items():
         try:
             _C.verbs_proxy(layout=layout, **options)  # type: ignore[arg-type]
         except ConnectionError as error:
             said[name] = error.args[1]
+        except ValueError as error:
+            said[name] = str(error)
     return said
 
 
@@ -176,6 +218,8 @@ STEPS: dict[str, Callable[[], Any]] = {
     "devices": _C.active_verbs_devices,
     "two": lambda: whole(2),
     "two-pairs": lambda: whole(2, num_queue_pairs=4, relaxed_ordering=False, mtu_bytes=1024),
+    "two-nics": lambda: whole(2, make=on_two_nics),
+    "classed": classed,
     "four": lambda: whole(4, rings=SMALL_RINGS),
     "unordered": lambda: whole(2, unordered=True),
     "refusals": refusals,

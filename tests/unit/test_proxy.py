@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,26 @@ def test_writers_of_several_fifos() -> None:
     wait_until(lambda: [receiver.poll(0, 0, slot) for slot in range(1, 4)] == [num] * 3)
     assert proxies[0].counts["puts"] == 3 * num
     assert all(proxy.close(LIMIT_S) for proxy in proxies)
+
+
+def _cpus_of_proxies() -> list[str]:
+    """Where the proxy threads of this process may run, as the kernel says it."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "hybrid_ep_proxy":
+            status = (task / "status").read_text()
+            found.append(next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list")))
+    return found
+
+
+def test_thread_runs_on_the_cpus_it_is_given() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    layouts = [_C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS) for i in range(2)]
+    proxies = [_C.loopback_proxy(layout=layout, cpus=[cpu]) for layout in layouts]
+    addresses = [proxy.address() for proxy in proxies]
+    for proxy in proxies:
+        proxy.connect(addresses, LIMIT_S)
+    wait_until(lambda: _cpus_of_proxies() == [str(cpu)] * 2)
+    assert all(proxy.close(LIMIT_S) for proxy in proxies)
+    with pytest.raises(ValueError, match="cpus is 1024; allowed: 0 to 1023"):
+        _C.loopback_proxy(layout=layouts[0], cpus=[1024])
