@@ -14,31 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows
+from hybrid_ep.buffers.base import check_rows
+from hybrid_ep.buffers.hybrid_arguments import HybridArguments
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
+from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     experts_of_columns,
     indices_to_map,
-    map_to_indices,
-    probs_in_columns,
-    weights_in_columns,
     weights_to_probs,
     widest_token,
 )
-from hybrid_ep.engine.calls import CombineRequest, DispatchHandle, DispatchRequest, Routing, Rows
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Rows
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
 _MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
-_TOKENS_MULTIPLE = 16  # as the peer grows
 
 
-class HybridEPBuffer(BaseBuffer):
+class HybridEPBuffer(HybridArguments):
     """Dispatch and combine with Hybrid-EP's interface.
 
     Every call runs on the current stream. On the cuda engine the host waits in `dispatch` without `handle` and number
@@ -174,16 +170,7 @@ class HybridEPBuffer(BaseBuffer):
         Raises:
             ConfigError: a size is not a positive integer, or a setting does not exist.
         """
-        config = self.configurer.buffer_config
-        if hidden_dim is not None:
-            config.hidden_dim = max(config.hidden_dim, require_int("hidden_dim", hidden_dim, minimum=1))
-        if num_of_tokens_per_rank is not None:
-            tokens = require_int("num_of_tokens_per_rank", num_of_tokens_per_rank, minimum=0)
-            if tokens > config.max_num_of_tokens_per_rank:
-                config.max_num_of_tokens_per_rank = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
-        if num_local_experts is not None:
-            num_local = require_int("num_local_experts", num_local_experts, minimum=1)
-            config.num_of_experts_per_rank = max(config.num_of_experts_per_rank, num_local)
+        self._grow(hidden_dim, num_of_tokens_per_rank, num_local_experts)
         pad = require_int("pad_multiple", pad_multiple or 0, minimum=0, maximum=_MAX_PAD)
         made = dataclasses.replace(self._sizes(pad))
         made.set(**kwargs)
@@ -513,138 +500,10 @@ class HybridEPBuffer(BaseBuffer):
         dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
         return data, _sum_of_parts(dense, num_parts)
 
-    def _rows_and_routing(
-        self,
-        hidden: Tensor,
-        scaling_factor: Tensor | None,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        num_experts: int | None,
-        probs: Tensor | None,
-        routing_map: Tensor | None,
-        *,
-        no_sync: bool = False,
-        in_parts: bool = False,
-    ) -> tuple[Rows, bool, Routing]:
-        """Checks what is sent, as `_rows` does, and where it goes, unless calls with the same traits have passed."""
-        if num_experts is None:
-            has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
-            num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
-            num_experts = num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
-        given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
-        if given in self._passed:
-            assert topk_idx is not None
-            data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
-            routing = Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
-            return as_rows(data, scaling_factor), as_bytes, routing
-        rows, as_bytes = self._rows(hidden, scaling_factor)
-        routing = self._routing(
-            rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync, in_parts=in_parts
-        )
-        if topk_idx is not None and topk_idx.is_cuda:
-            self._passed.add(given)  # no value has been looked at
-        return rows, as_bytes, routing
-
-    def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
-        """Checks tokens; says whether they came as uint8, as they shall go out then."""
-        data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
-        rows = check_rows("hidden", data, scaling_factor, device=self.engine.device)
-        num_tokens, size = rows.data.shape
-        self.update_template_config(hidden_dim=size, num_of_tokens_per_rank=num_tokens)
-        return rows, as_bytes
-
-    def _routing(
-        self,
-        rows: Rows,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        num_experts: int,
-        probs: Tensor | None,
-        routing_map: Tensor | None,
-        *,
-        no_sync: bool = False,
-        in_parts: bool = False,
-    ) -> Routing:
-        """Checks where tokens go. With `in_parts`, a token of a map has a row of the result for every 32 experts."""
-        _check_pairs(topk_idx, topk_weights, probs, routing_map)
-        num_tokens, device = rows.data.shape[0], rows.data.device
-        if routing_map is not None:
-            shape = (num_tokens, num_experts)
-            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
-        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
-        self.update_template_config(num_local_experts=num_experts // self.group_size)
-        if routing_map is not None:
-            if probs is not None:
-                shape = (num_tokens, num_experts)
-                require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
-            num_parts = 1
-            if num_experts > MAX_TOPK:
-                widest = min(self._max_experts_per_token, num_experts)
-                if not (no_sync and routing_map.is_cuda):
-                    widest = int(widest_token(routing_map))
-                num_parts = max(1, -(-widest // MAX_TOPK)) if in_parts else 1
-                if not in_parts:
-                    allowed = f"≤ {MAX_TOPK} without permutation"
-                    require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, allowed)
-            topk_idx, topk_weights = map_to_indices(routing_map, probs, num_parts)
-            num_tokens *= num_parts
-        elif topk_idx is None:
-            raise ConfigError("neither of topk_idx and routing_map given; allowed: one of them")
-        self._check_topk(topk_idx, topk_weights, num_experts, device)
-        if topk_idx.shape[0] != num_tokens:
-            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
-        return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
-
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
         """First and end of those that a plain dispatch reports."""
         num_local = num_experts // self.group_size
         return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
-
-    def _check_handle(self, handle: DispatchHandle, rows: Rows, num_parts: int = 1) -> None:
-        self._check_geometry(handle.grid)
-        sent = handle.num_tokens // num_parts
-        require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
-
-    def _weights_along(
-        self,
-        known_idx: Tensor,
-        num_experts: int,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        probs: Tensor | None,
-        routing_map: Tensor | None,
-        num_parts: int = 1,
-    ) -> Tensor | None:
-        """Weights to send along the routes of a handle, in the columns of its `known_idx`; None where there are none.
-
-        A routing given along must be the handle's. Its values are compared on a CPU only: a GPU would be waited for.
-        """
-        if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
-            return None
-        _check_pairs(topk_idx, topk_weights, probs, routing_map)
-        num_tokens, device = known_idx.shape[0] // num_parts, known_idx.device
-        map_shape = (num_tokens, num_experts)
-        if topk_idx is not None and topk_idx is not known_idx:
-            self._check_topk(topk_idx, topk_weights, num_experts, device)
-            if topk_idx.shape[0] != num_tokens:
-                require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as with this handle")
-            if topk_idx.is_cpu:
-                routing_map, _ = indices_to_map(topk_idx, None, num_tokens, num_experts)
-            if topk_weights is not None:
-                topk_weights = weights_in_columns(known_idx, topk_idx, topk_weights)
-        if routing_map is not None:
-            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=map_shape, device=device)
-            if routing_map.is_cpu:
-                of_parts, _ = indices_to_map(known_idx, None, known_idx.shape[0], num_experts)
-                same = torch.equal(routing_map, of_parts.view(num_tokens, num_parts, num_experts).any(1))
-                require(same, "routing", "another than that of the handle", "the same, or None")
-        if probs is not None:
-            require_tensor("probs", probs, dtypes=(torch.float32,), shape=map_shape, device=device)
-            return probs_in_columns(known_idx, probs.repeat_interleave(num_parts, 0) if num_parts > 1 else probs)
-        if topk_weights is not None:
-            shape = known_idx.shape
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
-        return packed(topk_weights)
 
 
 @functools.lru_cache
@@ -665,17 +524,6 @@ def _check_made_with(*given: tuple[str, int | None, int]) -> None:
             require(False, name, value, f"{made_with}, as with this handle")
 
 
-def _check_pairs(
-    topk_idx: Tensor | None, topk_weights: Tensor | None, probs: Tensor | None, routing_map: Tensor | None
-) -> None:
-    """`topk_weights` belong to `topk_idx`, and `probs` to `routing_map`."""
-    if topk_idx is not None and routing_map is not None:
-        raise ConfigError("both of topk_idx and routing_map given; allowed: one of them")
-    require(topk_idx is None or probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
-    require(routing_map is None or topk_weights is None, "topk_weights", "given with routing_map", "None (give probs)")
-    require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")
-
-
 def _in_parts(rows: Rows, num_parts: int) -> Rows:
     """Every row so often, one after the other."""
     if num_parts == 1:
@@ -691,15 +539,6 @@ def _sum_of_parts(rows: Tensor, num_parts: int) -> Tensor:
     for part in others:
         total = total + part
     return total
-
-
-def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
-    """Rows in e4m3 where they came as uint8 with scales, their scales, and whether they came so. bf16 has no scales."""
-    dtype = hidden.dtype if isinstance(hidden, Tensor) else None
-    if dtype == torch.bfloat16:
-        return hidden, None, False
-    as_bytes = scaling_factor is not None and dtype == torch.uint8
-    return hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, scaling_factor, as_bytes
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:

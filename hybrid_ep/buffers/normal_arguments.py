@@ -1,0 +1,151 @@
+"""What callers of `Buffer` hand in beside their handle: rows in parts, and where they go. Checks it for the engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.buffers.base import BaseBuffer, as_rows, as_words, check_nvfp4_rows, check_rows
+from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_tensor, traits
+from hybrid_ep.core.layout import compute_layout, map_to_indices, widest_token
+from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "checked", "parts_of"]
+
+Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+
+class Parts(NamedTuple):
+    """What a caller hands in as x."""
+
+    data: Tensor
+    scales: Tensor | None = None
+    global_scale: Tensor | None = None  # of NVFP4
+
+
+class NormalArguments(BaseBuffer):
+    """The checks of a Buffer's normal calls."""
+
+    _passed: Passed
+
+    def _rows_and_routing(
+        self,
+        sent: Parts,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        is_token_in_rank: Tensor | None,
+        num_tokens_per_rank: Tensor | None,
+        num_tokens_per_expert: Tensor | None,
+    ) -> tuple[Rows, Routing]:
+        """Checks what is sent and where it goes, unless calls with the same traits have passed."""
+        layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+        given = traits(*sent, topk_idx, topk_weights, *layout)
+        if given in self._passed:
+            assert topk_idx is not None
+            assert num_tokens_per_expert is not None
+            num_experts = num_tokens_per_expert.shape[0]
+            return rows_of(sent), Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+        rows = checked(sent, self.engine.device)
+        routing = self._routing(rows, topk_idx, topk_weights, *layout)
+        if topk_idx is not None and topk_idx.is_cuda:
+            self._passed.add(given)  # no value has been looked at
+        return rows, routing
+
+    def _routing(
+        self,
+        rows: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        is_token_in_rank: Tensor | None,
+        num_tokens_per_rank: Tensor | None,
+        num_tokens_per_expert: Tensor | None,
+    ) -> Routing:
+        """Checks what says where the tokens go, and brings it into the engine's form."""
+        num_tokens, device = rows.data.shape[0], rows.data.device
+        int32 = (torch.int32,)
+        if num_tokens_per_expert is None or is_token_in_rank is None or num_tokens_per_rank is None:
+            raise ConfigError(
+                "num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert are not all given; allowed without a "
+                "handle: the three results of get_dispatch_layout"
+            )
+        require_tensor("num_tokens_per_expert", num_tokens_per_expert, dtypes=int32, shape=(None,), device=device)
+        require_tensor("num_tokens_per_rank", num_tokens_per_rank, dtypes=int32, shape=(self.group_size,))
+        in_rank_shape = (num_tokens, self.group_size)
+        require_tensor("is_token_in_rank", is_token_in_rank, dtypes=(torch.bool,), shape=in_rank_shape, device=device)
+        num_experts = num_tokens_per_expert.shape[0]
+        num_local = self._num_local_experts(num_experts)
+        if topk_idx is None:
+            require(topk_weights is None, "topk_weights", "given", "None without topk_idx")
+            if self.group_size > MAX_TOPK:
+                widest = int(widest_token(is_token_in_rank))
+                require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
+            ranks, _ = map_to_indices(is_token_in_rank, None)
+            return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts, has_topk=False)
+        self._check_topk(topk_idx, topk_weights, num_experts, device)
+        if topk_idx.shape[0] != num_tokens:
+            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+        if topk_idx.is_cpu:
+            layout = compute_layout(topk_idx.contiguous(), num_experts, self.group_size, self.grid.num_ranks_per_domain)
+            same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
+            require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
+        return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
+        self._check_geometry(handle.grid)
+
+    def _check_layout_along(
+        self,
+        handle: DispatchHandle,
+        is_token_in_rank: Tensor | None,
+        num_tokens_per_rank: Tensor | None,
+        num_tokens_per_expert: Tensor | None,
+    ) -> None:
+        """Checks that a layout given along a handle can be the handle's; no value is read from a GPU."""
+        for name, tensor, dtype, shape in (
+            ("is_token_in_rank", is_token_in_rank, torch.bool, (handle.num_tokens, self.group_size)),
+            ("num_tokens_per_rank", num_tokens_per_rank, torch.int32, (self.group_size,)),
+            ("num_tokens_per_expert", num_tokens_per_expert, torch.int32, (handle.num_experts,)),
+        ):
+            if tensor is not None:
+                require_tensor(name, tensor, dtypes=(dtype,), shape=shape)
+        if num_tokens_per_rank is not None and num_tokens_per_rank.is_cpu and handle.rank_prefix_matrix.is_cpu:
+            up_to = handle.rank_prefix_matrix
+            sent = (up_to[self.rank] - up_to[self.rank - 1] if self.rank else up_to[0]).tolist()
+            given = num_tokens_per_rank.tolist()
+            require(given == sent, "num_tokens_per_rank", given, f"{sent}, as with this handle")
+
+
+def parts_of(x: Tokens) -> Parts:
+    if not isinstance(x, tuple):
+        return Parts(x)
+    allowed = "a tensor, a tensor and its scales, or NVFP4 rows, their scales and the global scale"
+    require(len(x) in (2, 3), "x", f"a tuple of {len(x)}", allowed)
+    return Parts(*x)
+
+
+def checked(sent: Parts, device: torch.device | None) -> Rows:
+    """Rows in the engine's form."""
+    data, scales, global_scale = sent
+    if global_scale is None:
+        return check_rows("x", data, scales, device=device)
+    return check_nvfp4_rows("x", data, scales, global_scale, device=device)
+
+
+def rows_of(sent: Parts) -> Rows:
+    """The same of parts that have been checked."""
+    data, scales, global_scale = sent
+    return as_rows(data, scales if scales is None or global_scale is None else as_words(scales))
+
+
+def as_given(received: Rows, sent: Parts) -> Tokens:
+    """What has arrived, in as many parts as were sent."""
+    data, scales = received
+    if scales is None:
+        return data
+    if sent.scales is None or sent.global_scale is None:
+        return data, scales
+    return data, scales.view(sent.scales.dtype), sent.global_scale
