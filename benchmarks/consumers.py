@@ -32,6 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.consumer_functions import AllToAll, Combine, Dispatch, PermutingCombine, PermutingDispatch, all_to_all
 from hybrid_ep.bench.launch import find_launcher, open_ranks
 from hybrid_ep.bench.machine import device_name, rank_device, versions
 from hybrid_ep.bench.measure import anywhere
@@ -166,98 +167,6 @@ class _Path:
             self.buffer.destroy()
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to ranks and, of their gradients, back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
-        ctx.splits = num_received, num_sent
-        return _all_to_all(rows, num_sent, num_received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _all_to_all(grad, *ctx.splits), None, None
-
-
-def _all_to_all(rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
-    received = rows.new_empty(sum(num_received), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent)
-    return received
-
-
-class _Dispatch(torch.autograd.Function):
-    """Megatron's `deepep`: layout and dispatch; the gradient is a combine."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_idx: Tensor, weights: Tensor, num_experts: int, buffer: Any) -> Any:
-        per_rank, per_domain, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-        received, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
-            x,
-            topk_idx=topk_idx,
-            topk_weights=weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_domain,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-        )
-        ctx.buffer, ctx.handle = buffer, handle
-        ctx.mark_non_differentiable(recv_idx)
-        return received, recv_idx, recv_weights, handle
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any, grad_weights: Tensor, __: Any) -> Any:  # type: ignore[override]
-        grad_x, grad_topk, _ = ctx.buffer.combine(grad.contiguous(), ctx.handle, topk_weights=grad_weights.float())
-        return grad_x, None, grad_topk, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Megatron's `deepep`: the gradient is a dispatch along the handle."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, handle: Any, buffer: Any) -> Any:
-        ctx.buffer, ctx.handle = buffer, handle
-        return buffer.combine(y, handle)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None
-
-
-class _PermutingDispatch(torch.autograd.Function):
-    """Megatron's `hybridep`: rows by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, routing_map: Tensor, probs: Tensor, is_fused: bool, buffer: Any) -> Any:
-        ctx.buffer, ctx.is_fused = buffer, is_fused
-        rows, row_probs, _, counts, ctx.handle = buffer.dispatch_with_permute(
-            hidden=x, routing_map=routing_map, probs=probs, fuse_permute_dispatch=is_fused
-        )
-        return rows, row_probs, counts, ctx.handle
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_probs: Tensor, _: Any, __: Any) -> Any:  # type: ignore[override]
-        grad_x, dense = ctx.buffer.combine_with_unpermute(
-            hidden=grad.contiguous(), probs=grad_probs, handle=ctx.handle, fuse_unpermute_combine=ctx.is_fused
-        )
-        return grad_x, None, dense, None, None
-
-
-class _PermutingCombine(torch.autograd.Function):
-    """Megatron's `hybridep`: rows of experts home."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, handle: Any, is_fused: bool, buffer: Any) -> Any:
-        ctx.buffer, ctx.handle, ctx.is_fused = buffer, handle, is_fused
-        return buffer.combine_with_unpermute(hidden=y, handle=handle, fuse_unpermute_combine=is_fused)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        rows = ctx.buffer.dispatch_with_permute(
-            hidden=grad.contiguous(), handle=ctx.handle, fuse_permute_dispatch=ctx.is_fused
-        )[0]
-        return rows, None, None, None
-
-
 class _Megatron(_Path):
     """One MoE layer; expert e multiplies by (e + 1) / E and by the router's probability."""
 
@@ -323,19 +232,19 @@ class _Megatron(_Path):
         received = received.view(self.num_ranks, self.num_local)
         num_sent = counts.view(self.num_ranks, -1).sum(1).tolist()
         num_received = received.sum(1).tolist()
-        rows = _AllToAll.apply(self.x[token], num_sent, num_received)
-        probs = _AllToAll.apply(self.weights.flatten()[order], num_sent, num_received)
+        rows = AllToAll.apply(self.x[token], num_sent, num_received)
+        probs = AllToAll.apply(self.weights.flatten()[order], num_sent, num_received)
         local = torch.arange(self.num_local, device=self.device).repeat(self.num_ranks)
         local = torch.repeat_interleave(local, received.flatten())
         by_expert = torch.argsort(local, stable=True)
         y = self._experts(rows[by_expert], local[by_expert], probs[by_expert])
         back = torch.empty_like(y).index_copy(0, by_expert, y)
-        home = _AllToAll.apply(back, num_received, num_sent)
+        home = AllToAll.apply(back, num_received, num_sent)
         total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.device)
         return total.index_add(0, token, home.float()).to(self.x.dtype)
 
     def _deepep(self) -> Tensor:
-        received, recv_idx, recv_weights, handle = _Dispatch.apply(
+        received, recv_idx, recv_weights, handle = Dispatch.apply(
             self.x, self.topk_idx, self.weights, self.settings.experts, self.buffer
         )
         row, column = torch.nonzero(recv_idx >= 0, as_tuple=True)
@@ -344,17 +253,17 @@ class _Megatron(_Path):
         row, column, local = row[order], column[order], local[order]
         y = self._experts(received[row], local, recv_weights[row, column])
         sums = torch.zeros(received.shape, dtype=torch.float32, device=self.device).index_add(0, row, y.float())
-        combined: Tensor = _Combine.apply(sums.to(received.dtype), handle, self.buffer)
+        combined: Tensor = Combine.apply(sums.to(received.dtype), handle, self.buffer)
         return combined
 
     def _hybridep(self, is_fused: bool) -> Tensor:
         shape = len(self.x), self.settings.experts
         routing_map = torch.zeros(shape, dtype=torch.bool, device=self.device).scatter(1, self.topk_idx, True)
         probs = torch.zeros(shape, device=self.device).scatter(1, self.topk_idx, self.weights)
-        rows, row_probs, counts, handle = _PermutingDispatch.apply(self.x, routing_map, probs, is_fused, self.buffer)
+        rows, row_probs, counts, handle = PermutingDispatch.apply(self.x, routing_map, probs, is_fused, self.buffer)
         local = torch.arange(self.num_local, device=self.device)
         local = torch.repeat_interleave(local, counts.to(self.device), output_size=len(rows))
-        combined: Tensor = _PermutingCombine.apply(self._experts(rows, local, row_probs), handle, is_fused, self.buffer)
+        combined: Tensor = PermutingCombine.apply(self._experts(rows, local, row_probs), handle, is_fused, self.buffer)
         return combined
 
 
@@ -514,7 +423,7 @@ class _Prefill(_Path):
     def combine(self, handle: Any) -> Tensor:
         if self.way.name == BASELINE:
             token, num_sent, num_received = handle
-            home = _all_to_all(self.outputs, num_received, num_sent)
+            home = all_to_all(self.outputs, num_received, num_sent)
             total = torch.zeros(self.batch.x.shape, dtype=torch.float32, device=self.device)
             return total.index_add_(0, token, home.float()).to(torch.bfloat16)
         combined, _, event = self.buffer.combine(
@@ -536,10 +445,10 @@ class _Prefill(_Path):
         dist.all_to_all_single(received, counts)
         num_sent, num_received = counts.tolist(), received.tolist()
         token = torch.nonzero(goes.t())[:, 1]
-        data = _all_to_all(self.rows[0].view(torch.uint8)[token], num_sent, num_received).view(self.rows[0].dtype)
-        scales = _all_to_all(self.rows[1][token], num_sent, num_received)
+        data = all_to_all(self.rows[0].view(torch.uint8)[token], num_sent, num_received).view(self.rows[0].dtype)
+        scales = all_to_all(self.rows[1][token], num_sent, num_received)
         for column in (self.batch.topk_idx, self.batch.topk_weights):
-            _all_to_all(column[token], num_sent, num_received)
+            all_to_all(column[token], num_sent, num_received)
         return (data, scales), (token, num_sent, num_received)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.battery.cases import Case
-from tests.battery.low_latency import blocks_of, late_experts
+from tests.battery.signals import blocks_of, late_experts
 
 __all__ = [
     "ROOT",

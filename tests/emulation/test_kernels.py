@@ -148,11 +148,11 @@ def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: st
     ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
 )
 def test_low_latency_combine_beside_experts(run_emulated: RunEmulated, kind: str, use_logfmt: bool) -> None:
-    run_emulated(2, "battery.low_latency.check_signals", kind, use_logfmt)
+    run_emulated(2, "battery.signals.check_signals", kind, use_logfmt)
 
 
 def test_a_signal_of_experts_that_does_not_come(run_emulated: RunEmulated) -> None:
-    run_emulated(3, "battery.low_latency.check_missing_signal", 4.0)
+    run_emulated(3, "battery.signals.check_missing_signal", 4.0)
 
 
 def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:

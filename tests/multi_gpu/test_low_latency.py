@@ -9,6 +9,7 @@ import torch
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency as battery
+from tests.battery import signals
 from tests.battery.cases import LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.multi_gpu import low_latency
@@ -73,12 +74,12 @@ def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
     ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
 )
 def test_combine_beside_experts(run_gpus: RunGpus, kind: str, use_logfmt: bool) -> None:
-    run_gpus(NUM_GPUS, battery.check_signals, kind, use_logfmt, "cuda")
+    run_gpus(NUM_GPUS, signals.check_signals, kind, use_logfmt, "cuda")
 
 
 @needs_peer
 def test_a_signal_of_experts_that_does_not_come(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, battery.check_missing_signal, 4.0, "cuda")
+    run_gpus(NUM_GPUS, signals.check_missing_signal, 4.0, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.battery import hybrid, low_latency, normal, other_calls
+from tests.battery import hybrid, low_latency, normal, other_calls, signals
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.conftest import RunRanks
 
@@ -84,11 +84,11 @@ def test_tokens_with_many_experts(run_ranks: RunRanks, case: Case) -> None:
     ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
 )
 def test_low_latency_combine_beside_experts(run_ranks: RunRanks, kind: str, use_logfmt: bool) -> None:
-    run_ranks(2, low_latency.check_signals, kind, use_logfmt)
+    run_ranks(2, signals.check_signals, kind, use_logfmt)
 
 
 def test_a_signal_of_experts_that_does_not_come(run_ranks: RunRanks) -> None:
-    run_ranks(3, low_latency.check_missing_signal, 3.0)
+    run_ranks(3, signals.check_missing_signal, 3.0)
 
 
 @pytest.mark.parametrize("case", LOGFMT_CASES, ids=lambda case: case.id)
