@@ -145,7 +145,7 @@ class Rank:
         shape, native, rank = self.shape, self.native, self.grid.rank
         num_local = shape.num_experts // shape.num_ranks
         held_capacity = (shape.num_domains - 1) * shape.num_tokens
-        plan = native.BetweenDispatchPlan(
+        plan = native.DispatchShape(
             makes_route=True,
             num_tokens=shape.num_tokens,
             num_topk=shape.num_topk,
@@ -181,7 +181,7 @@ class Rank:
             held_capacity=held_capacity,
         )
         route, counts = Memory(4 * num_ints), Memory(4 * num_local)
-        ticket = self.between.dispatch(
+        counts_epoch = self.between.dispatch(
             plan=plan,
             rows=rows.address,
             topk_idx=topk_idx.address,
@@ -194,11 +194,11 @@ class Rank:
             stream=0,
         )
         self._num_dispatches += 1
-        told = self.communicator.wait_for_counts_between(ticket, 0, counts.address, num_local)
+        told = self.communicator.wait_for_counts(counts_epoch, 0, counts.address, num_local)
         self.raise_fault()
         assert told is not None, "the kernel has told nothing, and there is no fault"
-        needs_room, num_recv, *_ = told
-        assert not needs_room
+        needs_capacity, num_recv, *_ = told
+        assert not needs_capacity
         received = self._check_received(num_recv, seed)
         out, own_sums = (Memory(2 * shape.hidden * shape.num_tokens) for _ in range(2))
         combine = native.BetweenCombinePlan(
