@@ -7,6 +7,9 @@ dead, stopped, or does something else, and it is the one to name.
 
 What a rank wrote before it was killed or stopped is still there. Therefore a note that says "waits" counts only if it
 goes on being written.
+
+Ranks that call two buffers in different orders wait for each other in both. So a rank that waits writes the number of
+its buffer, too, where all buffers of the group look.
 """
 
 from __future__ import annotations
@@ -31,14 +34,26 @@ class Blame:
         board: of one connection of the group; None: no other rank can be asked.
         rank: this rank.
         timeout_s: the whole time of a wait, with the search for who is to blame.
+        group_board: of all buffers of the group; None: there is no other.
+        number: of this buffer on the group.
 
     Attributes:
         grace_s: for how long a rank that writes nothing is listened to.
         wait_s: what is left of the timeout for the wait.
     """
 
-    def __init__(self, board: Board | None, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        board: Board | None,
+        rank: int,
+        timeout_s: float,
+        *,
+        group_board: Board | None = None,
+        number: int = 0,
+    ) -> None:
         self._board, self._rank = board, rank
+        self._group_board, self._number = group_board, number
+        self._seen: dict[int, str | None] = {}  # the first note about its buffer that each peer had in a wait for it
         self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
         self.wait_s = timeout_s - 1.5 * self.grace_s  # a messenger or two are asked before the grace begins
         self._lock = threading.Lock()
@@ -90,6 +105,19 @@ class Blame:
             pass
         return suspect
 
+    def other_buffer(self, peer: int) -> int | None:
+        """Returns in which other buffer of the group `peer` has waited while this rank waited for it; None: in none."""
+        if self._group_board is None or peer not in self._seen:
+            return None
+        try:
+            note = self._group_board.read(self._key(peer))
+        except StoreLostError:
+            return None
+        if note is None or note == self._seen[peer]:
+            return None
+        number = int(note.split()[0])
+        return None if number == self._number else number
+
     def _named_by(self, rank: int) -> int | None:
         """Returns whom a rank has lost or waits for; None if it writes nothing for as long as it is listened to."""
         assert self._board is not None
@@ -114,7 +142,21 @@ class Blame:
             if num_waits == num_waits_before:
                 self._num_beats += 1
                 self._write(f"waits {peer} {self._num_beats}")
+                self._tell_group(peer)
+            else:
+                self._seen.clear()
             return num_waits
+
+    def _tell_group(self, peer: int) -> None:
+        """Writes in which buffer this rank waits, and looks where `peer` does."""
+        if self._group_board is None:
+            return
+        try:
+            self._group_board.write(self._key(self._rank), f"{self._number} {self._num_beats}")
+            if peer not in self._seen:
+                self._seen[peer] = self._group_board.read(self._key(peer))
+        except StoreLostError:
+            self._group_board = None
 
     def _write(self, note: str) -> None:
         assert self._board is not None

@@ -344,6 +344,12 @@ class Exchange:
             detail = f"rank {first.peer} gave up on it first"
         error = TransportError(where, self.grid.rank, peer, detail)
         if "imed out" in str(first.error):
+            other = self._blame.other_buffer(peer)
+            if other is not None:
+                detail = (
+                    f"it has waited in a call of another buffer, whose number on the group is {other} there and "
+                    f"{self.number} here; allowed: the same order on every rank, or a thread for each buffer"
+                )
             error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=self._timeout_s)
         if self._link is not None:
             self.close()
@@ -360,7 +366,8 @@ class Exchange:
         assert self._group is not None
         board = self._board.at(f"connections {self._generation}")
         self._lost, self._members = None, members
-        self._blame = Blame(board, self.grid.rank, self._timeout_s)
+        everywhere = Board.of(self._group)
+        self._blame = Blame(board, self.grid.rank, self._timeout_s, group_board=everywhere, number=self.number)
         try:
             self._link = Link(self._group, members, self.grid.rank, board, self._blame.wait_s)
         except (RuntimeError, StoreLostError) as error:

@@ -4,6 +4,7 @@ rows.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -159,6 +160,24 @@ def _other_order() -> bool:
 
 def test_a_thread_per_buffer(run_ranks: RunRanks) -> None:
     assert run_ranks(2, _other_order) == [True, True]
+
+
+def _wait_for_each_other() -> str:
+    """A then B at rank 0, B then A at rank 1, in one thread: neither call can end."""
+    with Buffer(timeout_s=3) as a, Buffer(timeout_s=3) as b:
+        first = (a, b)[dist.get_rank()]
+        with pytest.raises(TimeoutError) as told:
+            _send(first, _x(128), 2)
+        assert told.value.peer == 1 - dist.get_rank()
+        return told.value.detail
+
+
+def test_buffers_in_another_order_are_told(run_ranks: RunRanks) -> None:
+    words = "it has waited in a call of another buffer, whose number on the group is {} there and {} here; allowed: "
+    for rank, told in enumerate(run_ranks(2, _wait_for_each_other)):
+        theirs, mine = re.findall(r"(\d+) (?:here|there)", told)
+        assert int(theirs) - int(mine) == (1, -1)[rank]
+        assert words.format(theirs, mine) in told
 
 
 def _handles_of_two_buffers() -> str:
