@@ -41,6 +41,7 @@ from hybrid_ep.engine.calls import (
     Routing,
     Rows,
 )
+from hybrid_ep.engine.board import Board, StoreLostError
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -54,6 +55,7 @@ from hybrid_ep.engine.cuda_route import (
     aligned,
     aligned_rows,
 )
+from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -123,6 +125,9 @@ class CudaEngine(Engine):
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
         self._low_latency.lost = self._torch.lost = self.lost
+        self._board = None if group is None else Board.of(group).at(f"buffer {number}")
+        self._num_cleanings = 0
+        self._losses = self._new_losses()
 
     @property
     def memory_bytes(self) -> int:
@@ -245,6 +250,35 @@ class CudaEngine(Engine):
         self._torch.set_masked(ranks, masked)
         self._low_latency.set_masked(ranks, masked)
 
+    def leave_out(self, peer: int) -> None:
+        if self._low_latency.refusal is not None:
+            return
+        self.set_masked([peer], True)
+        if self.only_masks_lost or self._losses is None:
+            return
+        where, rank = "low-latency calls", self.grid.rank
+        try:
+            writer = self._losses.report(peer)
+        except StoreLostError as error:
+            detail = f"who is left cannot be agreed on: the store of the process group is lost ({error})"
+            self._low_latency.refusal = TransportError(where, rank, None, detail)
+            return
+        if writer is None:
+            self.set_masked(self._losses.left_out, True)
+            return
+        detail = "the other ranks went on without this one, which was late"
+        self._low_latency.refusal = TransportError(where, rank, writer, detail)
+        self.set_masked(range(self.grid.num_ranks), False)  # whom it meets again
+
+    def _new_losses(self, number: int = 0) -> Losses | None:
+        """A log for the calls after a cleaning, or after a meeting in which ranks have agreed on a number."""
+        if self._board is None:
+            return None
+        return Losses(self._board.at(f"losses {self._num_cleanings} {number}"), self.grid.rank)
+
+    def _forget_losses(self, number: int = 0) -> None:
+        self._low_latency.refusal, self._losses = None, self._new_losses(number)
+
     def masked(self) -> Tensor:
         self._raise_late()
         self._low_latency.note_losses()
@@ -255,6 +289,8 @@ class CudaEngine(Engine):
         if isinstance(self._late, TimeoutError):
             self._late = None
         self._torch.clean()
+        self._num_cleanings += 1
+        self._forget_losses()
         self._low_latency.clean()
 
     @property
@@ -275,6 +311,7 @@ class CudaEngine(Engine):
         self._low_latency.raise_fault(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
         self._torch.barrier()
+        self._forget_losses(self._torch.take_number())
         self._low_latency.reset()
         torch.cuda.synchronize(self.device)
         self._torch.barrier()

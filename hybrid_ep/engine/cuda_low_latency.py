@@ -178,6 +178,7 @@ class CudaLowLatency:
         only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which is told one
             at a time, takes masks back, so that the next call tells it of another.
         lost: ranks that errors have named.
+        refusal: why no call may be made any more, nor a hook be called; None: they may.
 
     Args:
         roll_call: of the ranks of the domain.
@@ -197,7 +198,7 @@ class CudaLowLatency:
     ) -> None:
         self._roll_call, self._grid, self._device = roll_call, grid, device
         self._communicator, self._order = communicator, order
-        self._is_closed = False
+        self.refusal: HybridEPError | None = None
         self._index: int = device.index
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
@@ -488,7 +489,7 @@ class CudaLowLatency:
 
     def close(self) -> None:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
-        self._is_closed = True
+        self.refusal = ClosedError("the hook of a low-latency call was called after its buffer was closed")
         self._regions.clear()
         self._last_plan = None
 
@@ -499,8 +500,8 @@ class CudaLowLatency:
 
     def _begin(self) -> int:
         """Makes up for masks that a capture could not upload, and returns the stream of the next launch."""
-        if self._is_closed:
-            raise ClosedError("the hook of a low-latency call was called after its buffer was closed")
+        if self.refusal is not None:
+            raise type(self.refusal)(*self.refusal.args)
         if self._has_stale_masks:
             self.upload_masks()
         return self._order.begin_low_latency()

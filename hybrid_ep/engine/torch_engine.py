@@ -296,6 +296,10 @@ class TorchEngine(Engine):
     def barrier(self) -> None:
         self._exchange.barrier()
 
+    def take_number(self) -> int:
+        """Local: the number of a new call; right after `barrier`, one that all who met there get, and never again."""
+        return self._exchange.take_number()
+
     def raise_pending(self) -> None:
         """Nothing: each call raises what it comes upon."""
 

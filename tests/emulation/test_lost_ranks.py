@@ -13,6 +13,7 @@ import pytest
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.emulation.engine import run
+from tests.multi_gpu.lost_ranks import CALLS_IN_A_ROW
 
 NUM_RANKS = 3
 TIMEOUT_S = 8.0  # above the longest call of ranks that share two cores
@@ -42,6 +43,29 @@ def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tu
 def test_survivors_name_the_lost_rank(emulated_module: Path, kind: str, seed: int) -> None:
     lost, named = _lose_one(emulated_module, low_latency=kind != "normal", shrink=kind == "shrink", seed=seed)
     assert named == [lost] * (NUM_RANKS - 1)
+
+
+def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> None:
+    run_here = functools.partial(run, str(emulated_module), 1)
+    with VirtualCluster(NUM_RANKS) as cluster:
+        join = ("multi_gpu.lost_ranks.join", list(range(NUM_RANKS)), True, True, TIMEOUT_S)
+        cluster.run(run_here, *join, limit_s=LIMIT_S)
+        late = 1
+        cluster.start(run_here, "multi_gpu.lost_ranks.go_on_together", late)
+        time.sleep(1.0)
+        os.kill(cluster.process_id(late), signal.SIGSTOP)
+        time.sleep(1.5 * TIMEOUT_S)
+        os.kill(cluster.process_id(late), signal.SIGCONT)
+        results = cluster.collect(limit_s=2 * LIMIT_S)
+        for rank in {0, 2}:
+            told, status = results[rank]
+            assert len(told) == 1
+            assert f"rank {rank} waited {TIMEOUT_S:g} s for rank {late}" in told[0]
+            assert status == [0, 1, 0]
+        told, _ = results[late]
+        assert "the other ranks went on without this one, which was late" in told[-1]
+        assert told[1:] == [told[-1]] * (CALLS_IN_A_ROW - 1)
+        cluster.run(run_here, "multi_gpu.lost_ranks.meet_again", limit_s=LIMIT_S)
 
 
 def test_rows_that_one_cta_has_dropped_are_not_announced(emulated_module: Path) -> None:

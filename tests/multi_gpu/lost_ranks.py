@@ -24,7 +24,7 @@ from tests.multi_gpu.random_routings import (
     draw_tokens,
 )
 
-__all__ = ["call_until_lost", "go_on_without", "join", "lose_one_that_reached_some"]
+__all__ = ["call_until_lost", "go_on_together", "go_on_without", "join", "lose_one_that_reached_some", "meet_again"]
 
 NUM_DRAWS = 3
 CALLS_IN_A_ROW = 50
@@ -96,6 +96,38 @@ def go_on_without() -> int:
         _low_latency_calls(team, CALLS_AFTER_LOSS)
         _check_gpu()
         return team.members[_peer(error)]
+
+
+def go_on_together(late: int) -> tuple[list[str], list[int]]:
+    """Calls while one rank stands still for too long; returns what each failed call said, and the masks at the end.
+
+    The rank that stood still calls until it is told that the others went on, and then a few times more.
+    """
+    team, told = _teams[-1], []
+    num_right = 0
+    while num_right < CALLS_AFTER_LOSS and len(told) < CALLS_IN_A_ROW:
+        try:
+            _low_latency_calls(team, 1)
+        except hybrid_ep.TransportError as error:
+            told.append(str(error))
+            if error.peer is not None and team.buffer.rank != late:
+                team.lost.add(error.peer)
+            num_right = 0
+        else:
+            num_right += bool(told)
+    status = torch.zeros(len(team.members), dtype=torch.int32, device=current_device())
+    team.buffer.low_latency_query_mask_buffer(status)
+    return told, status.tolist()
+
+
+def meet_again() -> None:
+    """Takes all ranks back in, and calls."""
+    team = _teams[-1]
+    team.lost.clear()
+    team.buffer.low_latency_clean_mask_buffer()
+    sent = team.pool[0]
+    team.buffer.clean_low_latency_buffer(8, sent.x[0].shape[1], sent.num_experts)
+    _low_latency_calls(team, CALLS_AFTER_LOSS)
 
 
 def lose_one_that_reached_some(members: list[int]) -> str:

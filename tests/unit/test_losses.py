@@ -1,0 +1,53 @@
+"""The log of lost ranks: whatever the order of reports, ranks that go on have lost nobody who goes on."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_ep.engine.board import Board, StoreLostError
+from hybrid_ep.engine.losses import Losses
+
+
+def _board() -> Board:
+    return Board(dist.HashStore(), "losses")
+
+
+def test_who_is_in_the_log_is_told_so_and_others_read_on() -> None:
+    board = _board()
+    logs = [Losses(board, rank) for rank in range(4)]
+    assert logs[0].report(2) is None
+    assert logs[1].report(3) is None
+    assert logs[1].left_out == {2, 3}
+    assert logs[2].report(0) == 0
+    assert logs[3].report(2) == 1
+    assert logs[0].report(2) is None
+    assert logs[0].left_out == {2, 3}
+
+
+@pytest.mark.parametrize("order", itertools.permutations([(0, 1), (1, 0), (1, 2), (2, 1), (0, 2)]))
+def test_ranks_that_blame_each_other_do_not_both_go_on(order: tuple[tuple[int, int], ...]) -> None:
+    board = _board()
+    logs = [Losses(board, rank) for rank in range(3)]
+    told: set[int] = set()
+    for rank, peer in order:
+        if rank not in told and logs[rank].report(peer) is not None:
+            told.add(rank)
+    first_lost = order[0][1]  # it is in the log, so that this only reads on
+    told |= {rank for rank in {0, 1, 2} - told if logs[rank].report(first_lost) is not None}
+    alive = {0, 1, 2} - told
+    assert alive
+    assert all(logs[rank].left_out == told for rank in alive)
+
+
+def test_a_store_that_is_lost_is_told() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=5))
+    log = Losses(Board(client, "losses"), 1)
+    assert log.report(0) is None
+    del store
+    with pytest.raises(StoreLostError):
+        log.report(2)
