@@ -26,6 +26,7 @@ from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import Engine
+from hybrid_ep.engine.board import Board, StoreLostError
 from hybrid_ep.engine.calls import (
     Combined,
     CombineRequest,
@@ -41,7 +42,6 @@ from hybrid_ep.engine.calls import (
     Routing,
     Rows,
 )
-from hybrid_ep.engine.board import Board, StoreLostError
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
