@@ -148,6 +148,7 @@ def verbs_proxy(
     unordered: bool = False,
     timeout_s: float = 100.0,
     memory: int = 0,
+    window_only: bool = False,
     num_fifos: int = 8,
     device: int = 0,
     cpus: Sequence[int] = (),

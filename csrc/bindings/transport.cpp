@@ -50,10 +50,11 @@ std::unique_ptr<Proxy> tcp_proxy(const LinkLayout& layout, const std::string& ho
 std::unique_ptr<Proxy> verbs_proxy(const LinkLayout& layout, std::vector<std::string> devices, int port, int gid_index,
                                    int service_level, int traffic_class, int mtu_bytes, int num_queue_pairs,
                                    bool relaxed_ordering, bool unordered, double timeout_s, uintptr_t memory,
-                                   int num_fifos, int device, std::vector<int> cpus, const Faults& faults) {
+                                   bool window_only, int num_fifos, int device, std::vector<int> cpus,
+                                   const Faults& faults) {
   const VerbsOptions options{std::move(devices), port,      gid_index,       service_level,
                              traffic_class,      mtu_bytes, num_queue_pairs, relaxed_ordering,
-                             unordered,          timeout_s, memory};
+                             unordered,          timeout_s, memory,          window_only};
   return make_proxy(make_verbs_link(layout, options), num_fifos, device, std::move(cpus), faults);
 }
 
@@ -187,8 +188,8 @@ void add_transport(py::module_& module) {
              py::arg("gid_index") = -1, py::arg("service_level") = 0, py::arg("traffic_class") = 0,
              py::arg("mtu_bytes") = 0, py::arg("num_queue_pairs") = 2, py::arg("relaxed_ordering") = true,
              py::arg("unordered") = false, py::arg("timeout_s") = 100.0, py::arg("memory") = 0,
-             py::arg("num_fifos") = 8, py::arg("device") = 0, py::arg("cpus") = std::vector<int>(),
-             py::arg("faults") = Faults());
+             py::arg("window_only") = false, py::arg("num_fifos") = 8, py::arg("device") = 0,
+             py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
   module.attr("has_verbs") = kHasVerbs;
   module.def("active_verbs_devices", &active_verbs_devices, py::arg("port") = 1);
   add_host_writer(module);

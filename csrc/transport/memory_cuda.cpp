@@ -37,7 +37,13 @@ Memory allocate_device(size_t num_bytes) {
 DmaBuf export_dmabuf(uintptr_t memory, size_t num_bytes) {
   using GetHandle = CUresult (*)(void*, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long);
   DmaBuf buffer;
-  const auto get_handle = find_driver_function<GetHandle>("cuMemGetHandleForAddressRange");
+  GetHandle get_handle = nullptr;
+  try {
+    get_handle = find_driver_function<GetHandle>("cuMemGetHandleForAddressRange");  // of CUDA 11.7
+  } catch (const CudaError& error) {
+    buffer.reason = error.what();
+    return buffer;
+  }
   // The driver exports whole pages.
   const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = memory / page * page, end = (memory + num_bytes + page - 1) / page * page;

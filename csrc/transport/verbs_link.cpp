@@ -72,6 +72,7 @@ void check_options(const VerbsOptions& options) {
   const int mtu = options.mtu_bytes;
   require(mtu == 0 || (mtu >= 256 && mtu <= 4096 && (mtu & (mtu - 1)) == 0), "MTU", mtu,
           "0, 256, 512, 1024, 2048 or 4096");
+  require(!options.window_only || options.memory != 0, "memory of a window alone", options.memory, "an address");
 }
 
 class VerbsLink final : public Link {
@@ -231,20 +232,22 @@ class VerbsLink final : public Link {
 
   // GPU memory by dma-buf, by nvidia-peermem, or pinned host memory instead: whatever all NICs take.
   void register_all() {
-    const uint64_t words_bytes = sizeof(uint64_t) * layout().num_words;
+    const uint64_t window_bytes = layout().window_bytes, words_bytes = sizeof(uint64_t) * layout().num_words;
     std::string why;
     if (options_.memory != 0) {
       window_ = reinterpret_cast<uint8_t*>(options_.memory);
-      words_ = reinterpret_cast<uint64_t*>(window_ + layout().window_bytes);
-      const DmaBuf buffer = export_dmabuf(options_.memory, layout().window_bytes + words_bytes);
+      words_ = reinterpret_cast<uint64_t*>(window_ + window_bytes);
+      if (options_.window_only) take_pinned_words();
+      const DmaBuf buffer = export_dmabuf(options_.memory, window_bytes + (options_.window_only ? 0 : words_bytes));
       DmaBuf window = buffer, words = buffer;
-      window.num_bytes = layout().window_bytes;
-      words.offset += layout().window_bytes;
-      words.address += layout().window_bytes;
+      window.num_bytes = window_bytes;
+      words.offset += window_bytes;
+      words.address += window_bytes;
       words.num_bytes = words_bytes;
       const bool by_dmabuf = buffer.file >= 0 && register_each([&](VerbsDevice& device) {
                                device.window = register_dmabuf(device, window, options_.relaxed_ordering);
-                               device.words = register_dmabuf(device, words, false);
+                               device.words = options_.window_only ? register_memory(device, words_, words_bytes, false)
+                                                                   : register_dmabuf(device, words, false);
                              });
       why = "dma-buf: " + (buffer.file < 0 ? buffer.reason : std::string(std::strerror(errno)));
       if (buffer.file >= 0) ::close(buffer.file);
@@ -254,20 +257,23 @@ class VerbsLink final : public Link {
       memory_kind_ = by_dmabuf ? "GPU memory by dma-buf" : "GPU memory by nvidia-peermem";
     }
     if (!is_gpu_memory_) {
-      pinned_ = allocate_pinned(layout().window_bytes + words_bytes);
+      if (options_.window_only) throw LinkError(-1, devices_[0].name + " takes no GPU memory: " + why);
+      pinned_ = allocate_pinned(window_bytes + words_bytes);
       window_ = pinned_.get();
-      words_ = reinterpret_cast<uint64_t*>(window_ + layout().window_bytes);
+      words_ = reinterpret_cast<uint64_t*>(window_ + window_bytes);
       if (!register_windows()) refuse_memory();
       memory_kind_ = "pinned host memory" + (why.empty() ? "" : " (" + why + ")");
     }
-    if (options_.unordered && is_gpu_memory_) {  // words are written by the CPU
-      pinned_ = allocate_pinned(words_bytes);
-      words_ = reinterpret_cast<uint64_t*>(pinned_.get());
-    }
+    if (options_.unordered && is_gpu_memory_) take_pinned_words();  // they are written by the CPU
     for (VerbsDevice& device : devices_) {
       device.staged = register_memory(device, staged_.get(), staged_bytes(), false);
       if (!device.staged) refuse_memory();
     }
+  }
+
+  void take_pinned_words() {
+    pinned_ = allocate_pinned(sizeof(uint64_t) * layout().num_words);
+    words_ = reinterpret_cast<uint64_t*>(pinned_.get());
   }
 
   template <typename Register>

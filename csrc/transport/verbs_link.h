@@ -27,6 +27,7 @@ struct VerbsOptions {
   bool unordered = false;        // the network keeps no order: write with immediate
   double timeout_s = 100;        // half of it until a peer is lost
   uintptr_t memory = 0;          // GPU memory for window and words; 0: pinned host memory
+  bool window_only = false;  // of the window alone, and nothing in its place; words are pinned, for the host to read
 };
 
 // Names of the NICs whose port is active; none where the kernel has no RDMA. Throws LinkError where libibverbs is not

@@ -86,8 +86,10 @@ minutes; `--burn-seconds` sets the burn alone.
 - A bandwidth is compared with the profile (`active.*`). Without a figure there, it is compared with the median of the
   run. So one slow GPU or link shows either way.
 - The burn compares the bits of every result. Other bits are silent data corruption.
-- perftest measures GPUDirect RDMA with GPU memory. Without perftest, or if it has no CUDA, the check is `unknown`. Host
-  memory is never measured in its place.
+- perftest measures GPUDirect RDMA with GPU memory. Where perftest is missing or has no CUDA, our verbs transport does.
+  The NIC then registers GPU memory by dma-buf or nvidia-peermem. The host gives the commands. The bytes that arrived
+  are compared. If no GPU memory can be registered, the check is `unknown` and says why. Host memory is never measured
+  in its place.
 
 [Active checks](doctor_checks.md#active) lists them.
 

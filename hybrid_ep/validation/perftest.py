@@ -3,7 +3,8 @@
 Each GPU's nearest NIC on one node writes to the NIC at the same position on the other. NICs write one after the other,
 so that the sum does not hide a slow path: one way, both ways, and small messages for the latency. Then all write at
 once. Others, for storage and management, may be in networks in which nodes do not meet. Bandwidth is of GPU memory if
-there are GPUs and perftest knows CUDA. The result says which memory it was.
+both nodes have GPUs: by perftest where both know CUDA, else by the verbs transport (nic_meeting.py). The result says
+which memory it was, and what measured.
 
 Rank 0 listens. Rank 1 connects, again and again until the listener is there, and reports. A NIC that fails the first
 measurement is left out of the others, on both sides.
@@ -21,7 +22,24 @@ from typing import Any, NamedTuple
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.topology import Topology
 
-__all__ = ["FIRST_PORT", "listen", "write_to"]
+__all__ = [
+    "AT_ONCE",
+    "BOTH_WAYS",
+    "FIRST_PORT",
+    "LATENCY",
+    "ONE_WAY",
+    "Memory",
+    "Step",
+    "choose_memory",
+    "listen",
+    "listen_once",
+    "metrics_of",
+    "nearest_gpus",
+    "nics_of_gpus",
+    "perftest_obstacle",
+    "write_once",
+    "write_to",
+]
 
 FIRST_PORT = 18515  # perftest's own default; each measurement of each NIC has a port of its own
 _BANDWIDTH, _LATENCY = "ib_write_bw", "ib_write_lat"
@@ -30,7 +48,7 @@ _MESSAGE_BYTES = 1 << 20
 _SECONDS = 2
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """One measurement of one NIC.
 
     Attributes:
@@ -49,27 +67,56 @@ class _Step(NamedTuple):
 
 
 _OF_BANDWIDTH = (f"--size={_MESSAGE_BYTES}", f"--duration={_SECONDS}", "--report_gbits")
-_STEPS = (
-    _Step("write", _BANDWIDTH, _OF_BANDWIDTH, 3, "Gb/s"),
-    _Step("write both ways", _BANDWIDTH, (*_OF_BANDWIDTH, "--bidirectional"), 3, "Gb/s"),
-    _Step("latency", _LATENCY, ("--size=8", "--iters=1000"), 4, "µs"),  # the typical one
-)
-_AT_ONCE = _Step("write at once", _BANDWIDTH, _OF_BANDWIDTH, 3, "Gb/s")
+ONE_WAY = Step("write", _BANDWIDTH, _OF_BANDWIDTH, 3, "Gb/s")
+BOTH_WAYS = Step("write both ways", _BANDWIDTH, (*_OF_BANDWIDTH, "--bidirectional"), 3, "Gb/s")
+LATENCY = Step("latency", _LATENCY, ("--size=8", "--iters=1000"), 4, "µs")  # the typical one
+AT_ONCE = Step("write at once", _BANDWIDTH, _OF_BANDWIDTH, 3, "Gb/s")
+_STEPS = (ONE_WAY, BOTH_WAYS, LATENCY)
 
 
-def listen(topology: Topology, gid_index: int | None, limit_s: float) -> None:
-    """Rank 0: listens on each NIC in turn, for at most `limit_s` each; whatever goes wrong is rank 1's to report."""
-    names, memory = _nics(topology), _memory(topology)
+class Memory(NamedTuple):
+    """Which memory is written: of GPUs (`gpus`: NIC → its nearest GPU), or the host's; and what is said of it."""
+
+    gpus: dict[str, int]
+    options: tuple[str, ...]
+    said: str
+
+
+_HOST = Memory({}, (), "host memory")
+
+
+def listen(topology: Topology, gid_index: int | None, limit_s: float, memory: Memory | None = None) -> None:
+    """Rank 0: listens on each NIC in turn, for at most `limit_s` each; whatever goes wrong is rank 1's to report.
+
+    `memory` is as in `write_to`.
+    """
+    names, memory = nics_of_gpus(topology), memory or choose_memory(topology)
     command = partial(_command, topology, memory, gid_index)
     sound = set(names)
     for step in _STEPS:
         for number, name in enumerate(names):
-            if name in sound and not _listened(command(step, name, number), limit_s) and step is _STEPS[0]:
+            if name in sound and not _listened(command(step, name, number), limit_s) and step is ONE_WAY:
                 sound.discard(name)
     with ThreadPoolExecutor(max(1, len(names))) as pool:
         for number, name in enumerate(names):
             if name in sound:
-                pool.submit(_listened, command(_AT_ONCE, name, number), limit_s)
+                pool.submit(_listened, command(AT_ONCE, name, number), limit_s)
+
+
+def listen_once(topology: Topology, gid_index: int | None, step: Step, name: str, number: int, limit_s: float) -> None:
+    """Rank 0: one measurement of one NIC, of host memory."""
+    _listened(_command(topology, _HOST, gid_index, step, name, number), limit_s)
+
+
+def write_once(
+    topology: Topology, gid_index: int | None, step: Step, name: str, number: int, limit_s: float, address: str
+) -> float:
+    """Rank 1: one measurement of one NIC, of host memory.
+
+    Raises:
+        ConfigError: it did not get through within the limit.
+    """
+    return _write(_command(topology, _HOST, gid_index, step, name, number, address), step, limit_s)
 
 
 def _listened(command: Sequence[str], limit_s: float) -> bool:
@@ -80,18 +127,27 @@ def _listened(command: Sequence[str], limit_s: float) -> bool:
         return False
 
 
-def write_to(address: str, topology: Topology, gid_index: int | None, limit_s: float) -> dict[str, Any]:
+def write_to(
+    address: str, topology: Topology, gid_index: int | None, limit_s: float, memory: Memory | None = None
+) -> dict[str, Any]:
     """Rank 1: writes from each NIC to the one that listens.
+
+    Args:
+        address: of rank 0's node.
+        topology: of this node.
+        gid_index: of Ethernet ports.
+        limit_s: for each NIC and measurement.
+        memory: that is written; None = what this node would take.
 
     Returns:
         The job's result: ``ok``, ``status``, ``reason`` and ``metrics``: of the slowest NIC ``write``,
         ``write both ways`` (Gb/s) and ``latency`` (µs), the sum ``write at once``, and each NIC's ``write``. The reason
         also says through which memory.
     """
-    names = _nics(topology)
+    names = nics_of_gpus(topology)
     if not names:
         return {"ok": True, "status": "skipped", "reason": "no active RDMA NIC on this node", "metrics": []}
-    memory = _memory(topology)
+    memory = memory or choose_memory(topology)
     command = partial(_command, topology, memory, gid_index, address=address)
     seen: dict[str, dict[str, float]] = {}
     faults: dict[str, str] = {}
@@ -107,67 +163,76 @@ def write_to(address: str, topology: Topology, gid_index: int | None, limit_s: f
                     return {"ok": False, "status": "unknown", "reason": reason, "metrics": []}
                 break
             except ConfigError as error:
-                faults[name] = f"{step.metric}: {error}" if step is not _STEPS[0] else str(error)
+                faults[name] = f"{step.metric}: {error}" if step is not ONE_WAY else str(error)
             else:
                 seen.setdefault(step.metric, {})[name] = value
     sound = [(number, name) for number, name in enumerate(names) if name not in faults]
     with ThreadPoolExecutor(max(1, len(sound))) as pool:
         running = {
-            name: pool.submit(_write, command(_AT_ONCE, name, number), _AT_ONCE, limit_s) for number, name in sound
+            name: pool.submit(_write, command(AT_ONCE, name, number), AT_ONCE, limit_s) for number, name in sound
         }
         for name, figure in running.items():
             try:
-                seen.setdefault(_AT_ONCE.metric, {})[name] = figure.result()
+                seen.setdefault(AT_ONCE.metric, {})[name] = figure.result()
             except ConfigError as error:
-                faults[name] = f"{_AT_ONCE.metric}: {error}"
+                faults[name] = f"{AT_ONCE.metric}: {error}"
     reason = "; ".join([*(f"{name}: {fault}" for name, fault in faults.items()), memory.said])
     return {
         "ok": not faults,
         "status": "fail" if faults else "pass",
         "reason": reason,
-        "metrics": _metrics(seen),
+        "metrics": metrics_of(seen),
     }
 
 
-def _metrics(seen: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+def metrics_of(seen: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
     """The worst NIC of each measurement, the sum of those at once, and each NIC's `write`."""
     found = []
-    for step in (*_STEPS, _AT_ONCE):
+    for step in (*_STEPS, AT_ONCE):
         if values := seen.get(step.metric, {}).values():
-            value = sum(values) if step is _AT_ONCE else max(values) if step.unit == "µs" else min(values)
+            value = sum(values) if step is AT_ONCE else max(values) if step.unit == "µs" else min(values)
             found.append({"name": step.metric, "value": value, "unit": step.unit})
-    each = seen.get(_STEPS[0].metric, {}).items()
-    return found + [{"name": f"{_STEPS[0].metric} {name}", "value": value, "unit": "Gb/s"} for name, value in each]
+    each = seen.get(ONE_WAY.metric, {}).items()
+    return found + [{"name": f"{ONE_WAY.metric} {name}", "value": value, "unit": "Gb/s"} for name, value in each]
 
 
-class _Memory(NamedTuple):
-    """Which memory is written: of GPUs (`gpus`: NIC → its nearest GPU), or the host's; and what is said of it."""
+def perftest_obstacle() -> str:
+    """Why perftest cannot use GPU memory here; empty where it can."""
+    usage = _usage()
+    if usage is None:
+        return f"{_BANDWIDTH} is not installed (package perftest)"
+    return "" if "--use_cuda" in usage else f"{_BANDWIDTH} was built without CUDA"
 
-    gpus: dict[str, int]
-    options: tuple[str, ...]
-    said: str
 
-
-def _memory(topology: Topology) -> _Memory:
-    """GPU memory where there is any and perftest can use it; host memory is never passed off as it."""
-    if not topology.gpus:
-        return _Memory({}, (), "host memory")
+def _usage() -> str | None:
     try:
         shown = subprocess.run([_BANDWIDTH, "--help"], capture_output=True, text=True, errors="replace", check=False)
     except FileNotFoundError:
-        return _Memory({}, (), "host memory")
-    usage = shown.stdout + shown.stderr
+        return None
+    return shown.stdout + shown.stderr
+
+
+def choose_memory(topology: Topology) -> Memory:
+    """GPU memory where there is any and perftest can use it; host memory is never passed off as it."""
+    usage = _usage() if topology.gpus else None
+    if usage is None:
+        return _HOST
     if "--use_cuda" not in usage:
-        return _Memory({}, (), f"host memory: {_BANDWIDTH} was built without CUDA")
-    nearest = {
+        return Memory({}, (), f"host memory: {perftest_obstacle()}")
+    options = ("--use_cuda_dmabuf",) if "--use_cuda_dmabuf" in usage else ()
+    return Memory(nearest_gpus(topology), options, "GPU memory")
+
+
+def nearest_gpus(topology: Topology) -> dict[str, int]:
+    """NIC → the position of its nearest GPU."""
+    return {
         nic.name: min(range(len(topology.gpus)), key=lambda gpu, column=column: topology.nic_distances[gpu][column])  # type: ignore[misc]
         for column, nic in enumerate(topology.nics)
     }
-    dmabuf = "--use_cuda_dmabuf" in usage
-    return _Memory(nearest, ("--use_cuda_dmabuf",) if dmabuf else (), "GPU memory")
 
 
-def _nics(topology: Topology) -> list[str]:
+def nics_of_gpus(topology: Topology) -> list[str]:
+    """The active NICs that are nearest to some GPU; without GPUs all that are active."""
     active = [column for column, nic in enumerate(topology.nics) if nic.is_active]
     if topology.gpus and active:
         least = [min(row[column] for column in active) for row in topology.nic_distances]
@@ -178,14 +243,14 @@ def _nics(topology: Topology) -> list[str]:
 
 def _command(
     topology: Topology,
-    memory: _Memory,
+    memory: Memory,
     gid_index: int | None,
-    step: _Step,
+    step: Step,
     name: str,
     number: int,
     address: str | None = None,
 ) -> list[str]:
-    steps = (*_STEPS, _AT_ONCE)
+    steps = (*_STEPS, AT_ONCE)
     port = FIRST_PORT + steps.index(step) * len(topology.nics) + number
     command = [step.program, f"--ib-dev={name}", f"--port={port}", *step.options, "--CPU-freq"]
     if step.program == _BANDWIDTH and name in memory.gpus:
@@ -196,7 +261,7 @@ def _command(
     return [*command, address] if address else command
 
 
-def _write(command: Sequence[str], step: _Step, limit_s: float) -> float:
+def _write(command: Sequence[str], step: Step, limit_s: float) -> float:
     """Runs the client until it has measured.
 
     Raises:
@@ -216,7 +281,7 @@ def _write(command: Sequence[str], step: _Step, limit_s: float) -> float:
     raise ConfigError(f"no connection within {limit_s:g} s: {said}")
 
 
-def _figure(table: str, step: _Step) -> float:
+def _figure(table: str, step: Step) -> float:
     """The step's column of the row below the header."""
     lines = iter(table.splitlines())
     for line in lines:

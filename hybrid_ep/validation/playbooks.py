@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, TransportError
 
 __all__ = ["COMMANDS"]
 
@@ -90,20 +90,31 @@ def record_node_command(results: Path, host: str) -> None:
 @click.pass_context
 def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: float, sysroot: Path) -> None:
     """Measure each NIC against the other node's; as two ranks of mpirun or srun, one on each node. Prints JSON."""
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import TCPStore
+
     from hybrid_ep import env
     from hybrid_ep.bench.launch import find_launcher
     from hybrid_ep.topology import probe
-    from hybrid_ep.validation.perftest import listen, write_to
+    from hybrid_ep.transport import exchange
+    from hybrid_ep.validation.nic_meeting import measure_between
 
     launcher = find_launcher()
     if launcher is None or launcher.num_ranks != 2:
         found = f"{launcher.num_ranks} ranks of {launcher.name}" if launcher else "no ranks of mpirun or srun"
         raise ConfigError(f"there are {found}; allowed: 2, one on each node")
     topology = probe(sysroot)
-    if launcher.rank == 0:
-        listen(topology, gid_index, limit_s)
+    address, port, rank = env.MASTER_ADDR.get(), env.MASTER_PORT.get(), launcher.rank
+    try:
+        store = TCPStore(address, port, 2, rank == 0, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransportError("NIC to NIC", rank, 1 - rank, f"no meeting at {address} port {port}: {error}") from None
+    result = measure_between(rank, store, address, topology, gid_index, limit_s)
+    if rank == 0:  # it holds the store
+        exchange(store, "end", 0, (0, 1), b"", limit_s, where="NIC to NIC")
         return
-    result = write_to(env.MASTER_ADDR.get(), topology, gid_index, limit_s)
+    store.set("end/1", "+")
     click.echo("\n" + json.dumps(result, indent=2))
     ctx.exit(0 if result["ok"] else 1)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from hybrid_ep import _C
 from hybrid_ep.topology.verbs_readers import READERS
+from tests.prerequisites import require
 from tests.sim.softroce_job import STEPS, Step
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
@@ -54,6 +56,18 @@ def test_fault_is_found_by_its_check_alone(job: Path, step: Step) -> None:
     failed = {name: text for name, (status, text) in _statuses(job, step.name).items() if status != "pass"}
     assert list(failed) == [step.check_id]
     assert step.seen in failed[step.check_id]
+
+
+def test_gpudirect_measurement_writes_memory_that_the_nics_register(job: Path) -> None:
+    """Host memory stands in for the GPUs'; where a NIC takes none, that is the answer, and nothing is measured."""
+    require(_C.has_verbs, "the verbs transport (libibverbs-dev when the package was built)")
+    found = json.loads((job / "gpu_direct.json").read_text())
+    refused = found.pop("refused")
+    assert refused == "rxe0 port 1 takes no GPU memory: dma-buf: host memory has none; nvidia-peermem: Bad address"
+    assert list(found) == ["taken, one way", "taken, both ways"]
+    for written in found.values():
+        assert (written["num_wrong"], written["by"]) == (0, "by the verbs transport")
+        assert written["gbytes_per_s"] > 0
 
 
 def test_both_readers_give_the_same_facts(job: Path) -> None:

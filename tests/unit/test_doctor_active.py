@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from hybrid_ep.doctor import Node, Profile, Result, Status, Unreadable, load_profile
-from hybrid_ep.doctor.active import TorchMachine, examine_actively
+from hybrid_ep.doctor.active import TorchMachine, examine_actively, gpu_direct, measure
+from hybrid_ep.doctor.active.gpu_direct import Written, write_by_verbs
 from hybrid_ep.doctor.active.judge import ACTIVE_CHECKS, judge_burn, judge_rates, judge_rdma
 from hybrid_ep.doctor.active.measure import Burn, write_over_rdma
+from tests.sim.gpu_direct import Ends, Native
 
 _SOUND = Burn(tflops=700.0, checksums=(1234,), celsius=70, watts=690, mhz=1700)
 
@@ -149,13 +151,50 @@ def test_memory_pattern_sees_a_bit_that_sticks(monkeypatch: pytest.MonkeyPatch) 
     assert bad > 0
 
 
-def test_rdma_without_perftest_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+_PAIR = (0, "mlx5_0", 1, "mlx5_1")
+
+
+def test_rdma_without_perftest_or_its_cuda_is_measured_by_the_verbs_transport(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unreadable, match="ib_write_bw is not installed"):
-        write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], None, bidirectional=False)
+    ends = Ends(Native())
+    monkeypatch.setattr(gpu_direct, "open_gpu_end", ends)
+    monkeypatch.setattr(measure, "_RDMA_SECONDS", 0.1)
+    (found,) = write_over_rdma([_PAIR], 3, bidirectional=False)
+    assert (found.by, found.num_wrong, found.gbytes_per_s > 0) == ("by the verbs transport", 0, True)
+    asked = [(one["devices"], one["gid_index"], one["window_only"], one["device"]) for one in ends.native.asked]
+    assert asked == [(["mlx5_0"], 3, True, 0), (["mlx5_1"], 3, True, 1)]
     _program(tmp_path, "echo 'Usage: ib_write_bw [options]'")
-    with pytest.raises(Unreadable, match="built without CUDA: it cannot use GPU memory"):
-        write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], None, bidirectional=False)
+    both, again = write_over_rdma([_PAIR, (1, "mlx5_1", 0, "mlx5_0")], None, bidirectional=True)
+    assert min(both.gbytes_per_s, again.gbytes_per_s) > 0
+    assert {one["gid_index"] for one in ends.native.asked[2:]} == {-1}
+
+
+def test_gpu_memory_that_no_nic_takes_is_unknown_and_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    why = "mlx5_0 port 1 takes no GPU memory: dma-buf: error 801; nvidia-peermem: Bad address"
+    monkeypatch.setattr(gpu_direct, "open_gpu_end", Ends(Native(refuses=why)))
+    with pytest.raises(Unreadable, match=f"ib_write_bw is not installed; by the verbs transport: {why}"):
+        write_over_rdma([_PAIR], None, bidirectional=False)
+    _program(tmp_path, "echo 'Usage: ib_write_bw [options]'")
+    with pytest.raises(Unreadable, match=f"ib_write_bw was built without CUDA; by the verbs transport: {why}"):
+        write_over_rdma([_PAIR], None, bidirectional=False)
+
+
+def test_bytes_that_arrive_otherwise_are_counted() -> None:
+    ends = Ends(Native(), num_wrong=1)
+    (one_way,) = write_by_verbs([_PAIR], None, bidirectional=False, seconds=0.05, open_end=ends)
+    (both,) = write_by_verbs([_PAIR], None, bidirectional=True, seconds=0.05, open_end=ends)
+    assert (one_way.num_wrong, both.num_wrong) == (1, 2)
+
+
+def test_nic_that_loses_chunks_is_unknown_in_time() -> None:
+    ends = Ends(Native(seed=1, lost_fraction=0.9), timeout_s=0.3)
+    with pytest.raises(Unreadable, match=r"chunks sent, \d+ come in 0\.3 s"):
+        write_by_verbs([_PAIR], None, bidirectional=False, seconds=0.05, open_end=ends)
 
 
 _FIGURES = "printf ' #bytes #iterations BW peak[Gb/sec] average MsgRate\\n 1048576 9000 0.00 %s 0.04\\n'"
@@ -167,14 +206,15 @@ def test_rdma_reads_perftests_figures(
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     _program(tmp_path, f'case "$*" in *--help*) echo "--use_cuda=<gpu> --use_cuda_dmabuf";; *) {script};; esac')
-    assert write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], 3, bidirectional=False) == [pytest.approx(expected)]
+    (found,) = write_over_rdma([_PAIR], 3, bidirectional=False)
+    assert (found.gbytes_per_s, found.by) == (pytest.approx(expected), "by perftest")
 
 
 def test_rdma_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     _program(tmp_path, 'case "$*" in *--help*) echo --use_cuda;; *) echo "Couldn\'t allocate MR"; exit 1;; esac')
     with pytest.raises(Unreadable, match=r"exit status 1, said \"Couldn't allocate MR\""):
-        write_over_rdma([(0, "mlx5_0", 1, "mlx5_1")], None, bidirectional=True)
+        write_over_rdma([_PAIR], None, bidirectional=True)
 
 
 def test_slow_nic_is_named(tmp_path: Path, profile: Profile) -> None:
@@ -182,14 +222,32 @@ def test_slow_nic_is_named(tmp_path: Path, profile: Profile) -> None:
 
     healthy("hgx-h200").write(tmp_path)
 
-    def write(pairs: list[tuple[int, str, int, str]], gid_index: int | None, *, bidirectional: bool) -> list[float]:
+    def write(pairs: list[tuple[int, str, int, str]], gid_index: int | None, *, bidirectional: bool) -> list[Written]:
         assert gid_index == 3
-        return [(20.0 if pair[3] == "mlx5_5" else 49.0) * (2 if bidirectional else 1) for pair in pairs]
+        rates = [(20.0 if pair[3] == "mlx5_5" else 49.0) * (2 if bidirectional else 1) for pair in pairs]
+        return [Written(rate, by="by perftest") for rate in rates]
 
     found = judge_rdma(Node(tmp_path), profile, write)
     assert found.status is Status.FAIL
     assert "GPU 5 mlx5_5 → GPU 4 mlx5_4: 20.0 of 50.0 GB/s (the profile's)" in found.seen
     assert "mlx5_6 →" not in found.seen
+    assert found.seen.endswith(", by perftest")
+
+
+def test_nic_that_changes_bytes_is_named_although_it_is_fast(tmp_path: Path, profile: Profile) -> None:
+    from tests.sim.platforms import healthy
+
+    healthy("hgx-h200").write(tmp_path)
+
+    def write(pairs: list[tuple[int, str, int, str]], gid_index: int | None, *, bidirectional: bool) -> list[Written]:
+        wrong = int(bidirectional and pairs[0][3] == "mlx5_2")
+        return [Written(49.0 * (2 if bidirectional else 1), wrong, "by the verbs transport") for _ in pairs]
+
+    found = judge_rdma(Node(tmp_path), profile, write)
+    assert (found.status, found.seen) == (
+        Status.FAIL,
+        "GPU 2 mlx5_2 → GPU 1 mlx5_1, both ways, each: 1 chunks with other bytes, by the verbs transport",
+    )
 
 
 def _program(folder: Path, script: str) -> None:

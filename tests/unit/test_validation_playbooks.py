@@ -7,22 +7,28 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from torch.distributed import HashStore
 
 from hybrid_ep.cli import main
 from hybrid_ep.doctor import Report
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, TimeoutError
 from hybrid_ep.topology import Distance, Topology, probe
+from hybrid_ep.validation import nic_meeting
 from hybrid_ep.validation.begin import Inventory, begin_validation
 from hybrid_ep.validation.crossnode import check_domains, compare_nodes
+from hybrid_ep.validation.nic_meeting import measure_between
 from hybrid_ep.validation.perftest import listen, write_to
 from hybrid_ep.validation.record import judge_output, record
 from hybrid_ep.validation.results import read_inventory, read_job
+from tests.sim.gpu_direct import Ends, Native
 from tests.sim.platforms import healthy
 
 TRAYS = ("a", "b", "c", "d")
@@ -332,8 +338,93 @@ def test_node_without_a_nic_or_without_perftest(tmp_path: Path, monkeypatch: pyt
     assert (missing["status"], missing["reason"]) == ("unknown", "ib_write_bw is not installed (package perftest)")
 
 
+def both_ranks(topologies: Sequence[Topology], open_ends: Sequence[Ends], limit_s: float = 5.0) -> list[dict[str, Any]]:
+    """What `measure_between` says at rank 0 and at rank 1."""
+    store = HashStore()
+
+    def measure(rank: int) -> dict[str, Any]:
+        return measure_between(rank, store, "peer", topologies[rank], 3, limit_s, open_ends[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(measure, range(2)))
+
+
+@pytest.fixture
+def with_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
+    """Two NICs, and a GPU near both."""
+    monkeypatch.setattr(nic_meeting, "_SECONDS", 0.05)
+    return replace(probe(node(tmp_path)), gpus=(None,), nic_distances=((Distance.PXB, Distance.PXB),))
+
+
+def test_gpu_memory_is_measured_by_the_verbs_transport_where_one_perftest_has_no_cuda(
+    with_gpu: Topology, perftest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usages = iter(["ib_write_bw was built without CUDA", ""])
+    monkeypatch.setattr(nic_meeting, "perftest_obstacle", lambda: next(usages))
+    ends = Ends(Native())
+    _, result = both_ranks([with_gpu] * 2, [ends] * 2)
+    assert (result["ok"], result["status"]) == (False, "fail")  # the stub of ib_write_lat refuses mlx5_1
+    assert result["reason"].startswith("mlx5_1: latency: no connection within 5 s: Couldn't connect to peer; ")
+    assert result["reason"].endswith("; GPU memory, by the verbs transport: ib_write_bw was built without CUDA")
+    found = {metric["name"]: metric["value"] for metric in result["metrics"]}
+    assert list(found) == ["write", "write both ways", "latency", "write at once", "write mlx5_0", "write mlx5_1"]
+    assert min(found.values()) > 0
+    assert {(asked["window_only"], asked["gid_index"]) for asked in ends.native.asked} == {(True, 3)}
+    assert not perftest.exists() or not perftest.with_suffix(".log").exists()  # no bandwidth by perftest
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_gpu_memory_that_a_nic_does_not_take_is_unknown_at_both_nodes(
+    refusing: int, with_gpu: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nic_meeting, "perftest_obstacle", lambda: "ib_write_bw was built without CUDA")
+    why = "mlx5_0 port 1 takes no GPU memory: nvidia-peermem: Bad address"
+    ends = [Ends(Native(refuses=why if rank == refusing else "")) for rank in range(2)]
+    results = both_ranks([with_gpu] * 2, ends)
+    for rank, result in enumerate(results):
+        whose = "" if rank == refusing else "the other node: "
+        assert (result["status"], result["metrics"]) == ("unknown", [])
+        assert result["reason"] == f"ib_write_bw was built without CUDA; {whose}{why}"
+
+
+def test_bytes_that_arrive_otherwise_are_a_fault_of_the_nic(
+    with_gpu: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nic_meeting, "perftest_obstacle", lambda: "ib_write_bw was built without CUDA")
+    monkeypatch.setenv("PATH", "/nowhere")
+    _, result = both_ranks([with_gpu] * 2, [Ends(Native(), num_wrong=2)] * 2)
+    assert (result["ok"], result["status"]) == (False, "fail")
+    assert result["reason"].startswith("mlx5_0: write: 2 chunks with other bytes; mlx5_1: write: 2 chunks")
+
+
+def test_node_without_gpus_makes_both_write_host_memory(
+    with_gpu: Topology, perftest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USAGE", "--use_cuda")
+    without = replace(with_gpu, gpus=(), nic_distances=())
+    for topologies in ([with_gpu, without], [without, with_gpu]):
+        _, result = both_ranks(topologies, [Ends(Native())] * 2, limit_s=1.0)
+        assert result["reason"].endswith("; host memory")
+    assert not [words for words in calls(perftest) if any("cuda" in word for word in words)]
+
+
+def test_node_whose_peer_does_not_come_says_so_in_time(with_gpu: Topology) -> None:
+    with pytest.raises(TimeoutError, match="rank 1"):
+        measure_between(0, HashStore(), "peer", with_gpu, None, 0.2)
+
+
 def test_nic_bandwidth_wants_two_ranks_of_mpirun() -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "validation", "nic-bandwidth"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "there are no ranks of mpirun or srun; allowed: 2" in done.stderr
+
+
+def test_nic_bandwidth_whose_first_rank_does_not_come_names_the_place() -> None:
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "validation", "nic-bandwidth"]
+    rank = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    command.append("--limit-s=1")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **rank, **meet})
+    assert done.returncode == 1
+    assert "NIC to NIC: rank 1 lost rank 0: no meeting at 127.0.0.1 port 9: " in done.stderr

@@ -12,6 +12,7 @@ from itertools import permutations
 from statistics import median
 from typing import Any
 
+from hybrid_ep.doctor.active.gpu_direct import Written
 from hybrid_ep.doctor.active.measure import Burn, Machine, TorchMachine, write_over_rdma
 from hybrid_ep.doctor.model import Finding, Result, Severity, Status
 from hybrid_ep.doctor.node import Node
@@ -139,7 +140,7 @@ def _rdma(node: Node, profile: Profile, machine: Machine, seconds: float) -> Fin
     return judge_rdma(node, profile, write_over_rdma)
 
 
-def judge_rdma(node: Node, profile: Profile, write: Callable[..., list[float]]) -> Finding:
+def judge_rdma(node: Node, profile: Profile, write: Callable[..., list[Written]]) -> Finding:
     """Each GPU's NIC to the next one's: alone, both ways, all at once. `write` is `write_over_rdma`, or a test's."""
     topology = node.topology
     chosen = [(gpu.gpu_idx, choose_nic(topology, gpu.gpu_idx)) for gpu in topology.gpus]
@@ -150,15 +151,22 @@ def judge_rdma(node: Node, profile: Profile, write: Callable[..., list[float]]) 
     gid_index = profile["nic.roce_gid_index"] if ethernet else None
     pairs = [(*named[i], *named[(i + 1) % len(named)]) for i in range(len(named))]
     rate = profile["nic.rate_gbps"]
+    written: dict[str, Written] = {}
     rates: dict[str, float] = {}
     for pair in pairs:
         name = f"GPU {pair[2]} {pair[3]} → GPU {pair[0]} {pair[1]}"
-        rates[name] = write([pair], gid_index, bidirectional=False)[0]
-        rates[f"{name}, both ways, each"] = write([pair], gid_index, bidirectional=True)[0] / 2
+        written[name] = write([pair], gid_index, bidirectional=False)[0]
+        written[f"{name}, both ways, each"] = both = write([pair], gid_index, bidirectional=True)[0]
+        rates |= {name: written[name].gbytes_per_s, f"{name}, both ways, each": both.gbytes_per_s / 2}
     if len(pairs) > 1:
-        together = write(pairs, gid_index, bidirectional=False)
-        rates |= {f"GPU {pair[2]} {pair[3]}, all at once": value for pair, value in zip(pairs, together, strict=True)}
-    return judge_rates(rates, rate / 8 if rate else None, profile["active.nic_fraction"])
+        for pair, value in zip(pairs, write(pairs, gid_index, bidirectional=False), strict=True):
+            name = f"GPU {pair[2]} {pair[3]}, all at once"
+            written[name], rates[name] = value, value.gbytes_per_s
+    wrong = [f"{name}: {value.num_wrong} chunks with other bytes" for name, value in written.items() if value.num_wrong]
+    found = judge_rates(rates, rate / 8 if rate else None, profile["active.nic_fraction"])
+    by = "; ".join(sorted({value.by for value in written.values()}))
+    seen = shorten([*wrong, found.seen] if found.status is Status.FAIL or not wrong else wrong)
+    return Finding(Status.FAIL if wrong else found.status, f"{seen}, {by}")
 
 
 def _nccl(node: Node, profile: Profile, machine: Machine, seconds: float) -> Finding:
@@ -220,7 +228,8 @@ ACTIVE_CHECKS = (
         "active.rdma",
         "GPUDirect RDMA from GPU to GPU through their NICs",
         "≥ {active.nic_fraction} of {nic.rate_gbps} Gb/s: alone, both ways, all at once",
-        "Slow: check nic.pcie, host.acs, host.iommu, nic.pcie_settings. Install perftest with CUDA where it lacks.",
+        "Slow: check nic.pcie, host.acs, host.iommu, nic.pcie_settings. Other bytes: take GPU and NIC out of service. "
+        "Unknown: load nvidia-peermem, or a driver and rdma-core with dma-buf.",
         _rdma,
     ),
     ActiveCheck(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybrid_ep.doctor.active.gpu_direct import Written, write_by_verbs
 from hybrid_ep.doctor.unreadable import Unreadable
 
 if TYPE_CHECKING:
@@ -304,10 +305,11 @@ def _all_to_all_rank(rank: int, num_ranks: int, port: int, num_bytes: int, answe
 
 def write_over_rdma(
     pairs: Sequence[tuple[int, str, int, str]], gid_index: int | None, *, bidirectional: bool
-) -> list[float]:
-    """GPU memory to GPU memory through NICs by perftest's ib_write_bw, all pairs at once.
+) -> list[Written]:
+    """GPU memory to GPU memory through NICs, all pairs at once.
 
-    Host memory is never measured in its place: where perftest was built without CUDA, that is the answer.
+    By perftest's ib_write_bw where that knows CUDA, else by the verbs transport (gpu_direct.py). Host memory is never
+    measured in its place.
 
     Args:
         pairs: (GPU that listens, its NIC, GPU that writes, its NIC).
@@ -315,18 +317,22 @@ def write_over_rdma(
         bidirectional: both ends write.
 
     Returns:
-        GB/s of each pair, of one direction (of both together where bidirectional).
+        The rate of each pair, of one direction (of both together where bidirectional).
 
     Raises:
-        Unreadable: perftest is missing, has no CUDA, or failed; with its words.
+        Unreadable: neither can measure GPU memory, or what measured has failed; with its words.
     """
     program = shutil.which("ib_write_bw")
-    if program is None:
-        raise Unreadable("ib_write_bw is not installed (package perftest)")
-    shown = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace", check=False)
-    usage = shown.stdout + shown.stderr
-    if "--use_cuda" not in usage:
-        raise Unreadable("ib_write_bw was built without CUDA: it cannot use GPU memory")
+    usage = ""
+    if program is not None:
+        shown = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace", check=False)
+        usage = shown.stdout + shown.stderr
+    if program is None or "--use_cuda" not in usage:
+        lacks = "is not installed" if program is None else "was built without CUDA"
+        try:
+            return write_by_verbs(pairs, gid_index, bidirectional=bidirectional, seconds=_RDMA_SECONDS)
+        except Unreadable as error:
+            raise Unreadable(f"ib_write_bw {lacks}; by the verbs transport: {error}") from None
     common = [program, "--report_gbits", "-D", str(_RDMA_SECONDS), "-s", str(1 << 20), "-q", "4", "-F"]
     common += ["-b"] if bidirectional else []
     common += ["-x", str(gid_index)] if gid_index is not None else []
@@ -339,7 +345,7 @@ def write_over_rdma(
             time.sleep(1.0)  # perftest's client does not try twice
             writer = _start([*common, *port, "-d", writer_nic, f"--use_cuda={writer_gpu}", "127.0.0.1"])
             running.append((listener, writer))
-        return [_read_gbps(writer) / 8 for _, writer in running]
+        return [Written(_read_gbps(writer) / 8, by="by perftest") for _, writer in running]
     finally:
         for both in running:
             for process in both:
