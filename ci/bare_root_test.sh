@@ -28,6 +28,10 @@ trap 'rm -rf "$root"' EXIT
 mkdir "$root"
 tar --extract --file "$base" --directory "$root" --exclude './dev/*'
 
+# What every installer and container runtime writes, and no package does.
+printf '127.0.0.1 localhost\n::1 localhost ip6-localhost\n127.0.1.1 %s\n' "$(uname -n)" >"$root/etc/hosts"
+uname -n >"$root/etc/hostname"
+
 # pip's settings, with the folders and files that they name; a file:// index may link to files beside it.
 pip=$(python3 -m pip config list 2>/dev/null | sed -nE "s/^[^=]*\.([a-z-]+)='(.*)'$/\1 = \2/p" | sort -u)
 printf '[global]\n%s\n' "$pip" | awk -F ' = ' '!seen[$1]++' >"$root/etc/pip.conf"

@@ -6,8 +6,12 @@ Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check,
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
+import os
+import sys
+from typing import NoReturn
 
 import click
 
@@ -57,6 +61,27 @@ FIRST_STEPS = (
 )
 
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _require_written(ctx: click.Context) -> None:
+    """Ends with 2 where standard output does not take what is left to write."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _tell_unwritten(ctx, error)
+
+
+def _tell_unwritten(ctx: click.Context, error: OSError) -> NoReturn:
+    # The interpreter would try once more when it ends, and end with 120.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    click.echo(f"hybrid-ep: standard output cannot be written: {error.strerror}", err=True)
+    ctx.exit(2)
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -76,6 +101,19 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(FIRST_STEPS))
 
     def invoke(self, ctx: click.Context) -> object:
+        try:
+            result = self._invoke(ctx)
+        except OSError as error:
+            if error.errno not in _UNWRITABLE or error.filename is not None:
+                raise
+            _tell_unwritten(ctx, error)
+        except click.exceptions.Exit:
+            _require_written(ctx)
+            raise
+        _require_written(ctx)
+        return result
+
+    def _invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except HybridEPError as error:

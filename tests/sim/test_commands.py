@@ -124,10 +124,12 @@ def test_output_that_cannot_be_written_is_no_fault(stub: Path, node: Path, tmp_p
         assert "cannot be written: there is no folder" in done.stderr
 
 
-def test_internal_error_is_no_verdict(stub: Path, node: Path) -> None:
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_internal_error_is_no_verdict(stub: Path, node: Path, buffered: bool) -> None:
     """Standard output that is full stands for whatever goes wrong in the command itself."""
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "doctor", "--check", "host.memlock"]
     environment = stub_environment(stub, node / "hybrid_ep" / "nvml.conf")
+    environment["PYTHONUNBUFFERED"] = "" if buffered else "1"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [*command, "--sysroot", str(node)],

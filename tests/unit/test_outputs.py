@@ -39,6 +39,16 @@ def _run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables)
 
 
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_output_that_is_not_taken_is_one_line(buffered: bool) -> None:
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "env"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+    assert done.returncode == 2
+    assert done.stderr == "hybrid-ep: standard output cannot be written: No space left on device\n"
+
+
 def test_a_bad_variable_is_one_line_for_all_ranks() -> None:
     done = _run(["demo", "--ranks", "2", "--domains", "1"], HYBRID_EP_TIMEOUT_S="soon")
     assert done.returncode == 2
