@@ -57,6 +57,12 @@ def find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
+def find_python(version: str) -> str | None:
+    """The interpreter of a Python version, as ``"3.12"``: the last that pyenv keeps, else the one in PATH."""
+    kept = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python{version}"))
+    return str(kept[-1]) if kept else shutil.which(f"python{version}")
+
+
 def missing(*names: str) -> list[str]:
     """Those of `PACKAGES` that are not here, each with its package."""
     return [f"{name} (package {PACKAGES[name]})" for name in names if find(name) is None]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_ep import __version__
 from tests.deploy.commands import must, run
-from tests.deploy.conftest import ROOT, BuildWheel
-from tests.prerequisites import require, require_programs
+from tests.deploy.conftest import ROOT, SOURCE, BuildWheel, copy_tracked_files
+from tests.prerequisites import find_python, require, require_programs
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -166,6 +167,28 @@ def test_aarch64_modules_are_imported_by_an_aarch64_python(build_wheel: BuildWhe
         archive.extractall(unpacked)
     interpreter = ["qemu-aarch64-static", "-L", str(root), "-E", f"PYTHONPATH={unpacked / 'hybrid_ep'}"]
     must(*interpreter, root / "usr" / "bin" / "python3.11", "-S", "-c", IMPORT_MODULES, cwd=tmp_path)
+
+
+VERSIONS = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_python_has_a_wheel(version: str, tmp_path: Path) -> None:
+    """Without kernels, whose host code is the same for all."""
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"Python {version} is not installed; no script of the project does that")
+    copy_tracked_files()
+    must("env", "HYBRID_EP_BUILD_CUDA=off", SOURCE / "ci" / "wheel.sh", python, MACHINE, tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    tag = f"cp{version.replace('.', '')}"
+    assert f"-{tag}-{tag}-manylinux_2_" in built.name
+    clean = tmp_path / "clean"
+    must(python, "-m", "venv", clean)
+    must(clean / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", built)
+    code = "import hybrid_ep._C, hybrid_ep._verbs; print(hybrid_ep.__version__, hybrid_ep._C.built)"
+    assert must(clean / "bin" / "python", "-c", code, cwd=tmp_path).split() == [__version__, "_C", "_nvml", "_verbs"]
 
 
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
