@@ -51,7 +51,8 @@ _CAUSES = (
         "See what else uses the host's and its GPUs' memory, and the limits of locked memory and of /dev/shm.",
     ),
     Cause(
-        *("login", "ssh did not let it in", r"(?<!errno=)permission denied|host key verification failed|authentication fail"),
+        *("login", "ssh did not let it in"),
+        r"(?<!errno=)permission denied|host key verification failed|authentication fail",
         "Let the user of the jobs log in by ssh without a password, from the controller and from the other hosts, with "
         "host keys that are known there.",
     ),
