@@ -114,6 +114,9 @@ has_verbs: bool
 def active_verbs_devices(port: int = 1) -> list[str]:
     """Raises ConnectionError where libibverbs is not there."""
 
+def verbs_retries(timeout_s: float) -> tuple[int, int]:
+    """Of a queue pair: 4.096 µs × 2^first until a retry, and how many. Only where `has_verbs` is true."""
+
 def loopback_proxy(
     *,
     layout: LinkLayout,

@@ -192,6 +192,14 @@ void add_transport(py::module_& module) {
              py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
   module.attr("has_verbs") = kHasVerbs;
   module.def("active_verbs_devices", &active_verbs_devices, py::arg("port") = 1);
+  // 4.096 µs × 2^first until a retry, and how many there are.
+  module.def(
+      "verbs_retries",
+      [](double timeout_s) {
+        const VerbsRetries retries = retries_of(timeout_s);
+        return py::make_tuple(retries.timeout, retries.retries);
+      },
+      py::arg("timeout_s"));
   add_host_writer(module);
 }
 

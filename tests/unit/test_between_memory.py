@@ -22,6 +22,34 @@ def test_rings_of_a_direction_fit_64_megabytes(grid: tuple[int, int]) -> None:
     assert (num_domains - 1) * num_slots * slot_bytes <= 64 << 20
 
 
+@pytest.mark.parametrize("num_domains", range(2, 65))
+def test_slots_and_bytes_of_the_link_are_as_documented(num_domains: int) -> None:
+    """Send and receive slots for each peer, a flag for each receive slot, a credit for each group of send slots."""
+    slot_bytes, num_slots, slots_per_credit = _cuda.between_ring(num_domains=num_domains)
+    num_peers = num_domains - 1
+    assert slot_bytes == 256 << 10
+    assert num_slots == (32 if num_domains <= 9 else max(4, 256 // num_peers // 4 * 4))
+    window = 2 * num_peers * num_slots * slot_bytes
+    words = 8 * num_peers * (num_slots + num_slots // slots_per_credit)
+    assert _cuda.between_link_bytes(num_domains=num_domains) == window + words
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (2, 8), (8, 32)])
+def test_a_handle_of_few_ranks_is_as_documented(grid: tuple[int, int]) -> None:
+    num_domains, size = grid
+    num_ranks, num_tokens, num_topk, num_experts, held = num_domains * size, 100, 8, 256, 300
+    ints = _cuda.between_route_ints(
+        num_domains=num_domains,
+        ranks_per_domain=size,
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        held_capacity=held,
+    )
+    formula = num_tokens * (num_topk + 2 * num_domains) + num_ranks * (size + 1) + held * num_topk + num_experts
+    assert formula + num_ranks**2 <= ints <= formula + num_ranks**2 + 1024
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_control_memory_has_no_cell_for_each_pair_of_many_ranks(grid: tuple[int, int]) -> None:
     num_domains, size = grid

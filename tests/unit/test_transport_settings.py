@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_ep import _C
 from hybrid_ep.transport import settings
 
 NODES = Path("/sys/devices/system/node")
@@ -45,3 +46,14 @@ def test_proxy_runs_on_the_node_of_its_gpu_where_the_process_may() -> None:
 def test_nics_without_a_gpu_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_EP_NICS", "mlx5_0+mlx5_1,mlx5_2")
     assert settings.nic_names(topology(), None) == ["mlx5_0", "mlx5_1", "mlx5_2"]
+
+
+@pytest.mark.skipif(not _C.has_verbs, reason="built without verbs")
+@pytest.mark.parametrize("timeout_s", [1.0, 5.0, 20.0, 100.0, 600.0])
+def test_retries_of_verbs_end_within_half_of_the_timeout(timeout_s: float) -> None:
+    """NICs take up to four times as long as the formula of the specification says."""
+    timeout, retries = _C.verbs_retries(timeout_s)
+    longest_s = 4 * (retries + 1) * 4.096e-6 * 2**timeout
+    assert longest_s <= timeout_s / 2
+    assert timeout == 20 or 2 * longest_s > timeout_s / 2
+    assert retries < 7, "some drivers take 7 for any number"
