@@ -399,8 +399,8 @@ class LowLatencyRegion:
         results: int,
         topk_weights: int,
         num_tokens: int,
-        min_tokens_to_sum: int,
         use_logfmt: bool,
+        min_tokens_to_sum: int,
         wait_stats: int,
         stream: int,
     ) -> None: ...

@@ -65,6 +65,28 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
   return domain;
 }
 
+void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx,
+                            cudaStream_t stream) {
+  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.message = plan.message;
+  params.format = plan.format;
+  params.call = LowLatencyCall::of(plan.shape, plan.format);
+}
+
+void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                            cudaStream_t stream) {
+  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.shape = plan.shape;
+  params.rows = rows.rows;
+  params.row_of = rows.results + plan.results.row_of;
+  params.num_too_many = rows.results + plan.results.num_too_many;
+  params.topk_weights = rows.topk_weights;
+  params.num_tokens = rows.num_tokens;
+  params.use_logfmt = rows.use_logfmt;
+  params.weights = plan.weights;
+}
+
 void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
                                    const int64_t* topk_idx, int num_tokens, const float* global_scale, int32_t* results,
                                    cudaStream_t stream) {
@@ -72,16 +94,12 @@ void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, c
           "given with NVFP4 rows only");
   const DeviceGuard guard(device_);
   SendTokensParams params{};
-  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
-  params.shape = plan.shape;
-  params.message = plan.message;
-  params.format = plan.format;
+  fill(params, plan, buffer_idx, stream);
   params.rows = rows;
   params.topk_idx = topk_idx;
   params.row_of = results + plan.results.row_of;
   params.num_too_many = results + plan.results.num_too_many;
   params.num_tokens = num_tokens;
-  params.call = LowLatencyCall::of(plan.shape, plan.format);
   params.global_scale = global_scale;
   launch_send_tokens(params, num_device_sms_, stream);
 }
@@ -90,11 +108,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
                                       int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   ReceiveTokensParams params{};
-  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
-  params.shape = plan.shape;
-  params.message = plan.message;
-  params.format = plan.format;
-  params.call = LowLatencyCall::of(plan.shape, plan.format);
+  fill(params, plan, buffer_idx, stream);
   params.rows = rows;
   params.scales = scales;
   params.count = results + plan.results.counts;
@@ -107,47 +121,28 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   launch_receive_tokens(params, num_device_sms_, follows_send, stream);
 }
 
-void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
-                                   const int32_t* results, const float* topk_weights, int num_tokens,
-                                   int min_tokens_to_sum, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream) {
+void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                   int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
   require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
   const DeviceGuard guard(device_);
   ReturnRowsParams params{};
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  params.shape = plan.shape;
-  params.rows = rows;
-  params.row_of = results + plan.results.row_of;
-  params.num_too_many = results + plan.results.num_too_many;
-  params.num_received = results + plan.results.num_received;
-  params.topk_weights = topk_weights;
+  fill(params, plan, buffer_idx, rows, stream);
+  params.num_received = rows.results + plan.results.num_received;
   params.wait_stats = wait_stats;
-  params.num_tokens = num_tokens;
-  params.use_logfmt = use_logfmt;
   params.min_tokens_to_sum = min_tokens_to_sum;
-  params.weights = plan.weights;
   launch_return_rows(params, num_device_sms_, stream);
 }
 
-void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
-                                             const int32_t* results, const float* topk_weights, int num_tokens,
-                                             bool use_logfmt, const ExpertSignals& signals, int num_sms,
-                                             cudaStream_t stream) {
+void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                             const ExpertSignals& signals, int num_sms, cudaStream_t stream) {
   require(num_sms >= 1, "num_sms", num_sms, "1 or more");
   const DeviceGuard guard(device_);
   ReturnSignalledRowsParams params{};
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  params.shape = plan.shape;
-  params.rows = rows;
-  params.count = results + plan.results.counts;
-  params.src_info = results + plan.results.src_info;
-  params.layout_range = reinterpret_cast<const int64_t*>(results + plan.results.layout_range);
-  params.row_of = results + plan.results.row_of;
-  params.num_too_many = results + plan.results.num_too_many;
-  params.topk_weights = topk_weights;
-  params.num_tokens = num_tokens;
-  params.use_logfmt = use_logfmt;
+  fill(params, plan, buffer_idx, rows, stream);
+  params.count = rows.results + plan.results.counts;
+  params.src_info = rows.results + plan.results.src_info;
+  params.layout_range = reinterpret_cast<const int64_t*>(rows.results + plan.results.layout_range);
   params.signals = signals;
-  params.weights = plan.weights;
   launch_return_signalled_rows(params, std::min(num_sms, num_device_sms_), stream);
 }
 

@@ -39,6 +39,15 @@ struct LowLatencyPlan {
   static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
 };
 
+// Rows of experts that go home, and whose they are. `results` are those of the dispatch.
+struct RowsHome {
+  const uint8_t* rows;
+  const int32_t* results;
+  const float* topk_weights;
+  int num_tokens;
+  bool use_logfmt;
+};
+
 class LowLatencyRegion {
  public:
   // `memory` are the ranks' regions as this process maps them, each of capacity.region_bytes() and zero before any rank
@@ -58,17 +67,18 @@ class LowLatencyRegion {
                    int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);
   void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
                       int64_t* wait_stats, bool follows_send, cudaStream_t stream);
-  void return_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,
-                   const float* topk_weights, int num_tokens, int min_tokens_to_sum, bool use_logfmt,
+  void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
                    int64_t* wait_stats, cudaStream_t stream);
   // The same on num_sms SMs, while experts still write rows, of which none are summed.
-  void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int32_t* results,
-                             const float* topk_weights, int num_tokens, bool use_logfmt, const ExpertSignals& signals,
-                             int num_sms, cudaStream_t stream);
+  void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                             const ExpertSignals& signals, int num_sms, cudaStream_t stream);
   void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
                 uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream);
 
  private:
+  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
+  void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+            cudaStream_t stream);
   // How a launch on the stream sees the ranks and one buffer.
   LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
 

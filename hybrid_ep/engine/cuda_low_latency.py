@@ -283,15 +283,10 @@ class CudaLowLatency:
             raise ConfigError(f"x begins {offset} bytes after a multiple of {unit}; allowed with overlap: 0")
         stream = self._begin()
         state.chunk.note_use(stream)
+        rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt
         if signals is not None:
             region.return_signalled_rows(
-                native,
-                idx,
-                data.data_ptr(),
-                state.results,
-                weights.data_ptr(),
-                num_tokens,
-                use_logfmt,
+                *rows,
                 signals.raised.data_ptr(),
                 signals.expected,
                 signals.num_per_expert,
@@ -300,18 +295,7 @@ class CudaLowLatency:
                 stream,
             )
         else:
-            region.return_rows(
-                native,
-                idx,
-                data.data_ptr(),
-                state.results,
-                weights.data_ptr(),
-                num_tokens,
-                min_tokens_to_sum,
-                use_logfmt,
-                address(wait_stats),
-                stream,
-            )
+            region.return_rows(*rows, min_tokens_to_sum, address(wait_stats), stream)
         buffers.note_sent()
 
         def finish() -> None:

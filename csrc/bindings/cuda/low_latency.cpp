@@ -28,6 +28,10 @@ py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uin
                         tensor(plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
+RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, int num_tokens, bool use_logfmt) {
+  return {pointer<uint8_t>(rows), pointer<int32_t>(results), pointer<float>(topk_weights), num_tokens, use_logfmt};
+}
+
 }  // namespace
 
 void add_low_latency(py::module_& module) {
@@ -111,14 +115,13 @@ void add_low_latency(py::module_& module) {
       .def(
           "return_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
-             uintptr_t topk_weights, int num_tokens, int min_tokens_to_sum, bool use_logfmt, uintptr_t wait_stats,
+             uintptr_t topk_weights, int num_tokens, bool use_logfmt, int min_tokens_to_sum, uintptr_t wait_stats,
              uintptr_t stream) {
-            self.return_rows(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int32_t>(results),
-                             pointer<float>(topk_weights), num_tokens, min_tokens_to_sum, use_logfmt,
-                             pointer<int64_t>(wait_stats), stream_of(stream));
+            self.return_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
+                             min_tokens_to_sum, pointer<int64_t>(wait_stats), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
-          py::arg("num_tokens"), py::arg("min_tokens_to_sum"), py::arg("use_logfmt"), py::arg("wait_stats"),
+          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("min_tokens_to_sum"), py::arg("wait_stats"),
           py::arg("stream"))
       .def(
           "return_signalled_rows",
@@ -126,9 +129,8 @@ void add_low_latency(py::module_& module) {
              uintptr_t topk_weights, int num_tokens, bool use_logfmt, uintptr_t signals, uint32_t expected,
              int num_per_expert, int rows_per_signal, int num_sms, uintptr_t stream) {
             const ExpertSignals experts{pointer<uint32_t>(signals), expected, num_per_expert, rows_per_signal};
-            self.return_signalled_rows(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int32_t>(results),
-                                       pointer<float>(topk_weights), num_tokens, use_logfmt, experts, num_sms,
-                                       stream_of(stream));
+            self.return_signalled_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
+                                       experts, num_sms, stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
           py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("signals"), py::arg("expected"),

@@ -10,25 +10,25 @@
 
 namespace hybrid_ep {
 
-struct SendTokensParams {
+// What both kernels of a dispatch take.
+struct DispatchTokensParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
   LowLatencyMessage message;
   ScaleFormat format;
+  LowLatencyCall call;
+};
+
+struct SendTokensParams : DispatchTokensParams {
   const uint8_t* rows;      // [T, H] bf16
   const int64_t* topk_idx;  // [T, K]
   int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
   int32_t* num_too_many;    // [1] likewise, 0
   int num_tokens;
-  LowLatencyCall call;
   const float* global_scale;  // of NVFP4 rows, or nullptr
 };
 
-struct ReceiveTokensParams {
-  LowLatencyDomain domain;
-  LowLatencyShape shape;
-  LowLatencyMessage message;
-  ScaleFormat format;
+struct ReceiveTokensParams : DispatchTokensParams {
   uint8_t* rows;          // [LE, M×R, row_bytes]
   uint32_t* scales;       // [LE, W, M×R], of NVFP4 rows [LE, ceil(M×R / 128), W, 32, 4], or nullptr
   int32_t* count;         // [LE]
@@ -38,39 +38,33 @@ struct ReceiveTokensParams {
   int32_t* num_received;  // [R] tokens of each source
   int32_t* num_too_many;  // [1] rows of an expert that has more than its capacity, if one has
   int64_t* wait_stats;    // [R] or nullptr
-  LowLatencyCall call;
 };
 
-struct ReturnRowsParams {
+// What both kernels that send rows home take.
+struct SendHomeParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
-  const uint8_t* rows;          // [LE, M×R, H] bf16
+  const uint8_t* rows;          // [LE, M×R, H] bf16; signalled ones are written while the kernel runs
   const int32_t* row_of;        // [R, M, K]
-  const int32_t* num_received;  // [R]
   const int32_t* num_too_many;  // [1]
   const float* topk_weights;    // [T, K]
-  int64_t* wait_stats;          // [R] or nullptr
   int num_tokens;
   bool use_logfmt;  // rows cross as LogFMT-10
-  // Rows of one token of a source with as many tokens are summed before they cross; at least kMinTokensToSum.
-  int min_tokens_to_sum;
   LowLatencyWeights weights;
 };
 
-struct ReturnSignalledRowsParams {
-  LowLatencyDomain domain;
-  LowLatencyShape shape;
-  const uint8_t* rows;          // [LE, M×R, H] bf16, written while the kernel runs
+struct ReturnRowsParams : SendHomeParams {
+  const int32_t* num_received;  // [R]
+  int64_t* wait_stats;          // [R] or nullptr
+  // Rows of one token of a source with as many tokens are summed before they cross; at least kMinTokensToSum.
+  int min_tokens_to_sum;
+};
+
+struct ReturnSignalledRowsParams : SendHomeParams {
   const int32_t* count;         // [LE]
   const int32_t* src_info;      // [LE, M×R] source token
   const int64_t* layout_range;  // [LE, R] (begin << 32) | count
-  const int32_t* num_too_many;  // [1]
-  const int32_t* row_of;        // [R, M, K]
-  const float* topk_weights;    // [T, K]
-  int num_tokens;
-  bool use_logfmt;  // rows cross as LogFMT-10
   ExpertSignals signals;
-  LowLatencyWeights weights;
 };
 
 struct SumRowsParams {
