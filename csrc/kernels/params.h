@@ -12,8 +12,8 @@ namespace hybrid_ep {
 
 // What the host reads when it must know sizes: pinned memory, one per communicator.
 struct HostCounts {
-  uint32_t started;          // epoch of the call whose kernel runs
-  uint32_t epoch;            // of the call that wrote the rest, written last
+  uint32_t started;          // epoch of the call whose kernel runs; stored relaxed
+  uint32_t epoch;            // of the call that wrote the rest; stored last, with release at system scope
   int32_t status;            // CallStatus
   int32_t num_recv;          // N of this rank
   int32_t num_permuted;      // P of this rank; 0 for a plain dispatch
@@ -27,7 +27,8 @@ struct HostCounts {
   int32_t num_tokens_per_expert[kMaxExperts];
 };
 // What a dispatch reports of the pools of all ranks: slots << 32 | number of the call, which the host has counted.
-// Pinned memory, a word for each of the last calls: the host of a later call reads it. docs/internals tells why.
+// Pinned memory, a word for each of the last calls, stored relaxed: the host of a later call reads it. docs/internals
+// tells why.
 constexpr int kPoolReportLag = 8;
 struct PoolReports {
   uint64_t words[kPoolReportLag];
@@ -90,7 +91,7 @@ struct ExpertRowParams {
   const int32_t* dst_row;  // [N, K] row of each copy, or −1
   uint8_t* sums;           // [N, H] bf16; what the combine takes as its rows
   float* sum_weights;      // [N, K] or nullptr; likewise its weights: each expert's in its column
-  uint32_t* row_epoch;     // [N] the combine that has last written the sum
+  uint32_t* row_epoch;     // [N] the combine that has last written the sum: release at GPU scope, acquire
   int num_topk, row_limit;
 };
 

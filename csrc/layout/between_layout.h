@@ -71,16 +71,19 @@ struct Verdict {
 struct BetweenLayout {
   int num_columns;   // of counts that a source tells: R, or G of the domain that is told
   int words_stride;  // of one source's words
-  // Written by ranks of the domain: value << 32 | epoch each.
-  int64_t words;       // uint64 [R][words_stride]: header, counts by rank, counts of the receiver's experts
-  int64_t part_epoch;  // uint32 [G][D] by i when all its partial rows of sources of domain d stand here
+  // Written by ranks of the domain, at system scope.
+  int64_t words;  // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the
+                  // receiver's experts
+  int64_t
+      part_epoch;  // uint32 [G][D] by i when all its partial rows of sources of domain d stand here: release, acquire
   // Written by this rank.
   int64_t decisions;    // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch
   int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call
   int64_t read_chunks;  // uint64 [D] likewise of the stream from it
   int64_t rows_read;    // uint32 [D][S] of the chunk that stands in the slot
   int64_t slots_read;   // uint32 [D][S] of each group, in this lap
-  int64_t own_epoch;    // uint32 [kMaxTokens] the combine that has last summed the own domain's rows of a token
+  int64_t own_epoch;    // uint32 [kMaxTokens] the combine that has last summed the own domain's rows of a token:
+                        // release, acquire at GPU scope
   int64_t items;        // uint32 [D] next work index towards each domain, 0 between kernels
   int64_t parts_sent;   // uint32 [D][G] chunks of partial rows that stand at their rank, 0 between kernels
   int64_t num_bytes;

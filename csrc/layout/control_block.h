@@ -12,8 +12,8 @@
 
 namespace hybrid_ep {
 
-// What rank i tells every rank at the start of a dispatch. Each word brings its call's epoch along, so that nobody
-// waits for a flag that is raised behind them: value << 32 | epoch.
+// What rank i tells every rank at the start of a dispatch. Each word is value << 32 | epoch, so no flag and no fence is
+// needed: words are stored and loaded relaxed, at system scope, and readers poll the word itself.
 struct CountRow {
   enum Column {
     kSlotIdx,       // where in i's arena this call's rows land
@@ -29,7 +29,8 @@ struct CountRow {
   uint64_t words[kTokensPerExpert + kMaxExperts];
 };
 
-// Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them.
+// Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them. Both counters are
+// stored with release and loaded with acquire, at CTA scope.
 struct alignas(32) ReportQueue {
   static constexpr uint32_t kCapacity = 4;
   uint32_t num_pushed, num_taken;  // wrap; equal between kernels
@@ -37,13 +38,14 @@ struct alignas(32) ReportQueue {
 };
 
 // What a combine tells before anybody sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number of
-// the handle's dispatch. Equal at all ranks, or nobody sends.
+// the handle's dispatch. Equal at all ranks, or nobody sends. Stored with release, loaded with acquire, at system
+// scope.
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
 
 struct ControlBlock {
   static constexpr int kLineBytes = 128;
 
-  // Written by peers.
+  // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.
   CountRow counts[kMaxRanks];
   uint32_t rows_epoch[kMaxRanks];             // raised by i when all its rows of a dispatch stand in this rank's arena
   uint64_t ready[kMaxRanks][kNumReadyWords];  // by i when its arena may be written by this rank's combine
@@ -51,16 +53,17 @@ struct ControlBlock {
   uint32_t
       missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none. Never reset
 
-  // Written by this rank.
+  // Written by this rank. The epochs are stored plainly by the last CTA of a kernel: the next kernel sees them. CTAs
+  // count with acq_rel additions at GPU scope, and wait with acquire.
   uint32_t dispatch_epoch;
   uint32_t combine_epoch;
   uint32_t arrived_ctas;       // at the grid barrier; 0 between kernels
   uint32_t placed_ctas;        // of a dispatch, whose tokens' places are final; 0 between kernels
-  uint32_t started_ctas;       // of a combine from experts; 0 between kernels
+  uint32_t started_ctas;       // of a combine from experts, relaxed: only the number counts; 0 between kernels
   uint32_t finished_ctas;      // 0 between kernels
   uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels
   unsigned long long refused;  // of a dispatch: FaultKind << 32 | argument, the first that is wrong; 0 between kernels
-  // Counters of work indices, 0 between kernels. Each is in a cache line that nobody polls.
+  // Counters of work indices, relaxed, at GPU scope; 0 between kernels. Each is in a cache line that nobody polls.
   alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, chunks of a combine
   alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps
   alignas(kLineBytes) ReportQueue report_queues[kMaxCtas][kCombineSendWarps];

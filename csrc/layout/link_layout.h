@@ -6,7 +6,8 @@
 //     slots
 //
 // A chunk is built in the send slot (ring, peer, slot) of the sender. It arrives in the receive slot (ring, sender,
-// slot) of the peer. Each chunk has its own flag, a 64-bit word that is written when the whole chunk has arrived. The
+// slot) of the peer. Each chunk has its own flag, a 64-bit word that is written when the whole chunk has arrived. Flags
+// and credits are loaded with acquire at system scope: whoever has seen one sees the chunk, or may write the slots. The
 // receiver returns a credit when it has read a group of slots. The credit is a word at the sender, and frees the send
 // slots too.
 //

@@ -5,8 +5,9 @@
 // Each kind has two buffers, so that two micro-batches can be in flight. A buffer of dispatch has a route (the experts
 // of the token) and a slot (its row and scales) for each source rank and token. A token's slot is its own index, so a
 // sender needs no counts. A route has its epoch, and each slot a flag. So the memory of routes and of flags never holds
-// anything else, whatever the sizes of a call. A buffer of combine has a row for each token and column of top-k, and
-// the weights of every rank's tokens, for partial sums.
+// anything else, whatever the sizes of a call. A slot's flag is stored relaxed behind a fence at system scope, and
+// loaded with acquire. A buffer of combine has a row for each token and column of top-k, and the weights of every
+// rank's tokens, for partial sums.
 //
 // Epochs number the calls that use a buffer. They live here, not in launch arguments, so that a CUDA graph can be
 // replayed. A sender first waits until the buffer's owner has read the rows of the call before. The owner says so at
@@ -43,6 +44,7 @@ enum class ScaleFormat : int32_t { kNone = 0, kFloat = 1, kPowerOfTwo = 2, kUe8m
 constexpr bool is_nvfp4(ScaleFormat format) { return format >= ScaleFormat::kNvfp4; }
 
 // Some columns of a token's route, stored and loaded as one: column k has bits 12 k to 12 k + 11.
+// Relaxed, at system scope: the epoch comes with the columns.
 struct alignas(16) RoutePart {
   static constexpr int kColumns = 8, kBits = 12;
   static constexpr int kNoExpert = (1 << kBits) - 1;
@@ -65,7 +67,7 @@ struct ExpertSignals {
   int rows_per_signal;
 };
 
-// What a rank tells the others when it begins to send, stored and loaded as one.
+// What a rank tells the others when it begins to send, stored and loaded as one: relaxed, at system scope.
 struct alignas(16) LowLatencyBegun {
   static constexpr int kTokensBits = 16;
   // Its number of tokens; and << kTokensBits the upper half of its global scale, of NVFP4 rows. Two scales with the
@@ -78,13 +80,16 @@ static_assert(sizeof(LowLatencyBegun) == 16 && kMaxLowLatencyTokens < 1 << LowLa
 
 // One buffer of one kind.
 struct LowLatencyChannel {
-  // Written by peers.
+  // Written by peers, at system scope.
   LowLatencyBegun begun[kMaxRanks];  // by i (dispatch)
   // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
   // have for i to sum each token's rows before it sends them; above kNoSums it says why it has not sent them all.
+  // Stored relaxed behind a fence of the last CTA, loaded with acquire.
   uint64_t sent[kMaxRanks];
-  uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine)
-  uint32_t free_epoch[kMaxRanks];     // by i: calls of this buffer whose rows it has read
+  uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine): release, acquire
+  // By i: calls of this buffer whose rows it has read. Stored relaxed, because the kernels that read them have ended;
+  // loaded with acquire.
+  uint32_t free_epoch[kMaxRanks];
   // Written by this rank.
   LowLatencyProgress send, receive;
   uint32_t no_signal;  // of a combine: kNoSignalBit and the index of a signal that did not come; 0 between kernels
