@@ -17,7 +17,7 @@ import numpy as np
 from hybrid_ep.model.compare import Comparison, compare_results
 from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import Question
-from hybrid_ep.model.simulate import Tail, ring_of, simulate_tail
+from hybrid_ep.model.simulate import Tail, simulate_tail
 from hybrid_ep.model.traffic import expected_rows
 from hybrid_ep.testing.workload import Workload
 
@@ -136,12 +136,6 @@ def print_disturbed() -> None:
         model = (f"{tail.model_us / first.model_us:.2f}" for tail, first in zip(tails, base, strict=True))
         name = f"skew {exponent * 5:g}" if routing == "skewed" else routing
         click.echo(f"| {name}; the model: {', '.join(model)} | " + " | ".join(cells) + " |")
-    click.echo("\n| domains × ranks | combine, µs | rows of all domains in turn, µs | |\n|---|---|---|---|")
-    for num_domains in (2, 4, 8, 16):
-        asked = question(num_domains, 8, 4096)
-        today = simulate_tail(asked, 1, 0)[1].median_us
-        turns = simulate_tail(asked, 1, 0, ring=replace(ring_of(asked), interleaves_domains=True))[1].median_us
-        click.echo(f"| {num_domains} × 8 | {today:.0f} | {turns:.0f} | {100 * (turns / today - 1):+.0f} % |")
 
 
 def ends(tail: Tail) -> tuple[float, float]:

@@ -37,7 +37,6 @@ def between_control_bytes(*, num_domains: int, ranks_per_domain: int) -> int: ..
 def between_told_words(*, num_domains: int, ranks_per_domain: int) -> tuple[int, int]:
     """Words of a call's header; columns of counts by rank."""
 
-def between_min_combine_sms(*, num_domains: int) -> int: ...
 def between_ring(*, num_domains: int) -> tuple[int, int, int]:
     """Slot bytes, slots to each peer, slots per credit."""
 

@@ -14,7 +14,6 @@ from hybrid_ep._C import Proxy as Proxy
 from hybrid_ep._C import active_verbs_devices as active_verbs_devices
 from hybrid_ep._C import between_control_bytes as between_control_bytes
 from hybrid_ep._C import between_link_bytes as between_link_bytes
-from hybrid_ep._C import between_min_combine_sms as between_min_combine_sms
 from hybrid_ep._C import between_record as between_record
 from hybrid_ep._C import between_ring as between_ring
 from hybrid_ep._C import between_route_ints as between_route_ints

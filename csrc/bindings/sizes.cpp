@@ -49,9 +49,6 @@ void add_sizes(py::module_& module) {
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"));
   module.attr("between_verdict_words") = sizeof(Verdict) / sizeof(int32_t);
   module.def(
-      "between_min_combine_sms", [](int num_domains) { return min_combine_between_sms(num_domains); }, py::kw_only(),
-      py::arg("num_domains"));
-  module.def(
       "between_ring",
       [](int num_domains) {
         const RingShape ring = stream_ring(num_domains);

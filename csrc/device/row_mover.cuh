@@ -16,12 +16,16 @@ class RowMover {
   __device__ RowMover(uint8_t* stages, uint64_t* barriers)
       : ring_(stages, barriers, kStages, kPieceBytes, threadIdx.x % 32) {}
 
-  // Begins to copy a row to `target`, each lane's own or nullptr. When it returns the row has been read.
-  __device__ void move(const uint8_t* row, int row_bytes, uint8_t* target) {
-    int asked = 0, num_ahead = 0;
+  // Begins to copy a row to `target`, each lane's own or nullptr. When it returns the row has been read, and loads of
+  // `next` are on their way: the row of the following call, of as many bytes, or nullptr.
+  __device__ void move(const uint8_t* row, int row_bytes, uint8_t* target, const uint8_t* next = nullptr) {
+    int asked_next = next == nullptr ? row_bytes : 0;
     const auto ask = [&] {
-      for (; asked < row_bytes && num_ahead < ring_.num_ahead(); asked += kPieceBytes, ++num_ahead) {
-        ring_.fetch(row + asked, min(kPieceBytes, row_bytes - asked));
+      for (; num_ahead_ < ring_.num_ahead() && (asked_ < row_bytes || asked_next < row_bytes); ++num_ahead_) {
+        const bool is_next = asked_ >= row_bytes;
+        int& asked = is_next ? asked_next : asked_;
+        ring_.fetch((is_next ? next : row) + asked, min(kPieceBytes, row_bytes - asked));
+        asked += kPieceBytes;
       }
     };
     ask();
@@ -29,9 +33,10 @@ class RowMover {
       const uint8_t* stage = ring_.wait();
       if (target != nullptr) ptx::bulk_store(target + offset, stage, min(kPieceBytes, row_bytes - offset));
       ring_.release();
-      --num_ahead;
+      --num_ahead_;
       ask();
     }
+    asked_ = next == nullptr ? 0 : asked_next;
   }
 
   // Waits until every row stands at its targets.
@@ -42,6 +47,8 @@ class RowMover {
 
  private:
   RowRing<kStoresInFlight> ring_;
+  int num_ahead_ = 0;  // pieces that are on their way
+  int asked_ = 0;      // bytes of the next row that are
 };
 
 }  // namespace hybrid_ep

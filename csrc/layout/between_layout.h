@@ -19,10 +19,9 @@ namespace hybrid_ep {
 constexpr int kRowsPerRecordChunk = 16;           // at most
 constexpr uint32_t kChunkSlotBytes = 256 * 1024;  // 16 rows of 7168 bf16 with top-8; fewer records of longer rows
 constexpr int64_t kRingBytes = 64ll << 20;        // of one direction, about
-constexpr int kMaxSlotsPerPeer = 32;
+constexpr int kMaxSlotsPerPeer = 128;
 constexpr int kMinSlotsPerPeer = 4;
 constexpr int kStreamRing = 0;
-constexpr int kDomainWarps = 4;  // of a CTA of combine: each sums for one domain
 // Up to this many ranks a dispatch tells everyone the counts of all pairs of ranks; above, those towards the own
 // domain.
 constexpr int kMaxMatrixRanks = 256;
@@ -36,9 +35,6 @@ inline RingShape stream_ring(int num_domains) {
                                                        : share / kMinSlotsPerPeer * kMinSlotsPerPeer;
   return {kChunkSlotBytes, static_cast<uint32_t>(num_slots), static_cast<uint32_t>(num_slots / kMinSlotsPerPeer)};
 }
-
-// The fewest SMs with which every domain has a warp of combine that sums for it.
-inline int min_combine_between_sms(int num_domains) { return (num_domains + kDomainWarps - 1) / kDomainWarps; }
 
 // What a source tells of its call, ahead of its counts.
 struct CallHeader {
@@ -72,20 +68,21 @@ struct BetweenLayout {
   int num_columns;   // of counts that a source tells: R, or G of the domain that is told
   int words_stride;  // of one source's words
   // Written by ranks of the domain, at system scope.
-  int64_t words;  // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the
-                  // receiver's experts
-  int64_t
-      part_epoch;  // uint32 [G][D] by i when all its partial rows of sources of domain d stand here: release, acquire
+  // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the receiver's experts
+  int64_t words;
+  // uint64 [G][D] by i: so many of its rows for the peer in domain d stand here, rows << 32 | epoch: release, acquire
+  int64_t rows_pushed;
   // Written by this rank.
   int64_t decisions;    // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch
   int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call
   int64_t read_chunks;  // uint64 [D] likewise of the stream from it
   int64_t rows_read;    // uint32 [D][S] of the chunk that stands in the slot
   int64_t slots_read;   // uint32 [D][S] of each group, in this lap
-  int64_t own_epoch;    // uint32 [kMaxTokens] the combine that has last summed the own domain's rows of a token:
-                        // release, acquire at GPU scope
-  int64_t items;        // uint32 [D] next work index towards each domain, 0 between kernels
-  int64_t parts_sent;   // uint32 [D][G] chunks of partial rows that stand at their rank, 0 between kernels
+  // uint32 [kMaxTokens] the combine that has last summed each chunk of the own domain's rows: release, acquire at GPU
+  // scope
+  int64_t own_epoch;
+  int64_t items;   // uint32 [D] next work index towards each domain, 0 between kernels
+  int64_t pushed;  // uint32 [D][G] chunks of partial rows told to their rank, 0 between kernels: release, acquire
   int64_t num_bytes;
 
   static BetweenLayout of(const Grid& grid) {
@@ -101,7 +98,7 @@ struct BetweenLayout {
     layout.num_columns = static_cast<int>(num_ranks <= kMaxMatrixRanks ? num_ranks : size);
     layout.words_stride = CallHeader::kNumColumns + layout.num_columns + kMaxExperts / static_cast<int>(num_ranks);
     layout.words = place(8 * num_ranks * layout.words_stride);
-    layout.part_epoch = place(4 * size * num_domains);
+    layout.rows_pushed = place(8 * size * num_domains);
     layout.decisions = place(16);
     layout.sent_chunks = place(8 * num_domains);
     layout.read_chunks = place(8 * num_domains);
@@ -109,7 +106,7 @@ struct BetweenLayout {
     layout.slots_read = place(4 * num_domains * num_slots);
     layout.own_epoch = place(4ll * kMaxTokens);
     layout.items = place(4 * num_domains);
-    layout.parts_sent = place(4 * num_domains * size);
+    layout.pushed = place(4 * num_domains * size);
     layout.num_bytes = offset;
     return layout;
   }

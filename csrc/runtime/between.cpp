@@ -47,8 +47,8 @@ void BetweenCommunicator::begin_call(cudaStream_t stream) {
   }
 }
 
-int BetweenCommunicator::num_sms(int asked, int least) const {
-  return std::min({std::max(asked > 0 ? asked : kDefaultSms, least), domain_.num_device_sms(), kMaxCtas});
+int BetweenCommunicator::num_sms(int asked) const {
+  return std::min({asked > 0 ? asked : kDefaultSms, domain_.num_device_sms(), kMaxCtas});
 }
 
 uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const DispatchTensors& tensors, int held_capacity,
@@ -93,7 +93,7 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
                         stream);
   }
   begin_call(stream);
-  launch_dispatch_between(params, num_sms(plan.num_sms, 1), stream);
+  launch_dispatch_between(params, num_sms(plan.num_sms), stream);
   return params.counts_epoch;
 }
 
@@ -103,7 +103,7 @@ void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, in
           chunk_bytes, "multiples of 16 up to 262144");
   const DeviceGuard guard(domain_.device());
   begin_call(stream);
-  launch_stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms, 1), stream);
+  launch_stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
 }
 
 void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
@@ -131,7 +131,7 @@ void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineT
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
   begin_call(stream);
-  launch_combine_between(params, num_sms(plan.num_sms, min_combine_between_sms(grid_.num_domains)), stream);
+  launch_combine_between(params, num_sms(plan.num_sms), stream);
 }
 
 }  // namespace hybrid_ep

@@ -45,7 +45,7 @@ class BetweenCommunicator {
   BetweenDomain between_domain() const;
   // Opens a call of the proxy, now or, while the stream is captured, at every replay.
   void begin_call(cudaStream_t stream);
-  int num_sms(int asked, int least) const;
+  int num_sms(int asked) const;
 
   Communicator& domain_;
   const Grid grid_;

@@ -74,9 +74,8 @@ def find_excesses(question: Question) -> list[Excess]:
             num_domains,
             _C.max_domains,
             f"kMaxDomains in csrc/layout/limits.h: each lane of a combine at home then reads {-(-num_domains // 32)} "
-            f"domains; {link} of rings a rank, for a ring has 4 slots at least; combine takes "
-            f"{_C.between_min_combine_sms(num_domains=num_domains)} SMs at least, a warp for each domain; the peer "
-            f"number of a proxy's command {commands}",
+            f"domains; {link} of rings a rank, for a ring has 4 slots at least; the peer number of a proxy's command "
+            f"{commands}",
         ),
         (
             "ranks of a domain",
@@ -140,9 +139,6 @@ def find_stops(points: list[SweepPoint]) -> list[Stop]:
         share = dispatch.fixed.get("domains agree", 0.0) / dispatch.total_us
         if share > _NOTED_SHARE:
             note("agreement", n, f"counts and verdicts are {100 * share:.0f} % of a dispatch")
-        share = point.combine.fixed.get("own domain's rows", 0.0) / point.combine.total_us
-        if share > _NOTED_SHARE:
-            note("own rows", n, f"a combine waits for its own domain's rows for {100 * share:.0f} % of its time")
         if n > _C.max_domains:
             note("limit", n, f"the engine takes {_C.max_domains} domains")
     return sorted(stops.values(), key=lambda stop: stop.num_domains)

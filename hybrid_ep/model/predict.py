@@ -19,7 +19,7 @@ from hybrid_ep.model.traffic import CallTraffic, Rows, expected_rows, traffic_of
 
 __all__ = ["Prediction", "predict"]
 
-_PUSH_WARPS = 2  # of a CTA in each role: csrc/kernels/dispatch_between, combine_between
+_PUSH_WARPS = 3  # of a CTA that send, and as many that forward: csrc/kernels/dispatch_between, combine_between
 _DISPATCH_THREADS = 192  # of a CTA of dispatch_between, whose warps tell and learn
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _WORK_REQUESTS_PER_CHUNK = 2  # the chunk and its flag
@@ -79,8 +79,6 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
         # Copies follow the rows, and sums run beside them.
         (fixed if is_dispatch else hops)["local memory"] = copied_us
     num_sms = question.num_sms
-    if question.num_domains > 1 and not is_dispatch:
-        num_sms = max(num_sms, _C.between_min_combine_sms(num_domains=question.num_domains))
     if is_dispatch:
         hops["SMs"] = max(traffic.pushed, traffic.forwarded) / (num_sms * machine.sm_push * _KB_US)
     else:
@@ -99,12 +97,6 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
         fixed["first chunk"] = touch + transit
         fixed["last chunk"] = touch
         hops |= _network(machine, traffic)
-        if not is_dispatch:
-            # A domain's sums wait for all rows of that domain, which leave domain by domain, the own one last. Tokens
-            # are summed at home when all their parts are there. Until then the network fills the rings, and no more.
-            nvlink_us = max(hops["NVLink out"], hops["NVLink in"])
-            rings_us = (question.num_domains - 1) * traffic.in_flight / (machine.nic_rate * _KB_US)
-            fixed["own domain's rows"] = max(nvlink_us / question.num_domains, nvlink_us - rings_us)
         requests = _WORK_REQUESTS_PER_CHUNK * traffic.messages + traffic.credits
         hops["messages"] = requests * machine.post_us
         # To one peer: a window of chunks for each round trip of chunk, reading and credit.

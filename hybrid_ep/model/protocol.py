@@ -5,8 +5,8 @@ It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, 
 - Chunk n of a stream uses slot n % S in lap n / S; a sender waits for the credit of the slot's group before it writes.
 - Warps that send and warps that forward take the chunks of all peers in turn, by one counter each. A warp waits for
   its chunk, whatever others could do.
-- In combine a warp that sums for a domain serves no other one. A warp at home takes tokens in order, and does not wait
-  while it holds rows.
+- In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a chunk of any domain, but
+  only one whose slot is free. A warp at home takes tokens in order, and does not wait while it holds rows.
 
 One rank stands for each domain, for only peers talk to each other. What the other ranks of a domain do is a rate.
 Arrivals may come in any order. `ProtocolError` says that a slot was overwritten, or that a chunk is not the one that
@@ -41,10 +41,8 @@ class Ring:
         num_slots, slots_per_credit: S, and slots of a group.
         per_chunk: records of a chunk.
         num_send_warps, num_forward_warps: of a rank, in dispatch.
-        num_domain_warps, num_home_warps: of a rank, in combine; of the former one for each domain at least.
+        num_domain_warps, num_home_warps: of a rank, in combine.
         num_open: tokens that a warp at home holds.
-        interleaves_domains: whether rows of a combine leave for all domains in turn, with a flag for each chunk. The
-            engine does not: they leave domain by domain, the own one last, with a flag for each domain.
     """
 
     num_slots: int
@@ -55,7 +53,6 @@ class Ring:
     num_domain_warps: int
     num_home_warps: int
     num_open: int = 2
-    interleaves_domains: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,14 @@ class Faults:
         ignores_credits: senders do not wait for them.
         forwards_by_domain: a rank forwards all chunks of a domain before it looks at the next one's.
         holds_and_waits: a warp at home waits while it holds rows.
-        shares_domain_warps: warps of combine take the chunks of all domains in order, the last domain's first.
+        claims_without_slot: warps of combine claim chunks whose slot is not free, the last domain's first, and wait.
     """
 
     loses_credits: bool = False
     ignores_credits: bool = False
     forwards_by_domain: bool = False
     holds_and_waits: bool = False
-    shares_domain_warps: bool = False
+    claims_without_slot: bool = False
 
 
 @dataclass
@@ -180,6 +177,7 @@ class Protocol:
         self.clock = Clock()
         self.network = Network.of(np.ones(num_domains) if slowdown is None else slowdown)
         self.nvlink_free = [0.0] * num_domains
+        self.any_credit = [Gate(f"rank {r}: a credit from any rank") for r in range(num_domains)]
         self._random = np.random.default_rng(seed)
         self._jitters: Iterator[float] = iter(())
         num_groups = ring.num_slots // ring.slots_per_credit
@@ -242,6 +240,11 @@ class Protocol:
         while stream.credits[group] < lap and not self.faults.ignores_credits:
             yield stream.credit_gates[group]
 
+    def _is_free(self, a: int, b: int, chunk: int) -> bool:
+        stream, ring = self.streams[a, b], self.ring
+        lap, slot = divmod(stream.sent_before + chunk, ring.num_slots)
+        return stream.credits[slot // ring.slots_per_credit] >= lap or self.faults.ignores_credits
+
     def _send(self, a: int, b: int, chunk: int, num_bytes: float) -> None:
         network = self.network
         number = self.streams[a, b].sent_before + chunk
@@ -294,11 +297,13 @@ class Protocol:
         if stream.slots_read[group] < ring.slots_per_credit or self.faults.loses_credits:
             return
         stream.slots_read[group] = 0
-        self.clock.start(self._credit(stream, group, lap + 1), self.times.latency + self._jitter())
+        self.clock.start(self._credit(a, b, group, lap + 1), self.times.latency + self._jitter())
 
-    def _credit(self, stream: _Stream, group: int, lap: int) -> Process:
+    def _credit(self, a: int, b: int, group: int, lap: int) -> Process:
+        stream = self.streams[a, b]
         stream.credits[group] = max(stream.credits[group], lap)
         self.clock.open(stream.credit_gates[group])
+        self.clock.open(self.any_credit[a])
         yield from ()
 
     def _jitter(self) -> float:
@@ -411,15 +416,11 @@ class Protocol:
         begin = self.clock.now
         own_done: set[int] = set()  # chunks of the own domain that are summed
         own_gate = Gate(f"rank {r}: sums of its own domain")
-        counters = [iter(range(self._num_chunks(int(held[d])))) for d in range(self.num_domains)]
-        warps = []
-        for warp in range(max(self.ring.num_domain_warps, self.num_domains)):
-            if self.faults.shares_domain_warps:
-                domains = [(r + self.num_domains - i) % self.num_domains for i in range(self.num_domains)]
-                domains = domains[1:] + domains[:1] if warp < self.ring.num_domain_warps else []
-            else:
-                domains = [warp % self.num_domains]
-            warps.append(self._sum_domains(r, domains, counters, held, begin, own_done, own_gate))
+        next_chunks = [0] * self.num_domains  # to claim, of each domain
+        warps = [
+            self._sum_domains(r, warp, next_chunks, held, begin, own_done, own_gate)
+            for warp in range(self.ring.num_domain_warps)
+        ]
         tokens = iter(range(len(batch.goes[r])))
         places = batch.places[r]
         for _ in range(self.ring.num_home_warps):
@@ -430,31 +431,41 @@ class Protocol:
     def _sum_domains(
         self,
         r: int,
-        domains: list[int],
-        counters: list[Iterator[int]],
+        turn: int,
+        next_chunks: list[int],
         held: NDArray[np.int64],
         begin: float,
         own_done: set[int],
         own_gate: Gate,
     ) -> Process:
         times, slow = self.times, self.network.slowdown[r]
-        for d in domains:
-            num_chunks = self._num_chunks(int(held[d]))
-            for index in counters[d]:
-                # Rows for the next domain leave first, those for the own one last.
-                turn = (d - r - 1) % self.num_domains + 1.0
-                if self.ring.interleaves_domains:
-                    turn = (index + 1) / num_chunks * self.num_domains
-                yield max(0.0, begin + turn * times.first_rows[r] * slow - self.clock.now)
-                num_records = self._records_of(int(held[d]), index)
-                if d != r:
-                    yield from self._wait_free(r, d, _COMBINE_CONTROL + index)
-                yield num_records * times.sum * slow
-                if d != r:
-                    self._send(r, d, _COMBINE_CONTROL + index, num_records * times.record_bytes[1])
-                else:
-                    own_done.add(index)
-                    self.clock.open(own_gate)
+        while True:
+            # The domains that have chunks left, from the warp's turn on; by mistake the last one first.
+            domains = [(turn + i) % self.num_domains for i in range(self.num_domains)]
+            if self.faults.claims_without_slot:
+                domains = [(r - 1 - i) % self.num_domains for i in range(self.num_domains)]
+            left = [d for d in domains if next_chunks[d] < self._num_chunks(int(held[d]))]
+            if not left:
+                return
+            free = [d for d in left if d == r or self._is_free(r, d, _COMBINE_CONTROL + next_chunks[d])]
+            if not free and not self.faults.claims_without_slot:
+                yield self.any_credit[r]
+                continue
+            d = left[0] if self.faults.claims_without_slot else free[0]
+            index, turn = next_chunks[d], d + 1
+            next_chunks[d] += 1
+            if d != r:
+                yield from self._wait_free(r, d, _COMBINE_CONTROL + index)
+            # Rows are pushed for all domains in turn, chunk by chunk.
+            pushed = (index + 1) / self._num_chunks(int(held[d])) * self.num_domains
+            yield max(0.0, begin + pushed * times.first_rows[r] * slow - self.clock.now)
+            num_records = self._records_of(int(held[d]), index)
+            yield num_records * times.sum * slow
+            if d != r:
+                self._send(r, d, _COMBINE_CONTROL + index, num_records * times.record_bytes[1])
+            else:
+                own_done.add(index)
+                self.clock.open(own_gate)
 
     def _sum_home(
         self,

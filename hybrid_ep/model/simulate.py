@@ -19,8 +19,9 @@ from hybrid_ep.model.traffic import expected_rows, traffic_of
 
 __all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
 
-_WARPS = 2  # of a CTA for each role of dispatch
-_SUM_WARPS = 4  # of a CTA of combine that sum for domains, and as many at home
+# Of a CTA: csrc/kernels/dispatch_between, combine_between.
+_SEND_WARPS = 3  # and as many that forward
+_DOMAIN_WARPS, _HOME_WARPS = 6, 4
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _JITTER_US = 1.0
 _EXCHANGES = 2  # of a dispatch: counts, then verdicts
@@ -61,10 +62,9 @@ def check_seed(seed: int, faults: Faults | None = None) -> int:
         per_chunk=int(random.integers(1, 4)),
         num_send_warps=int(random.integers(1, 4)),
         num_forward_warps=int(random.integers(1, 4)),
-        num_domain_warps=num_domains * int(random.integers(1, 3)),
+        num_domain_warps=int(random.integers(1, 4)),
         num_home_warps=int(random.integers(1, 4)),
         num_open=int(random.integers(1, 4)),
-        interleaves_domains=bool(random.integers(0, 2)),
     )
     build, forward, sums, sums_home, agree = random.exponential(1.0, 5).tolist()
     nvlink, own, first_rows = random.exponential(1.0, (3, num_domains)).tolist()
@@ -98,15 +98,14 @@ def ring_of(question: Question) -> Ring:
     _, num_slots, slots_per_credit = _C.between_ring(num_domains=question.num_domains)
     record = traffic_of(question, expected_rows(question), "dispatch").record
     assert record is not None
-    num_sms = max(question.num_sms, _C.between_min_combine_sms(num_domains=question.num_domains))
     return Ring(
         num_slots,
         slots_per_credit,
         record.per_chunk,
-        num_send_warps=_WARPS * question.num_sms,
-        num_forward_warps=_WARPS * question.num_sms,
-        num_domain_warps=_SUM_WARPS * num_sms,
-        num_home_warps=_SUM_WARPS * num_sms,
+        num_send_warps=_SEND_WARPS * question.num_sms,
+        num_forward_warps=_SEND_WARPS * question.num_sms,
+        num_domain_warps=_DOMAIN_WARPS * question.num_sms,
+        num_home_warps=_HOME_WARPS * question.num_sms,
     )
 
 
@@ -118,8 +117,8 @@ def times_of(question: Question) -> Times:
     assert combine.record is not None
     # Rows that a record becomes in its domain.
     fanout = float(rows.at_rank.sum() / rows.at_domain.sum())
-    row_us = 1 / (machine.sm_push / _WARPS * _KB_US)
-    sum_us = combine.record.num_bytes / (machine.sm_sum / (2 * _SUM_WARPS) * _KB_US)
+    row_us = 1 / (machine.sm_push / _SEND_WARPS * _KB_US)
+    sum_us = combine.record.num_bytes / (machine.sm_sum / (_DOMAIN_WARPS + _HOME_WARPS) * _KB_US)
     # Rows of one source within each domain, over NVLink of the rank that sends or receives most.
     arriving = rows.at_rank * (question.num_ranks_per_domain - 1)
     leaving = rows.at_rank.sum(1, keepdims=True) - rows.at_rank

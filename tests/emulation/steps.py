@@ -23,7 +23,7 @@ _ROWS = "kernels/combine_between/rows.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
 
 _ROUND_TRIP = "battery.normal.check_round_trip"
-_MANY = (2, _ROUND_TRIP, Case("many_chunks", 2, (560, 3), hidden=16, num_ranks_per_domain=1))
+_MANY = (2, _ROUND_TRIP, Case("many_chunks", 2, (4400, 3), hidden=16, num_ranks_per_domain=1))
 _FOUR = (4, _ROUND_TRIP, Case("2x2", 4, 40, num_ranks_per_domain=2))
 _ONE_SIDED = Case("rows_for_one_rank", 2, 140, hidden=8192, topk=1, routing="hot", num_ranks_per_domain=1)
 _SLOW = "emulation.faulty_links.check_on_slow_link"
@@ -131,7 +131,7 @@ STEPS = [
     Step(
         "whether dispatches are the same",
         _EXCHANGE,
-        "same &= makes_same_call(params, waiter, epoch, source, &ok);",
+        "same &= makes_same_call(params, header, source);",
         ";",
         _in_domains("battery.other_calls.check_other_calls"),
     ),
@@ -145,16 +145,22 @@ STEPS = [
     Step(
         "wait for partial rows",
         _ROWS,
-        "ok_ &= waiter_.until_equal(part_epoch + r * between.grid.num_domains + domain_, epoch_, r, "
-        "WaitTag::kPartialRows);",
-        ";",
+        "static_cast<uint32_t>(word) == epoch_ ? static_cast<int>(word >> 32) : 0",
+        "kMaxTokens",
         _FOUR,
+    ),
+    Step(
+        "chunks of partial rows are told in order",
+        _COMBINE,
+        "ok = waiter.until_count(pushed, chunk, WaitTag::kGrid);",
+        ";",
+        (4, _ROUND_TRIP, Case("2x2_long", 4, 160, hidden=2048, num_experts=4, topk=4, num_ranks_per_domain=2)),
     ),
     Step(
         "wait for own sums",
         _ROWS,
-        "return ptx::load_acquire_gpu(own_epoch + next_token_) == epoch_;",
-        "return true;",
+        "ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_",
+        "true",
         _FOUR,
     ),
     Step(

@@ -28,7 +28,7 @@ CASES = [
     Case("2x2_hidden_16384", 4, 6, hidden=16384, num_ranks_per_domain=2),
     Case("2x2_hidden_8", 4, 20, hidden=8, num_ranks_per_domain=2),
     Case("2x2_top_32", 4, 11, topk=32, num_experts=64, num_ranks_per_domain=2),
-    Case("2x1_more_chunks_than_slots", 2, (600, 70), hidden=64, num_ranks_per_domain=1),
+    Case("2x1_more_chunks_than_slots", 2, (2100, 70), hidden=16, num_ranks_per_domain=1),
 ]
 _FEW = [case for case in CASES if case.id in ("2x2_holes", "3x2_duplicates", "2x1_more_chunks_than_slots")]
 

@@ -138,7 +138,14 @@ def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked:
 
 
 @pytest.mark.parametrize(
-    "check", ["check_given_up_on_the_device", "check_pending_loss", "check_told_at_close", "check_told_once"]
+    "check",
+    [
+        "check_given_up_on_the_device",
+        "check_named_at_close",
+        "check_pending_loss",
+        "check_told_at_close",
+        "check_told_once",
+    ],
 )
 def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)

@@ -45,13 +45,18 @@ class ChunkStream {
 
   // Chunks are numbered within the call.
 
-  // Waits until the peer has read what stood in the chunk's slot. Any thread.
-  __device__ bool wait_free(int chunk) const {
+  // Whether the peer has read what stood in the chunk's slot. Any thread, which may write to the slot then.
+  __device__ bool is_free(int chunk) const {
     const uint64_t number = sent_before_ + chunk;
     const auto lap = number / shape_.num_slots;
     const int group = slot_of(number) / static_cast<int>(shape_.slots_per_credit);
-    return lap == 0 || waiter_.until([&] { return link_.poll_credit(kStreamRing, domain_, group) >= lap; }, lost(),
-                                     static_cast<uint32_t>(lap), peer_, WaitTag::kCredits);
+    return lap == 0 || link_.poll_credit(kStreamRing, domain_, group) >= lap;
+  }
+
+  // Waits until it has.
+  __device__ bool wait_free(int chunk) const {
+    return waiter_.until([&] { return is_free(chunk); }, lost(), static_cast<uint32_t>(chunk), peer_,
+                         WaitTag::kCredits);
   }
 
   __device__ uint8_t* send_slot(int chunk) const {
@@ -103,8 +108,6 @@ class ChunkStream {
     return link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up()) || give_up_command();
   }
 
- private:
-  __device__ int slot_of(uint64_t number) const { return static_cast<int>(number % shape_.num_slots); }
   // Returns a function that returns `lost` of Waiter::lose.
   __device__ auto lost() const {
     return [this]() -> uint32_t {
@@ -113,6 +116,9 @@ class ChunkStream {
                                        : 2 + kRankElsewhere + between_.grid.peer_in(failure - failure_word(0));
     };
   }
+
+ private:
+  __device__ int slot_of(uint64_t number) const { return static_cast<int>(number % shape_.num_slots); }
   __device__ auto gives_up() const {
     return [this] { return waiter_.expired() || link_.failure() != 0; };
   }

@@ -1,13 +1,13 @@
 // Combine between domains: push to the rank that has forwarded a record, sum there, send home, sum again, in one
 // persistent launch.
 //
-//     y ─ bulk copy ─► arena of the rank that sums ─ part_epoch ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
-//     out[t] own domain's part: DomainSums ─ own_sums, own_epoch ───────────────────────────────────► home: HomeSums
+//     y ─ bulk copy ─► arena of the rank that sums ─ rows_pushed ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
+//     out[t] own domain's part: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums
 //
-// Rows for the farthest domains leave first, so that the network begins while NVLink still moves the rest. A warp that
-// sums for a domain serves no other one, and a warp at home that holds rows does not wait: so no credit waits for
-// itself, however tokens are routed. What is summed stands in rows.cuh. Legend: T tokens, R ranks, D domains, G ranks
-// of a domain.
+// Rows for all domains are pushed in turn, chunk by chunk, and the rank that sums is told how many stand there. So
+// network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet never
+// waits, so no credit waits for itself, however tokens are routed. What is summed stands in rows.cuh. Legend: T tokens,
+// R ranks, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -21,10 +21,11 @@ namespace hybrid_ep {
 namespace {
 
 // Of a CTA.
-constexpr int kPushWarps = 2, kHomeWarps = 4;
+constexpr int kPushWarps = 2, kDomainWarps = 6, kHomeWarps = 4;
 constexpr int kSumWarps = kDomainWarps + kHomeWarps;
 constexpr int kThreads = (kPushWarps + kSumWarps) * 32;
-constexpr int kPushRows = 16;  // that a warp pushes at once
+constexpr int kPushRows = 16;         // that a warp pushes at once
+constexpr int kMaxTokensPerTurn = 8;  // that a warp at home takes at once
 constexpr int kRingsBytes = kPushWarps * RowMover::kRingBytes + kSumWarps * kSumRingBytes;
 
 // What a rank tells its peers ahead of its records.
@@ -40,10 +41,12 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int size = grid.ranks_per_domain, num_domains = grid.num_domains, me = between.domain.rank;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   __shared__ int domain_rows[kMaxDomains];   // of x
   __shared__ int rank_rows[kMaxRanks];       // that each rank has for this one to sum
   const auto rows_for = [&](int g, int r) {  // that rank r has for rank g to sum
     int total = 0;
+#pragma unroll 8
     for (int d = 0; d < num_domains; ++d) total += count_of(params, d * size + g, r);
     return total;
   };
@@ -61,21 +64,26 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
       tables.send_begin[d * size + g] = begin;
       begin += count_of(params, d * size + g, me);
     }
-  }
-  for (int g = threadIdx.x; g < size; g += kThreads) {
-    int begin = 0, end = 0;
-    for (int r = 0; r < size; ++r) {
-      const int num_rows = r == g ? 0 : rows_for(g, r);
-      if (r < me) begin += num_rows;
-      end += num_rows;
+    tables.held_begin[d] = 0;
+    for (int before = 0; before < d; ++before) {
+      if (before != grid.domain_idx()) tables.held_begin[d] += params.route[params.parts.num_records + before];
     }
-    for (int d = 0; d < num_domains; ++d) {
-      tables.send_base[d * size + g] = begin;
-      begin += count_of(params, d * size + g, me);
+  }
+  for (int g = warp; g < size; g += kThreads / 32) {
+    int begin = 0, end = 0;  // of this rank's rows in the arena of rank g, and of all rows there
+    for (int first = 0; first < size; first += 32) {
+      const int r = first + lane, num_rows = r < size && r != g ? rows_for(g, r) : 0;
+      begin += __reduce_add_sync(kAllLanes, r < me ? num_rows : 0);
+      end += __reduce_add_sync(kAllLanes, num_rows);
+    }
+    for (int d = lane; d < num_domains; d += 32) {
+      int base = begin;
+      for (int before = 0; before < d; ++before) base += count_of(params, before * size + g, me);
+      tables.send_base[d * size + g] = base;
     }
     if (end <= params.slot.capacity) continue;
     has_room = false;
-    if (blockIdx.x != 0) continue;
+    if (blockIdx.x != 0 || lane > 0) continue;
     report_fault(between.domain.fault, FaultKind::kOverflow, KernelName::kCombineBetween, WaitTag::kPartialRows, me, g,
                  params.slot.capacity, end);
   }
@@ -145,47 +153,62 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
   return __syncthreads_and(ok);
 }
 
-// Pushes the rows of x to the ranks that sum them, domain by domain, the own one last. Collective over a warp.
-__device__ void push_rows(const CombineBetweenParams& params, const CombineTables& tables, uint32_t epoch,
-                          RowMover& mover) {
+// Pushes the rows of x to the ranks that sum them: of every peer in every domain its first chunk, then its second one,
+// and so on. Returns false if another warp does not push. Collective over a warp.
+__device__ bool push_rows(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
+                          uint32_t epoch, RowMover& mover) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int lane = threadIdx.x % 32, size = grid.ranks_per_domain, num_peers = size - 1, me = between.domain.rank;
-  WorkIndices<> items(&between.domain.control[me]->sent_items);
-  int item = items.take(), first_item = 0;
-  for (int i = 1; i <= grid.num_domains && num_peers > 0; ++i) {
-    const int domain = (grid.domain_idx() + i) % grid.num_domains;
-    const auto chunks_for = [&](int g) {
-      return (count_of(params, domain * size + g, me) + kPushRows - 1) / kPushRows;
-    };
-    int most = 0;
-    for (int g = lane; g < size; g += 32) most = max(most, g == me ? 0 : chunks_for(g));
-    const int end_item = first_item + __reduce_max_sync(kAllLanes, most) * num_peers;
-    for (; item < end_item; item = items.take()) {
-      const int g = (me + 1 + (item - first_item) % num_peers) % size, chunk = (item - first_item) / num_peers;
-      const int source = domain * size + g, begin = chunk * kPushRows;
-      const int num_rows = min(kPushRows, count_of(params, source, me) - begin);
-      if (num_rows <= 0) continue;
-      const int64_t from = tables.send_begin[source] + begin, to = tables.send_base[source] + begin;
-      uint8_t* slot = between.domain.arena[g];  // partial rows always land in the arena's first slot
-      for (int row = 0; row < num_rows && from + row < params.num_rows; ++row) {
-        uint8_t* target = slot + params.slot.rows + (to + row) * params.row_bytes;
-        mover.move(params.rows + (from + row) * params.row_bytes, params.row_bytes, lane == 0 ? target : nullptr);
-        auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + (to + row) * params.num_weights;
-        for (int k = lane; k < params.num_weights; k += 32) {
-          weights[k] = params.weights[(from + row) * params.num_weights + k];
-        }
-      }
-      mover.finish();
-      if (lane > 0) continue;
-      uint32_t* sent = own_part<uint32_t>(between, between.layout.parts_sent) + domain * size + g;
-      ptx::fence_acq_rel_system();
-      if (ptx::add_acq_rel_gpu(sent, 1) + 1 < static_cast<uint32_t>(chunks_for(g))) continue;
-      ptx::store_release_system(
-          between_part<uint32_t>(between, g, between.layout.part_epoch) + me * grid.num_domains + domain, epoch);
-    }
-    first_item = end_item;
+  int most_rows = 0;  // for one source
+  for (int source = lane; source < grid.num_ranks(); source += 32) {
+    if (source % size != me) most_rows = max(most_rows, count_of(params, source, me));
   }
+  const int num_chunks = (__reduce_max_sync(kAllLanes, most_rows) + kPushRows - 1) / kPushRows;
+  const int num_streams = num_peers * grid.num_domains;
+  WorkIndices<> items(&between.domain.control[me]->sent_items);
+  for (int item = items.take(); item < num_chunks * num_streams; item = items.take()) {
+    const int chunk = item / num_streams, stream = item % num_streams;
+    const int g = (me + 1 + stream % num_peers) % size;
+    const int domain = (grid.domain_idx() + 1 + stream / num_peers) % grid.num_domains;
+    const int source = domain * size + g, begin = chunk * kPushRows, num_rows = count_of(params, source, me);
+    if (begin >= num_rows) continue;
+    const int end = min(begin + kPushRows, num_rows);
+    uint8_t* slot = between.domain.arena[g];  // partial rows always land in the arena's first slot
+    const auto row_of = [&](int i) {
+      const int64_t row = tables.send_begin[source] + i;
+      return i < end && row < params.num_rows ? params.rows + row * params.row_bytes : nullptr;
+    };
+    for (int i = begin; row_of(i) != nullptr; ++i) {
+      const int64_t from = tables.send_begin[source] + i, to = tables.send_base[source] + i;
+      uint8_t* target = slot + params.slot.rows + to * params.row_bytes;
+      mover.move(row_of(i), params.row_bytes, lane == 0 ? target : nullptr, row_of(i + 1));
+      auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + to * params.num_weights;
+      for (int k = lane; k < params.num_weights; k += 32) weights[k] = params.weights[from * params.num_weights + k];
+    }
+    mover.finish();
+    // Chunks of a source are told in order, so that a number of rows tells all.
+    bool ok = true;
+    if (lane == 0) {
+      uint32_t* pushed = own_part<uint32_t>(between, between.layout.pushed) + source;
+      uint64_t* told = between_part<uint64_t>(between, g, between.layout.rows_pushed) + me * grid.num_domains + domain;
+      ptx::fence_acq_rel_system();
+      ok = waiter.until_count(pushed, chunk, WaitTag::kGrid);
+      if (ok) {
+        ptx::store_release_system(told, static_cast<uint64_t>(end) << 32 | epoch);
+        ptx::store_release_gpu(pushed, chunk + 1);
+      }
+    }
+    if (!__all_sync(kAllLanes, ok)) return false;
+  }
+  return true;
+}
+
+// Sums all rows of a warp in a role.
+template <typename Rows>
+__device__ void sum_all(Rows& rows, uint8_t* stages, uint64_t* barriers, Segment* segments) {
+  RowRing<0> ring(stages, barriers, kSumStages, kSumSegmentBytes, threadIdx.x % 32);
+  while (!rows.is_done()) sum_rows(rows, ring, segments);
 }
 
 template <typename Link>
@@ -204,9 +227,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Waiter own_waiter = waiter_of_own(domain, KernelName::kCombineBetween);
   const Link link(between.link, blockIdx.x);
   const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   int* send_begin = reinterpret_cast<int*>(shared + kRingsBytes);
-  const CombineTables tables{send_begin, send_begin + grid.num_ranks(), send_begin + 2 * grid.num_ranks()};
+  const CombineTables tables{send_begin, send_begin + grid.num_ranks(), send_begin + 2 * grid.num_ranks(),
+                             send_begin + 3 * grid.num_ranks()};
 
   // Agree with all ranks that their calls are the same.
   bool ok = true, is_same = true;
@@ -232,16 +256,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool sends = shared_status == kSent;
   if (sends && warp < kPushWarps) {
     RowMover mover(shared + warp * RowMover::kRingBytes, push_barriers[warp]);
-    push_rows(params, tables, epoch, mover);
+    ok = push_rows(params, tables, own_waiter, epoch, mover);
   } else if (sends && sum_warp < kDomainWarps) {
     const int number = blockIdx.x * kDomainWarps + sum_warp;
     DomainSums<Link> rows(params, tables, waiter, link, epoch, number % grid.num_domains);
-    sum_rows(rows, sum_stages, sum_barriers[sum_warp], segments[sum_warp]);
+    sum_all(rows, sum_stages, sum_barriers[sum_warp], segments[sum_warp]);
     ok = rows.ok();
   } else if (sends) {
-    HomeSums<Link> rows(params, waiter, own_waiter, link, epoch);
-    RowRing<0> ring(sum_stages, sum_barriers[sum_warp], kSumStages, kSumSegmentBytes, lane);
-    while (!rows.is_done()) sum_rows(rows, ring, segments[sum_warp]);
+    const int num_warps = kHomeWarps * gridDim.x;
+    const int per_turn = min(max(params.num_tokens / (2 * num_warps), 1), kMaxTokensPerTurn);
+    HomeSums<Link> rows(params, waiter, own_waiter, link, epoch, per_turn);
+    sum_all(rows, sum_stages, sum_barriers[sum_warp], segments[sum_warp]);
+    rows.return_reads();
     ok = rows.ok();
   }
 
@@ -259,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         kControlChunks + num_chunks(params.route[params.parts.domain_counts + d]);
   }
   for (int i = threadIdx.x; i < grid.num_ranks(); i += kThreads) {
-    own_part<uint32_t>(between, between.layout.parts_sent)[i] = 0;
+    own_part<uint32_t>(between, between.layout.pushed)[i] = 0;
   }
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);
   end_kernel(own, own.combine_epoch, epoch);
@@ -273,7 +299,8 @@ void prepare_combine_between() {
 }
 
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream) {
-  const int table_bytes = 3 * params.between.grid.num_ranks() * static_cast<int>(sizeof(int));
+  const Grid& grid = params.between.grid;
+  const int table_bytes = (3 * grid.num_ranks() + grid.num_domains) * static_cast<int>(sizeof(int));
   const auto kernel =
       params.between.link.is_mapped ? combine_between_kernel<MappedLink> : combine_between_kernel<ProxyLink>;
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);

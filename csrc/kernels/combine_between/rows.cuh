@@ -21,6 +21,7 @@ struct CombineTables {
   int* send_begin;  // [R] first row of x that belongs to each source
   int* send_base;   // [R] where it goes in the arena of the rank that sums for the source
   int* recv_base;   // [D, G] first row, in this rank's arena, of each rank for its peer in each domain; own rows in x
+  int* held_begin;  // [D] where the records of each domain begin in what the route holds
 };
 
 __device__ int count_of(const CombineBetweenParams& params, int source, int domain_rank) {
@@ -28,175 +29,308 @@ __device__ int count_of(const CombineBetweenParams& params, int source, int doma
       .route[params.parts.counts + static_cast<int64_t>(source) * params.between.grid.ranks_per_domain + domain_rank];
 }
 
-// Sums the partial rows of what the peer of one domain has sent here, or of this rank's own tokens that stay, for
-// sum_rows. A warp serves one domain, so that none waits for another's credits.
+// Sums the weights of a result's sources, in order. Collective over the warp.
+template <int kPerLane>
+__device__ void sum_weights(SourceWalk<kPerLane, float> walk, int num_weights, float* result) {
+  for (int begin = 0; begin < num_weights; begin += 32) {
+    const int k = begin + threadIdx.x % 32;
+    float sum = 0;
+    for (walk.restart(); !walk.is_done();) {
+      const float* weights = walk.next();
+      if (k < num_weights) sum += __ldcg(weights + k);
+    }
+    if (k < num_weights) result[k] = sum;
+  }
+}
+
+// Sums, for sum_rows, the partial rows of what the peers have sent here and of this rank's own tokens that stay. A warp
+// claims chunk after chunk, of any domain, but only one whose slot is free. So it holds no rows while it waits for a
+// credit, which may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
+// looks ahead over the end of a chunk.
 template <typename Link>
 class DomainSums {
  public:
   static constexpr int kSourcesPerLane = 1;
 
   __device__ DomainSums(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
-                        const Link& link, uint32_t epoch, int domain)
+                        const Link& link, uint32_t epoch, int first_domain)
       : params_(params),
         tables_(tables),
         waiter_(waiter),
+        link_(link),
         epoch_(epoch),
-        domain_(domain),
-        is_own_(domain == params.between.grid.domain_idx()),
-        num_records_(is_own_ ? params.route[params.parts.domain_counts + domain]
-                             : params.route[params.parts.num_records + domain]),
-        stream_(params.between, waiter, link, is_own_ ? 0 : domain),
-        chunks_(own_part<uint32_t>(params.between, params.between.layout.items) + domain) {
-    for (int d = 0; d < domain; ++d) {
-      if (d != params.between.grid.domain_idx()) held_begin_ += params.route[params.parts.num_records + d];
-    }
-  }
+        chunks_(own_part<uint32_t>(params.between, params.between.layout.items)),
+        turn_(first_domain) {}
 
-  __device__ int row() const { return index_; }
+  __device__ int row() const { return row_; }
   __device__ int begin() const { return 0; }
   __device__ int end() const { return params_.row_bytes; }
   __device__ bool ok() const { return ok_; }
+  // Whether next() has nothing more, now and later.
+  __device__ bool is_done() const { return !ok_ || all_claimed_; }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
-    while (ok_) {
-      if (++index_ >= chunk_end_) {
-        index_ = chunks_.take() * params_.record.per_chunk;
-        chunk_end_ = min(index_ + params_.record.per_chunk, num_records_);
-        if (index_ >= num_records_) return false;
-      }
-      if (!has_waited_) wait_for_ranks();
-      if (!ok_) return false;
-      const uint8_t* rows[1] = {find_row(params_.rows, params_.slot.rows, params_.row_bytes, index_)};
+    while (next_index_ < chunk_end_ || claim()) {
+      const int destination = destination_here(next_destination_);
+      if (!rows_are_here(destination)) return false;
+      const uint8_t* rows[1] = {find_row(domain_, destination, params_.rows, params_.slot.rows, params_.row_bytes)};
+      row_ = domain_ << kIndexBits | next_index_++;
+      ++num_open_;
+      if (next_index_ < chunk_end_) next_destination_ = load_destination(domain_, next_index_);
       walk = SourceWalk<1, uint8_t>(rows);
       if (!walk.is_done()) return true;
-      store_nothing(*this, index_);
+      store_nothing(*this, row_);
     }
     return false;
   }
 
   template <int kVectors>
-  __device__ void store(int index, int offset, const float (&sum)[kVectors][8]) {
-    if (!is_own_ && index / params_.record.per_chunk != free_chunk_) {
-      free_chunk_ = index / params_.record.per_chunk;
-      ok_ &= stream_.wait_free(kControlChunks + free_chunk_);
-    }
-    store_vectors(result_of(index), params_.row_bytes, offset, sum);
+  __device__ void store(int row, int offset, const float (&sum)[kVectors][8]) {
+    if (row != stored_row_) result_ = result_of(row);  // it takes divisions of 64 bits
+    stored_row_ = row;
+    store_vectors(result_, params_.row_bytes, offset, sum);
   }
 
-  // NOTE: later rows may have been asked for, so everything here follows from the index.
-  __device__ void finish(int index) {
-    if (params_.num_weights > 0) sum_weights(index);
-    const int num_records =
-        min(params_.record.per_chunk, num_records_ - index / params_.record.per_chunk * params_.record.per_chunk);
+  // NOTE: later rows may have been asked for, so everything here follows from the row.
+  __device__ void finish(int row) {
+    const int domain = domain_of(row), index = index_of(row), per_chunk = params_.record.per_chunk;
+    --num_open_;
+    if (params_.num_weights > 0) sum_weights_of(row);
+    const int chunk = index / per_chunk, num_rows = min(per_chunk, num_records(domain) - chunk * per_chunk);
+    if (index < chunk * per_chunk + num_rows - 1) return;
     __syncwarp();
-    if (is_own_) {
+    if (is_own(domain)) {
       auto* own_epoch = own_part<uint32_t>(params_.between, params_.between.layout.own_epoch);
-      if (threadIdx.x % 32 == 0) ptx::store_release_gpu(&own_epoch[token_of(index)], epoch_);
-    } else if (index % params_.record.per_chunk == num_records - 1) {
-      ok_ = __all_sync(kAllLanes, ok_) && stream_.send(kControlChunks + index / params_.record.per_chunk,
-                                                       num_records * params_.record.num_bytes, num_records);
+      if (threadIdx.x % 32 == 0) ptx::store_release_gpu(own_epoch + chunk, epoch_);
+      return;
     }
+    ok_ = __all_sync(kAllLanes, ok_) &&
+          stream(domain).send(kControlChunks + chunk, num_rows * params_.record.num_bytes, num_rows);
   }
 
  private:
-  // Waits until every rank of the domain has pushed its rows for this domain.
-  __device__ void wait_for_ranks() {
-    const BetweenDomain& between = params_.between;
-    const int size = between.grid.ranks_per_domain, source = between.grid.peer_in(domain_);
-    const auto* part_epoch = own_part<uint32_t>(between, between.layout.part_epoch);
-    for (int r = threadIdx.x % 32; r < size; r += 32) {
-      if (r == between.domain.rank || count_of(params_, source, r) == 0) continue;
-      ok_ &= waiter_.until_equal(part_epoch + r * between.grid.num_domains + domain_, epoch_, r, WaitTag::kPartialRows);
+  static constexpr int kIndexBits = 16;
+  static_assert(kMaxTokens <= 1 << kIndexBits);
+
+  static __device__ int domain_of(int row) { return row >> kIndexBits; }
+  static __device__ int index_of(int row) { return row & ((1 << kIndexBits) - 1); }
+
+  __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
+  __device__ int num_records(int domain) const {
+    return params_.route[(is_own(domain) ? params_.parts.domain_counts : params_.parts.num_records) + domain];
+  }
+  __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
+  __device__ bool is_free(int domain, int chunk) const {
+    return is_own(domain) || stream(domain).is_free(kControlChunks + chunk);
+  }
+
+  // Claims a chunk. Waits for one that has a free slot only if the warp holds no rows. Returns false if it has none.
+  __device__ bool claim() {
+    while (ok_ && !all_claimed_) {
+      int blocked = -1;
+      if (claim_free_chunk(blocked)) return true;
+      if (all_claimed_ || num_open_ > 0) return false;
+      if (blocked < 0) continue;  // another warp was faster
+      const ChunkStream<Link> waits_for = stream(blocked);
+      const int peer = kRankElsewhere + params_.between.grid.peer_in(blocked);
+      const bool is_free = threadIdx.x % 32 > 0 || waiter_.until([&] { return has_free_chunk(); }, waits_for.lost(),
+                                                                 epoch_, peer, WaitTag::kCredits);
+      ok_ = __all_sync(kAllLanes, is_free);
     }
-    ok_ = __all_sync(kAllLanes, ok_);
+    return false;
+  }
+
+  // Claims the next chunk of the first domain, from the warp's turn on, that has one with a free slot. `blocked` is a
+  // domain whose slot is not free. Collective.
+  __device__ bool claim_free_chunk(int& blocked) {
+    const int num_domains = params_.between.grid.num_domains, per_chunk = params_.record.per_chunk;
+    bool is_left = false;
+    for (int first = 0; first < num_domains; first += 32) {
+      const int i = first + threadIdx.x % 32, domain = (turn_ + i) % num_domains;
+      const int chunk = i < num_domains ? static_cast<int>(ptx::load_relaxed_gpu(chunks_ + domain)) : 0;
+      const int end = i < num_domains ? num_records(domain) : 0;
+      const bool has_chunk = chunk * per_chunk < end, can_claim = has_chunk && is_free(domain, chunk);
+      is_left |= __ballot_sync(kAllLanes, has_chunk) != 0;
+      for (unsigned left = __ballot_sync(kAllLanes, can_claim); left != 0; left &= left - 1) {
+        const int holder = __ffs(left) - 1;
+        const auto expected = static_cast<uint32_t>(chunk);
+        const bool is_claimed = static_cast<int>(threadIdx.x % 32) == holder &&
+                                atomicCAS(chunks_ + domain, expected, expected + 1) == expected;
+        if (__ballot_sync(kAllLanes, is_claimed) == 0) continue;
+        begin_chunk(__shfl_sync(kAllLanes, domain, holder), __shfl_sync(kAllLanes, chunk, holder) * per_chunk,
+                    __shfl_sync(kAllLanes, end, holder));
+        return true;
+      }
+      const unsigned without_slot = __ballot_sync(kAllLanes, has_chunk && !can_claim);
+      if (without_slot != 0 && blocked < 0) blocked = __shfl_sync(kAllLanes, domain, __ffs(without_slot) - 1);
+    }
+    all_claimed_ = !is_left;
+    return false;
+  }
+
+  __device__ void begin_chunk(int domain, int first, int num_records) {
+    domain_ = domain;
+    next_index_ = first;
+    chunk_end_ = min(first + params_.record.per_chunk, num_records);
+    turn_ = domain + 1;
+    next_destination_ = load_destination(domain, first);
+    note_pushed();  // its __syncwarp also passes on what the claiming lane has acquired with the credit
+  }
+
+  // Whether some domain has a chunk with a free slot, or none has one that is not claimed. One thread.
+  __device__ bool has_free_chunk() const {
+    bool is_left = false;
+    for (int domain = 0; domain < params_.between.grid.num_domains; ++domain) {
+      const int chunk = static_cast<int>(ptx::load_relaxed_gpu(chunks_ + domain));
+      if (chunk * params_.record.per_chunk >= num_records(domain)) continue;
+      if (is_free(domain, chunk)) return true;
+      is_left = true;
+    }
+    return !is_left;
+  }
+
+  // Rows of the chunk's domain that a rank has pushed here. Acquires for the calling thread.
+  __device__ int rows_pushed(int r) const {
+    const BetweenDomain& between = params_.between;
+    const uint64_t word = ptx::load_acquire_system(own_part<uint64_t>(between, between.layout.rows_pushed) +
+                                                   r * between.grid.num_domains + domain_);
+    return static_cast<uint32_t>(word) == epoch_ ? static_cast<int>(word >> 32) : 0;
+  }
+
+  // Looks how many rows each rank has pushed. Collective.
+  __device__ void note_pushed() {
+    const BetweenDomain& between = params_.between;
+#pragma unroll
+    for (int q = 0; q < kMaxRanksPerLane; ++q) {
+      const int r = threadIdx.x % 32 + 32 * q;
+      pushed_[q] = r < between.grid.ranks_per_domain && r != between.domain.rank ? rows_pushed(r) : 0;
+    }
     __syncwarp();
     ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
-    has_waited_ = true;
   }
 
-  __device__ int token_of(int index) const {
-    return params_.route[params_.parts.domain_list + static_cast<int64_t>(domain_) * params_.num_tokens + index];
-  }
-
-  // Of the lane-th rank that has a partial row of the record, where that stands, or nullptr: in this rank's own `rows`,
-  // or in the part of the arena that begins at `offset`.
-  template <typename T>
-  __device__ const T* find_row(const T* rows, int64_t offset, int width, int index) const {
-    const BetweenDomain& between = params_.between;
-    const Grid& grid = between.grid;
-    const int lane = threadIdx.x % 32, first_rank = grid.domain_idx() * grid.ranks_per_domain;
-    int destination = -1;
-    if (lane < params_.num_topk) {
-      destination =
-          is_own_
-              ? params_
-                    .route[params_.parts.destinations + static_cast<int64_t>(token_of(index)) * params_.num_topk + lane]
-              : params_.route[params_.parts.held + static_cast<int64_t>(held_begin_ + index) * params_.num_topk + lane];
-      const int r = rank_of_destination(static_cast<uint32_t>(destination)) - first_rank;
-      if (destination >= 0 && (r < 0 || r >= grid.ranks_per_domain)) destination = -1;
+  // Whether the partial row of the lane's destination is noted as pushed. Collective.
+  __device__ bool is_noted(int destination) const {
+    const int r = destination < 0 ? params_.between.domain.rank : rank_in_domain(destination);
+    int pushed = 0;
+#pragma unroll
+    for (int q = 0; q < kMaxRanksPerLane; ++q) {
+      const int noted = __shfl_sync(kAllLanes, pushed_[q], r % 32);
+      if (q == r / 32) pushed = noted;
     }
-    destination = sort_over_lanes(destination);
+    return r == params_.between.domain.rank || pushed > place_of_destination(static_cast<uint32_t>(destination));
+  }
+
+  // Whether the partial rows of a record stand here; waits for them if the warp holds no other rows.
+  __device__ bool rows_are_here(int destination) {
+    if (__all_sync(kAllLanes, is_noted(destination))) return true;
+    note_pushed();
+    const bool is_here = is_noted(destination);
+    if (__all_sync(kAllLanes, is_here)) return true;
+    if (num_open_ > 0) return false;
+    const int place = place_of_destination(static_cast<uint32_t>(destination)), r = rank_in_domain(destination);
+    ok_ = is_here ||
+          waiter_.until([&] { return rows_pushed(r) > place; }, [] { return 0u; }, epoch_, r, WaitTag::kPartialRows);
+    ok_ = __all_sync(kAllLanes, ok_);
+    note_pushed();
+    return ok_;
+  }
+
+  __device__ int token_of(int domain, int index) const {
+    return params_.route[params_.parts.domain_list + static_cast<int64_t>(domain) * params_.num_tokens + index];
+  }
+
+  // The lane-th destination of a record, in whatever domain; −1: none.
+  __device__ int load_destination(int domain, int index) const {
+    const int lane = threadIdx.x % 32;
+    if (lane >= params_.num_topk) return -1;
+    const int64_t row = is_own(domain) ? token_of(domain, index) : tables_.held_begin[domain] + index;
+    const int64_t begin = is_own(domain) ? params_.parts.destinations : params_.parts.held;
+    return params_.route[begin + row * params_.num_topk + lane];
+  }
+
+  // The lane-th of those in this domain, ascending; −1: none.
+  __device__ int destination_here(int destination) const {
+    const int r = rank_in_domain(destination);
+    const bool is_here = destination >= 0 && r >= 0 && r < params_.between.grid.ranks_per_domain;
+    return sort_over_lanes(is_here ? destination : -1);
+  }
+
+  __device__ int rank_in_domain(int destination) const {
+    const Grid& grid = params_.between.grid;
+    return rank_of_destination(static_cast<uint32_t>(destination)) - grid.domain_idx() * grid.ranks_per_domain;
+  }
+
+  // Where the partial row of a destination stands, or nullptr: in this rank's own `rows`, or in the part of the arena
+  // that begins at `offset`.
+  template <typename T>
+  __device__ const T* find_row(int domain, int destination, const T* rows, int64_t offset, int width) const {
+    const BetweenDomain& between = params_.between;
     if (destination < 0) return nullptr;
-    const int r = rank_of_destination(static_cast<uint32_t>(destination)) - first_rank;
-    const int64_t row = static_cast<int64_t>(tables_.recv_base[domain_ * grid.ranks_per_domain + r]) +
+    const int r = rank_in_domain(destination);
+    const int64_t row = static_cast<int64_t>(tables_.recv_base[domain * between.grid.ranks_per_domain + r]) +
                         place_of_destination(static_cast<uint32_t>(destination));
     if (r == between.domain.rank) return row < params_.num_rows ? rows + row * width : nullptr;
     return reinterpret_cast<const T*>(between.domain.arena[between.domain.rank] + offset) + row * width;
   }
 
-  __device__ uint8_t* result_of(int index) const {
-    if (is_own_) return params_.own_sums + static_cast<int64_t>(token_of(index)) * params_.row_bytes;
-    const int per_chunk = params_.record.per_chunk;
-    return stream_.send_slot(kControlChunks + index / per_chunk) + index % per_chunk * params_.record.num_bytes;
+  __device__ uint8_t* result_of(int row) const {
+    const int domain = domain_of(row), index = index_of(row), per_chunk = params_.record.per_chunk;
+    if (is_own(domain)) return params_.own_sums + static_cast<int64_t>(token_of(domain, index)) * params_.row_bytes;
+    return stream(domain).send_slot(kControlChunks + index / per_chunk) + index % per_chunk * params_.record.num_bytes;
   }
 
-  __device__ void sum_weights(int index) const {
-    const float* of_rank[1] = {find_row(params_.weights, params_.slot.weights, params_.num_weights, index)};
-    SourceWalk<1, float> walk(of_rank);
-    auto* result = is_own_ ? params_.own_weights + static_cast<int64_t>(token_of(index)) * params_.num_weights
-                           : reinterpret_cast<float*>(result_of(index) + params_.record.weights);
-    for (int begin = 0; begin < params_.num_weights; begin += 32) {
-      const int k = begin + threadIdx.x % 32;
-      float sum = 0;
-      for (walk.restart(); !walk.is_done();) {
-        const float* weights = walk.next();
-        if (k < params_.num_weights) sum += __ldcg(weights + k);
-      }
-      if (k < params_.num_weights) result[k] = sum;
-    }
+  __device__ void sum_weights_of(int row) const {
+    const int domain = domain_of(row), index = index_of(row);
+    const float* of_rank[1] = {find_row(domain, destination_here(load_destination(domain, index)), params_.weights,
+                                        params_.slot.weights, params_.num_weights)};
+    auto* result = is_own(domain)
+                       ? params_.own_weights + static_cast<int64_t>(token_of(domain, index)) * params_.num_weights
+                       : reinterpret_cast<float*>(result_of(row) + params_.record.weights);
+    sum_weights(SourceWalk<1, float>(of_rank), params_.num_weights, result);
   }
 
   const CombineBetweenParams& params_;
   const CombineTables& tables_;
   const Waiter& waiter_;
+  const Link& link_;
   const uint32_t epoch_;
-  const int domain_;
-  const bool is_own_;
-  const int num_records_;
-  const ChunkStream<Link> stream_;
-  WorkIndices<> chunks_;
-  int held_begin_ = 0;
-  int index_ = -1, chunk_end_ = 0;
-  int free_chunk_ = -1;
-  bool has_waited_ = false, ok_ = true;
+  uint32_t* const chunks_;  // [D] claimed of each domain
+  int turn_;                // domain that is asked first for a chunk
+  int domain_ = 0, next_index_ = 0, chunk_end_ = 0;
+  int next_destination_ = -1;     // of the next record, as the route has it; loaded while the row before is summed
+  int pushed_[kMaxRanksPerLane];  // rows for the chunk's domain that ranks lane, lane + 32, … are known to have pushed
+  int row_ = -1, stored_row_ = -1;
+  uint8_t* result_ = nullptr;  // of the row that was last stored to
+  int num_open_ = 0;           // rows that are not summed yet
+  bool all_claimed_ = false, ok_ = true;
 };
 
-// Sums this rank's tokens from the sums of all domains, for sum_rows. A warp that holds rows which are not summed yet
-// never waits: their chunk may be what another one waits for.
+// Sums this rank's tokens from the sums of all domains, for sum_rows. A warp takes `tokens_per_turn` tokens at a time.
+// A warp that holds rows which are not summed yet never waits: their chunk may be what another one waits for. For the
+// same reason it counts the rows that it has read before it waits.
 template <typename Link>
 class HomeSums {
  public:
   static constexpr int kSourcesPerLane = (kMaxDomains + 31) / 32;
 
   __device__ HomeSums(const CombineBetweenParams& params, const Waiter& waiter, const Waiter& own_waiter,
-                      const Link& link, uint32_t epoch)
+                      const Link& link, uint32_t epoch, int tokens_per_turn)
       : params_(params),
         waiter_(waiter),
         own_waiter_(own_waiter),
         link_(link),
         epoch_(epoch),
-        tokens_(&params.between.domain.control[params.between.domain.rank]->summed_tokens),
-        next_token_(tokens_.take()) {}
+        own_epoch_(own_part<uint32_t>(params.between, params.between.layout.own_epoch)),
+        turns_(&params.between.domain.control[params.between.domain.rank]->summed_tokens),
+        tokens_per_turn_(tokens_per_turn) {
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) {
+      known_chunk_[q] = read_chunk_[q] = -1;
+      num_read_[q] = 0;
+    }
+    advance();
+  }
 
   __device__ int row() const { return token_; }
   __device__ int begin() const { return 0; }
@@ -207,45 +341,34 @@ class HomeSums {
 
   __device__ bool next(SourceWalk<kSourcesPerLane, uint8_t>& walk) {
     while (!is_done()) {
+      if (!sums_are_here()) {
+        if (num_open_ > 0 || !ok_) return false;
+        wait_for_sums();
+        continue;
+      }
       const uint8_t* rows[kSourcesPerLane];
       const float* weights[kSourcesPerLane];
-      bool is_here = true;
 #pragma unroll
       for (int q = 0; q < kSourcesPerLane; ++q) {
+        const int domain = domain_of_lane(q), place = places_[q], per_chunk = params_.record.per_chunk;
         rows[q] = nullptr;
         weights[q] = nullptr;
-        const int domain = threadIdx.x % 32 + 32 * q, place = place_of(next_token_, domain);
         if (place < 0) continue;
-        if (domain == params_.between.grid.domain_idx()) {
-          const auto* own_epoch = own_part<uint32_t>(params_.between, params_.between.layout.own_epoch);
-          if (num_open_ > 0) {
-            is_here &= ptx::load_acquire_gpu(own_epoch + next_token_) == epoch_;
-          } else {
-            ok_ &= own_waiter_.until([&] { return ptx::load_acquire_gpu(own_epoch + next_token_) == epoch_; },
-                                     [] { return false; }, epoch_, params_.between.domain.rank, WaitTag::kPartialRows);
-          }
+        if (is_own(domain)) {
           rows[q] = params_.own_sums + static_cast<int64_t>(next_token_) * params_.row_bytes;
           weights[q] = params_.own_weights + static_cast<int64_t>(next_token_) * params_.num_weights;
           continue;
         }
-        const ChunkStream<Link> stream(params_.between, waiter_, link_, domain);
-        const int chunk = kControlChunks + place / params_.record.per_chunk;
-        if (num_open_ > 0) {
-          is_here &= stream.is_here(chunk);
-        } else {
-          ok_ &= stream.wait(chunk);
-        }
-        rows[q] = stream.chunk(chunk) + place % params_.record.per_chunk * params_.record.num_bytes;
+        rows[q] = known_rows_[q] + (place - known_chunk_[q] * per_chunk) * params_.record.num_bytes;
         weights[q] = reinterpret_cast<const float*>(rows[q] + params_.record.weights);
       }
-      ok_ = __all_sync(kAllLanes, ok_);
-      if (!ok_ || !__all_sync(kAllLanes, is_here)) return false;
-      __syncwarp();
-      ptx::fence_global_for_bulk();  // lane 0 loads what others have waited for
       token_ = next_token_;
-      next_token_ = tokens_.take();
       ++num_open_;
-      if (params_.num_weights > 0) sum_weights(SourceWalk<kSourcesPerLane, float>(weights));
+      advance();
+      if (params_.num_weights > 0) {
+        sum_weights(SourceWalk<kSourcesPerLane, float>(weights), params_.num_weights,
+                    params_.out_weights + static_cast<int64_t>(token_) * params_.num_weights);
+      }
       walk = SourceWalk<kSourcesPerLane, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, token_);
@@ -270,44 +393,125 @@ class HomeSums {
 
   // All rows of the token have been read.
   __device__ void finish(int token) {
-    __syncwarp();
+    --num_open_;
+    __syncwarp();  // weights have been read by all lanes
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int domain = threadIdx.x % 32 + 32 * q, place = place_of(token, domain);
-      if (place < 0 || domain == params_.between.grid.domain_idx()) continue;
-      const int per_chunk = params_.record.per_chunk, chunk = place / per_chunk;
-      const int left = params_.route[params_.parts.domain_counts + domain] - chunk * per_chunk;
-      const ChunkStream<Link> stream(params_.between, waiter_, link_, domain);
-      ok_ &= stream.read_rows(kControlChunks + chunk, 1, min(per_chunk, left));
+      const int domain = domain_of_lane(q), place = place_of(token, domain);
+      if (place < 0 || is_own(domain)) continue;
+      const int chunk = place / params_.record.per_chunk;
+      if (chunk != read_chunk_[q]) return_reads(q);
+      read_chunk_[q] = chunk;
+      ++num_read_[q];
     }
     ok_ = __all_sync(kAllLanes, ok_);
-    --num_open_;
+  }
+
+  // Tells the peers what the warp has read. Collective; after the last row, too.
+  __device__ void return_reads() {
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) return_reads(q);
+    ok_ = __all_sync(kAllLanes, ok_);
   }
 
  private:
+  __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
+  __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
+  __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
+
   __device__ int place_of(int token, int domain) const {
     if (domain >= params_.between.grid.num_domains) return -1;
     return params_.route[params_.parts.domain_place + static_cast<int64_t>(domain) * params_.num_tokens + token];
   }
 
-  __device__ void sum_weights(SourceWalk<kSourcesPerLane, float> walk) const {
-    for (int begin = 0; begin < params_.num_weights; begin += 32) {
-      const int k = begin + threadIdx.x % 32;
-      float sum = 0;
-      for (walk.restart(); !walk.is_done();) {
-        const float* weights = walk.next();
-        if (k < params_.num_weights) sum += __ldcg(weights + k);
-      }
-      if (k < params_.num_weights) params_.out_weights[static_cast<int64_t>(token_) * params_.num_weights + k] = sum;
+  // Goes on to the next token, and begins to load where its sums stand.
+  __device__ void advance() {
+    if (++next_token_ >= turn_end_) {
+      next_token_ = turns_.take() * tokens_per_turn_;
+      turn_end_ = min(next_token_ + tokens_per_turn_, params_.num_tokens);
     }
+    if (next_token_ >= params_.num_tokens) return;
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) places_[q] = place_of(next_token_, domain_of_lane(q));
+  }
+
+  // Whether a chunk of sums stands here. Acquires for the calling thread.
+  __device__ bool is_here(int domain, int chunk) const {
+    if (is_own(domain)) return ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_;
+    return stream(domain).is_here(kControlChunks + chunk);
+  }
+
+  __device__ void note_here(int q, int chunk) {
+    known_chunk_[q] = chunk;
+    if (!is_own(domain_of_lane(q))) known_rows_[q] = stream(domain_of_lane(q)).chunk(kControlChunks + chunk);
+  }
+
+  // Whether all sums of the next token stand here. Collective.
+  __device__ bool sums_are_here() {
+    bool all_here = true, is_new = false;
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) {
+      const int chunk = places_[q] / params_.record.per_chunk;
+      if (places_[q] < 0 || chunk == known_chunk_[q]) continue;
+      if (is_here(domain_of_lane(q), chunk)) {
+        note_here(q, chunk);
+        is_new = true;
+      } else {
+        all_here = false;
+      }
+    }
+    pass_on(is_new);
+    return __all_sync(kAllLanes, all_here);
+  }
+
+  // Waits for them. The warp holds no rows.
+  __device__ void wait_for_sums() {
+    return_reads();
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) {
+      const int domain = domain_of_lane(q), chunk = places_[q] / params_.record.per_chunk;
+      if (places_[q] < 0 || chunk == known_chunk_[q]) continue;
+      if (is_own(domain)) {
+        ok_ &= own_waiter_.until([&] { return is_here(domain, chunk); }, [] { return 0u; }, epoch_,
+                                 params_.between.domain.rank, WaitTag::kPartialRows);
+      } else {
+        ok_ &= stream(domain).wait(kControlChunks + chunk);
+      }
+      note_here(q, chunk);
+    }
+    pass_on(true);
+    ok_ = __all_sync(kAllLanes, ok_);
+  }
+
+  // Lane 0 loads what others have acquired.
+  __device__ void pass_on(bool is_new) const {
+    if (__ballot_sync(kAllLanes, is_new) == 0) return;
+    __syncwarp();
+    ptx::fence_global_for_bulk();
+  }
+
+  // Counts the rows of a chunk that this lane's domain has sent as read.
+  __device__ void return_reads(int q) {
+    if (num_read_[q] == 0) return;
+    const int domain = domain_of_lane(q), per_chunk = params_.record.per_chunk;
+    const int left = params_.route[params_.parts.domain_counts + domain] - read_chunk_[q] * per_chunk;
+    ok_ &= stream(domain).read_rows(kControlChunks + read_chunk_[q], num_read_[q], min(per_chunk, left));
+    num_read_[q] = 0;
   }
 
   const CombineBetweenParams& params_;
   const Waiter &waiter_, &own_waiter_;
   const Link& link_;
   const uint32_t epoch_;
-  WorkIndices<> tokens_;
-  int token_ = -1, next_token_;
+  const uint32_t* const own_epoch_;
+  WorkIndices<> turns_;
+  const int tokens_per_turn_;
+  int token_ = -1, next_token_ = -1, turn_end_ = 0;
+  int places_[kSourcesPerLane];                 // of the next token, in domains lane, lane + 32, …; −1: none
+  int known_chunk_[kSourcesPerLane];            // the last one that is known to stand here
+  const uint8_t* known_rows_[kSourcesPerLane];  // its rows, if another domain has sent it
+  int read_chunk_[kSourcesPerLane];             // of which num_read_ rows have been read and not yet counted
+  int num_read_[kSourcesPerLane];
   int num_open_ = 0;  // tokens whose rows are not all read
   bool ok_ = true;
 };

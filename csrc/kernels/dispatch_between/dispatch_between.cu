@@ -18,9 +18,9 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a CTA. Every role has as many.
-constexpr int kWarpsOfRole = 2;
-constexpr int kWarps = 3 * kWarpsOfRole;
+// Of a CTA. Those that push own tokens send records afterwards.
+constexpr int kOwnWarps = 2, kSendWarps = 3, kForwardWarps = 3;
+constexpr int kWarps = kOwnWarps + kSendWarps + kForwardWarps;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRingsBytes = kWarps * RowMover::kRingBytes;
 
@@ -35,9 +35,11 @@ struct Column {
   float weight;
 };
 
-// Pushes a row, and what goes with it, to its ranks of this domain. Collective over the warp.
+// Pushes a row, and what goes with it, to its ranks of this domain; `next` is the row that the warp moves after it, or
+// nullptr. Collective over the warp.
 __device__ void push_token(const DispatchBetweenParams& params, const CallBetween& call, const int* base,
-                           RowMover& mover, const uint8_t* row, const uint32_t* scales, const Column& column) {
+                           RowMover& mover, const uint8_t* row, const uint8_t* next, const uint32_t* scales,
+                           const Column& column) {
   const Grid& grid = params.between.grid;
   const int lane = threadIdx.x % 32, first_rank = grid.domain_idx() * grid.ranks_per_domain;
   const int r = rank_of_destination(column.destination) - first_rank;
@@ -48,7 +50,7 @@ __device__ void push_token(const DispatchBetweenParams& params, const CallBetwee
   }
   uint8_t* target = nullptr;
   if (place >= 0) target = call.slot[r] + params.slot.rows + static_cast<int64_t>(place) * params.row_bytes;
-  mover.move(row, params.row_bytes, target);
+  mover.move(row, params.row_bytes, target, next);
   for (unsigned left = __ballot_sync(kAllLanes, place >= 0); left != 0; left &= left - 1) {
     const int holder = __ffs(left) - 1;
     const int to = __shfl_sync(kAllLanes, r, holder);
@@ -84,6 +86,10 @@ __device__ Column column_of_token(const DispatchBetweenParams& params, int token
   return column;
 }
 
+__device__ const uint8_t* row_of_token(const DispatchBetweenParams& params, int token) {
+  return params.rows + static_cast<int64_t>(token) * params.row_bytes;
+}
+
 __device__ const uint32_t* scales_of_token(const DispatchBetweenParams& params, int token) {
   return params.scales + static_cast<int64_t>(token) * params.num_scales;
 }
@@ -95,11 +101,19 @@ __device__ void push_own_tokens(const DispatchBetweenParams& params, const CallB
   const int domain = grid.domain_idx();
   const int32_t* list = params.route + params.parts.domain_list + static_cast<int64_t>(domain) * params.num_tokens;
   WorkIndices<> items(&params.between.domain.control[params.between.domain.rank]->sent_items);
-  for (int i = items.take(); i < call.num_sent[domain]; i = items.take()) {
-    const int token = list[i];
-    push_token(params, call, base + domain * grid.ranks_per_domain, mover,
-               params.rows + static_cast<int64_t>(token) * params.row_bytes, scales_of_token(params, token),
-               column_of_token(params, token));
+  const auto take = [&] {
+    const int i = items.take();
+    return i < call.num_sent[domain] ? list[i] : -1;
+  };
+  int token = take();
+  Column column = token < 0 ? Column{} : column_of_token(params, token);
+  while (token >= 0) {
+    const int next = take();
+    const Column next_column = next < 0 ? Column{} : column_of_token(params, next);  // loaded while the row moves
+    push_token(params, call, base + domain * grid.ranks_per_domain, mover, row_of_token(params, token),
+               next < 0 ? nullptr : row_of_token(params, next), scales_of_token(params, token), column);
+    token = next;
+    column = next_column;
   }
   mover.finish();
 }
@@ -157,25 +171,44 @@ __device__ bool send_records(const DispatchBetweenParams& params, const CallBetw
     __syncwarp();
     const int32_t* list =
         params.route + params.parts.domain_list + static_cast<int64_t>(item.domain) * params.num_tokens + item.first;
+    int token = list[0];
+    Column column = column_of_token(params, token);
     for (int i = 0; i < item.num_records; ++i) {
-      const int token = list[i];
+      const int next = i + 1 < item.num_records ? list[i + 1] : -1;
+      const Column next_column = next < 0 ? Column{} : column_of_token(params, next);  // loaded while the row moves
       uint8_t* record = stream.send_slot(chunk) + i * layout.num_bytes;
-      mover.move(params.rows + static_cast<int64_t>(token) * params.row_bytes, params.row_bytes,
-                 lane == 0 ? record : nullptr);
+      mover.move(row_of_token(params, token), params.row_bytes, lane == 0 ? record : nullptr,
+                 next < 0 ? nullptr : row_of_token(params, next));
       for (int s = lane; s < params.num_scales; s += 32) {
         reinterpret_cast<uint32_t*>(record + layout.scales)[s] = scales_of_token(params, token)[s];
       }
-      const Column column = column_of_token(params, token);
-      if (lane >= params.num_topk) continue;
-      const bool goes = column.destination != kNowhere && rank_of_destination(column.destination) / size == item.domain;
-      reinterpret_cast<uint32_t*>(record + layout.destinations)[lane] = goes ? column.destination : kNowhere;
-      if (params.makes_route) reinterpret_cast<int32_t*>(record + layout.experts)[lane] = column.expert;
-      if (params.has_weights) reinterpret_cast<float*>(record + layout.weights)[lane] = column.weight;
+      if (lane < params.num_topk) {
+        const bool goes =
+            column.destination != kNowhere && rank_of_destination(column.destination) / size == item.domain;
+        reinterpret_cast<uint32_t*>(record + layout.destinations)[lane] = goes ? column.destination : kNowhere;
+        if (params.makes_route) reinterpret_cast<int32_t*>(record + layout.experts)[lane] = column.expert;
+        if (params.has_weights) reinterpret_cast<float*>(record + layout.weights)[lane] = column.weight;
+      }
+      token = next;
+      column = next_column;
     }
     mover.finish();
     if (!stream.send(chunk, item.num_records * layout.num_bytes, item.num_records)) return false;
   }
   return true;
+}
+
+// A lane's column of a record.
+__device__ Column column_of_record(const DispatchBetweenParams& params, const uint8_t* record) {
+  const int lane = threadIdx.x % 32;
+  const RecordLayout& layout = params.record;
+  Column column{kNowhere, -1, 0.0f};
+  if (lane < params.num_topk) {
+    column.destination = reinterpret_cast<const uint32_t*>(record + layout.destinations)[lane];
+    if (params.makes_route) column.expert = reinterpret_cast<const int32_t*>(record + layout.experts)[lane];
+    if (params.has_weights) column.weight = reinterpret_cast<const float*>(record + layout.weights)[lane];
+  }
+  return column;
 }
 
 // Forwards records of the peers. Returns false if one of them does not come.
@@ -193,20 +226,19 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
     if (!__all_sync(kAllLanes, lane > 0 || stream.wait(chunk))) return false;
     __syncwarp();
     ptx::fence_global_for_bulk();
+    const uint8_t* record = stream.chunk(chunk);
+    Column column = column_of_record(params, record);
     for (int i = 0; i < item.num_records; ++i) {
-      const uint8_t* record = stream.chunk(chunk) + i * layout.num_bytes;
-      Column column{kNowhere, -1, 0.0f};
-      if (lane < params.num_topk) {
-        column.destination = reinterpret_cast<const uint32_t*>(record + layout.destinations)[lane];
-        if (params.makes_route) column.expert = reinterpret_cast<const int32_t*>(record + layout.experts)[lane];
-        if (params.has_weights) column.weight = reinterpret_cast<const float*>(record + layout.weights)[lane];
-        if (params.makes_route) {
-          const int64_t place = call.held_begin[item.domain] + item.first + i;
-          params.route[params.parts.held + place * params.num_topk + lane] = static_cast<int>(column.destination);
-        }
+      const uint8_t* next = i + 1 < item.num_records ? record + layout.num_bytes : nullptr;
+      const Column next_column = next == nullptr ? Column{} : column_of_record(params, next);  // loaded meanwhile
+      if (params.makes_route && lane < params.num_topk) {
+        const int64_t place = call.held_begin[item.domain] + item.first + i;
+        params.route[params.parts.held + place * params.num_topk + lane] = static_cast<int>(column.destination);
       }
-      push_token(params, call, base + item.domain * size, mover, record,
+      push_token(params, call, base + item.domain * size, mover, record, next,
                  reinterpret_cast<const uint32_t*>(record + layout.scales), column);
+      record = next;
+      column = next_column;
     }
     __syncwarp();
     const bool ok = lane > 0 || stream.read_rows(chunk, item.num_records, item.num_records);
@@ -242,11 +274,13 @@ __device__ bool report(const DispatchBetweenParams& params, const CallBetween& c
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
     if (!fails || params.makes_route) params.route[parts.num_records + d] = fails ? 0 : call.num_records[d];
   }
-  const int num_local = params.num_experts / num_ranks;
-  for (int l = threadIdx.x; params.makes_route && l < num_local; l += kThreads) {
+  const int num_local = params.num_experts / num_ranks, lane = threadIdx.x % 32;
+  for (int l = threadIdx.x / 32; params.makes_route && l < num_local; l += kWarps) {
     const int column = CallHeader::kNumColumns + between.layout.num_columns + l;
-    int total = 0;
-    for (int s = 0; s < num_ranks && !fails && ok; ++s) total += learn_word(between, waiter, epoch, s, column, &ok);
+    int count = 0;
+    for (int s = lane; s < num_ranks && !fails; s += 32) count += learn_word(between, waiter, epoch, s, column, &ok);
+    const int total = __reduce_add_sync(kAllLanes, count);
+    if (lane > 0) continue;
     params.route[parts.num_tokens_per_expert + l] = total;
     if (params.host_counts != nullptr) params.host_counts->num_tokens_per_expert[l] = total;
   }
@@ -334,11 +368,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const CallStatus status = !ok || call.verdict.fails     ? kFailed
                               : call.verdict.lacks_capacity ? kNeedsCapacity
                                                             : kSent;
-    ok &= report(params, call, waiter, epoch, status);
     if (threadIdx.x == 0) {
       shared_status = status;
       ptx::store_relaxed_system(decision, static_cast<uint64_t>(status) << 32 | epoch);
     }
+    ok &= report(params, call, waiter, epoch, status);
   } else if (threadIdx.x == 0) {
     uint64_t word = static_cast<uint64_t>(kFailed) << 32;
     ok &= waiter_of_own(domain, KernelName::kDispatchBetween)
@@ -350,10 +384,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Send and forward, each warp in its role.
   if (shared_status == kSent) {
     RowMover mover(shared + warp * RowMover::kRingBytes, barriers[warp]);
-    if (warp < kWarpsOfRole) {
+    if (warp < kOwnWarps) {
       push_own_tokens(params, call, base, mover);
-      mark_free_rows(params, call, threadIdx.x, kWarpsOfRole * 32);
-    } else if (warp < 2 * kWarpsOfRole) {
+      mark_free_rows(params, call, threadIdx.x, kOwnWarps * 32);
+    }
+    if (warp < kOwnWarps + kSendWarps) {
       ok &= send_records(params, call, waiter, link, mover);
     } else {
       ok &= forward_records(params, call, base, waiter, link, mover);

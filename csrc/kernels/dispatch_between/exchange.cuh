@@ -146,6 +146,22 @@ __device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, ui
   return static_cast<int>(word >> 32);
 }
 
+// Several words at once: words first, first + 1, … of what a source has told. One latency if all are there.
+template <int kNum>
+__device__ void learn_words(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int first,
+                            int (&values)[kNum], bool* ok) {
+  uint64_t words[kNum];
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) {
+    words[i] = ptx::load_relaxed_system(words_of(between, between.domain.rank, source) + first + i);
+  }
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) {
+    const bool is_here = static_cast<uint32_t>(words[i]) == epoch;
+    values[i] = is_here ? static_cast<int>(words[i] >> 32) : learn_word(between, waiter, epoch, source, first + i, ok);
+  }
+}
+
 // How a fault names a rank.
 __device__ int named(const Grid& grid, int rank) {
   const bool is_here = rank / grid.ranks_per_domain == grid.domain_idx();
@@ -167,13 +183,13 @@ __device__ bool accepts_call(const DispatchBetweenParams& params, const int* hea
 }
 
 // Whether a source makes the same call; the first CTA reports where it does not.
-__device__ bool makes_same_call(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch, int source,
-                                bool* ok) {
+__device__ bool makes_same_call(const DispatchBetweenParams& params, const int* header, int source) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
+#pragma unroll
   for (int i = 0; i < kNumDispatchFields; ++i) {
-    const int theirs = learn_word(between, waiter, epoch, source, CallHeader::kFirstField + i, ok);
-    if (!*ok || theirs == params.call[i]) continue;
+    const int theirs = header[CallHeader::kFirstField + i];
+    if (theirs == params.call[i]) continue;
     if (blockIdx.x != 0) return false;
     report_other_call(between.domain.fault, KernelName::kDispatchBetween, static_cast<CallField>(i), grid.domain_rank(),
                       named(grid, source), params.call[i], theirs);
@@ -195,10 +211,10 @@ __device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter&
   }
   __syncthreads();
   for (int source = threadIdx.x; source < grid.num_ranks(); source += blockDim.x) {
-    int header[CallHeader::kFirstField];
-    for (int i = 0; i < CallHeader::kFirstField; ++i) header[i] = learn_word(between, waiter, epoch, source, i, &ok);
-    same &= makes_same_call(params, waiter, epoch, source, &ok);
+    int header[CallHeader::kNumColumns];
+    learn_words(between, waiter, epoch, source, 0, header, &ok);
     if (!ok) break;
+    same &= makes_same_call(params, header, source);
     same &= accepts_call(params, header, source);
     const int r = source % size, domain = source / size;
     if (r == between.domain.rank) call.num_records[domain] = header[CallHeader::kNumRecords];
