@@ -300,4 +300,16 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Local: gives back everything the engine holds, and then does as `raise_pending`."""
+        """Local: gives back everything the engine holds, and then does as `raise_pending`.
+
+        The loss of a rank that an error has named before is not raised again.
+        """
+
+    def _raise_unnamed(self) -> None:
+        """`raise_pending`, but for the loss of a rank that an error has named: later calls in the queue lose it too."""
+        named = set(self.lost)
+        try:
+            self.raise_pending()
+        except TransportError as error:
+            if error.peer is None or error.peer not in named:
+                raise

@@ -433,7 +433,7 @@ class CudaBetween(TorchEngine):
         torch.cuda.synchronize(self.device)
         self._link.close(_CLOSE_TIMEOUT_S)
         super().close()
-        self.raise_pending()
+        self._raise_unnamed()
 
     def _begin_launch(self) -> int:
         """Orders this call after the engine's earlier ones, and returns the stream.

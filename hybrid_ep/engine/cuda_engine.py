@@ -124,7 +124,7 @@ class CudaEngine(Engine):
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
-        self._low_latency.lost = self._torch.lost = self.lost
+        self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
         self._board = None if group is None else Board.of(group).at(f"buffer {number}")
         self._num_cleanings = 0
         self._losses = self._new_losses()
@@ -324,7 +324,7 @@ class CudaEngine(Engine):
         torch.cuda.synchronize(self.device)
         self._low_latency.close()
         self._torch.close()
-        self.raise_pending()
+        self._raise_unnamed()
 
     def raise_pending(self) -> None:
         self._raise_late()

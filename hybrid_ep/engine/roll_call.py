@@ -24,9 +24,13 @@ class RollCall:
         rank: this rank.
         timeout_s: how long to wait for the others.
         number: of the buffer among those of the group, equal at all ranks.
+
+    Attributes:
+        lost: ranks that errors have named; an engine puts its own set here.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout_s: float, number: int) -> None:
+        self.lost: set[int] = set()
         self.group, self.rank = group, rank
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self._timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
@@ -59,5 +63,6 @@ class RollCall:
             raise TimeoutError(where, self.rank, meeting.members[0], detail, timeout_s=self._timeout_s)
         if missing:
             detail = f"ranks {missing} have not come" if len(missing) > 1 else "it has not come"
+            self.lost.add(missing[0])
             raise TimeoutError(where, self.rank, missing[0], detail, timeout_s=self._timeout_s)
         return [meeting.texts[rank] for rank in ranks]

@@ -28,6 +28,7 @@ __all__ = [
     "check_given_up_on_the_device",
     "check_masks_by_hand",
     "check_masks_of_old_graphs",
+    "check_named_at_close",
     "check_other_number_of_tokens",
     "check_pending_loss",
     "check_refused_launch",
@@ -389,6 +390,25 @@ def check_told_at_close(timeout_s: float) -> None:
         assert told.value.peer == lost
     dist.barrier()
     buffer.close()
+
+
+def check_named_at_close(timeout_s: float) -> None:
+    """Calls that wait behind the one that has lost a rank lose it too; `close` does not raise that again."""
+    rank, lost = dist.get_rank(), dist.get_world_size() - 1
+    buffer = _buffer(timeout_s=timeout_s)
+    _round_trip(buffer, _draw(0))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank != lost:
+        with pytest.raises(hybrid_ep.TimeoutError) as told:  # noqa: PT012
+            _pair(buffer, _draw(0))
+            torch.cuda.synchronize()
+            _pair(buffer, _draw(0))
+        assert told.value.peer == lost
+        with _untold(buffer), contextlib.suppress(hybrid_ep.TimeoutError):
+            _pair(buffer, _draw(0))
+    buffer.close()
+    dist.barrier()
 
 
 def check_told_once(timeout_s: float) -> None:

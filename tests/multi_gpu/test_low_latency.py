@@ -114,6 +114,7 @@ def test_masks_by_hand(run_gpus: RunGpus, fp8: bool, hooked: bool) -> None:
     [
         low_latency.check_given_up_on_the_device,
         low_latency.check_pending_loss,
+        low_latency.check_named_at_close,
         low_latency.check_told_at_close,
         low_latency.check_told_once,
     ],
