@@ -43,6 +43,7 @@ hybrid-ep doctor compare a.json b.json …         # reports of several nodes, s
 | [Checks](doctor_checks.md) | each check: what passes, what to do if it fails, what is read |
 | [Profiles](doctor_profiles.md) | what is expected of each platform, and how a site changes it |
 | [Faults](doctor_scenarios.md) | simulated faults, and the checks that find them |
+| [Other validators](doctor_scope.md) | what NVSentinel, DCGM, AzNHC, OCI and imbue look for, and the check here |
 | [A recorded node](node-h200.md) | the report of a real node |
 
 ## Results
@@ -102,8 +103,8 @@ judges the bounds that each node gives of its own clock.
 ## What the doctor does not do
 
 It changes nothing. It asks no BMC, no switch and no subnet manager. It does not examine power supplies and fans (IPMI),
-disks, NVLink switch trays, the network beyond the port, or Kubernetes itself. NVIDIA's NVSentinel, DCGM and vendor
-tools do that.
+disks, NVLink switch trays, the network beyond the port, or Kubernetes itself. [Other validators](doctor_scope.md) do
+that.
 """
 
 _CHECKS = """# The doctor's checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -196,6 +197,16 @@ def test_selection_takes() -> None:
 def test_page_is_not_stale(page: str, file: str) -> None:
     """Run `python -m hybrid_ep.doctor.document PAGE > docs/FILE` when this fails."""
     assert (ROOT / "docs" / file).read_text() == document(page)
+
+
+def test_page_of_other_validators_names_checks_that_exist() -> None:
+    page = (ROOT / "docs" / "doctor_scope.md").read_text()
+    named = set(re.findall(r"`((?:driver|gpu|nvlink|mnnvl|nic|affinity|gdr|host|software|active|compare)\.\w+)`", page))
+    active = "".join(path.read_text() for path in sorted((ROOT / "hybrid_ep" / "doctor" / "active").glob("*.py")))
+    between = (ROOT / "hybrid_ep" / "doctor" / "compare.py").read_text()
+    known = {check.id for check in all_checks()} | set(re.findall(r'"((?:active|compare)\.\w+)"', active + between))
+    assert len(named) > 40
+    assert named <= known
 
 
 # ---- profiles ----
