@@ -47,4 +47,27 @@ inline GraphEnd end_of(cudaGraph_t graph) {
   return ended;
 }
 
+// While it lives, the thread may make calls that a capture forbids to every thread of the process, though they do not
+// touch its stream: queries, and frees by destructors of what Python collects in the middle of somebody's capture.
+class RelaxedCaptureMode {
+ public:
+  RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCaptureMode(const RelaxedCaptureMode&) = delete;
+  RelaxedCaptureMode& operator=(const RelaxedCaptureMode&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Whether a query's status says that the work is done.
+inline bool is_done(cudaError_t status, const char* query) {
+  if (status == cudaErrorNotReady) {
+    cudaGetLastError();
+    return false;
+  }
+  check_cuda(status, query);
+  return true;
+}
+
 }  // namespace hybrid_ep

@@ -74,16 +74,8 @@ const char* name_of(WaitTag tag) {
 // Whether the stream has work to do. It does not break another thread's capture.
 bool is_busy(int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  const cudaError_t status = cudaStreamQuery(stream);
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  if (status == cudaErrorNotReady) {
-    cudaGetLastError();
-    return true;
-  }
-  check_cuda(status, "cudaStreamQuery");
-  return false;
+  const RelaxedCaptureMode relaxed;
+  return !is_done(cudaStreamQuery(stream), "cudaStreamQuery");
 }
 
 template <typename T>
@@ -139,6 +131,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
 }
 
 Communicator::~Communicator() {
+  const RelaxedCaptureMode relaxed;
   cudaFreeHost(host_counts_);
   cudaFreeHost(pool_reports_);
   cudaFreeHost(fault_);

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "common/capture.h"
 #include "common/check.h"
 #include "common/cuda_check.h"
 #include "common/device_guard.h"
@@ -11,16 +12,8 @@ namespace {
 
 // Another thread's capture does not mind.
 bool has_passed(cudaEvent_t event) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  const cudaError_t status = cudaEventQuery(event);
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  if (status == cudaErrorNotReady) {
-    cudaGetLastError();
-    return false;
-  }
-  check_cuda(status, "cudaEventQuery");
-  return true;
+  const RelaxedCaptureMode relaxed;
+  return is_done(cudaEventQuery(event), "cudaEventQuery");
 }
 
 }  // namespace
@@ -35,6 +28,7 @@ SlotPool::SlotPool(int num_slots, int device, CurrentStream current_stream)
 }
 
 SlotPool::~SlotPool() {
+  const RelaxedCaptureMode relaxed;
   for (Slot& slot : slots_) cudaEventDestroy(slot.event);
 }
 

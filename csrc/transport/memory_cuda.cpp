@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "common/capture.h"
 #include "common/cuda_check.h"
 #include "transport/cuda_driver.h"
 #include "transport/memory.h"
@@ -11,6 +12,7 @@
 namespace hybrid_ep {
 
 void FreeMemory::operator()(uint8_t* memory) const {
+  const RelaxedCaptureMode relaxed;
   if (is_device) {
     cudaFree(memory);
   } else {
