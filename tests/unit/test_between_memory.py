@@ -28,7 +28,7 @@ def test_slots_and_bytes_of_the_link_are_as_documented(num_domains: int) -> None
     slot_bytes, num_slots, slots_per_credit = _cuda.between_ring(num_domains=num_domains)
     num_peers = num_domains - 1
     assert slot_bytes == 256 << 10
-    assert num_slots == (32 if num_domains <= 9 else max(4, 256 // num_peers // 4 * 4))
+    assert num_slots == min(128, max(4, 256 // num_peers // 4 * 4))
     window = 2 * num_peers * num_slots * slot_bytes
     words = 8 * num_peers * (num_slots + num_slots // slots_per_credit)
     assert _cuda.between_link_bytes(num_domains=num_domains) == window + words
