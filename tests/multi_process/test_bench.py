@@ -138,7 +138,7 @@ def wire_on_this_host(folder: str, asked: BenchPlan, loses_a_row: bool) -> RankW
 
     def with_sms(push: wire._Push, num_sms: int) -> Callable[[], None]:
         def move() -> None:
-            for token, row_places in enumerate(push.where.tolist()):
+            for token, row_places in enumerate(push.dst_rows.tolist()):
                 for place in row_places:
                     if place >= 0 and not (loses_a_row and token == 3):
                         target = push.memory.addresses[place >> 32] + (place & 0xFFFFFFFF) * push.row_bytes
