@@ -64,7 +64,7 @@ def test_gpudirect_measurement_writes_memory_that_the_nics_register(job: Path) -
     found = json.loads((job / "gpu_direct.json").read_text())
     refused = found.pop("refused")
     assert refused == "rxe0 port 1 takes no GPU memory: dma-buf: host memory has none; nvidia-peermem: Bad address"
-    assert list(found) == ["taken, one way", "taken, both ways"]
+    assert list(found) == ["taken, one way", "taken, both ways"], found
     for written in found.values():
         assert (written["num_wrong"], written["by"]) == (0, "by the verbs transport")
         assert written["gbytes_per_s"] > 0
