@@ -1,4 +1,4 @@
-// What a stream that is being captured into a CUDA graph may be asked.
+// CUDA graphs while they are captured: what the stream may be asked, and what other threads may call meanwhile.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -73,7 +73,10 @@ class PartialRows {
       __syncwarp();
       ptx::fence_global_for_bulk();  // lane 0 loads rows whose flags other lanes have waited for
       look_ahead();
-      if (params_.num_weights > 0 && part_ == 0) sum_weights(SourceWalk<kRanksPerLane, float>(weights));
+      if (params_.num_weights > 0 && part_ == 0) {
+        sum_weights(SourceWalk<kRanksPerLane, float>(weights), params_.num_weights,
+                    params_.out_weights + static_cast<int64_t>(token_) * params_.num_weights);
+      }
       walk = SourceWalk<kRanksPerLane, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, token_);
@@ -111,19 +114,6 @@ class PartialRows {
       const int r = threadIdx.x % 32 + 32 * q;
       const int64_t cell = static_cast<int64_t>(next_token_) * num_ranks + r;
       places_[q] = next_token_ < params_.num_tokens && r < num_ranks ? params_.send_slot[cell] : -1;
-    }
-  }
-
-  __device__ void sum_weights(SourceWalk<kRanksPerLane, float> walk) {
-    const int num_weights = params_.num_weights;
-    for (int begin = 0; begin < num_weights; begin += 32) {
-      const int k = begin + threadIdx.x % 32;
-      float sum = 0;
-      for (walk.restart(); !walk.is_done();) {
-        const float* weights = walk.next();
-        if (k < num_weights) sum += __ldcg(weights + k);
-      }
-      if (k < num_weights) params_.out_weights[static_cast<int64_t>(token_) * num_weights + k] = sum;
     }
   }
 

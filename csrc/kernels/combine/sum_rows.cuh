@@ -64,6 +64,20 @@ class SourceWalk {
   unsigned present_[kPerLane], left_[kPerLane];
 };
 
+// Sums the weights of a result's sources, in order. Collective over the warp.
+template <int kPerLane>
+__device__ void sum_weights(SourceWalk<kPerLane, float> walk, int num_weights, float* result) {
+  for (int begin = 0; begin < num_weights; begin += 32) {
+    const int k = begin + threadIdx.x % 32;
+    float sum = 0;
+    for (walk.restart(); !walk.is_done();) {
+      const float* weights = walk.next();
+      if (k < num_weights) sum += __ldcg(weights + k);
+    }
+    if (k < num_weights) result[k] = sum;
+  }
+}
+
 // What a stage of a summing warp holds: a segment of one source's row.
 struct alignas(16) Segment {
   int row, begin;  // of the result, and of the byte in it

@@ -29,20 +29,6 @@ __device__ int count_of(const CombineBetweenParams& params, int source, int doma
       .route[params.parts.counts + static_cast<int64_t>(source) * params.between.grid.ranks_per_domain + domain_rank];
 }
 
-// Sums the weights of a result's sources, in order. Collective over the warp.
-template <int kPerLane>
-__device__ void sum_weights(SourceWalk<kPerLane, float> walk, int num_weights, float* result) {
-  for (int begin = 0; begin < num_weights; begin += 32) {
-    const int k = begin + threadIdx.x % 32;
-    float sum = 0;
-    for (walk.restart(); !walk.is_done();) {
-      const float* weights = walk.next();
-      if (k < num_weights) sum += __ldcg(weights + k);
-    }
-    if (k < num_weights) result[k] = sum;
-  }
-}
-
 // Sums, for sum_rows, the partial rows of what the peers have sent here and of this rank's own tokens that stay. A warp
 // claims chunk after chunk, of any domain, but only one whose slot is free. So it holds no rows while it waits for a
 // credit, which may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
