@@ -101,6 +101,9 @@ class Proxy:
         """Domain index or −1, device, what it says."""
     @property
     def counts(self) -> dict[str, int]: ...
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until every call has ended and its commands are carried out; False: not in time, or the link failed."""
+
     def close(self, timeout_s: float) -> bool: ...
 
 class Faults:

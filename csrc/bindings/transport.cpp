@@ -80,6 +80,11 @@ py::dict counts(const Proxy& self) {
                   "bytes"_a = counts.bytes, "sleeps"_a = counts.sleeps);
 }
 
+bool drain(const Proxy& self, double timeout_s) {
+  const py::gil_scoped_release release;
+  return self.drain(timeout_s);
+}
+
 bool close(Proxy& self, double timeout_s) {
   const py::gil_scoped_release release;
   return self.close(timeout_s);
@@ -174,6 +179,7 @@ void add_transport(py::module_& module) {
       .def_property_readonly("describe", [](Proxy& self) { return self.link().describe(); })
       .def_property_readonly("failure", &failure)
       .def_property_readonly("counts", &counts)
+      .def("drain", &drain, py::arg("timeout_s"))
       .def("close", &close, py::arg("timeout_s"));
   py::class_<Faults>(module, "Faults", py::module_local())
       .def(py::init<uint64_t, int, double>(), py::kw_only(), py::arg("seed") = 0, py::arg("max_delay_us") = 0,

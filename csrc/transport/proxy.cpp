@@ -22,6 +22,7 @@ constexpr int kSpins = 256;                // sweeps without work before the thr
 // In an open call without work: after so long the thread sleeps for a part of the time that nothing has happened in.
 constexpr int64_t kLazyAfterNs = 1'000'000, kMaxLazySleepNs = 1'000'000;
 constexpr int64_t kLazyPart = 16;
+constexpr auto kDrainPause = std::chrono::microseconds(50);
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -117,6 +118,16 @@ std::optional<LinkFailure> Proxy::failure() const {
 
 ProxyCounts Proxy::counts() const { return {puts_, credits_, calls_, bytes_, sleeps_}; }
 
+bool Proxy::drain(double timeout_s) const {
+  require_own_process();
+  const int64_t deadline_ns = now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+  while (drained_ != opened_) {
+    if (link_->failure().has_failed() || now_ns() > deadline_ns) return false;
+    std::this_thread::sleep_for(kDrainPause);
+  }
+  return !link_->failure().has_failed();
+}
+
 bool Proxy::close(double timeout_s) {
   require_own_process();
   if (thread_.joinable()) {
@@ -146,6 +157,7 @@ void Proxy::run() {
       continue;
     }
     const bool is_idle = link_->is_quiet() || link_->failure().has_failed();
+    if (is_idle && drained_.load(std::memory_order_relaxed) != ended_) drained_ = ended_;
     if (stops_ && (is_idle || now_ns() > stop_deadline_ns_)) {
       is_complete_ = is_idle && !link_->failure().has_failed();
       break;

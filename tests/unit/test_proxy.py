@@ -81,6 +81,26 @@ def test_commands_in_flight_are_completed_at_close() -> None:
     assert proxies[1].close(LIMIT_S)
 
 
+def test_drain_waits_for_what_is_on_its_way() -> None:
+    """Chunks that a network delays have arrived when drain returns; a call that has not ended is not drained."""
+    layouts = [_C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS) for i in range(2)]
+    slow = _C.Faults(seed=1, max_delay_us=300_000)
+    proxies = [_C.loopback_proxy(layout=layout, faults=slow) for layout in layouts]
+    addresses = [proxy.address() for proxy in proxies]
+    for proxy in proxies:
+        proxy.connect(addresses, LIMIT_S)
+        proxy.begin_call()
+    sender, receiver = (_C.HostWriter(proxy, 0) for proxy in proxies)
+    for slot in range(8):
+        assert sender.put(0, 1, slot, 256, slot + 1)
+    assert not proxies[0].drain(0.05)
+    sender.end_call()
+    assert proxies[0].drain(LIMIT_S)
+    assert [receiver.poll(0, 0, slot) for slot in range(8)] == list(range(1, 9))
+    assert proxies[0].close(LIMIT_S)
+    proxies[1].close(0)
+
+
 def test_sleeps_without_a_call() -> None:
     """With no call open the threads take less than 1 % of a core, and the next call wakes them."""
     proxies, (sender, receiver) = make_pair()

@@ -165,8 +165,8 @@ class End:
         Args:
             seconds: how long.
             sends, receives: what this end does; the other end does the opposite, or both do both.
-            meet: returns when the other end has called its own; called when the time is over, so that neither end
-                leaves while the other one writes.
+            meet: returns when the other end has called its own. Called when every chunk of this end has arrived, so
+                that neither end closes while the other one still writes.
 
         Raises:
             TransportError: a chunk did not arrive in time, or the NIC has failed.
@@ -181,8 +181,14 @@ class End:
                     _WHERE, self._idx, 1 - self._idx, f"{sent} chunks sent, {received} come in {self._timeout_s:g} s"
                 )
             took_s, sent, received = self._run(writer, _ENDLESS, sends, receives, epoch=2, limit_s=seconds)
-            meet()
             writer.end_call()
+            is_drained = proxy.drain(self._timeout_s)
+            self._check()
+            if not is_drained:
+                raise TransportError(
+                    _WHERE, self._idx, 1 - self._idx, f"chunks on their way have not arrived in {self._timeout_s:g} s"
+                )
+            meet()
         finally:
             proxy.close(self._timeout_s)
         self._check()
