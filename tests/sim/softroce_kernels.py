@@ -20,7 +20,9 @@ from tests.sim.softroce_links import over_tcp
 TIMEOUT_S = 200.0  # an emulated machine answers late
 LOST_TIMEOUT_S = 20.0
 NUM_ROUNDS = 2
-NETEM = "delay 10ms 4ms loss 2%"
+DELAY = "delay 10ms 4ms"
+LINK_LOSS = "loss 2%"
+KERNEL_LOSS = "loss 20%"  # small calls have few packets, and some of them must be lost
 FOLDER = Path("/tmp/ranks")
 
 
@@ -43,7 +45,7 @@ def verbs(native: Any, num_domains: int, ranks_per_domain: int, queue_pairs: int
 
 def tcp(native: Any, num_domains: int, ranks_per_domain: int) -> dict[str, Any]:
     """Rounds over a network that loses and delays packets, and how many it has lost."""
-    run(f"tc qdisc add dev lo root netem {NETEM}")
+    run(f"tc qdisc add dev lo root netem {DELAY} {KERNEL_LOSS}")
     said = run_ranks(
         native,
         Shape(num_domains, ranks_per_domain),
@@ -58,7 +60,7 @@ def tcp(native: Any, num_domains: int, ranks_per_domain: int) -> dict[str, Any]:
 
 def lossy_links() -> dict[str, Any]:
     """Chunks of the size of those of large calls, each compared, over such a network."""
-    run(f"tc qdisc add dev lo root netem {NETEM}")
+    run(f"tc qdisc add dev lo root netem {DELAY} {LINK_LOSS}")
     return {"links": over_tcp(), "lost": end_netem()}
 
 
