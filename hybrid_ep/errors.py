@@ -63,8 +63,8 @@ class TransportError(HybridEPError):
         self.args = astuple(self)  # also where the fields were given by name
 
     def __str__(self) -> str:
-        who = "an unknown rank" if self.peer is None else f"rank {self.peer}"
-        return f"{self.where}: rank {self.rank} lost {who}: {self.detail}"
+        lost = "" if self.peer is None else f" lost rank {self.peer}"
+        return f"{self.where}: rank {self.rank}{lost}: {self.detail}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), astuple(self)

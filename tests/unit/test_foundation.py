@@ -36,7 +36,8 @@ def test_errors_cross_processes() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.peer, again.timeout_s) == (str(error), 3, 2.5)
     assert "rank 1 waited 2.5 s for rank 3" in str(error)
-    assert "an unknown rank" in str(errors.TransportError("combine", 0, None, "closed"))
+    assert str(errors.TransportError("combine", 0, None, "closed")) == "combine: rank 0: closed"
+    assert str(errors.TransportError("combine", 0, 3, "closed")) == "combine: rank 0 lost rank 3: closed"
 
 
 @pytest.mark.parametrize(
