@@ -63,8 +63,9 @@ x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16, require
 scores, topk_idx = torch.rand(num_tokens, num_experts, device=device).softmax(1).topk(topk)
 scores.requires_grad_()
 
-sizes = {"num_max_tokens_per_rank": num_tokens, "hidden": hidden}
-with hybrid_ep.ElasticBuffer(dist.group.WORLD, **sizes, num_topk=topk, timeout_s=30) as buffer:
+with hybrid_ep.ElasticBuffer(
+    dist.group.WORLD, num_max_tokens_per_rank=num_tokens, hidden=hidden, num_topk=topk, timeout_s=30
+) as buffer:
     rows, recv_idx, recv_scores, handle = Dispatch.apply(x, topk_idx, scores, buffer)
     weight = torch.where(recv_idx >= 0, recv_scores, 0.0).sum(1, keepdim=True)  # of the experts of this rank
     combined = Combine.apply((2 * rows * weight).to(rows.dtype), handle, buffer)

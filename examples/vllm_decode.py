@@ -32,14 +32,16 @@ with hybrid_ep.Buffer(dist.group.WORLD, 0, num_bytes, low_latency_mode=True, tim
                 )
             )
         returned = []
-        for (_, topk_idx, topk_weights), ((rows, scales), counts, handle, _, hook) in zip(batches, sent, strict=True):
+        for (_x, topk_idx, topk_weights), ((rows, scales), counts, handle, _event, hook) in zip(
+            batches, sent, strict=True
+        ):
             assert hook is not None
             hook()
             outputs = torch.zeros(rows.shape, device=device, dtype=torch.bfloat16)
             for expert, count in enumerate(counts.tolist()):  # vLLM's grouped GEMM reads the counts on the GPU
                 outputs[expert, :count] = 2 * cast_from_fp8(rows[expert, :count], scales[expert, :count])
             returned.append(buffer.low_latency_combine(outputs, topk_idx, topk_weights, handle, return_recv_hook=True))
-        for (x, _, topk_weights), (combined, _, hook) in zip(batches, returned, strict=True):
+        for (x, _topk_idx, topk_weights), (combined, _event, hook) in zip(batches, returned, strict=True):
             assert hook is not None
             hook()
             expected = 2 * x.float() * topk_weights.sum(1, keepdim=True)
