@@ -19,7 +19,7 @@ import hybrid_ep
 from hybrid_ep import Buffer, ConfigError
 from hybrid_ep.nn import MoECombine, MoEDispatch, MoELayer, expert_parameters
 from tests.conftest import RunRanks
-from tests.multi_process import trainers
+from tests.multi_process import torchtitan, trainers
 from tests.multi_process.trainers import Model
 
 BF16_STEP = 2.0**-8  # half the distance between neighbouring bf16 values, relative
@@ -31,6 +31,7 @@ TRAINERS: dict[str, tuple[int, Callable[..., dict[str, Tensor]], tuple[Any, ...]
     "DDP of the layer": (2, trainers.ddp_of_the_layer, ()),
     "FSDP2, experts ignored": (2, trainers.fsdp_without_experts, ()),
     "FSDP2, experts over replicas": (4, trainers.fsdp_over_replicas, ()),
+    "experts sharded as by TorchTitan": (4, torchtitan.sharded_experts, ()),
     "checkpoint": (2, trainers.under_checkpoint, ("plain",)),
     "checkpoint, reentrant": (2, trainers.under_checkpoint, ("reentrant",)),
     "checkpoint, selective": (2, trainers.under_checkpoint, ("selective",)),
