@@ -1,7 +1,7 @@
 # The `_cuda` module: kernels, and the runtime that launches them.
 #
 # The CUDA runtime is linked statically, so that the module meets whatever version torch brings. With HYBRID_EP_STRICT
-# register spills are errors: ptxas says so where a kernel needs local memory.
+# register spills are errors: ptxas reports them where a kernel needs local memory.
 if(HYBRID_EP_BUILD_CUDA STREQUAL "off")
   hybrid_ep_leave_out(_cuda auto "HYBRID_EP_BUILD_CUDA=off")
   return()

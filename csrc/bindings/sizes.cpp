@@ -39,7 +39,7 @@ void add_sizes(py::module_& module) {
         return BetweenLayout::of(make_grid(num_domains, ranks_per_domain)).num_bytes;
       },
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"));
-  // Words that a source tells each domain: of the header, counts of its tokens by rank.
+  // Words that a source publishes to each domain: of the header, counts of its tokens by rank.
   module.def(
       "between_told_words",
       [](int num_domains, int ranks_per_domain) {
@@ -77,7 +77,7 @@ void add_sizes(py::module_& module) {
   module.def(
       "between_record",
       [](int64_t row_bytes, int num_scales, int num_destinations, int num_experts, int num_weights) {
-        // More than a row that calls may have, so that what larger ones would take can be said.
+        // More than a row that calls may have, so that the sizes of larger ones can be reported.
         require(row_bytes >= 1 && row_bytes <= kChunkSlotBytes / 2, "row_bytes", row_bytes, "1 … 131072");
         const RecordLayout record = RecordLayout::of(row_bytes, num_scales, num_destinations, num_experts, num_weights);
         return py::make_tuple(record.num_bytes, record.per_chunk);

@@ -60,7 +60,7 @@ class RelaxedCaptureMode {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Whether a query's status says that the work is done.
+// Whether a query's status means that the work is done.
 inline bool is_done(cudaError_t status, const char* query) {
   if (status == cudaErrorNotReady) {
     cudaGetLastError();

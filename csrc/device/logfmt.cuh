@@ -1,4 +1,4 @@
-// LogFMT-10 for rows of combine: bit for bit the arithmetic of hybrid_ep/core/logfmt.py, which tells what it is.
+// LogFMT-10 for rows of combine: bit for bit the arithmetic of hybrid_ep/core/logfmt.py, which defines it.
 //
 //     a row of H channels: lower bytes of the codes [H] │ a sign and a bit each, four to a byte [H/4] │ headers [H/128]
 //
@@ -28,7 +28,7 @@ struct LogCodes {
   uint32_t upper;  // 16 bits
 };
 
-// Where the parts of eight channels stand: `vector` is their place in a row of `hidden` channels.
+// Where the parts of eight channels stand: `vector` is their index in a row of `hidden` channels.
 struct LogRow {
   uint8_t* row;
   int hidden;

@@ -83,12 +83,12 @@ __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kFreeSlots); });
 }
 
-// What rank `from` tells rank `at` when it begins to send: a LowLatencyBegun.
+// What rank `from` publishes to rank `at` when it begins to send: a LowLatencyBegun.
 __device__ inline uint4* begun_of(const LowLatencyDomain& domain, int at, int from) {
   return reinterpret_cast<uint4*>(&channel_of(domain, at).begun[from]);
 }
 
-// Waits until rank r has begun to send. If it takes part, writes what it tells.
+// Waits until rank r has begun to send. If it takes part, writes what it has published.
 __device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                         uint4* begun) {
   takes_part(domain, r,
@@ -108,7 +108,7 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kPartialRows, value); });
 }
 
-// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid tells every rank that takes
+// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid signals every rank that takes
 // part that all rows have arrived, with what value() returns there. `has_lost`, of any thread: the CTA left a rank out
 // and sent it nothing. CTAs may differ in that, because each has its own deadline.
 template <typename Value>

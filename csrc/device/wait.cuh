@@ -5,8 +5,8 @@
 // barriers and epochs as a successful kernel does.
 //
 // A rank that dies inside a call has sent to some ranks and not to others. Ranks left short stall, and become the next
-// ones waited for. So a rank that waits in vain tells all others for whom it waits. It listens for kListenNs before it
-// reports, and names the rank at the end of the chain, which has told nothing.
+// ones waited for. So a rank that waits in vain publishes to all others for whom it waits. It listens for kListenNs
+// before it reports, and names the rank at the end of the chain, which has published nothing.
 #pragma once
 
 #include "device/ptx/memory.cuh"
@@ -57,7 +57,7 @@ __device__ inline void report_other_combine(FaultRecord* record, KernelName kern
 
 class Waiter {
  public:
-  // `control` are the blocks of all ranks. Through them ranks tell each other whom they wait for; nullptr: they do not.
+  // `control` are the blocks of all ranks. Through them ranks publish whom they wait for; nullptr: they do not.
   __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns,
                     ControlBlock* const* control = nullptr, int num_ranks = 0)
       : record_(record),
@@ -138,8 +138,8 @@ class Waiter {
   }
 
   // Gives up a wait for what a link does not bring any more, at once: `lost` is 2 + the rank that it has lost, as
-  // faults name it. All others are told, for they may wait for this rank next. With 1 the link has failed by itself,
-  // and others that wait for this rank name it rightly. Returns false.
+  // faults name it. It is published to all others, for they may wait for this rank next. With 1 the link has failed by
+  // itself, and others that wait for this rank name it rightly. Returns false.
   __device__ bool lose(uint32_t lost, int peer, WaitTag tag, uint32_t expected) const {
     if (!claim()) return false;
     if (lost >= 2) tell_missed(control_, num_ranks_, rank_, static_cast<int>(lost) - 2);
@@ -197,7 +197,7 @@ class Waiter {
     report_fault(record, FaultKind::kTimeout, kernel, tag, rank, peer, expected, seen, witness);
   }
 
-  // Tells every rank that this one waits for `peer` in vain, or has lost it, unless it has told of another before.
+  // Publishes that this rank waits for `peer` in vain, or has lost it, unless it has published another before.
   static __device__ __noinline__ void tell_missed(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     const uint32_t word = static_cast<uint32_t>(peer) + 1;
     if (control == nullptr || atomicCAS(&control[rank]->missed[rank], 0u, word) != 0u) return;
@@ -206,7 +206,7 @@ class Waiter {
     }
   }
 
-  // Tells every rank that this one waits for `peer`. Then follows what they tell, until kListenNs is over.
+  // Publishes that this rank waits for `peer`. Then follows what the others publish, until kListenNs is over.
   static __device__ __noinline__ int find_culprit(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     tell_missed(control, num_ranks, rank, peer);
     const uint32_t* missed = control[rank]->missed;
@@ -219,7 +219,7 @@ class Waiter {
         const int next = static_cast<int>(ptx::load_acquire_system(&missed[listed])) - 1;
         if (next < 0 || next == rank) break;
         culprit = next;
-        if (next >= num_ranks) break;  // of another domain, which tells nothing here
+        if (next >= num_ranks) break;  // of another domain, which publishes nothing here
       }
     }
     return culprit;

@@ -53,7 +53,7 @@ enum class LaunchKind {
   kEarly
 };
 
-// The one way to launch a kernel. The status is this launch's alone: cudaGetLastError() after <<<>>> would also tell of
+// The one way to launch a kernel. The status is this launch's alone: cudaGetLastError() after <<<>>> would also return
 // older errors of others, and a launch that is refused leaves none for them. Throws CudaError if it is refused.
 template <typename Params>
 void launch_kernel(LaunchKind kind, void (*kernel)(Params), const Params& params, dim3 num_ctas, int num_threads,

@@ -28,7 +28,7 @@ struct HostCounts {
 };
 // What a dispatch reports of the pools of all ranks: slots << 32 | number of the call, which the host has counted.
 // Pinned memory, a word for each of the last calls, stored relaxed: the host of a later call reads it. docs/internals
-// tells why.
+// gives the reason.
 constexpr int kPoolReportLag = 8;
 struct PoolReports {
   uint64_t words[kPoolReportLag];
@@ -53,7 +53,7 @@ struct DispatchParams {
   const float* topk_weights;  // [T, K] or nullptr
   const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
-  int32_t call[CountRow::kNumCallColumns];  // what is told of the call
+  int32_t call[CountRow::kNumCallColumns];  // what is published of the call
   // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
   int range_first, range_step, range_size;
   // Where this rank's rows land.
@@ -66,8 +66,8 @@ struct DispatchParams {
   // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.
   int pad_multiple;
   // The route: written, or read when topk_idx is nullptr.
-  int32_t* send_slot;    // [T, R] place among what this rank sends to r, or −1
-  int32_t* send_list;    // [R, T] the token at each place
+  int32_t* send_slot;    // [T, R] index among what this rank sends to r, or −1
+  int32_t* send_list;    // [R, T] the token at each index
   int32_t* dst_row;      // [T, R] row at r, expert-major output only, or −1
   int32_t* rank_prefix;  // [R, R] rows that ranks 0…i send to j
   // Written unless the route is read.
@@ -105,7 +105,7 @@ struct CombineParams {
   const int32_t* send_slot;    // [T, R]
   const int32_t* rank_prefix;  // [R, R]
   int num_tokens, num_rows, row_bytes;
-  uint32_t call[kNumReadyWords];  // what is told of the call
+  uint32_t call[kNumReadyWords];  // what is published of the call
   int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
   SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
   ExpertRowParams experts;

@@ -1,7 +1,7 @@
 // What the kernels between domains keep: control memory of a rank, records on the wire, and the route of a dispatch.
 //
 // A token crosses to a remote domain once, to the peer there, as a record of a chunk; the peer forwards it. Between two
-// peers there is one stream of chunks in each direction, numbered without end: first what a call tells, then its
+// peers there is one stream of chunks in each direction, numbered without end: first what a call publishes, then its
 // records. Chunk n uses slot n % S of the link's ring in lap n / S. Positions of streams live in control memory, not in
 // launch arguments, so that a CUDA graph can be replayed.
 // Legend: T tokens, K top-k, E experts, LE local experts, R ranks, D domains, G ranks of a domain, S slots of a ring.
@@ -22,7 +22,7 @@ constexpr int64_t kRingBytes = 64ll << 20;        // of one direction, about
 constexpr int kMaxSlotsPerPeer = 128;
 constexpr int kMinSlotsPerPeer = 4;
 constexpr int kStreamRing = 0;
-// Up to this many ranks a dispatch tells everyone the counts of all pairs of ranks; above, those towards the own
+// Up to this many ranks a dispatch sends everyone the counts of all pairs of ranks; above, those towards the own
 // domain.
 constexpr int kMaxMatrixRanks = 256;
 
@@ -36,13 +36,13 @@ inline RingShape stream_ring(int num_domains) {
   return {kChunkSlotBytes, static_cast<uint32_t>(num_slots), static_cast<uint32_t>(num_slots / kMinSlotsPerPeer)};
 }
 
-// What a source tells of its call, ahead of its counts.
+// What a source publishes of its call, ahead of its counts.
 struct CallHeader {
   enum Column {
     kSlotIdx,       // where its rows land; to its own domain
     kRowLimit,      // rows that fit there; to its own domain
     kHeldCapacity,  // records of other domains that its route can hold; to its own domain
-    kNumRecords,    // tokens that it sends to the domain that is told
+    kNumRecords,    // tokens that it sends to the receiving domain
     kRefusal,       // FaultKind: what it has found wrong with its own arguments; then nobody sends
     kRefusedValue,  // the argument
     kFirstField,    // CallField: equal at all ranks, or nobody sends
@@ -65,7 +65,7 @@ struct Verdict {
 
 // Where the parts of control memory stand, behind the ControlBlock, in bytes. All of it is zero at first.
 struct BetweenLayout {
-  int num_columns;   // of counts that a source tells: R, or G of the domain that is told
+  int num_columns;   // of counts that a source publishes: R, or G of the receiving domain
   int words_stride;  // of one source's words
   // Written by ranks of the domain, at system scope.
   // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the receiver's experts
@@ -82,7 +82,7 @@ struct BetweenLayout {
   // scope
   int64_t own_epoch;
   int64_t items;   // uint32 [D] next work index towards each domain, 0 between kernels
-  int64_t pushed;  // uint32 [D][G] chunks of partial rows told to their rank, 0 between kernels: release, acquire
+  int64_t pushed;  // uint32 [D][G] chunks of partial rows published to their rank, 0 between kernels: release, acquire
   int64_t num_bytes;
 
   static BetweenLayout of(const Grid& grid) {
@@ -112,7 +112,7 @@ struct BetweenLayout {
   }
 };
 
-// Where a token goes in one column of its top-k: a rank, and its place among what its source sends there. The first
+// Where a token goes in one column of its top-k: a rank, and its index among what its source sends there. The first
 // column that names the rank has it, further ones and −1 have kNowhere.
 constexpr uint32_t kNowhere = 0xffffffffu;
 HYBRID_EP_HOST_DEVICE uint32_t make_destination(int rank, int place) {
@@ -153,7 +153,7 @@ static_assert(2 * (kMaxRowBytes + 16 * kMaxTopk + kMaxRowBytes) <= kChunkSlotByt
 struct BetweenRoute {
   int64_t destinations;           // [T, K]
   int64_t domain_list;            // [D, T] the tokens that go to each domain, ascending
-  int64_t domain_place;           // [D, T] place of each token in that list, or −1
+  int64_t domain_place;           // [D, T] index of each token in that list, or −1
   int64_t rank_counts;            // [R] tokens of this rank to each rank
   int64_t domain_counts;          // [D] to each domain
   int64_t expert_counts;          // [E] to each expert
@@ -161,7 +161,7 @@ struct BetweenRoute {
   int64_t counts;                 // [R, G] tokens of each rank to each rank of this domain
   int64_t rank_prefix;            // [R, R] rows that ranks 0…i send to j; up to kMaxMatrixRanks ranks
   int64_t num_tokens_per_expert;  // [LE]
-  int64_t held;                   // [held_capacity, K] destinations of records that have come, by domain and place
+  int64_t held;                   // [held_capacity, K] destinations of records that have come, by domain and index
   int64_t num_ints;
 
   static BetweenRoute of(const Grid& grid, int num_tokens, int num_topk, int num_experts, int held_capacity) {

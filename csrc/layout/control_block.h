@@ -2,7 +2,8 @@
 //
 // Epochs number the calls of a kind and live here, not in launch arguments, so that a CUDA graph can be replayed. Flags
 // hold the epoch they were raised in and are never reset. One copy of each is enough: a rank begins call n + 1 only
-// after every peer has ended call n (dispatch) or after the peer has said that it is ready for call n + 1 (combine).
+// after every peer has ended call n (dispatch) or after the peer has published that it is ready for call n + 1
+// (combine).
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 
 namespace hybrid_ep {
 
-// What rank i tells every rank at the start of a dispatch. Each word is value << 32 | epoch, so no flag and no fence is
-// needed: words are stored and loaded relaxed, at system scope, and readers poll the word itself.
+// What rank i publishes to every rank at the start of a dispatch. Each word is value << 32 | epoch, so no flag and no
+// fence is needed: words are stored and loaded relaxed, at system scope, and readers poll the word itself.
 struct CountRow {
   enum Column {
     kSlotIdx,       // where in i's arena this call's rows land
@@ -37,8 +38,8 @@ struct alignas(32) ReportQueue {
   int32_t reports[kCapacity];
 };
 
-// What a combine tells before anybody sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number of
-// the handle's dispatch. Equal at all ranks, or nobody sends. Stored with release, loaded with acquire, at system
+// What a combine publishes before any rank sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number
+// of the handle's dispatch. Equal at all ranks, or nobody sends. Stored with release, loaded with acquire, at system
 // scope.
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
 
@@ -58,7 +59,7 @@ struct ControlBlock {
   uint32_t dispatch_epoch;
   uint32_t combine_epoch;
   uint32_t arrived_ctas;       // at the grid barrier; 0 between kernels
-  uint32_t placed_ctas;        // of a dispatch, whose tokens' places are final; 0 between kernels
+  uint32_t placed_ctas;        // of a dispatch, whose tokens' indices are final; 0 between kernels
   uint32_t started_ctas;       // of a combine from experts, relaxed: only the number counts; 0 between kernels
   uint32_t finished_ctas;      // 0 between kernels
   uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels

@@ -14,7 +14,7 @@ enum class FaultKind : int32_t {
   kBadBound = 5,  // a rank gives a bound beyond the capacity that all have agreed on
   kTooManyTokens = 6,
   kTransport = 7,
-  kNoSignal = 8  // experts of a rank have not said in time that their rows are written
+  kNoSignal = 8  // experts of a rank have not signalled in time that their rows are written
 };
 enum class KernelName : int32_t {
   kDispatch = 0,

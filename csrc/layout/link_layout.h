@@ -30,7 +30,7 @@ constexpr int kMaxRings = 4;               // of a link: for example counts, row
 constexpr int kMaxSlots = 1 << 16;         // of a ring and peer
 constexpr uint32_t kSlotAlignBytes = 128;  // of send and receive slots
 
-// What a flag says about its chunk. A call's epoch is not 0; the lap counts the uses of a slot within the call.
+// What a flag holds about its chunk. A call's epoch is not 0; the lap counts the uses of a slot within the call.
 HYBRID_EP_HOST_DEVICE uint64_t chunk_word(uint32_t epoch, uint32_t lap, uint32_t num_rows) {
   return static_cast<uint64_t>(epoch) << 32 | (lap & 0xffffu) << 16 | num_rows;
 }

@@ -10,8 +10,8 @@
 // rank's tokens, for partial sums.
 //
 // Epochs number the calls that use a buffer. They live here, not in launch arguments, so that a CUDA graph can be
-// replayed. A sender first waits until the buffer's owner has read the rows of the call before. The owner says so at
-// the begin of its next send of either kind, when its earlier kernels have ended.
+// replayed. A sender first waits until the buffer's owner has read the rows of the call before. The owner publishes
+// that at the begin of its next send of either kind, when its earlier kernels have ended.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +31,9 @@ constexpr int64_t kLowLatencyAlignBytes = 128;
 constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag can hold
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
-constexpr int kNumShapeWords = 2;  // that tell all of a shape and a format
+constexpr int kNumShapeWords = 2;  // that hold all of a shape and a format
 // The value of LowLatencyChannel::sent. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more than a
-// rank has. With one of the two upper bits, the rows cannot be used, and the lower bits say why.
+// rank has. With one of the two upper bits, the rows cannot be used, and the lower bits hold the reason.
 constexpr uint32_t kLogFmtBit = 1u << 29;       // beside that number: rows are LogFMT-10
 constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which the handle's dispatch has lost some
 constexpr uint32_t kNoSignalBit = 1u << 31;     // index of a signal of experts that did not come
@@ -59,7 +59,7 @@ struct LowLatencyProgress {
   uint32_t finished_ctas;  // 0 between kernels
 };
 
-// Where experts tell that their rows are written. A counter for each block of rows of an expert, or one for all.
+// Where experts signal that their rows are written. A counter for each block of rows of an expert, or one for all.
 struct ExpertSignals {
   const uint32_t* raised;  // [LE, B]
   uint32_t expected;       // of a counter: from this value on, its rows are written
@@ -67,7 +67,7 @@ struct ExpertSignals {
   int rows_per_signal;
 };
 
-// What a rank tells the others when it begins to send, stored and loaded as one: relaxed, at system scope.
+// What a rank publishes when it begins to send, stored and loaded as one: relaxed, at system scope.
 struct alignas(16) LowLatencyBegun {
   static constexpr int kTokensBits = 16;
   // Its number of tokens; and << kTokensBits the upper half of its global scale, of NVFP4 rows. Two scales with the
@@ -83,7 +83,7 @@ struct LowLatencyChannel {
   // Written by peers, at system scope.
   LowLatencyBegun begun[kMaxRanks];  // by i (dispatch)
   // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
-  // have for i to sum each token's rows before it sends them; above kNoSums it says why it has not sent them all.
+  // have for i to sum each token's rows before it sends them; above kNoSums it is the reason why not all were sent.
   // Stored relaxed behind a fence of the last CTA, loaded with acquire.
   uint64_t sent[kMaxRanks];
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine): release, acquire
@@ -106,7 +106,7 @@ struct LowLatencyShape {
   int num_experts, num_topk, hidden, max_tokens;  // E, K, H, M
 };
 
-// A shape and a format as ranks tell them.
+// A shape and a format as ranks publish them.
 struct LowLatencyCall {
   static constexpr int kTokensBits = 16, kExpertsBits = 12, kTopkBits = 8;
   uint32_t words[kNumShapeWords];

@@ -313,7 +313,7 @@ const HostCounts* Communicator::wait_for_host_counts(uint32_t counts_epoch, cuda
   if (*written != counts_epoch) return nullptr;
   std::atomic_thread_fence(std::memory_order_acquire);
   if (host_counts_->status != kFailed) return host_counts_;
-  // The kernel may still be asking other ranks for whom they wait before it says why.
+  // The kernel may still be reading for whom other ranks wait, before it records the fault.
   deadline = after(timeout_s_ + kHostCountsGraceS);
   while (!has_fault() && Clock::now() < deadline) std::this_thread::yield();
   return nullptr;

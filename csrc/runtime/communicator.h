@@ -67,9 +67,9 @@ class Communicator {
 
   // Waits, without a device synchronisation, until the call with this epoch, which runs on `stream`, has written the
   // host counts. The next call overwrites them. The timeout begins with the call's kernel, however long the stream
-  // needs to reach it. Returns nullptr if the call has failed and a fault says why, as soon as this or an earlier call
-  // has lost a rank, and if nothing is written long after the kernel's own deadline or after its end.
-  // Throws CudaError if the stream has failed.
+  // needs to reach it. Returns nullptr if the call has failed and a fault is recorded, as soon as this or an earlier
+  // call has lost a rank, and if nothing is written long after the kernel's own deadline or after its end. Throws
+  // CudaError if the stream has failed.
   const HostCounts* wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const;
 
   // For calls that are not the communicator's own, and write the host counts.

@@ -61,7 +61,7 @@ class LowLatencyRegion {
   bool was_captured() const { return was_captured_; }
 
   // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
-  // kernels/low_latency/low_latency.h tells the shapes of the rest. Wait statistics, scales and the global scale may be
+  // kernels/low_latency/low_latency.h has the shapes of the rest. Wait statistics, scales and the global scale may be
   // nullptr.
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
                    int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);

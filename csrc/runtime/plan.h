@@ -32,7 +32,7 @@ struct RowFormat {
   RowWidths widths() const { return {rows.bytes(), experts.bytes(), weights.bytes(), scales.bytes()}; }
 };
 
-// What ranks tell of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
+// What ranks publish of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
 struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices
@@ -48,7 +48,7 @@ struct DispatchCall {
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
                   bool is_bounded, int capacity, int pad_multiple, int handle);
 
-// What is sent and told, inside a domain and between domains.
+// What is sent and published, inside a domain and between domains.
 struct DispatchShape {
   RowFormat format;  // as rows land
   bool makes_route;  // false: it is read

@@ -11,7 +11,7 @@ enum class Distance {
   kSwitches,    // PXB: several switches, no host bridge
   kHostBridge,  // PHB: through one host bridge
   kNumaNode,    // NODE: through host bridges of one NUMA node
-  kSystem,      // SYS: across NUMA nodes, or nothing says that it is nearer
+  kSystem,      // SYS: across NUMA nodes, or nothing reports that it is nearer
 };
 
 const char* to_string(Distance distance);

@@ -1,4 +1,4 @@
-// What NVML says about the GPUs of this node: the part of the topology that only the driver knows.
+// What NVML reports about the GPUs of this node: the part of the topology that only the driver knows.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace hybrid_ep::topology {
 struct NvLink {
   int link = 0;
   bool active = false;
-  std::string remote_type;  // "gpu", "switch", "npu" or "unknown"; empty where NVML does not say
-  std::string remote_pci;   // PCI address of the other end, where NVML says
+  std::string remote_type;  // "gpu", "switch", "npu" or "unknown"; empty where NVML does not report it
+  std::string remote_pci;   // PCI address of the other end, where NVML reports it
 };
 
 struct Fabric {
@@ -39,7 +39,7 @@ struct Gpu {
   uint64_t memory_bytes = 0;
   std::vector<NvLink> links;
   std::optional<Fabric> fabric;      // none where the driver or the GPU has no fabric
-  std::optional<Platform> platform;  // none where the platform does not say
+  std::optional<Platform> platform;  // none where the platform does not report it
   std::vector<int> nvlink_peers;     // gpu_idx of the GPUs that NVML calls reachable over NVLink
 };
 

@@ -110,7 +110,7 @@ double read_amount(const fs::path& file) {
 PciLink read_link(const fs::path& device) {
   const auto width = [&](const char* name) {
     const int lanes = static_cast<int>(read_amount(device / name));
-    return lanes <= 32 ? lanes : 0;  // a port without a link says 63 or 255
+    return lanes <= 32 ? lanes : 0;  // a port without a link reports 63 or 255
   };
   return {width("current_link_width"), width("max_link_width"), read_amount(device / "current_link_speed"),
           read_amount(device / "max_link_speed")};

@@ -1,4 +1,4 @@
-// What the kernel says about PCI devices, NUMA nodes and RDMA NICs, read from /sys below a root directory.
+// What the kernel reports about PCI devices, NUMA nodes and RDMA NICs, read from /sys below a root directory.
 //
 // Nothing here needs a driver library, so it works on every Linux, on a recorded node and on a simulated one. A file
 // that is missing or unreadable is a normal answer: the field keeps its "not known" value.
@@ -28,7 +28,7 @@ struct PciDevice {
   int vendor = -1;      // 0x10de is NVIDIA
   int device_id = -1;
   int class_code = -1;            // base class and subclass, e.g. 0x0302 for a 3D controller
-  int numa_node = -1;             // −1: the firmware does not say; kUnreadable: the file could not be read
+  int numa_node = -1;             // −1: the firmware does not report it; kUnreadable: the file could not be read
   std::vector<std::string> path;  // host bridge first, the device itself last; only itself where /sys hides the tree
   PciLink link;
 };
@@ -62,7 +62,7 @@ std::vector<PciDevice> scan_pci(const std::filesystem::path& sysroot);
 // Every device of class/infiniband, ordered by name with numbers compared as numbers (mlx5_2 before mlx5_10).
 std::vector<Nic> scan_nics(const std::filesystem::path& sysroot);
 
-// NUMA nodes that are online with their CPUs ("0-55,112-167"); empty where /sys does not say.
+// NUMA nodes that are online with their CPUs ("0-55,112-167"); empty where /sys does not have it.
 std::map<int, std::string> scan_numa_nodes(const std::filesystem::path& sysroot);
 
 }  // namespace hybrid_ep::topology

@@ -29,8 +29,8 @@ const char* port_state(ibv_port_state state) {
   }
 }
 
-// Registers a dma-buf that does not exist. A driver that knows dma-buf looks the descriptor up and says EBADF; one that
-// does not says that the operation is not supported. Nothing is registered either way.
+// Registers a dma-buf that does not exist. A driver that knows dma-buf looks the descriptor up and returns EBADF; one
+// that does not returns that the operation is not supported. Nothing is registered either way.
 std::optional<bool> registers_dmabuf(ibv_context* context) {
   const std::unique_ptr<ibv_pd, int (*)(ibv_pd*)> domain(ibv_alloc_pd(context), &ibv_dealloc_pd);
   if (!domain) return std::nullopt;

@@ -1,4 +1,4 @@
-// What libibverbs says about the RDMA devices of this node, beyond what /sys shows.
+// What libibverbs reports about the RDMA devices of this node, beyond what /sys shows.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ struct VerbsDevice {
   std::string firmware;
   int max_qp = 0;
   uint64_t max_mr_bytes = 0;
-  std::optional<bool> dmabuf;  // whether the kernel driver registers dma-buf memory; none: could not be told
+  std::optional<bool> dmabuf;  // whether the kernel driver registers dma-buf memory; none: unknown
   std::vector<VerbsPort> ports;
 };
 
-// A device that cannot be opened (no permission, say) is listed with its name alone.
+// A device that cannot be opened (for example, no permission) is listed with its name alone.
 // Throws std::runtime_error where the device list itself cannot be read.
 std::vector<VerbsDevice> probe_verbs();
 

@@ -1,5 +1,5 @@
 // Arrivals over a network that keeps no order. A put is two writes with immediate: the chunk, and its word into staging
-// memory. Each immediate tells the receiver's CPU that its write has arrived. After both, the CPU writes the word to
+// memory. Each immediate notifies the receiver's CPU that its write has arrived. After both, the CPU writes the word to
 // the flag. Words without a chunk come alone.
 #pragma once
 

@@ -22,7 +22,7 @@ struct Command {
   uint64_t word;       // not 0
 };
 
-// As it stands in the FIFO. The last word is that which tells whether the command has come.
+// As it stands in the FIFO. The last word shows whether the command has come.
 struct alignas(16) PackedCommand {
   uint32_t word_low, word_high, num_bytes, head;
 };
@@ -31,7 +31,7 @@ constexpr int kKindBits = 3, kRingBits = 4, kPeerBits = 8, kSlotBits = 16;
 static_assert(1 + kKindBits + kRingBits + kPeerBits + kSlotBits <= 32);
 static_assert(kMaxRings <= 1 << kRingBits && kMaxDomains <= 1 << kPeerBits && kMaxSlots <= 1 << kSlotBits);
 
-// `phase` is 0 or 1: it tells the laps of the FIFO apart.
+// `phase` is 0 or 1: it distinguishes the laps of the FIFO.
 HYBRID_EP_HOST_DEVICE PackedCommand pack(const Command& command, uint32_t phase) {
   uint32_t head = static_cast<uint32_t>(command.slot);
   head = head << kPeerBits | static_cast<uint32_t>(command.peer);

@@ -1,4 +1,4 @@
-// The first thing that went wrong in a transport: told once, read by kernels as a word and by the host in words.
+// The first error of a transport: recorded once, read by kernels as a word and by the host as text.
 #pragma once
 
 #include <cstdint>

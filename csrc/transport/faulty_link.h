@@ -12,7 +12,7 @@ namespace hybrid_ep {
 struct Faults {
   uint64_t seed = 0;
   int max_delay_us = 0;      // each command waits for a time of its own, up to this
-  double lost_fraction = 0;  // of puts that never arrive, and nobody says so
+  double lost_fraction = 0;  // of puts that never arrive, without a report
 };
 
 std::unique_ptr<Link> make_faulty_link(std::unique_ptr<Link> link, const Faults& faults);

@@ -53,7 +53,7 @@ class FifoReader {
     return true;
   }
   void take() { ++next_; }
-  // Tells the writers. The places of all commands taken may be written again.
+  // Returns credits to the writers: the slots of all commands taken may be written again.
   void publish() {
     if (published_ == next_) return;
     __atomic_store_n(done_, next_, __ATOMIC_RELEASE);

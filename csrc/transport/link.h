@@ -60,7 +60,7 @@ class Link {
   virtual bool is_quiet() const = 0;
   // A file descriptor that becomes readable when progress() is needed although no call is open; −1: none.
   virtual int wait_fd() const { return -1; }
-  // Ends the connections in order. Peers that are still in a call are told so by their own transport.
+  // Ends the connections in order. Peers that are still in a call learn of it from their own transport.
   virtual void close() {}
 
  protected:

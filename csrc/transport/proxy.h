@@ -61,8 +61,8 @@ class Proxy {
   ProxyCounts counts() const;
   Link& link() { return *link_; }
 
-  // Waits until every call has ended, its commands are carried out and the link is quiet. Returns false after timeout_s,
-  // or when the link has failed.
+  // Waits until every call has ended, its commands are carried out and the link is quiet. Returns false after
+  // timeout_s, or when the link has failed.
   bool drain(double timeout_s) const;
 
   // Completes the commands in the FIFOs, for timeout_s at most, ends the connections, and joins the thread. Kernels
@@ -87,7 +87,7 @@ class Proxy {
   std::thread thread_;
   std::atomic<uint64_t> opened_{0};
   std::atomic<uint64_t> drained_{0};  // calls that had ended when there was nothing left to do
-  uint64_t ended_ = 0;  // of the thread
+  uint64_t ended_ = 0;                // of the thread
   std::atomic<bool> is_asleep_{false}, stops_{false};
   std::atomic<int64_t> stop_deadline_ns_{0};
   std::atomic<bool> is_complete_{true};

@@ -42,7 +42,7 @@ TcpConnection::TcpConnection(int socket, int peer, double timeout_s)
   (void)fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   // A peer that answers nothing is lost after half the timeout, whether or not something is on its way to it: so the
-  // transport tells who it is before the kernels' waits end.
+  // transport reports the peer before the kernels' waits end.
   const double silent_s = timeout_s / 2;
   const int probe_s = std::clamp(static_cast<int>(silent_s / 4), 1, 60);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);

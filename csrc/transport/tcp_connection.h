@@ -40,8 +40,8 @@ class TcpConnection {
   bool has_room() const { return out_.size() < kMaxQueued; }
   bool has_frames() const { return !out_.empty(); }
 
-  // Writes and reads what the socket takes and has. *has_worked is set where bytes have moved. `find_target` says where
-  // a frame's payload and word go; a frame that fits nowhere has no word there.
+  // Writes and reads what the socket takes and has. *has_worked is set where bytes have moved. `find_target` returns
+  // where a frame's payload and word go; a frame that fits nowhere has no word there.
   SocketState flush(bool* has_worked);
   template <typename FindTarget>
   SocketState receive(FindTarget&& find_target, bool* has_worked);
@@ -69,7 +69,7 @@ class TcpConnection {
   Command command_{};
   FrameTarget target_{};
   size_t payload_left_ = 0;
-  bool is_done_ = false;  // the peer has said goodbye
+  bool is_done_ = false;  // the peer has sent its closing message
   bool has_said_goodbye_ = false;
 };
 

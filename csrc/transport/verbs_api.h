@@ -32,7 +32,7 @@ struct VerbsApi {
   decltype(&::ibv_wc_status_str) wc_status_str;
 };
 
-// Loads the library once. Throws LinkError where it is not there, saying what the loader says.
+// Loads the library once. Throws LinkError with the loader's message where it is not there.
 const VerbsApi& verbs_api();
 
 }  // namespace hybrid_ep

@@ -45,7 +45,7 @@ bool is_ipv4_mapped(const ibv_gid& gid) {
 
 bool is_link_local(const ibv_gid& gid) { return gid.raw[0] == 0xfe && (gid.raw[1] & 0xc0) == 0x80; }
 
-// libibverbs tells the type only since rdma-core 31; the kernel has a file for each.
+// libibverbs reports the type only since rdma-core 31; the kernel has a file for each.
 bool is_roce_v2(const std::string& device, int port, int idx) {
   std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) + "/gid_attrs/types/" +
                      std::to_string(idx));

@@ -36,7 +36,7 @@ struct VerbsDevice {
 // Opens a device without memory. Throws LinkError that names what is there.
 VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& options, int num_completions);
 
-// Registers memory for peers to write. Returns nothing where the device does not take it; errno says why.
+// Registers memory for peers to write. Returns nothing where the device does not take it; errno has the reason.
 VerbsOwner<ibv_mr> register_memory(const VerbsDevice& device, void* memory, size_t num_bytes, bool relaxed_ordering);
 // The same for GPU memory by its dma-buf.
 VerbsOwner<ibv_mr> register_dmabuf(const VerbsDevice& device, const DmaBuf& buffer, bool relaxed_ordering);

@@ -186,7 +186,8 @@ class VerbsLink final : public Link {
 
   bool is_quiet() const override { return num_sends_ == 0; }
 
-  // A queue pair that is gone lets its peer's writes fail: so each end waits until the other has said goodbye.
+  // A queue pair that is gone lets its peer's writes fail: so each end waits until the other has sent its closing
+  // message.
   void close() override {
     const auto deadline = Clock::now() + kGoodbye;
     for (int peer = 0; peer < layout().num_domains; ++peer) {
@@ -412,7 +413,7 @@ class VerbsLink final : public Link {
     write->imm_data = htonl(immediate.pack());
   }
 
-  // A signaled work request says to whom it went, and how many have ended with it.
+  // A signaled work request holds its peer, and how many requests have ended with it.
   static uint64_t id_of(int peer, int pair, int num) {
     return static_cast<uint64_t>(peer) << 32 | static_cast<uint64_t>(pair) << 8 | static_cast<uint64_t>(num);
   }
@@ -430,7 +431,7 @@ class VerbsLink final : public Link {
 
   void post_receive(QueuePair& pair) {
     ibv_recv_wr receive{}, *refused = nullptr;
-    (void)ibv_post_recv(pair.pair.get(), &receive, &refused);  // of a broken pair: its completions say why
+    (void)ibv_post_recv(pair.pair.get(), &receive, &refused);  // of a broken pair: its completions have the reason
   }
 
   void complete(VerbsDevice& device, const ibv_wc& completion) {
@@ -513,7 +514,7 @@ class VerbsLink final : public Link {
 const bool kHasVerbs = true;
 
 VerbsRetries retries_of(double timeout_s) {
-  // With 7, some drivers retry without end. NICs take up to four times as long as the formula says.
+  // With 7, some drivers retry without end. NICs take up to four times as long as the formula gives.
   constexpr int kRetries = 6, kMaxTimeout = 20, kMinTimeout = 8;
   constexpr double kUnit_s = 4.096e-6, kSlowness = 4;
   const double once_s = timeout_s / 2 / kSlowness / (kRetries + 1);

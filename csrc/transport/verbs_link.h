@@ -34,14 +34,14 @@ struct VerbsOptions {
 // there.
 std::vector<std::string> active_verbs_devices(int port);
 
-// What is set of a queue pair's retries so that a lost peer is told within half of timeout_s.
+// What is set of a queue pair's retries so that a lost peer is reported within half of timeout_s.
 struct VerbsRetries {
   int timeout;  // 4.096 µs × 2^timeout until a retry
   int retries;
 };
 VerbsRetries retries_of(double timeout_s);
 
-// Throws LinkError that names the device, and what it says.
+// Throws LinkError that names the device, and its error.
 std::unique_ptr<Link> make_verbs_link(const LinkLayout& layout, const VerbsOptions& options);
 
 }  // namespace hybrid_ep

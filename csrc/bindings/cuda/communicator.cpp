@@ -68,16 +68,16 @@ CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_we
 // fields of HostCounts in cuda_route.py; None when the call has failed.
 py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts,
                            int num_counts) {
-  const HostCounts* told = nullptr;
+  const HostCounts* host_counts = nullptr;
   {
     const py::gil_scoped_release release;
-    told = self.wait_for_host_counts(counts_epoch, stream_of(stream));
+    host_counts = self.wait_for_host_counts(counts_epoch, stream_of(stream));
   }
-  if (told == nullptr) return py::none();
-  std::copy_n(told->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(told->status == kNeedsCapacity, told->num_recv, told->num_permuted, told->num_sent_away,
-                        told->num_kept, told->max_recv, told->max_sent, told->max_rows, told->num_sent_between,
-                        told->max_held);
+  if (host_counts == nullptr) return py::none();
+  std::copy_n(host_counts->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
+  return py::make_tuple(host_counts->status == kNeedsCapacity, host_counts->num_recv, host_counts->num_permuted,
+                        host_counts->num_sent_away, host_counts->num_kept, host_counts->max_recv, host_counts->max_sent,
+                        host_counts->max_rows, host_counts->num_sent_between, host_counts->max_held);
 }
 
 void add_plans(py::module_& module) {

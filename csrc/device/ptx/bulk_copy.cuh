@@ -6,7 +6,7 @@
 
 namespace hybrid_ep::ptx {
 
-// A place in shared memory.
+// An address in shared memory.
 using SharedAddress = uint32_t;
 
 // Volatile, for who keeps an address in a loop does not want it to be found anew each time.
@@ -24,7 +24,7 @@ __device__ __forceinline__ void barrier_init(SharedAddress barrier, uint32_t arr
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Makes what the calling thread has seen in global memory, where another's flag told it so, visible to the copy engine.
+// Makes what the calling thread has seen in global memory, after another thread's flag, visible to the copy engine.
 __device__ __forceinline__ void fence_global_for_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // The same for ordinary accesses to shared memory.

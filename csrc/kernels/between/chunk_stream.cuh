@@ -2,7 +2,7 @@
 //
 //     sender: wait_free(n) ─► send_slot(n) ─ send(n) ─► receiver: wait(n) ─► chunk(n) ─ read_rows(n) ─► credit
 //
-// A chunk says by its flag which use of its slot it is, so that chunks may come in any order.
+// A chunk's flag names the use of its slot, so that chunks may come in any order.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -16,7 +16,7 @@ namespace {
 // A fault names a rank of the own domain by its domain rank, and another one by this + its rank among all.
 constexpr int kRankElsewhere = kMaxRanks;
 
-// For CTAs that wait for others of this rank, which wait for other ranks and tell whom: these come first.
+// For CTAs that wait for others of this rank, which wait for other ranks and publish which: these come first.
 __device__ Waiter waiter_of_own(const Domain& domain, KernelName kernel) {
   return {domain.fault, kernel, domain.rank, domain.timeout_ns + 2 * kListenNs, domain.control, domain.num_ranks};
 }

@@ -18,7 +18,7 @@ struct BetweenDomain {
   LinkView link;
 };
 
-// Gives each token its place among those that go to each rank and to each domain.
+// Gives each token its index among those that go to each rank and to each domain.
 struct PlaceTokensParams {
   Grid grid;
   ControlBlock* own;

@@ -4,8 +4,8 @@
 //
 // Bulk loads keep more bytes in flight than a thread has registers. Each warp has its own ring, so no warp waits for
 // another. The sum is then bound by the instructions per segment. So segments are the longest that fit registers, and
-// each has one descriptor, so that sources are walked once. partial_rows.cuh and expert_rows.cuh say what is summed and
-// where it goes.
+// each has one descriptor, so that sources are walked once. partial_rows.cuh and expert_rows.cuh define what is summed
+// and where it goes.
 #pragma once
 
 #include "device/bf16.cuh"

@@ -4,10 +4,10 @@
 //     y ─ bulk copy ─► arena of the rank that sums ─ rows_pushed ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
 //     out[t] own domain's part: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums
 //
-// Rows for all domains are pushed in turn, chunk by chunk, and the rank that sums is told how many stand there. So
-// network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet never
-// waits, so no credit waits for itself, however tokens are routed. What is summed stands in rows.cuh. Legend: T tokens,
-// R ranks, D domains, G ranks of a domain.
+// Rows for all domains are pushed in turn, chunk by chunk, and the count of rows pushed is published to the rank that
+// sums. So network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet
+// never waits, so no credit waits for itself, however tokens are routed. What is summed stands in rows.cuh. Legend: T
+// tokens, R ranks, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ constexpr int kPushRows = 16;         // that a warp pushes at once
 constexpr int kMaxTokensPerTurn = 8;  // that a warp at home takes at once
 constexpr int kRingsBytes = kPushWarps * RowMover::kRingBytes + kSumWarps * kSumRingBytes;
 
-// What a rank tells its peers ahead of its records.
+// What a rank publishes to its peers ahead of its records.
 struct CombineHeader {
   uint32_t fails;  // ranks of the domain differ
   uint32_t call[kNumReadyWords];
@@ -187,15 +187,16 @@ __device__ bool push_rows(const CombineBetweenParams& params, const CombineTable
       for (int k = lane; k < params.num_weights; k += 32) weights[k] = params.weights[from * params.num_weights + k];
     }
     mover.finish();
-    // Chunks of a source are told in order, so that a number of rows tells all.
+    // Chunks of a source are published in order, so one count of rows covers all.
     bool ok = true;
     if (lane == 0) {
       uint32_t* pushed = own_part<uint32_t>(between, between.layout.pushed) + source;
-      uint64_t* told = between_part<uint64_t>(between, g, between.layout.rows_pushed) + me * grid.num_domains + domain;
+      uint64_t* published =
+          between_part<uint64_t>(between, g, between.layout.rows_pushed) + me * grid.num_domains + domain;
       ptx::fence_acq_rel_system();
       ok = waiter.until_count(pushed, chunk, WaitTag::kGrid);
       if (ok) {
-        ptx::store_release_system(told, static_cast<uint64_t>(end) << 32 | epoch);
+        ptx::store_release_system(published, static_cast<uint64_t>(end) << 32 | epoch);
         ptx::store_release_gpu(pushed, chunk + 1);
       }
     }

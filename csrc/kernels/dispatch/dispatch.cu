@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   const Range warp_tokens{cta_tokens.begin + split.begin, cta_tokens.begin + split.end};
   int* expert_base = warp_expert_counts(shared, kWarps, params.num_experts);
 
-  // Count, and tell every rank.
+  // Count, and publish to every rank.
   bool ok = true;
   if (params.host_counts != nullptr && blockIdx.x + threadIdx.x == 0) {
     ptx::store_relaxed_system(&params.host_counts->started, params.counts_epoch);
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   lacks_capacity = __syncthreads_or(lacks_capacity);
   CallStatus status = !ok || !is_same ? kFailed : lacks_capacity ? kNeedsCapacity : kSent;
 
-  // Send. The last warp first tells the host.
+  // Send. The last warp first reports to the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {
     finish_places(params, warp_tokens, shared, expert_base);
   }

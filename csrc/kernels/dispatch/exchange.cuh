@@ -15,7 +15,7 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
   const int num_ranks = domain.num_ranks;
   for (int peer = blockIdx.x; peer < num_ranks; peer += gridDim.x) {
     uint64_t* words = domain.control[peer]->counts[domain.rank].words;
-    const auto tell = [&](int column, int value) {
+    const auto publish = [&](int column, int value) {
       ptx::store_relaxed_system(words + column, static_cast<uint64_t>(value) << 32 | epoch);
     };
     const int num_columns = num_ranks + (params.topk_idx == nullptr ? 0 : params.num_experts);
@@ -24,7 +24,7 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
                             ? params.rank_prefix[domain.rank * num_ranks + i] -
                                   (domain.rank > 0 ? params.rank_prefix[(domain.rank - 1) * num_ranks + i] : 0)
                             : sum_over_ctas(*domain.control[domain.rank], i, gridDim.x);
-      tell(i < num_ranks ? CountRow::kTokensPerRank + i : CountRow::kTokensPerExpert + i - num_ranks, count);
+      publish(i < num_ranks ? CountRow::kTokensPerRank + i : CountRow::kTokensPerExpert + i - num_ranks, count);
     }
     // By the last threads, one for each column.
     const int column = kDispatchThreads - 1 - threadIdx.x;
@@ -34,7 +34,7 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
       const Refusal refusal = find_refusal(*domain.control[domain.rank], value, value);
       value = column == CountRow::kRefusal ? refusal.kind : refusal.value;
     }
-    tell(column, value);
+    publish(column, value);
   }
 }
 
@@ -87,7 +87,7 @@ __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, u
   const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
   return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
     if (cell.column < CountRow::kFirstField) {
-      // Whatever a rank says, nothing is stored beyond its slot.
+      // Whatever a rank publishes, nothing is stored beyond its slot.
       const bool is_limit = cell.column == CountRow::kRowLimit;
       routes.call[cell.source][cell.column] = is_limit ? min(value, params.slot.capacity) : value;
       return;

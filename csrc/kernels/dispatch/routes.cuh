@@ -1,7 +1,7 @@
 // What a CTA of a dispatch knows about the routes of tokens. count.cuh, exchange.cuh and bases.cuh fill it in this
-// order; report.cuh tells the host.
+// order; report.cuh reports to the host.
 //
-// Every function of these files is collective over the CTA unless it says otherwise. A kernel begins with cold
+// Every function of these files is collective over the CTA unless its comment says otherwise. A kernel begins with cold
 // instruction caches, and code that runs once waits for each cache line. So short loops are not unrolled.
 // Legend: T tokens, K top-k, E experts, R ranks.
 #pragma once
@@ -20,7 +20,7 @@ struct DispatchRoutes {
   int warp_counts[kWarps][kMaxRanks];          // tokens per rank; turned into exclusive sums over warps
   int cta_base[kMaxRanks];                     // tokens to r in the CTAs before
   int cta_count[kMaxRanks];                    // tokens to r in this CTA
-  int call[kMaxRanks][CountRow::kFirstField];  // what r has told of its call
+  int call[kMaxRanks][CountRow::kFirstField];  // what r has published of its call
   int other_column[kMaxRanks];                 // the first in which r's call differs; kNumCallColumns if none does
   int recv_base[kMaxRanks];                    // this rank's first row at r
   int num_recv[kMaxRanks];                     // rows that r receives

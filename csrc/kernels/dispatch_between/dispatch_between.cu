@@ -3,10 +3,10 @@
 //     x[t] ─────────► own domain: a bulk store per rank ─────────────────────────────────► row of every receiver
 //     x[t], top-k ─► records ─► chunk ─ link ─► peer: records ─ a bulk store per rank ──► row of every receiver
 //
-// A token crosses to another domain once. Its record says where it goes: a rank and the place among its source's tokens
-// there, so that the peer forwards a record without knowing any other. Warps that forward never wait for warps that
-// send, so that no credit waits for itself. The places come from place_tokens.cu.
-// Legend: T tokens, K top-k, D domains, G ranks of a domain.
+// A token crosses to another domain once. Its record has its destinations: a rank and the index among its source's
+// tokens there, so that the peer forwards a record without knowing any other. Warps that forward never wait for warps
+// that send, so that no credit waits for itself. The indices come from place_tokens.cu. Legend: T tokens, K top-k, D
+// domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ok &= learn_headers(params, waiter, epoch, call, &is_same);
   if (ok && is_same) ok = find_dispatch_bases_between(params, waiter, epoch, call, base, totals);
 
-  // The first CTA decides with all domains, and tells the others.
+  // The first CTA decides with all domains, and publishes the decision.
   auto* decision = own_part<uint64_t>(between, between.layout.decisions);
   if (leads) {
     if (threadIdx.x == 0) call.verdict = judge(params, call, !ok || !is_same);
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mover.finish();
   }
 
-  // The last CTA moves the streams on, tells the domain that all is sent, and waits until all has arrived.
+  // The last CTA moves the streams on, publishes to the domain that all is sent, and waits until all has arrived.
   if (!finish_cta(own, ok)) return;
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
     if (d == grid.domain_idx()) continue;

@@ -1,11 +1,11 @@
-// What ranks tell each other at the start of a dispatch between domains, and what follows from it.
+// What ranks publish to each other at the start of a dispatch between domains, and what follows from it.
 //
 //     counts ─ chunk 0 ─► peer in each domain ─ words ─► every rank of that domain ─► bases, verdict of the domain
 //     verdict ─ chunk 1 ─► peer in each domain ─► decision, the same at all ranks
 //
-// A pair of peers exchanges O(E/D + G) words and not R + E; words carry the epoch of their call. The first CTA tells;
-// every CTA finds the bases for itself. Functions are collective over the CTA.
-// Legend: E experts, LE local experts, R ranks, D domains, G ranks of a domain.
+// A pair of peers exchanges O(E/D + G) words and not R + E; words carry the epoch of their call. The first CTA
+// publishes; every CTA finds the bases for itself. Functions are collective over the CTA. Legend: E experts, LE local
+// experts, R ranks, D domains, G ranks of a domain.
 #pragma once
 
 #include "device/refuse.cuh"
@@ -42,7 +42,7 @@ __device__ int count_column(const BetweenDomain& between, int domain_rank) {
          (has_matrix ? between.grid.domain_idx() * between.grid.ranks_per_domain : 0);
 }
 
-// What this rank tells domain `domain`: header, counts, experts of that domain.
+// What this rank publishes to domain `domain`: header, counts, experts of that domain.
 __device__ int told_value(const DispatchBetweenParams& params, int domain, int i) {
   const BetweenDomain& between = params.between;
   const BetweenRoute& parts = params.parts;
@@ -115,7 +115,7 @@ __device__ bool tell_counts(const DispatchBetweenParams& params, const Waiter& w
   return ok;
 }
 
-// Tells the own domain what the peers have told.
+// Publishes to the own domain what the peers have published.
 template <typename Link>
 __device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
                               uint32_t epoch) {
@@ -135,7 +135,7 @@ __device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter&
   return ok;
 }
 
-// One word of what a source has told, once it is there.
+// One word of what a source has published, once it is there.
 __device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int column,
                           bool* ok) {
   const int publisher = source % between.grid.ranks_per_domain;
@@ -146,7 +146,7 @@ __device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, ui
   return static_cast<int>(word >> 32);
 }
 
-// Several words at once: words first, first + 1, … of what a source has told. One latency if all are there.
+// Several words at once: words first, first + 1, … of what a source has published. One latency if all are there.
 template <int kNum>
 __device__ void learn_words(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int first,
                             int (&values)[kNum], bool* ok) {
@@ -198,7 +198,7 @@ __device__ bool makes_same_call(const DispatchBetweenParams& params, const int* 
   return true;
 }
 
-// Learns what all ranks have told of their calls. Returns whether all came; *is_same is the CTA's answer.
+// Reads what all ranks have published of their calls. Returns whether all came; *is_same is the CTA's answer.
 __device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
                               CallBetween& call, bool* is_same) {
   const BetweenDomain& between = params.between;

@@ -1,8 +1,8 @@
 // Where tokens go, in a launch of its own ahead of a dispatch between domains.
 //
-//     topk_idx ─► a CTA for each rank and each domain ─► place of each token that has an expert there ─► route
+//     topk_idx ─► a CTA for each rank and each domain ─► index of each token that has an expert there ─► route
 //
-// Each CTA walks through all tokens: a token's place is the number of those before it that go the same way.
+// Each CTA walks through all tokens: a token's index is the number of tokens before it with the same destination.
 // Legend: T tokens, K top-k, E experts, R ranks, D domains.
 #include <cuda_runtime.h>
 

@@ -11,11 +11,12 @@
 // column. That needs the source's weights, which only combine has, so every rank sends them first. Rows that are not
 // summed leave meanwhile. Two kinds of rows are never summed: those of a source with few tokens, whose weights would
 // cost more time than the bytes save, and those of a rank whose receive is a launch of its own, because such a send may
-// not wait for another rank. Each rank decides by itself. Its flag says from how many tokens on its rows are sums.
+// not wait for another rank. Each rank decides by itself. Its flag holds from how many tokens on its rows are sums.
 //
-// Signalled rows: an expert's kernel that still runs tells of each block of its rows when it has written them. A send
+// Signalled rows: an expert's kernel that still runs signals each block of its rows when it has written them. A send
 // of its own, on few SMs, goes through the packed rows in their order and waits for the signal of each block. Rows
-// leave as they are. If a signal does not come, this rank tells every rank so in its flag, and each of them reports it.
+// leave as they are. If a signal does not come, this rank sets that in its flag at every rank, and each of them reports
+// it.
 //
 // kLogFmt: rows, and sums of rows, cross as LogFMT-10, which takes two thirds of the bytes.
 // Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
@@ -374,7 +375,7 @@ __device__ __noinline__ void report_unsent(const SumRowsParams& params, int rank
   if (value >= kNoSignalBit) {
     report_fault(domain.fault, FaultKind::kNoSignal, KernelName::kLowLatencyCombine, WaitTag::kSignals, domain.rank,
                  rank, 0, value - kNoSignalBit);
-  } else if (rank != domain.rank) {  // which dispatch has told
+  } else if (rank != domain.rank) {  // which dispatch has reported
     report_fault(domain.fault, FaultKind::kOverflow, KernelName::kLowLatencyDispatch, WaitTag::kRows, domain.rank, rank,
                  params.shape.max_tokens * domain.num_ranks, value - kTooManyRowsBit);
   }
@@ -399,7 +400,7 @@ __device__ __forceinline__ void sum_rows(const SumRowsParams& params, const uint
   }
 }
 
-// The same of eight channels of rows that have come as LogFMT; `vector` is their place in a row, `rows` the token's.
+// The same of eight channels of rows that have come as LogFMT; `vector` is their index in a row, `rows` the token's.
 __device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int vector, const Terms& terms,
                                 float (&sum)[8]) {
   const int hidden = params.shape.hidden;

@@ -1,7 +1,7 @@
 // Low-latency dispatch: two launches, a CTA per token on the way out and some CTAs per local expert on the way in.
 //
 //     x[t] ─► (quantised) ─► slot (me, t) of each rank that has an expert of t ─┐
-//     topk_idx[t] ─────────► route (me, t) of every rank ─► place of each copy ─┴─ flag ─► rows[e][place] ◄─ slots
+//     topk_idx[t] ─────────► route (me, t) of every rank ─► index of each copy ─┴─ flag ─► rows[e][index] ◄─ slots
 //
 // A row crosses once for each destination rank, not once for each expert. The slot is the token's own index, so the
 // send needs no counts. The receiver finds output rows from the routes: every CTA walks through all routes in the order
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
       if (num_rows > num_pairs) {
         report_fault(domain.fault, FaultKind::kOverflow, KernelName::kLowLatencyDispatch, WaitTag::kRows, domain.rank,
                      domain.rank, num_pairs, num_rows);
-        atomicMax(params.num_too_many, num_rows);  // combine tells the other ranks
+        atomicMax(params.num_too_many, num_rows);  // combine reports it to the other ranks
       }
     }
     __syncthreads();

@@ -94,7 +94,7 @@ class SignalledRows {
     do {
       if (expert_ >= 0) next_ -= num_items_;
       if (++expert_ == num_local()) return;
-      // Of an expert that has more rows than its capacity, dispatch has told.
+      // An expert that has more rows than its capacity was reported by dispatch.
       num_items_ = min(params_.count[expert_], capacity()) * num_segments();
     } while (next_ >= num_items_);
     num_raised_ = 0;
