@@ -98,7 +98,7 @@ class Proxy:
     def describe(self) -> str: ...
     @property
     def failure(self) -> tuple[int, str, str] | None:
-        """Domain index or −1, device, what it says."""
+        """Domain index or −1, device, message."""
     @property
     def counts(self) -> dict[str, int]: ...
     def drain(self, timeout_s: float) -> bool:

@@ -1,6 +1,6 @@
 """The `hybrid-ep` command: a list of subcommands, each imported only when it is called.
 
-Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check, 2 = could not tell, or wrong usage,
+Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check, 2 = unknown, or wrong usage,
 130 = interrupted by Ctrl-C.
 """
 

@@ -50,8 +50,8 @@ class TransportError(HybridEPError):
     Attributes:
         where: the step that failed, e.g. ``"dispatch: counts within domain"``.
         rank: the rank that noticed.
-        peer: the rank that is to blame, or None if it could not be told.
-        detail: what the layer underneath said.
+        peer: the rank that is to blame, or None if unknown.
+        detail: the message of the layer underneath.
     """
 
     where: str

@@ -110,7 +110,7 @@ class _Layer:
         return bad
 
     def _best_replace(self, count: Floats, load: Floats, fullest: int, now: float) -> _Step | None:
-        """A replica beside which there are others makes room: on the fullest rank for any expert, elsewhere for its."""
+        """Replaces a replica of an expert that has others: on the fullest rank by any expert, elsewhere by its."""
         rank, slot = np.nonzero(count[self.slots] > 1)
         wanted = np.unique(self.slots[fullest])
         everyone = np.arange(len(self.loads))

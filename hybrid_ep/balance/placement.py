@@ -244,7 +244,7 @@ class ExpertPlacement:
         """Reads what `save` wrote.
 
         Raises:
-            ConfigError: it is no such file, or what it says does not fit together.
+            ConfigError: it is no such file, or its fields contradict each other.
         """
         try:
             document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -267,7 +267,7 @@ class ExpertPlacement:
             source: where it comes from, for messages.
 
         Raises:
-            ConfigError: what it says does not fit together.
+            ConfigError: its fields contradict each other.
         """
         if missing := [name for name in _FIELDS if name not in document]:
             raise ConfigError(f"{source} has no {', '.join(missing)}; allowed: all of {', '.join(_FIELDS)}")
@@ -283,7 +283,7 @@ class ExpertPlacement:
         return copies.scatter_add_(2, slots, torch.ones_like(slots))
 
     def _choices(self, domain: int) -> tuple[Tensor, Tensor]:
-        """The replicas that a token of `domain` may go to: ``[layers, E, X]`` slots, −1 behind, and how many."""
+        """The replicas that a token of `domain` may go to: ``[layers, E, X]`` slots, padded with −1, and how many."""
         everywhere, _ = inverse_map(self.phy2log, self.num_experts)
         rank = everywhere.div(self.num_slots, rounding_mode="floor")
         is_there = (everywhere >= 0) & ~torch.isin(rank, torch.tensor(self.lost_ranks, dtype=rank.dtype))

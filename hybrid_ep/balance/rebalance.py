@@ -88,7 +88,7 @@ def require_loads(weight: object) -> Floats:
 
 
 def inverse_map(phy2log: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """``[layers, P]`` experts of replicas → log2phy ``[layers, E, X]``, ascending with −1 behind, and logcnt."""
+    """``[layers, P]`` experts of replicas → log2phy ``[layers, E, X]``, ascending, padded with −1, and logcnt."""
     num_layers, num_replicas = phy2log.shape
     logcnt = phy2log.new_zeros(num_layers, num_experts).scatter_add_(1, phy2log, torch.ones_like(phy2log))
     width = int(logcnt.max())
@@ -174,7 +174,7 @@ def _replicate(loads: Floats, num_replicas: int, divisor: float) -> tuple[Ints, 
 
 
 def _pack(weights: Floats, num_packs: int) -> Ints:
-    """``[N, P]`` weights → ``[N, packs, P/packs]`` indices: the heaviest left goes to the lightest pack with room."""
+    """``[N, P]`` weights → ``[N, packs, P/packs]`` indices: the heaviest left goes to the lightest open pack."""
     num_rows, num_items = weights.shape
     size = num_items // num_packs
     rows = np.arange(num_rows)

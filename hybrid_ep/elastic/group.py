@@ -2,7 +2,7 @@
 
 torch makes groups of ranks of one default group, and every process numbers them alike. Here a process may have come
 later: its default group is the first one that it is in. So the store and the name of a group's board are given to it,
-and ranks are known by their place in the group.
+and ranks are numbered by their index in the group.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def make_group(
         members: for each rank, its rank in `parent`, or None.
         rank: this rank.
         parent: the group that this rank was in before, None: none.
-        backend: as `torch.distributed.get_backend_config` says.
+        backend: as `torch.distributed.get_backend_config` returns it.
         timeout_s: how long it may take.
 
     Raises:

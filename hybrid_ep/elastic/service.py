@@ -41,7 +41,7 @@ B = TypeVar("B", bound=BaseBuffer)
 _KINDS: dict[str, type[BaseBuffer]] = {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}
 _MIN_TIMEOUT_S = 1.0  # processes do not come at the same millisecond
 _GRACE_S = 0.3  # for a rank that others take for lost: it may be alive
-_CONFIRM_S = 1.0  # for a newcomer to say that it is still there
+_CONFIRM_S = 1.0  # for a newcomer to confirm that it is still there
 _POLL_S = 0.05
 _WHERE = "recover"
 
@@ -100,7 +100,7 @@ def recover(
 ) -> Recovered[B]:
     """Goes on with the ranks that are left, and with those that wait in `join`. Collective over the survivors.
 
-    Each survivor comes here when a call has raised TransportError, or when the job says so. Who has not come within
+    Each survivor comes here when a call has raised TransportError, or when the job asks for it. Who has not come within
     `timeout_s` is left out. The old buffer is closed; NCCL communicators of its group are aborted. Survivors keep their
     order, and their experts in their slots. An expert that no survivor holds is loaded into a slot whose expert has
     another replica; where these are too few, every rank gets more slots.
@@ -155,7 +155,7 @@ def recover(
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
-    with contextlib.suppress(HybridEPError):  # what it has to tell is known by now
+    with contextlib.suppress(HybridEPError):  # what it raises is known by now
         buffer.close()
     loaded: dict[tuple[int, int], Any] = {}
     try:
@@ -217,7 +217,7 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
 
 
 def waiting(buffer: BaseBuffer) -> int:
-    """Returns how many processes wait in `join`. Local: let one rank ask, and tell the others when to `recover`.
+    """Returns how many processes wait in `join`. Local: let one rank ask, and broadcast when to `recover`.
 
     Raises:
         TransportError: the store is lost.
@@ -402,7 +402,7 @@ class _Attempt:
         return meeting.members, meeting.texts
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
-        """Makes group and buffer; returns who did not come to say that it could, where any could not."""
+        """Makes group and buffer; returns who did not confirm that it could, where any could not."""
         timeout_s = self._terms["timeout_s"]
         name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
         group: dist.ProcessGroup | None = None

@@ -32,7 +32,7 @@ __all__ = [
 
 ABSENT = -1
 
-# Kinds of calls, by the name that a user knows them by; the place in the list is what travels.
+# Kinds of calls, by the name that a user knows them by; the index in the list is what travels.
 CALLS = (
     "dispatch",
     "dispatch along a handle",

@@ -7,7 +7,7 @@ allocator. Slot 0 also takes combine's partial rows.
 
 A slot that is taken while a CUDA graph is captured belongs to the graph until the graph is destroyed.
 
-The pool begins with two slots. A rank that has none free says so in the words of its dispatch, and all ranks make their
+The pool begins with two slots. A rank that has none free publishes that with its dispatch, and all ranks make their
 pools larger before the same later call (`Communicator.slots_agreed`). Results of the old pool keep its memory until the
 last of them dies.
 
@@ -72,7 +72,7 @@ class SlotLease:
     Attributes:
         slot_idx: of the slot; 0 where none was free.
         is_captured: whether the dispatch becomes part of a CUDA graph.
-        slots_wanted: what the dispatch says of the pool (`Communicator.dispatch`).
+        slots_wanted: what the dispatch publishes about the pool (`Communicator.dispatch`).
     """
 
     __slots__ = ("_pool", "is_captured", "slot_idx", "slots_wanted")
@@ -120,7 +120,7 @@ class Arena:
     Args:
         roll_call: of the ranks of the domain.
         device: this rank's GPU.
-        communicator: is told where the slots are.
+        communicator: gets the addresses of the slots.
         most_slots: results that this rank wants to be out at a time without a copy.
     """
 
@@ -136,7 +136,7 @@ class Arena:
         self._communicator = communicator
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
-        self._is_short = False  # a result was copied, and no rank has been told
+        self._is_short = False  # a result was copied, and no rank has been notified
         self._is_full = False  # no memory for more slots; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
 
@@ -208,7 +208,7 @@ class Arena:
             try:
                 self._replace(self._slot_bytes, agreed)
             except ConfigError:
-                # Some GPU has no memory left, as every rank was told: results are copied, and no rank tries again.
+                # Some GPU has no memory left, as every rank knows: results are copied, and no rank tries again.
                 self._is_full = True
         lease = SlotLease(self._pool, stream)
         self._is_short |= lease.slot_idx == 0

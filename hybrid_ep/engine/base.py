@@ -95,7 +95,7 @@ class Traffic:
 
 
 class Engine(abc.ABC):
-    """Moves tokens between the ranks of one group. Every method is collective unless it says otherwise.
+    """Moves tokens between the ranks of one group. Every method is collective unless its docstring says otherwise.
 
     Attributes:
         name: ``torch`` or ``cuda``.
@@ -110,7 +110,7 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
-    only_masks_lost: bool = False  # ranks that low-latency kernels give up stay masked, whether or not that is told
+    only_masks_lost: bool = False  # ranks that low-latency kernels give up stay masked, whether or not that is raised
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Engine(abc.ABC):
         """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
 
         With a bound there is no host sync, the result has that many rows, rows beyond it are dropped and
-        `handle.overflow` says so. The request's `pad_multiple` is 1 or more.
+        `handle.overflow` is set. The request's `pad_multiple` is 1 or more.
         """
 
     @abc.abstractmethod
@@ -209,13 +209,13 @@ class Engine(abc.ABC):
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
         """Local: ``[LE]`` int32 on the device of the rows; what arrived for each local expert, without padding.
 
-        Of a dispatch with top-k indices. Valid in stream order behind it.
+        Of a dispatch with top-k indices. Valid in stream order after it.
         """
 
     def rows_by_source(self, handle: DispatchHandle) -> Tensor:
         """Local: ``[R]`` int32, without gaps; running sum of the rows that arrived, by source rank.
 
-        Valid in stream order behind the dispatch.
+        Valid in stream order after the dispatch.
         """
         return handle.rank_prefix_matrix[:, self.grid.rank].contiguous()
 
@@ -229,7 +229,7 @@ class Engine(abc.ABC):
         return handle.num_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
-        """Local: waits for the dispatch of `handle` and raises what its flag says.
+        """Local: waits for the dispatch of `handle` and raises what its flag reports.
 
         Raises:
             OverflowError: more rows arrived than the bound.
@@ -242,7 +242,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
-        """Sends ``[T, H]`` bf16 rows, quantised on the way where the format says so, to packed rows by expert.
+        """Sends ``[T, H]`` bf16 rows, quantised on the way where the format asks for it, to packed rows by expert.
 
         Ranks masked by `set_masked` are neither sent to nor waited for.
         """

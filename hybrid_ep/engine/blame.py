@@ -22,7 +22,7 @@ from hybrid_ep.engine.board import Board, StoreLostError
 
 __all__ = ["Blame"]
 
-_GRACE_S = 1.0  # for how long a rank that says nothing is listened to
+_GRACE_S = 1.0  # for how long a rank that writes nothing is waited for
 _GRACE_SHARE = 0.25  # of the timeout, where that is less
 _BEATS = 10  # notes within the grace
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other through the store of their process group: notes, and meetings with a deadline.
+"""What ranks exchange through the store of their process group: notes, and meetings with a deadline.
 
 The store reaches every rank without the connections that a lost rank has broken. The process that holds it may be lost
-as well, so no access waits for longer than it is told to.
+as well, so no access waits for longer than its deadline.
 
 A meeting ends with one outcome that the store keeps: the ranks that had come when the first of them found it complete,
 or out of time. All who came read the same outcome, and who comes later reads that it is not in it. So ranks never go on
@@ -95,7 +95,7 @@ class Board:
         return f"{self._name}/{key}"
 
     def _access(self, access: Callable[[], T]) -> T:
-        """Runs an access in a thread that is left behind if it hangs, as it does where the store's process is stopped.
+        """Runs an access in a thread that is abandoned if it hangs, as it does where the store's process is stopped.
 
         Raises:
             StoreLostError: the store fails, or has not answered in time.
@@ -148,7 +148,7 @@ def meet(
         board: equal at all ranks.
         rank: this rank.
         ranks: that are awaited, this one included.
-        text: what this rank brings.
+        text: of this rank.
         timeout_s: how long to wait.
         lost: ranks that this one knows to be lost: nobody waits for them, and one that comes nevertheless is welcome.
         grace_s: how long to wait for these when all others have come: one that was taken for lost may be alive.

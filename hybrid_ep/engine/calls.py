@@ -142,7 +142,7 @@ class LowLatencyHandle(NamedTuple):
 
 
 class ExpertSignals(NamedTuple):
-    """Where experts tell that their rows are written, while they still write others.
+    """Where experts signal that their rows are written, while they still write others.
 
     Attributes:
         raised: ``[LE × B]`` int32 or uint32 counters, to which the kernels of experts add: that of a local expert's
@@ -161,7 +161,7 @@ class ExpertSignals(NamedTuple):
 
 
 def missing_signal(rank: int, source: int, signal: int, waited_s: float) -> TimeoutError:
-    """Returns the error for experts that have not told that their rows are written, the same at every rank.
+    """Returns the error for experts that have not signalled that their rows are written, the same at every rank.
 
     No rank is to blame in the sense of `TransportError.peer`: all of them have come.
 
@@ -236,7 +236,7 @@ class LowLatencyDispatchRequest(NamedTuple):
         fmt: to which rows are quantised on the way; None = bf16.
         global_scale: of NVFP4 rows, one float32, the same on every rank.
         wait_stats: ``[R]`` int64, is added the microseconds that each source rank was waited for.
-        return_recv_hook: whether the caller receives, by `finish`, behind other work of the stream, and not at once.
+        return_recv_hook: whether the caller receives, by `finish`, after other work of the stream, and not at once.
     """
 
     data: Tensor
@@ -263,7 +263,7 @@ class LowLatencyCombineRequest(NamedTuple):
         use_logfmt: whether rows cross as LogFMT-10.
         wait_stats: as in `LowLatencyDispatchRequest`.
         signals: experts may still write: rows are sent once their signals are raised, and none are summed. A signal
-            that does not come is raised by `finish` at every rank, as `missing_signal` tells.
+            that does not come is raised by `finish` at every rank, as `missing_signal` describes.
     """
 
     data: Tensor

@@ -64,7 +64,7 @@ class _Route(NamedTuple):
 
     Attributes:
         chunk: the memory that the route is a piece of.
-        address: of the piece; csrc/layout/between_layout.h tells what stands in it.
+        address: of the piece; csrc/layout/between_layout.h has its layout.
         held_capacity: records of other domains that it can hold.
         num_recv: rows of the result: what arrived, or the bound.
         max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
@@ -272,7 +272,7 @@ class CudaBetween(TorchEngine):
         stream: int,
         reported: Tensor | None,
     ) -> HostCounts | None:
-        """Launches a dispatch once. Returns what it tells the host; None where the host does not wait for it.
+        """Launches a dispatch once. Returns what it reports to the host; None where the host does not wait for it.
 
         Args:
             plan: of the call.

@@ -20,7 +20,7 @@ def dispatch_number(buffer: int, number: int) -> int:
 
 
 def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
-    """Returns the error that tells of a fault, in the same words at every rank that has found the same."""
+    """Returns the error for a fault, in the same words at every rank that has found the same."""
     rank, peer = grid.rank, rank_of(fault.peer, grid)
     if fault.kind == _cuda.FaultKind.OTHER_CALL:
         return _other_call(fault, rank, peer)

@@ -1,4 +1,4 @@
-"""Low-latency dispatch and combine of the cuda engine; docs/low_latency.md tells how they work and what they reach.
+"""Low-latency dispatch and combine of the cuda engine; docs/low_latency.md describes them.
 
 Each call is two launches: one sends, and `finish` receives. Nothing waits for the device, so both can be captured in a
 CUDA graph. So a fault that a kernel finds (a rank that does not come, an expert that does not exist) is raised later,
@@ -175,8 +175,8 @@ class CudaLowLatency:
     Attributes:
         masked: ranks that calls leave out.
         lately_masked: these, and those that were left out since the ranks last met.
-        only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which is told one
-            at a time, takes masks back, so that the next call tells it of another.
+        only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which gets one
+            report at a time, takes masks back, so that the next call reports another.
         lost: ranks that errors have named.
         refusal: why no call may be made any more, nor a hook be called; None: they may.
 
@@ -257,7 +257,9 @@ class CudaLowLatency:
             buffers.note_received(idx)
             state.is_received = True
             self._order.end()
-            self.raise_fault(holds_overflow=True)  # the combine tells all ranks, which would wait for this one's
+            self.raise_fault(
+                holds_overflow=True
+            )  # the combine reports it to all ranks, which would wait for this one's
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -397,7 +399,7 @@ class CudaLowLatency:
         return masks
 
     def note_told(self) -> set[int]:
-        """Masks the ranks that the last `masks` has told, and returns all that are masked."""
+        """Masks the ranks that the last `masks` has reported, and returns all that are masked."""
         self.masked.update(r for r, is_masked in enumerate(self._told.tolist()) if is_masked)
         self.lately_masked |= self.masked
         return self.masked

@@ -27,7 +27,7 @@ class LaunchOrder:
         self._index = device_index
         self._last: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None  # made when streams first change
-        self._is_recorded = False  # whether the event stands behind the last launch
+        self._is_recorded = False  # whether the event is recorded after the last launch
 
     def begin(self) -> int:
         """Orders the next launch on the current stream after the earlier ones; returns the stream."""

@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
     Attributes:
         chunk: the memory that the route is a piece of.
-        address: of the piece; csrc/layout/route_layout.h tells what stands in it.
+        address: of the piece; csrc/layout/route_layout.h has its layout.
         counts_at: where in it what arrived for each local expert stands, in int32.
         num_recv: rows of the result: what arrived, or the bound.
         max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
@@ -144,7 +144,7 @@ class RouteMemory:
 
 
 class HostCounts(NamedTuple):
-    """What the kernel of a dispatch tells a host that waits for its counts.
+    """What the kernel of a dispatch reports to a host that waits for its counts.
 
     Attributes:
         needs_capacity: nobody sends, for the slots of some rank are too small.

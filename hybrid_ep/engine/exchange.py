@@ -1,6 +1,6 @@
 """Messages between ranks, point to point, and what becomes of them when a rank is lost.
 
-Point-to-point messages, not collectives: a collective that fails cannot say which rank was missing, and cannot leave a
+Point-to-point messages, not collectives: a collective that fails cannot name the missing rank, and cannot leave a
 masked rank out. A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of
 the call as a tag.
 
@@ -94,7 +94,7 @@ class Exchange:
         return self._call_number
 
     def handle_number(self, call_number: int) -> int:
-        """Returns a number that tells a handle from all others of the group, of every buffer."""
+        """Returns a number that is unique among the handles of the group, of every buffer."""
         return self.number << 32 | call_number
 
     def begin(
@@ -167,7 +167,7 @@ class Exchange:
         return [r for r in ranks if r not in self.masked]
 
     def mask_bits(self) -> int:
-        """Returns a number in which bit r says whether rank r is masked, for the ranks that it has bits for."""
+        """Returns a number in which bit r is set if rank r is masked, for the ranks that it has bits for."""
         return sum(1 << r for r in self.masked if r < _MAX_MASK_BITS)
 
     def barrier(self) -> None:
@@ -197,7 +197,7 @@ class Exchange:
         """Goes on without a lost rank: meets the other survivors, agrees with them on who is left, and connects them.
 
         All survivors come here from the call that was lost, each within the timeout. Who does not is left out by the
-        others and is told so by its next call. It does not go on by itself: only `barrier` brings it back.
+        others and its next call raises that. It does not go on by itself: only `barrier` brings it back.
 
         Over NCCL nobody goes on. What was on its way stays in the communicator, where a later call would receive it,
         and ranks that mask by themselves could split into parts that compute alone. Every call raises from then on.
@@ -376,7 +376,7 @@ class Exchange:
             raise self._lost from error
 
     def _absent(self, board: Board, members: list[int]) -> int | None:
-        """Returns the first rank that does not tell within the grace that it could not connect, or None."""
+        """Returns the first rank that does not report within the grace that it could not connect, or None."""
         try:
             meeting = meet(board.at("failed"), self.grid.rank, members, "", timeout_s=self._blame.grace_s)
         except StoreLostError:

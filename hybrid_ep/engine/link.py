@@ -4,8 +4,7 @@ Over gloo every buffer has connections of its own. Messages of two buffers, or o
 cannot meet on them, whatever their order and their threads. When a wait runs out of time gloo closes all connections of
 the process group that it belongs to: then these are lost, and the user's group is not.
 
-NCCL would need a communicator for that, so on GPUs the user's group is used, and the header of a call tells buffers
-apart.
+NCCL would need a communicator for that, so on GPUs the user's group is used. A call's header distinguishes buffers.
 """
 
 from __future__ import annotations

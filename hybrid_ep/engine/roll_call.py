@@ -38,11 +38,11 @@ class RollCall:
         self._num_meetings = 0
 
     def gather(self, where: str, text: str) -> list[str]:
-        """Returns what each rank brings, by rank, when all have come. Collective.
+        """Returns each rank's text, by rank, when all have come. Collective.
 
         Args:
             where: the step, for errors.
-            text: what this rank brings.
+            text: of this rank.
 
         Raises:
             TimeoutError: a rank has not come in time.

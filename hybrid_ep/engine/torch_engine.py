@@ -7,7 +7,7 @@ goes the same way back.
     dispatch   x[T,H] ─ pack ─► records ─ between domains ─► held ─ within domain ─► arrived ─ sort ─► recv_x[N,H]
     combine    out[T,H] ◄─ sum, round ─ between domains ◄─ sum, round ─ within domain ◄─ unsort ─ x[N,H]
 
-A call begins with a header that all ranks compare, so that ranks at odds are told so before a row is sent.
+A call begins with a header that all ranks compare, so that a disagreement is reported before a row is sent.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class TorchEngine(Engine):
         between = Hop.plan(exchange, "between domains", list(grid.peers), in_domain)
         held = between.forward(exchange, fmt.pack(columns))
 
-        # Hop 2: to every rank of this domain that needs it; the record itself says who does.
+        # Hop 2: to every rank of this domain that needs it; the record itself names them.
         held_topk = fmt.unpack(held)[1]
         owner = torch.where(held_topk >= 0, held_topk.div(num_local, rounding_mode="floor"), -1)
         domain = torch.arange(grid.domain.start, grid.domain.stop, device=owner.device)

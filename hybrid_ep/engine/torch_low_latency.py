@@ -96,7 +96,7 @@ class TorchLowLatency:
                 "scale_format": format_code(fmt),
             }
             if global_scale is not None:
-                # As the kernels tell it: the upper half of its bits.
+                # As the kernels send it: the upper half of its bits.
                 same["global_scale"] = int(global_scale.view(torch.int32)) >> 16 & 0xFFFF
             if rows.scales is not None:
                 same |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}
@@ -106,7 +106,7 @@ class TorchLowLatency:
             hop = Hop.plan(exchange, "between ranks", ranks, goes)
             arrived = record.unpack(hop.forward(exchange, record.pack(columns), wait_stats))
 
-            # Rows arrived by source rank, then token; each has a place for every column that names a local expert.
+            # Rows arrived by source rank, then token; each has an index for every column that names a local expert.
             local = arrived[1].to(torch.int64) - grid.rank * num_local
             local = torch.where((local >= 0) & (local < num_local), local, -1)
             copies = permutation_by_expert(local, num_local, 1)
@@ -173,8 +173,8 @@ class TorchLowLatency:
             for r, (token, column) in wanted.items():
                 copies[token, column] = rows[r]
             weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
-            # Each rank tells from how many tokens on its rows come summed, and this one sums in its place; or, below
-            # zero, which signal of its experts did not come.
+            # Each rank publishes from how many tokens on its rows come summed; this one sums for it. Below zero: which
+            # signal of its experts did not come.
             smallest = min_tokens_to_sum if signals is None else NO_SUMS
             minimum = torch.tensor([smallest if missing is None else -1 - missing], device=data.device)
             minima = exchange.all_gather("tokens from which on rows are summed", minimum, ranks, wait_stats)
@@ -192,7 +192,7 @@ class TorchLowLatency:
 
 
 def _first_missing(signals: ExpertSignals, handle: LowLatencyHandle, timeout_s: float) -> int | None:
-    """Waits until the experts have told of all their rows; returns the index of a signal that is missing then.
+    """Waits until the experts have signalled all their rows; returns the index of a signal that is missing then.
 
     Counters on a GPU are copied in the order of the current stream: the experts are on another one.
     """

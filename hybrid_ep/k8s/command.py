@@ -1,4 +1,4 @@
-"""`hybrid-ep k8s`: check manifests before they reach a cluster; tell a cluster how a node is."""
+"""`hybrid-ep k8s`: check manifests before they reach a cluster; report a node's state to a cluster."""
 
 from __future__ import annotations
 

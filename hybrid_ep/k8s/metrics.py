@@ -1,7 +1,7 @@
 """The doctor's findings for Prometheus, and whether they are fresh.
 
 A finding that is too old is left out, and the node's status becomes unknown: a doctor that hangs must not look like a
-node that passes. The time of the last report stays, so that an alert can tell how old it is.
+node that passes. The time of the last report stays, so that an alert can compute its age.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 10  # of a client that connects and says nothing
+    timeout = 10  # of a client that connects and sends nothing
 
     def do_GET(self) -> None:
         """/metrics, and /healthz for the kubelet."""

@@ -1,9 +1,9 @@
 """The doctor's findings where Kubernetes looks for them: conditions, a label, events, and a taint if one is wished.
 
 `kubectl describe node` then shows which check failed and its remedy, and a job keeps away from such nodes by the label.
-A doctor that gives no report is a finding, too: what it said before no longer holds, so the node becomes unknown.
+A doctor that gives no report is a finding, too: its last report no longer holds, so the node becomes unknown.
 
-The node's own conditions are the memory of what was said before: an event is sent when one of them changes. The
+The node's own conditions are the memory of the last report: an event is sent when one of them changes. The
 counters that the doctor remembers between runs are an annotation of the node, so that no Pod needs a disk.
 """
 
@@ -120,7 +120,7 @@ def examine_and_remember(
     """
     try:
         annotations = server.request("GET", _path(node)).get("metadata", {}).get("annotations") or {}
-    except NodeError:  # is told when the findings are written
+    except NodeError:  # is raised when the findings are written
         return examine_node(options, limit_s=limit_s), b""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder, "doctor.json")

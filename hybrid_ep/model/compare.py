@@ -1,4 +1,4 @@
-"""The model beside results of `hybrid-ep bench`: what it would have said of calls that were measured."""
+"""The model beside results of `hybrid-ep bench`: its predictions for calls that were measured."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def find_excesses(question: Question) -> list[Excess]:
             "expert in low-latency routes; beyond 65,536 ranks also the 16 bits of a destination",
         ),
         ("experts", workload.num_experts, _C.max_experts, "kMaxExperts in csrc/layout/limits.h"),
-        ("tokens", workload.num_tokens, _C.max_tokens, "several calls; a destination has 16 bits for a token's place"),
+        ("tokens", workload.num_tokens, _C.max_tokens, "several calls; a destination has 16 bits for a token's index"),
         ("bytes of a row", row_bytes, _C.max_row_bytes, "larger stages in shared memory, or a row in parts"),
     ]
     return [Excess(*size) for size in sizes if size[1] > size[2]]

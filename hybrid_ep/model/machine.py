@@ -23,7 +23,7 @@ class Machine:
     """Rates in GB/s (1e9), times in µs.
 
     Attributes:
-        nvlink: out of a GPU, and into it, as the vendor says.
+        nvlink: out of a GPU, and into it, by the vendor's data sheet.
         nvlink_efficiency: share of it that rows reach.
         sm_push: rows that an SM pushes, to its own GPU too.
         sm_sum: rows that an SM of combine takes in or sends.
@@ -33,7 +33,7 @@ class Machine:
         cached_us: likewise with the route of an earlier one.
         combine_us: of a combine: readiness, first and last row.
         low_latency_dispatch_us, low_latency_combine_us: likewise of the low-latency calls.
-        rank_us: for each rank of the domain that is told, and waited for.
+        rank_us: for each rank of the domain that is signalled and waited for.
         nic_gbits: of a rank's network port, Gbit/s, in each direction.
         nic_efficiency: share of it that chunks reach.
         nic_latency_us: from a posted write to its flag at the peer, without the bytes.

@@ -9,7 +9,7 @@ It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, 
   only one whose slot is free. A warp at home takes tokens in order, and does not wait while it holds rows.
 
 One rank stands for each domain, for only peers talk to each other. What the other ranks of a domain do is a rate.
-Arrivals may come in any order. `ProtocolError` says that a slot was overwritten, or that a chunk is not the one that
+Arrivals may come in any order. `ProtocolError` reports that a slot was overwritten, or that a chunk is not the one that
 was waited for.
 """
 
@@ -140,7 +140,7 @@ class Network:
 
 @dataclass
 class _Batch:
-    """Where tokens of every rank go: ``places[r][t, d]`` is the place of rank r's token t among those to domain d."""
+    """Where tokens of every rank go: ``places[r][t, d]`` is the index of rank r's token t among those to domain d."""
 
     goes: list[NDArray[np.bool_]]
     places: list[NDArray[np.int64]] = field(init=False)
@@ -339,7 +339,7 @@ class Protocol:
         """Sends control chunk `chunk` to every peer, and reads theirs, by a few warps."""
         peers = self._peers(r)
 
-        def tell(warp: int) -> Process:
+        def publish(warp: int) -> Process:
             for b in peers[warp::_CONTROL_WARPS]:
                 yield from self._wait_free(r, b, chunk)
                 self._send(r, b, chunk, 0.0)
@@ -347,7 +347,7 @@ class Protocol:
                 yield from self._wait_chunk(a, r, chunk)
                 self._read_rows(a, r, chunk, 1, 1)
 
-        yield from self._all([tell(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
+        yield from self._all([publish(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
         yield agree * self.network.slowdown[r]
 
     def _num_chunks(self, num_records: int) -> int:

@@ -34,7 +34,7 @@ class Tail:
     Attributes:
         call: ``dispatch`` or ``combine``.
         median_us, p99_us, max_us: of the ranks.
-        model_us: what the model says.
+        model_us: the model's prediction.
         num_samples: ranks times runs.
     """
 

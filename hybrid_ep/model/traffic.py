@@ -217,7 +217,7 @@ def traffic_of(question: Question, rows: Rows, call: str) -> CallTraffic:
 
 
 def _told_bytes(question: Question) -> int:
-    """Bytes of counts and verdict that a rank tells each peer."""
+    """Bytes of counts and verdict that a rank sends to each peer."""
     header, columns = _C.between_told_words(
         num_domains=question.num_domains, ranks_per_domain=question.num_ranks_per_domain
     )

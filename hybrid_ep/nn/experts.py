@@ -188,7 +188,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _leave_experts_alone(parent: nn.Module, name: str, model: nn.Module | None) -> None:
-    """When `DistributedDataParallel` takes a model: tells it to leave the experts out.
+    """When `DistributedDataParallel` takes a model: makes it leave the experts out.
 
     Raises:
         ConfigError: copies of the experts on other ranks would drift apart.
@@ -214,7 +214,7 @@ register_module_module_registration_hook(_leave_experts_alone)
 def _look_at_what_is_sharded() -> None:
     """Makes `fully_shard` call `_require_other_ranks` before it shards parameters.
 
-    torch has no hook for that. Without this class of torch, torch's own error comes, which does not say what to pass.
+    torch has no hook for that. Without this class of torch, torch's own error comes, which does not name what to pass.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

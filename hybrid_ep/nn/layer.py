@@ -36,7 +36,7 @@ class MoELayer(nn.Module):
         num_experts: E, a multiple of the ranks.
         topk: K.
         seed: of the initial weights; expert e is the same whatever the number of ranks.
-        balance: None: each expert is on its home rank alone. A placement: replicas where it says; their weights are
+        balance: None: each expert is on its home rank alone. A placement: its replicas, whose weights are
             fetched in each forward pass. ``"online"``: replicas for each micro-batch, planned from its routing; the
             same on all ranks. Parameters are those of home experts with every policy.
         layer: of the placement.

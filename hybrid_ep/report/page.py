@@ -44,7 +44,7 @@ class Cell:
     """A table cell or a figure of merit.
 
     Attributes:
-        text: what it says.
+        text: its content.
         good: True and False colour it; None leaves it plain.
     """
 

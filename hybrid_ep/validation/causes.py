@@ -1,4 +1,4 @@
-"""Why a job failed or a host gave no report, told from what was printed: so that equal faults are one line of a report.
+"""Why a job failed or a host gave no report, from its output: equal faults are one line of a report.
 
 A cause is recognised by the words of the program that met it. What no cause knows is ``other``.
 """
@@ -37,7 +37,7 @@ SLOW = Cause(
 )
 LATE = Cause(
     *("timeout", "it did not end in time", r"did not end in time|timeouterror|took more than|waited [\d.]+ s"),
-    "See what the log says last. A host that hangs is one that others wait for; the log names the rank.",
+    "Read the end of the log. A host that hangs is one that others wait for; the log names the rank.",
 )
 OTHER = Cause("other", "a failure of another kind", r"(?!)", "Read the log of the job.")
 _CAUSES = (
@@ -73,7 +73,7 @@ _CAUSES = (
     ),
     Cause(
         *("program", "a program is missing", r"command not found|no such file|not found in path|executable"),
-        "Install the program that the line names, or say where it is (container_command, jobs_mpirun).",
+        "Install the program that the line names, or set its path (container_command, jobs_mpirun).",
     ),
     Cause(
         *("ecc", "a GPU fault", r"uncorrectable ecc|\bxid\b|illegal memory access|fallen off the bus|cuda error"),

@@ -1,6 +1,6 @@
 """The whole validation as one: nodes, findings between them, jobs; which hosts are fit, and how it all ended.
 
-Everything that can be judged becomes a `Result` of the doctor's model. This includes what the doctor cannot say
+Everything that can be judged becomes a `Result` of the doctor's model. This includes what the doctor cannot report
 itself: that a host gave no report, or that test jobs speak against it. So the order of statuses, the exit code and the
 JUnit writer are the doctor's.
 """
@@ -47,7 +47,7 @@ class Node:
     """One host of the inventory.
 
     Attributes:
-        name, platform, domain: as the inventory says.
+        name, platform, domain: as in the inventory.
         report: the doctor's, with `REPORTED` as its first result; only that one if there is none.
         reported: whether the doctor's results are in it.
     """
@@ -78,7 +78,7 @@ class Cluster:
     Attributes:
         title, started: of the inventory.
         nodes: in the order of the inventory.
-        findings: what the nodes' reports say together, and what is wrong with the results folder itself.
+        findings: what the nodes' reports show together, and what is wrong with the results folder itself.
         jobs: by name.
     """
 
@@ -178,7 +178,7 @@ def load_cluster(folder: Path, profiles: Profiles | None = None) -> Cluster:
 
 
 def _blamed(node: Node, results: list[Result]) -> Node:
-    """The node with what test jobs say against it."""
+    """The node with what test jobs found against it."""
     report = replace(node.report, results=(*node.report.results, *results))
     return replace(node, report=report) if results else node
 

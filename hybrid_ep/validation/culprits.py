@@ -17,7 +17,7 @@ from hybrid_ep.validation.pairs import PairTable
 
 __all__ = ["GROUP", "OF_HOSTS", "blame", "is_explained"]
 
-GROUP = "jobs"  # of what test jobs say of a node
+GROUP = "jobs"  # of the findings of test jobs about a node
 OF_HOSTS = ("jobs.alone", "jobs.failed", "jobs.slow")
 _FEWEST_FAILED = 2
 _FEWEST_PAIRS = 3
@@ -25,7 +25,7 @@ _SLOW = 0.7  # of the median of the pairs without the host
 
 
 def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Result]]:
-    """Host → what test jobs say against it; hosts that nothing is said against are not in it."""
+    """Host → what test jobs found against it; hosts without findings are not in it."""
     found: dict[str, list[Result]] = defaultdict(list)
     for job in jobs:
         if len(job.hosts) == 1 and job.status == "fail":
@@ -47,7 +47,7 @@ def is_explained(job: Job, blamed: Iterable[str]) -> bool:
 def _shared(jobs: Sequence[Job], known: set[str]) -> dict[str, list[Job]]:
     """Host → its failed jobs, of hosts that no job with others passed on; the one with most of them first.
 
-    Jobs that a host explains say nothing more of its partners.
+    Jobs that a host explains are no finding against its partners.
     """
     between = [job for job in jobs if len(job.hosts) == 2 and job.status in ("pass", "fail")]
     passed = {host for job in between if not _failed(job) for host in job.hosts}

@@ -1,7 +1,7 @@
 """From what a test job printed to its result in the results folder.
 
 A job is a program that prints one JSON document somewhere in its output: `hybrid-ep bench --json` or `hybrid-ep
-validation nic-bandwidth`. It passed if it ended with 0, the document is there and the document says so.
+validation nic-bandwidth`. It passed if it ended with 0, the document is there and reports a pass.
 """
 
 from __future__ import annotations
