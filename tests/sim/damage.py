@@ -42,7 +42,7 @@ from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.recording import Recording
 from hybrid_ep.topology.render import render as render_topology
 from tests.sim.platforms import PLATFORMS, healthy
-from tests.sim.scenario import load_scenarios
+from tests.sim.scenario import build_stub, load_scenarios
 
 _TEXTS = (
     "",
@@ -347,6 +347,9 @@ def main() -> None:
     bases += [scenario.build for scenario in load_scenarios() if not scenario.site]
     tally, pairs = Tally(), Pairs((base() for base in bases), dice, nodes)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as top:
+        ctypes.CDLL(
+            str(build_stub(Path(top)) / "libnvidia-ml.so.1")
+        )  # by its soname it is the driver's library from here on
         _obey_permissions()
         os.environ["PATH"] = f"{top}/now:{os.environ['PATH']}"
         while tally.nodes < nodes or pairs.left:
