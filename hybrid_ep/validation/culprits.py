@@ -1,7 +1,8 @@
 """Which host the test jobs speak against: the one that failed jobs share, the one that is slow with everybody.
 
 A job of two hosts that fails blames neither. Several of them do: a host all of whose jobs failed, while its partners'
-other jobs passed, is the cause. A job of one host alone blames that host.
+other jobs passed, is the cause. So is a host that died in the middle: its first jobs passed, and its partners failed
+with nobody else. A job of one host alone blames that host.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = ["GROUP", "OF_HOSTS", "blame", "is_explained"]
 GROUP = "jobs"  # of the findings of test jobs about a node
 OF_HOSTS = ("jobs.alone", "jobs.failed", "jobs.slow")
 _FEWEST_FAILED = 2
+_FEWEST_FAILED_BESIDE_PASSED = 3
 _FEWEST_PAIRS = 3
 _SLOW = 0.7  # of the median of the pairs without the host
 
@@ -45,7 +47,8 @@ def is_explained(job: Job, blamed: Iterable[str]) -> bool:
 
 
 def _shared(jobs: Sequence[Job], known: set[str]) -> dict[str, list[Job]]:
-    """Host → its failed jobs, of hosts that no job with others passed on; the one with most of them first.
+    """Host → its failed jobs, of hosts that no job with others passed on, or with which alone its partners failed; the
+    one with most partners first.
 
     Jobs that a host explains are no finding against its partners.
     """
@@ -54,15 +57,19 @@ def _shared(jobs: Sequence[Job], known: set[str]) -> dict[str, list[Job]]:
     left = [job for job in between if _failed(job) and not is_explained(job, known)]
     found: dict[str, list[Job]] = {}
     while True:
-        counts: dict[str, set[frozenset[str]]] = defaultdict(set)
+        failed_with: dict[str, set[str]] = defaultdict(set)
         for job in left:
             for host in job.hosts:
-                if host not in passed:
-                    counts[host].add(frozenset(job.hosts))
-        host, partners = max(counts.items(), key=lambda item: len(item[1]), default=("", set()))
+                failed_with[host] |= {*job.hosts} - {host}
+        suspects = {
+            host: others
+            for host, others in failed_with.items()
+            if host not in passed
+            or (len(others) >= _FEWEST_FAILED_BESIDE_PASSED and all(failed_with[other] == {host} for other in others))
+        }
+        host, partners = max(suspects.items(), key=lambda item: len(item[1]), default=("", set()))
         # Without a partner that can do it with somebody else, all may share a cause that is none of the hosts.
-        innocent = {other for pair in partners for other in pair} & passed
-        if len(partners) < _FEWEST_FAILED or not innocent:
+        if len(partners) < _FEWEST_FAILED or not partners & passed:
             return found
         found[host] = [job for job in between if _failed(job) and host in job.hosts]
         left = [job for job in left if host not in job.hosts]
@@ -105,9 +112,9 @@ def _with_others(host: str, failed: list[Job], jobs: Sequence[Job]) -> Result:
     partners = {other for job in failed for other in job.hosts} - {host}
     passed = sum(job.status == "pass" and len(job.hosts) == 2 and bool(partners & set(job.hosts)) for job in jobs)
     said = "; ".join(list(reasons)[:3]) + (f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else "")
-    seen = (
-        f"all {len(failed)} {failed[0].kind} jobs with others failed, and {passed} jobs of those others passed: {said}"
-    )
+    own = sum(host in job.hosts and len(job.hosts) == 2 and job.status in ("pass", "fail") for job in jobs)
+    share = f"all {own}" if own == len(failed) else f"{len(failed)} of {own}"
+    seen = f"{share} {failed[0].kind} jobs with others failed, and {passed} jobs of those others passed: {said}"
     remedy = cause_of(said).remedy
     logs = ", ".join(job.log or f"jobs/{job.name}.json" for job in failed[:3])
     where = ("jobs with other hosts pass", logs, remedy)

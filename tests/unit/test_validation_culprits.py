@@ -72,6 +72,23 @@ def test_two_hosts_can_be_to_blame(results: Path) -> None:
     assert unfit(load_cluster(results)) == {"b": ["jobs.failed"], "d": ["jobs.failed"]}
 
 
+def test_host_that_died_in_the_middle_is_unfit_though_its_first_job_passed(results: Path) -> None:
+    pairs(results, c=failed("ssh: connect to host c port 22: No route to host"))
+    write_job(results, "pair-a-c", "pair", ["a", "c"])
+    cluster = load_cluster(results)
+    assert unfit(cluster) == {"c": ["jobs.failed"]}
+    assert cluster.to_dos()[0].seen.startswith("3 of 4 pair jobs with others failed, and 6 jobs of those others passed")
+    write_job(results, "pair-b-c", "pair", ["b", "c"])
+    assert unfit(load_cluster(results)) == {}  # two failed jobs beside two that passed may have other causes
+
+
+def test_switch_that_joins_no_halves_blames_no_host(results: Path) -> None:
+    pairs(results)
+    for a, b in (("a", "c"), ("a", "d"), ("a", "e"), ("b", "c"), ("b", "d"), ("b", "e")):
+        write_job(results, f"pair-{a}-{b}", "pair", [a, b], **failed())
+    assert unfit(load_cluster(results)) == {}
+
+
 def test_one_failed_pair_blames_neither_and_is_itself_to_do(results: Path) -> None:
     pairs(results)
     write_job(results, "pair-a-b", "pair", ["a", "b"], **failed())
