@@ -217,25 +217,32 @@ def test_ranks_know_only_what_is_handed_on(cluster: Cluster) -> None:
     assert (lines.count("A=1"), lines.count("B=2"), lines.count("C=3")) == (0, 0, 2)
 
 
-def test_ranks_read_the_settings_that_lie_on_their_node(cluster: Cluster) -> None:
-    """As on GKE, whose script says what NCCL needs on that machine type; a node without it does without."""
+def test_ranks_read_the_settings_of_their_network(cluster: Cluster) -> None:
+    """Those of GKE: the node's script says what NCCL needs on that machine type; a node without it does without."""
 
     def settle(host: Host) -> None:
-        host.write("/usr/local/bin/hybrid-ep", '#!/bin/sh\n[ "$*" = "bench --json" ] && echo net=$NCCL_NET\n:\n', 0o755)
+        said = "net=$NCCL_NET class=$HYBRID_EP_TRAFFIC_CLASS"
+        host.write("/usr/local/bin/hybrid-ep", f'#!/bin/sh\n[ "$*" = "bench --json" ] && echo {said}\n:\n', 0o755)
         if host.name == "hybrid-ep-worker-1":
-            host.write("/usr/local/gib/scripts/set_nccl_env.sh", "export NCCL_NET=gIB\n")
+            host.write("/usr/local/gib/scripts/set_nccl_env.sh", "export NCCL_NET=gIB NCCL_IB_TC=56\n")
 
     manifests, spec = changed("cpu")
-    (gke,) = (manifest.content for manifest in built("gke") if manifest.kind == "MPIJob")
-    ours, theirs = (
-        job["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0] for job in (spec, gke["spec"])
-    )
-    ours["args"] = theirs["args"]
-    ours["env"] += [variable for variable in theirs["env"] if variable["name"] == "RANK_SETTINGS"]
+    gke = {manifest.metadata["name"]: manifest for manifest in built("gke")}
+    manifests.append(gke["hybrid-ep-fabric"])
+    for role in ("Launcher", "Worker"):
+        ours, theirs = (
+            job["mpiReplicaSpecs"][role]["template"]["spec"] for job in (spec, gke["hybrid-ep"].content["spec"])
+        )
+        container, like = ours["containers"][0], theirs["containers"][0]
+        ours["volumes"] += [volume for volume in theirs["volumes"] if volume["name"] == "fabric"]
+        container["volumeMounts"] += [mount for mount in like["volumeMounts"] if mount["name"] == "fabric"]
+        if role == "Launcher":
+            container["args"] = like["args"]
+            container["env"] += [variable for variable in like["env"] if variable["name"] == "RANK_SETTINGS"]
     result = MPIJobRun(manifests, cluster, prepare=settle).run()
     assert result.succeeded, result.message
     said = [line.strip() for line in result.log.splitlines()]
-    assert (said.count("net=gIB"), said.count("net=")) == (2, 2)
+    assert (said.count("net=gIB class=56"), said.count("net= class=52")) == (2, 2)
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "cpu-torchrun"])

@@ -258,6 +258,11 @@ BREAKS = [
         lambda job: pod(job).update(restartPolicy="OnFailure"),
         "cpu-torchrun",
     ),
+    Break(
+        "fabric-settings",
+        f"{L}.containers[0].args",
+        lambda job: _before_hostfile(job, "-x", "HYBRID_EP_TRAFFIC_CLASS=300"),
+    ),
     Break("job-indexed", "$.spec.template.spec.subdomain", lambda job: pod(job).pop("subdomain"), "cpu-torchrun"),
 ]
 
@@ -374,7 +379,9 @@ def test_overlay_that_the_page_shows_can_be_built(tmp_path: Path) -> None:
     shutil.copytree(K8S, tmp_path / "k8s")
     for name, tree in documented_files().items():
         (tmp_path / name).write_text(yaml.safe_dump(tree))
+    (tmp_path / "fabric.sh").write_text("NCCL_IB_SL=1\n")
     assert check([tmp_path]).problems == []
+    assert {"fabric.sh": "NCCL_IB_SL=1\n"} in [each.content.get("data") for each in load(tmp_path)]
     (job,) = (manifest.content for manifest in load(tmp_path) if manifest.kind == "MPIJob")
     given = {each["name"]: each["value"] for each in launcher(job)["containers"][0]["env"]}
     assert given["BENCH_OPTIONS"].endswith(" --tokens 8192")
@@ -425,7 +432,8 @@ def test_gang_is_scheduled_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_profile_of_a_site_reaches_every_doctor(overlay: str, tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text("extends: hgx-h100\n")
-    generator = documented_files()["kustomization.yaml"]["configMapGenerator"]
+    entries = documented_files()["kustomization.yaml"]["configMapGenerator"]
+    generator = [entry for entry in entries if entry["name"] == "hybrid-ep-doctor-profile"]
     built = site_build(tmp_path, overlay, "doctor-profile", configMapGenerator=generator)
     maps = [manifest.content for manifest in load(tmp_path) if manifest.kind == "ConfigMap"]
     (data,) = [each["data"] for each in maps if each["metadata"]["name"] == "hybrid-ep-doctor-profile"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, runs, security, spec_of, words
+from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, mounted_file, runs, security, words
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
 
 _ROOT_SSH = "/root/.ssh"
@@ -148,13 +148,12 @@ def _ssh(build: Build) -> BuildFound:
     """The readinessProbe asks the port that sshd listens on, and sshd's configuration names the keys where
     `sshAuthMountPath` puts them: the worker is never ready, or lets nobody in, otherwise.
     """
-    maps = {m.metadata.get("name"): m.content.get("data") or {} for m in build if m.kind == "ConfigMap"}
     for manifest in build:
         job = _Job.of(manifest)
         if not job or not runs(main(job.worker)[1], "sshd"):
             continue
         path, container = main(job.worker)
-        config = _sshd_config(job.worker, container, maps)
+        config = _sshd_config(job.worker, container, build)
         given = re.findall(r"(?:^|\s)-p\s*(\d+)", " ".join(words(container)))
         ports = given or re.findall(r"(?im)^\s*Port\s+(\d+)", config or "")
         if not ports and config is None and "-f" in words(container):
@@ -171,7 +170,7 @@ def _ssh(build: Build) -> BuildFound:
                 yield manifest, Finding("$.spec.sshAuthMountPath", message)
 
 
-def _sshd_config(worker: PodTemplate, container: dict[str, Any], maps: dict[Any, dict[str, str]]) -> str | None:
+def _sshd_config(worker: PodTemplate, container: dict[str, Any], build: Build) -> str | None:
     """The text of the file that ``sshd -f`` names, where a ConfigMap of the build holds it."""
     said = " ".join(words(container))
     try:
@@ -179,15 +178,8 @@ def _sshd_config(worker: PodTemplate, container: dict[str, Any], maps: dict[Any,
     except ValueError:
         split = said.split()
     file = next((after for before, after in pairwise(split) if before == "-f"), "")
-    volumes = {volume.get("name"): volume for volume in items(spec_of(worker), "volumes")}
-    for mount in items(container, "volumeMounts"):
-        where = str(mount.get("mountPath"))
-        name = ((volumes.get(mount.get("name")) or {}).get("configMap") or {}).get("name")
-        if file == where and mount.get("subPath"):
-            return maps.get(name, {}).get(mount["subPath"])
-        if file.startswith(f"{where}/"):
-            return maps.get(name, {}).get(file.removeprefix(f"{where}/"))
-    return None
+    held = mounted_file(worker, container, file, build)
+    return held[0].content["data"][held[1]] if held else None
 
 
 @rule("mpijob-launcher-gpus", Level.WARNING)

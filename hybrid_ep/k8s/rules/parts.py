@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybrid_ep.k8s.manifest import PodTemplate
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.schema import QUANTITY
 
-__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "gpus", "items", "main", "nics"]
-__all__ += ["option", "runs", "security", "spec_of", "words"]
+__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "gpus", "items", "main"]
+__all__ += ["mounted_file", "nics", "option", "runs", "security", "spec_of", "words"]
 
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe")
 # Annotations that give a Pod networks of its own, by the plugins Multus and GKE's.
@@ -98,6 +98,22 @@ def nics(template: PodTemplate) -> dict[str, Any]:
 def security(template: PodTemplate, container: dict[str, Any]) -> dict[str, Any]:
     """The container's security context over its Pod's."""
     return (spec_of(template).get("securityContext") or {}) | (container.get("securityContext") or {})
+
+
+def mounted_file(
+    template: PodTemplate, container: dict[str, Any], file: str, build: Sequence[Manifest]
+) -> tuple[Manifest, str] | None:
+    """The ConfigMap of the build that holds a file of the container, and the file's key in it; None where none does."""
+    volumes = {volume.get("name"): volume for volume in items(spec_of(template), "volumes")}
+    for mount in items(container, "volumeMounts"):
+        where = str(mount.get("mountPath"))
+        is_file = file == where and mount.get("subPath")
+        if is_file or file.startswith(f"{where}/"):
+            key = mount["subPath"] if is_file else file.removeprefix(f"{where}/")
+            name = ((volumes.get(mount.get("name")) or {}).get("configMap") or {}).get("name")
+            maps = (each for each in build if each.kind == "ConfigMap" and each.metadata.get("name") == name)
+            return next(((each, key) for each in maps if key in (each.content.get("data") or {})), None)
+    return None
 
 
 def added_capabilities(container: dict[str, Any]) -> list[str]:

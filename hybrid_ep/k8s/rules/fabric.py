@@ -1,0 +1,138 @@
+"""The rule for what ranks are told of the network, by variables of NCCL, NVSHMEM and hybrid_ep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hybrid_ep.env import VARIABLES
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate
+from hybrid_ep.k8s.problem import Level
+from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, mounted_file, nics, words
+from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, build_rule
+
+_OURS = {variable.name: variable for variable in VARIABLES}
+_BYTE = r"\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5]"
+_PRIORITY = r"\d|1[0-5]"
+_NIC = r"[\w.-]+"
+# What the other two take: name → pattern, and the same for people. Sources: the pages of environment variables in
+# NCCL's user guide and NVSHMEM's API reference.
+_TAKEN = {
+    "NCCL_IB_HCA": (rf"\^?=?{_NIC}(:\d+)?(,{_NIC}(:\d+)?)*", "names of NICs, separated by commas"),
+    "NCCL_IB_GID_INDEX": (rf"-1|{_BYTE}", "-1 to 255"),
+    "NCCL_IB_TC": (_BYTE, "0 to 255"),
+    "NCCL_IB_SL": (_PRIORITY, "0 to 15"),
+    "NCCL_CROSS_NIC": (r"[0-2]", "0, 1 or 2"),
+    "NCCL_NET_GDR_LEVEL": (r"LOC|PIX|PXB|PHB|SYS|[0-5]", "LOC, PIX, PXB, PHB or SYS"),
+    "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
+    "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
+    "NVSHMEM_IB_GID_INDEX": (_BYTE, "0 to 255"),
+    "NVSHMEM_IB_TRAFFIC_CLASS": (_BYTE, "0 to 255"),
+    "NVSHMEM_IB_SL": (_PRIORITY, "0 to 15"),
+}
+# Names of one thing in NCCL, NVSHMEM and hybrid_ep.
+_SAME = (
+    ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX", "HYBRID_EP_GID_INDEX"),
+    ("NCCL_IB_TC", "NVSHMEM_IB_TRAFFIC_CLASS", "HYBRID_EP_TRAFFIC_CLASS"),
+    ("NCCL_IB_SL", "NVSHMEM_IB_SL", "HYBRID_EP_SERVICE_LEVEL"),
+)
+
+
+class _Setting(NamedTuple):
+    """A variable of ranks: its value, and where it is set."""
+
+    value: str
+    manifest: Manifest
+    path: str
+
+
+@build_rule("fabric-settings", Level.WARNING)
+def _fabric_settings(build: Build) -> BuildFound:
+    """Ranks are told values that NCCL, NVSHMEM and hybrid_ep take. All three are told one GID index, one traffic class
+    and one service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and as many for each GPU.
+    """
+    for manifest in build:
+        for template in manifest.pod_templates():
+            # What only the node knows is not judged.
+            found = {name: each for name, each in _settings(manifest, template, build) if "$" not in each.value}
+            for name, (value, where, path) in found.items():
+                if allowed := _allowed_instead(name, value):
+                    level = Level.ERROR if name.startswith("HYBRID_EP_") else None
+                    yield where, Finding(path, f"{name}={value}; allowed: {allowed}", level)
+            for name, message in (*_disagreements(found), *_nics(found, template)):
+                yield found[name].manifest, Finding(found[name].path, message)
+
+
+def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterator[tuple[str, _Setting]]:
+    """What the ranks of a template find in their environment, as far as the build says it; the last one holds."""
+    owner = template
+    if manifest.kind == "MPIJob":  # workers get what the launcher's mpirun hands on
+        roles = {each.role: each for each in manifest.pod_templates()}
+        if template.role != "Worker" or "Launcher" not in roles:
+            return
+        owner = roles["Launcher"]
+    path, container = main(owner)
+    given = {}
+    for i, variable in enumerate(items(container, "env")):
+        given[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
+    for key in ("command", "args"):
+        for name, value in re.findall(r"(?:^|\s)-x\s+(\w+)=(\S+)", "\n".join(words({key: container.get(key)}))):
+            given[name] = _Setting(value, manifest, f"{path}.{key}")
+    yield from given.items()
+    script = given["RANK_SETTINGS"].value if "RANK_SETTINGS" in given else ""
+    if held := mounted_file(template, main(template)[1], script, build):
+        text = held[0].content["data"][held[1]]
+        for name, value in re.findall(r"(?m)^\s*(?:export\s+)?([A-Z]\w*)=(\S*)\s*$", text):
+            yield name, _Setting(value, held[0], f"$.data['{held[1]}']")
+
+
+def _allowed_instead(name: str, value: str) -> str | None:
+    """What is allowed where this value is not."""
+    if not value:
+        return None
+    if name in _OURS:
+        try:
+            _OURS[name].parse(value)
+        except ValueError:
+            return _OURS[name].allowed
+    if name.startswith("HYBRID_EP_") and name not in _OURS:
+        return "a variable that `hybrid-ep env` lists"
+    pattern, allowed = _TAKEN.get(name, (r"(?s).*", None))
+    return None if re.fullmatch(pattern, value) else allowed
+
+
+def _disagreements(settings: dict[str, _Setting]) -> Iterator[tuple[str, str]]:
+    """(name, message) where the libraries are told different things."""
+    for names in _SAME:
+        values = {name: settings[name].value for name in names if name in settings and settings[name].value != "-1"}
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{name}={value}" for name, value in values.items())
+            yield next(iter(values)), f"{shown}; allowed: one value"
+
+
+def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tuple[str, str]]:
+    """(name, message) where NICs are named that do not fit each other, the Pod's NICs or its GPUs."""
+    named = {name: found for name, each in settings.items() if (found := _named(name, each.value))}
+    of_nccl = named.get("NCCL_IB_HCA", [])
+    num_gpus = sum(amount(number) for _, each in containers(template) for number in gpus(each).values())
+    # One NIC is what a plugin for shared NICs hands out.
+    num_nics = max((amount(number) for number in nics(template).values() if amount(number) > 1), default=0)
+    for name, found in named.items():
+        if strange := [nic for nic in found if of_nccl and nic not in of_nccl]:
+            yield name, f"{name} has {', '.join(strange)}; allowed: NICs of NCCL_IB_HCA"
+        if num_nics and len(set(found)) > num_nics:
+            yield name, f"{name} names {len(set(found))} NICs; allowed: the Pod's {num_nics:g}"
+        if num_gpus and len(set(found)) % num_gpus:
+            yield name, f"{name} names {len(set(found))} NICs; allowed: as many for each of {num_gpus:g} GPUs"
+    if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:
+        yield "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_LIST has no effect; allowed: with NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
+
+
+def _named(name: str, value: str) -> list[str]:
+    """NICs that a setting names whole; none where it has prefixes, or names those to leave out."""
+    if name == "NCCL_IB_HCA" and value.startswith("="):
+        return [entry.partition(":")[0] for entry in value[1:].split(",")]
+    if name == "NVSHMEM_HCA_LIST" and "^" not in value:
+        return [entry.partition(":")[0] for entry in value.split(",")]
+    return re.split(r"[,+]", value) if name == "HYBRID_EP_NICS" else []
