@@ -217,6 +217,8 @@ def _trees(reports: Sequence[Report]) -> Finding:
         for tree in others:
             lines = [line for line in tree.split("\n") if line not in usual.split("\n")]
             missing = [line for line in usual.split("\n") if line not in tree.split("\n")]
+            if any("→" not in line for line in (*lines, *missing)):  # distances follow from where the devices are
+                lines, missing = ([line for line in part if "→" not in line] for part in (lines, missing))
             detail = [f"has {line}" for line in lines[:2]] + [f"lacks {line}" for line in missing[:2]]
             faults.append(f"{_hosts(trees[tree])} {', '.join(detail)}")
         return Finding(Status.FAIL, "; ".join(faults))
