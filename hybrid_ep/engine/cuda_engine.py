@@ -1,7 +1,7 @@
 """The cuda engine: hand-written kernels for the GPUs of one NVLink domain.
 
 A call is one launch on the current stream (`_cuda.Communicator`). This file allocates what the call writes, chooses
-the slot for its rows, and shapes the results. docs/internals/cuda_engine.md says how the kernels work. What calls of
+the slot for its rows, and shapes the results. docs/internals/cuda_engine.md describes the kernels. What calls of
 one shape have in common is in cuda_plan.py.
 
 A call with a bound never waits for the device. One without waits for the host counts. The kernel writes them as soon as
@@ -26,7 +26,7 @@ from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.board import Board, StoreLostError
+from hybrid_ep.engine.board import Board
 from hybrid_ep.engine.calls import (
     Combined,
     CombineRequest,
@@ -125,9 +125,7 @@ class CudaEngine(Engine):
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
         self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
-        self._board = None if group is None else Board.of(group).at(f"buffer {number}")
-        self._num_cleanings = 0
-        self._losses = self._new_losses()
+        self._losses = Losses(None if group is None else Board.of(group).at(f"buffer {number}"), grid.rank)
 
     @property
     def memory_bytes(self) -> int:
@@ -254,30 +252,13 @@ class CudaEngine(Engine):
         if self._low_latency.refusal is not None:
             return
         self.set_masked([peer], True)
-        if self.only_masks_lost or self._losses is None:
+        if self.only_masks_lost:
             return
-        where, rank = "low-latency calls", self.grid.rank
-        try:
-            writer = self._losses.report(peer)
-        except StoreLostError as error:
-            detail = f"who is left cannot be agreed on: the store of the process group is lost ({error})"
-            self._low_latency.refusal = TransportError(where, rank, None, detail)
-            return
-        if writer is None:
+        refusal = self._low_latency.refusal = self._losses.report(peer)
+        if refusal is None:
             self.set_masked(self._losses.left_out, True)
-            return
-        detail = "the other ranks went on without this one, which was late"
-        self._low_latency.refusal = TransportError(where, rank, writer, detail)
-        self.set_masked(range(self.grid.num_ranks), False)  # whom it meets again
-
-    def _new_losses(self, number: int = 0) -> Losses | None:
-        """A log for the calls after a cleaning, or after a meeting in which ranks have agreed on a number."""
-        if self._board is None:
-            return None
-        return Losses(self._board.at(f"losses {self._num_cleanings} {number}"), self.grid.rank)
-
-    def _forget_losses(self, number: int = 0) -> None:
-        self._low_latency.refusal, self._losses = None, self._new_losses(number)
+        elif refusal.peer is not None:
+            self.set_masked(range(self.grid.num_ranks), False)  # the ranks that it meets again after a cleaning
 
     def masked(self) -> Tensor:
         self._raise_late()
@@ -289,8 +270,8 @@ class CudaEngine(Engine):
         if isinstance(self._late, TimeoutError):
             self._late = None
         self._torch.clean()
-        self._num_cleanings += 1
-        self._forget_losses()
+        self._low_latency.refusal = None
+        self._losses.clean()
         self._low_latency.clean()
 
     @property
@@ -311,7 +292,8 @@ class CudaEngine(Engine):
         self._low_latency.raise_fault(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
         self._torch.barrier()
-        self._forget_losses(self._torch.take_number())
+        self._low_latency.refusal = None
+        self._losses.begin(self._torch.take_number())
         self._low_latency.reset()
         torch.cuda.synchronize(self.device)
         self._torch.barrier()
@@ -433,7 +415,7 @@ class CudaEngine(Engine):
 
         Returns:
             The lease of the slot in which rows arrive, and of a call that waits for its counts, what the kernel
-            has told, and the counts of the local experts.
+            has reported, and the counts of the local experts.
         """
         num_local = plan.num_local_experts if handle == ABSENT else 0
         try:
@@ -454,7 +436,7 @@ class CudaEngine(Engine):
                     self._num_dispatches += 1
                 if counts_epoch == 0 or plan.is_refused:
                     return lease, None, None
-                # What needs no counts is done before the wait: behind it, the host races the rows.
+                # What needs no counts is done before the wait: after it, the host races the rows.
                 reported = torch.empty(num_local, dtype=torch.int32, device="cpu")
                 fields = self._communicator.wait_for_counts(counts_epoch, stream, reported.data_ptr(), num_local)
                 if fields is None:

@@ -1,20 +1,20 @@
 """Which ranks the others go on without: a log in the store of the group, in one order for all.
 
-Kernels mask a rank that does not come, each rank's by themselves. A rank that was late masks the others likewise, and
-would go on alone. So a rank that has lost another writes so to the log, before it goes on. Nobody writes after an entry
-that he has not read. A rank that finds itself there has been left out, and writes no more: others never find it in
-the log as the writer of a later entry. Nobody waits for anybody.
+The kernels of each rank mask a rank that does not come. A late rank masks the others likewise, and would go on alone.
+So a rank that has lost another appends that to the log before it goes on. It appends only after it has read all earlier
+entries. A rank that reads its own number has been left out, and appends nothing more. No rank waits for another.
 """
 
 from __future__ import annotations
 
-from hybrid_ep.engine.board import Board
+from hybrid_ep.engine.board import Board, StoreLostError
+from hybrid_ep.errors import TransportError
 
-__all__ = ["Losses"]
+__all__ = ["LossLog", "Losses"]
 
 
-class Losses:
-    """The log of one buffer, as far as this rank has read it.
+class LossLog:
+    """One log, as far as this rank has read it.
 
     Args:
         board: of this log only; equal at all ranks.
@@ -29,7 +29,7 @@ class Losses:
         self.left_out: set[int] = set()
 
     def report(self, peer: int) -> int | None:
-        """Reads on, and writes that this rank goes on without `peer` unless somebody has; local, and waits for nobody.
+        """Reads on, and appends that this rank goes on without `peer` unless another has. Local; waits for no rank.
 
         Returns:
             The rank that goes on without this one; None: there is none, and `peer` is in the log.
@@ -48,3 +48,51 @@ class Losses:
             if lost == self._rank:
                 return writer
             self.left_out.add(lost)
+
+
+class Losses:
+    """The logs of one buffer: a new one begins whenever its ranks are together again.
+
+    Args:
+        board: of the buffer; None without a group, where there is nothing to agree on.
+        rank: this rank.
+    """
+
+    def __init__(self, board: Board | None, rank: int) -> None:
+        self._board, self._rank, self._num_cleanings = board, rank, 0
+        self.begin()
+
+    @property
+    def left_out(self) -> set[int]:
+        """The ranks of the current log."""
+        return set() if self._log is None else self._log.left_out
+
+    def begin(self, number: int = 0) -> None:
+        """Begins a log after a barrier in which the ranks have agreed on a number."""
+        self._log = None
+        if self._board is not None:
+            self._log = LossLog(self._board.at(f"losses {self._num_cleanings} {number}"), self._rank)
+
+    def clean(self) -> None:
+        """Begins a log after a cleaning, which every rank makes."""
+        self._num_cleanings += 1
+        self.begin()
+
+    def report(self, peer: int) -> TransportError | None:
+        """Reports that this rank has lost `peer`. Local; waits for no rank.
+
+        Returns:
+            None: `peer` is in the log. Otherwise the reason why this rank must not go on: the log cannot be reached, or
+            the rank that the error names goes on without this one.
+        """
+        where = "low-latency calls"
+        if self._log is None:
+            return None
+        try:
+            writer = self._log.report(peer)
+        except StoreLostError as error:
+            detail = f"who is left cannot be agreed on: the store of the process group is lost ({error})"
+            return TransportError(where, self._rank, None, detail)
+        if writer is None:
+            return None
+        return TransportError(where, self._rank, writer, "the other ranks went on without this one, which was late")
