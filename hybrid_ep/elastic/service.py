@@ -187,7 +187,7 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
 
     Raises:
         ConfigError: `load_expert` is no function, or what the survivors raise.
-        TimeoutError: nobody has let it in.
+        TimeoutError: no rank has admitted it.
         TransportError: the store is lost.
     """
     begin = time.monotonic()
@@ -202,7 +202,7 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
             while (note := lineage.board.read(f"admission {ticket}")) is None:
                 if time.monotonic() - begin >= timeout_s:
                     lineage.board.write(f"newcomer {ticket}", "")
-                    raise TimeoutError("join", rank, None, "nobody has let it in", timeout_s=timeout_s)
+                    raise TimeoutError("join", rank, None, "no rank has admitted it", timeout_s=timeout_s)
                 time.sleep(_POLL_S)
             lineage.generation, *fields = json.loads(note)
             attempt = _Attempt(lineage, _Round(*fields), -ticket, None)

@@ -51,9 +51,7 @@ def exchange(
                     missing.remove(peer)
             if missing and time.monotonic() > deadline:
                 others = f"; ranks {missing} are missing" if len(missing) > 1 else ""
-                raise TimeoutError(
-                    where, rank, missing[0], f"it has not said where it can be reached{others}", timeout_s
-                )
+                raise TimeoutError(where, rank, missing[0], f"it has published no address{others}", timeout_s)
             if missing:
                 time.sleep(_POLL_S)
     except RuntimeError as error:

@@ -219,7 +219,7 @@ def _refuse() -> None:
     store = dist.distributed_c10d._get_default_store()
     with pytest.raises(ConfigError, match="load_expert is None; allowed: a function"):
         join(store, None)  # type: ignore[arg-type]
-    with pytest.raises(TimeoutError, match="nobody has let it in"):
+    with pytest.raises(TimeoutError, match="no rank has admitted it"):
         join(store, _load, job="another", timeout_s=0.2)
     assert waiting(buffer) == 0
 
