@@ -1,5 +1,8 @@
+#undef _FORTIFY_SOURCE  // its longjmp takes the switch to another stack for damage
+
 #include "emulator.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -57,7 +60,11 @@ struct Warp {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it starts
+  jmp_buf place;       // where it goes on
+  bool has_begun = false;
+  const uint64_t* word = nullptr;  // it waits while this has `value`
+  uint64_t value = 0;
   std::unique_ptr<uint8_t[]> stack;  // not initialised, so that only what is used takes memory
   Index index;
   unsigned lane = 0;
@@ -90,7 +97,7 @@ class Cta {
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.get();
       fiber.context.uc_stack.ss_size = kStackBytes;
-      fiber.context.uc_link = &scheduler_;
+      fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, &Cta::enter, 0);
     }
     num_running_ = fibers_.size();
@@ -99,8 +106,7 @@ class Cta {
       for (size_t i = 0; i < fibers_.size(); ++i) {
         Fiber& fiber = fibers_[(first + i) % fibers_.size()];
         if (fiber.has_ended) continue;
-        current_ = &fiber;
-        swapcontext(&scheduler_, &fiber.context);
+        if (fiber.word == nullptr || *fiber.word != fiber.value) go_on(fiber);
         for (int c = 0; c < copies_per_switch_; ++c) progress();
       }
       progress();
@@ -113,9 +119,20 @@ class Cta {
   }
 
   Fiber& current() { return *current_; }
-  void yield() { swapcontext(&current_->context, &scheduler_); }
+  void yield() {
+    if (_setjmp(current_->place) == 0) _longjmp(scheduler_, 1);
+  }
+
+  // The same until a word of the CTA has another value.
+  void wait_while(const uint64_t& word, uint64_t value) {
+    current_->word = &word;
+    current_->value = value;
+    while (word == value) yield();
+    current_->word = nullptr;
+  }
 
   unsigned count(bool value) {
+    if (num_running_ < fibers_.size()) fail("a thread waits in a barrier of the CTA for one that has ended");
     ++arrived_;
     num_true_ += value;
     const uint64_t generation = generation_;
@@ -124,10 +141,7 @@ class Cta {
       arrived_ = num_true_ = 0;
       ++generation_;
     }
-    while (generation_ == generation) {
-      if (num_running_ < fibers_.size()) fail("a thread has ended that others wait for in a barrier of the CTA");
-      yield();
-    }
+    wait_while(generation_, generation);
     return result_;
   }
 
@@ -143,8 +157,20 @@ class Cta {
   static void enter() {
     Cta& cta = *current_cta;
     cta.kernel_();
+    if (cta.arrived_ > 0) fail("a thread has ended that others wait for in a barrier of the CTA");
     cta.current_->has_ended = true;
     --cta.num_running_;
+    _longjmp(cta.scheduler_, 1);
+  }
+
+  // Switches to a thread until it waits or ends. setjmp and longjmp make no system call, unlike swapcontext; a context
+  // is only what a thread starts with.
+  void go_on(Fiber& fiber) {
+    current_ = &fiber;
+    if (_setjmp(scheduler_) != 0) return;
+    if (fiber.has_begun) _longjmp(fiber.place, 1);
+    fiber.has_begun = true;
+    setcontext(&fiber.context);
   }
 
   // One step of one copy.
@@ -179,7 +205,7 @@ class Cta {
   std::vector<Warp> warps_;
   std::vector<Fiber> fibers_;
   std::vector<Copy> copies_;
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   Fiber* current_ = nullptr;
   size_t num_running_ = 0, arrived_ = 0;
   unsigned num_true_ = 0, result_ = 0;
@@ -212,7 +238,7 @@ const uint64_t* exchange(uint64_t value) {
     warp.arrived = 0;
     ++warp.generation;
   }
-  while (warp.generation == generation) yield();
+  Cta::current_cta->wait_while(warp.generation, generation);
   return warp.results;
 }
 
