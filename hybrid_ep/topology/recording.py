@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,16 +51,22 @@ class Recording:
 
     def write(self, root: Path) -> None:
         """Lays the node out below `root`, which must not hold another one."""
+        made: set[str] = set()
+
+        def place(path: str) -> str:
+            folder = os.path.dirname(path)
+            if folder not in made:
+                os.makedirs(f"{root}/{folder}", exist_ok=True)
+                made.add(folder)
+            return f"{root}/{path}"
+
         for path in self.folders:
-            (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+            os.makedirs(f"{root}/{path}", exist_ok=True)
         for path, text in {**self.files, **self.devices}.items():
-            place = root / path.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(decode(text))
+            with open(place(path), "wb") as file:
+                file.write(decode(text))
         for path, target in self.links.items():
-            place = root / path.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(target)
+            os.symlink(target, place(path))
         own = root / "hybrid_ep"
         own.mkdir(parents=True, exist_ok=True)
         (own / "facts.json").write_text(json.dumps(self.facts, indent=1))

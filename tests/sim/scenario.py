@@ -181,7 +181,7 @@ def main() -> None:
             reports[scenario.name] = run(scenario, Path(folder)).to_json()
     if not names:
         reports |= _replayed()
-    json.dump(reports, sys.stdout)
+    sys.stdout.write(json.dumps(reports))  # json.dump would write it piece by piece
 
 
 def _replayed() -> dict[str, Any]:
