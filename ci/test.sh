@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, then tests, two at a time: ci/test.sh BIN [fast|all]
+# Style and types, then tests, all two at a time: ci/test.sh BIN [fast|all]
 #   fast     the unit tests
 #   (none)   every test that this machine can run, but for those marked slow
 #   all      those too
@@ -12,7 +12,9 @@ case $which in
   all) tests=(tests) ;;
   *) sed -n 2p "$0" >&2; exit 2 ;;
 esac
-ci/lint.sh "$bin"
-"$bin/mypy"
+"$bin/mypy" & types=$! status=0
+ci/lint.sh "$bin" || status=$?
+wait "$types" || status=$?
+[ "$status" = 0 ] || exit "$status"
 # Workers get files in this order, so what takes long (deploy) begins first.
 exec "$bin/pytest" -n 2 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"
