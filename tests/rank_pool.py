@@ -9,7 +9,7 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
 __all__ = ["RankPool"]
 
-_LIMIT_S = 120.0
+_LIMIT_S = 240.0
 
 
 class RankPool:

@@ -24,7 +24,7 @@ class RunEmulated(Protocol):
 @pytest.fixture(scope="module")
 def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
     """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
-    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "30"}, one_at_a_time=True)
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
 
     def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
         pool.run(num_ranks, run, str(emulated_module), seed, check, *args)

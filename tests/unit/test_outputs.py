@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from hybrid_ep.cli import main
 
+_LIMIT_S = 240.0  # of what takes a few seconds on an idle machine
 OUTPUTS = ["demo --out", "bench --out", "doctor --record", "doctor --junit", "topology --svg", "topology --nccl"]
 
 
@@ -36,7 +37,7 @@ def test_a_folder_that_takes_no_files_is_told_before_the_work(command: list[str]
 
 def _run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, env=os.environ | variables)
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
@@ -44,7 +45,9 @@ def test_output_that_is_not_taken_is_one_line(buffered: bool) -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "env"]
     environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=_LIMIT_S, env=environment
+        )
     assert done.returncode == 2
     assert done.stderr == "hybrid-ep: standard output cannot be written: No space left on device\n"
 
@@ -68,6 +71,7 @@ def test_messages_name_what_was_given() -> None:
     assert "ranks is 3; allowed: multiples of domains = 2" in result.stderr
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("after_s", [0.0, 1.0])  # while ranks start, and when they run
 def test_ctrl_c_ends_all_processes_without_a_traceback(after_s: float) -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "demo", "--steps", "100000"]
@@ -75,16 +79,16 @@ def test_ctrl_c_ends_all_processes_without_a_traceback(after_s: float) -> None:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as demo:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + _LIMIT_S
         while len(_group_members(demo.pid)) < 6 and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(after_s)
         os.killpg(demo.pid, signal.SIGINT)
-        _, told = demo.communicate(timeout=60)
+        _, told = demo.communicate(timeout=_LIMIT_S)
     assert demo.returncode == 130, told
     assert "Traceback" not in told
     assert told.strip().endswith("hybrid-ep: interrupted")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _group_members(demo.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _group_members(demo.pid) == []
