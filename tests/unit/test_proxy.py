@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -192,9 +193,11 @@ def _cpus_of_proxies() -> list[str]:
     """Where the proxy threads of this process may run, as the kernel says it."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "hybrid_ep_proxy":
-            status = (task / "status").read_text()
-            found.append(next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list")))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            if (task / "comm").read_text().strip() == "hybrid_ep_proxy":
+                status = (task / "status").read_text()
+                cpus = next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list"))
+                found.append(cpus)
     return found
 
 
