@@ -16,7 +16,7 @@ from tests.emulation.engine import run
 from tests.multi_gpu.lost_ranks import CALLS_IN_A_ROW
 
 NUM_RANKS = 3
-TIMEOUT_S = 8.0  # above the longest call of ranks that share two cores
+TIMEOUT_S = 12.0  # above the longest call of ranks that share two cores
 LIMIT_S = 100.0
 
 
