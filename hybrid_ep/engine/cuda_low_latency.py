@@ -257,9 +257,8 @@ class CudaLowLatency:
             buffers.note_received(idx)
             state.is_received = True
             self._order.end()
-            self.raise_fault(
-                holds_overflow=True
-            )  # the combine reports it to all ranks, which would wait for this one's
+            # The combine reports an overflow to all ranks; they would wait for this rank's.
+            self.raise_fault(holds_overflow=True)
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 

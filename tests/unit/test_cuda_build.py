@@ -141,7 +141,7 @@ def test_arch_list_is_that_of_torch(folder: Path, arch_list: str, targets: set[s
     assert set(re.findall(r"-gencode=arch=\w+,code=(\w+)", (folder / "build.ninja").read_text())) == targets
 
 
-def test_assembly_stays_in_its_room() -> None:
+def test_inline_assembly_stays_in_its_folder() -> None:
     """PTX is written in csrc/device/ptx and nowhere else."""
     for path in [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *CSRC.rglob("*.cpp")]:
         if path.parent != CSRC / "device" / "ptx":

@@ -78,10 +78,10 @@ def test_settings_reach_the_ranks(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OWN)
-def test_each_setting_names_its_source(overlay: str) -> None:
+def test_each_setting_names_its_source_or_is_marked_as_assumed(overlay: str) -> None:
     for part in script(overlay).split("\n\n"):
         if any(not line.startswith("#") for line in part.splitlines()):
-            assert re.search(r"# (.*[.] )?Source: [^.]", part), part
+            assert re.search(r"# (.*[.] )?(Source|Assumed): [^.]", part), part
 
 
 @pytest.mark.parametrize("overlay", OWN)

@@ -1,4 +1,4 @@
-"""The rule for what ranks are told of the network, by variables of NCCL, NVSHMEM and hybrid_ep."""
+"""The rule for settings of the network: variables of NCCL, NVSHMEM and hybrid_ep in the environment of ranks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class _Setting(NamedTuple):
 
 @build_rule("fabric-settings", Level.WARNING)
 def _fabric_settings(build: Build) -> BuildFound:
-    """Ranks are told values that NCCL, NVSHMEM and hybrid_ep take. All three are told one GID index, one traffic class
-    and one service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and as many for each GPU.
+    """NCCL, NVSHMEM and hybrid_ep get values that they take. All three get one GID index, one traffic class and one
+    service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and as many for each GPU.
     """
     for manifest in build:
         for template in manifest.pod_templates():
@@ -103,7 +103,7 @@ def _allowed_instead(name: str, value: str) -> str | None:
 
 
 def _disagreements(settings: dict[str, _Setting]) -> Iterator[tuple[str, str]]:
-    """(name, message) where the libraries are told different things."""
+    """(name, message) where the libraries get different values."""
     for names in _SAME:
         values = {name: settings[name].value for name in names if name in settings and settings[name].value != "-1"}
         if len(set(values.values())) > 1:
