@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +198,15 @@ def _meet_all(buffer: Buffer, case: Case) -> None:
         return
 
 
+def _wait_until_stopped(pid: int) -> None:
+    """A SIGCONT that comes before the SIGSTOP has no effect."""
+    status = Path(f"/proc/{pid}/status")
+    give_up = time.monotonic() + 60
+    while "\nState:\tT" not in status.read_text():
+        assert time.monotonic() < give_up, f"process {pid} did not stop itself within 60 s"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("how", ["dies", "stops", "comes back"])
 def test_survivors_agree_and_go_on_together(how: str) -> None:
     survivors = [rank for rank in range(4) if rank != VICTIM]
@@ -204,6 +214,7 @@ def test_survivors_agree_and_go_on_together(how: str) -> None:
         pid = cluster.process_id(VICTIM)
         cluster.start(_go_on_without, FOUR, VICTIM, how)
         if how == "comes back":
+            _wait_until_stopped(pid)
             time.sleep(2.5 * TIMEOUT_S)
             os.kill(pid, signal.SIGCONT)
             *_, late = cluster.collect([VICTIM], limit_s=60)[0]
