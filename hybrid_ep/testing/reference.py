@@ -5,8 +5,10 @@ Loops over tokens and experts in plain Python on purpose: slow, short, and with 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -53,14 +55,18 @@ class Reference:
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    def copies(self, rank: int) -> list[Copy]:
-        """Every column whose expert lives on `rank`: by source rank, token, expert, then column."""
-        found = []
+    @cached_property
+    def _copies(self) -> list[list[Copy]]:
+        found: list[list[Copy]] = [[] for _ in range(self.num_ranks)]
         for src_rank, topk in enumerate(self.topk_idx):
             for token, row in enumerate(topk.tolist()):
-                for expert in range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts):
-                    found += [Copy(src_rank, token, k, expert) for k, named in enumerate(row) if named == expert]
+                for expert, column in sorted((expert, k) for k, expert in enumerate(row) if expert >= 0):
+                    found[expert // self.num_local_experts].append(Copy(src_rank, token, column, expert))
         return found
+
+    def copies(self, rank: int) -> list[Copy]:
+        """Every column whose expert lives on `rank`: by source rank, token, expert, then column."""
+        return self._copies[rank]
 
     def received(self, rank: int) -> list[tuple[int, int]]:
         """(source rank, token) of each row that `rank` receives, in order."""
@@ -86,8 +92,8 @@ class Reference:
 
     def tokens_per_expert(self, rank: int) -> list[int]:
         """How many copies each local expert of `rank` receives."""
-        experts = [copy.expert for copy in self.copies(rank)]
-        return [experts.count(rank * self.num_local_experts + e) for e in range(self.num_local_experts)]
+        experts = Counter(copy.expert for copy in self.copies(rank))
+        return [experts[rank * self.num_local_experts + e] for e in range(self.num_local_experts)]
 
     def combined(
         self,

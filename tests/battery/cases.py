@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -82,27 +83,15 @@ class Case:
         return topk
 
     def inputs(self, rank: int) -> Inputs:
-        """Tokens, routing and weights of any rank."""
-        generator = torch.Generator().manual_seed(104729 * self.seed + 37 * rank + 2)
-        num_tokens = self.tokens_of(rank)
-        x = torch.randn(num_tokens, self.hidden, generator=generator).to(torch.bfloat16)
-        weights = torch.rand(num_tokens, self.topk, generator=generator)
-        if self.routing == "merged":
-            named = replace(self, routing="duplicates").topk_idx(rank)
-            for row, its_weights in zip(named.tolist(), weights, strict=True):
-                for k, e in enumerate(row):
-                    its_weights[k] = sum(
-                        float(w) for other, w in zip(row[k:], its_weights[k:], strict=True) if other == e
-                    )
-        return Inputs(x, self.topk_idx(rank), weights)
+        """Tokens, routing and weights of any rank; the caller may write into them."""
+        return Inputs(*(tensor.clone() for tensor in _inputs(self, rank)))
 
     def as_map(self) -> Case:
         """What the routing is as a dense map, which has one weight for each expert of a token."""
         return replace(self, routing="merged") if self.routing == "duplicates" else self
 
     def reference(self) -> Reference:
-        topk_idx = [self.topk_idx(rank) for rank in range(self.num_ranks)]
-        return Reference(topk_idx, self.num_experts, self.per_domain)
+        return _reference(self)
 
 
 class Inputs(NamedTuple):
@@ -111,6 +100,27 @@ class Inputs(NamedTuple):
     topk_weights: Tensor
 
 
+@lru_cache(256)
+def _inputs(case: Case, rank: int) -> Inputs:
+    generator = torch.Generator().manual_seed(104729 * case.seed + 37 * rank + 2)
+    num_tokens = case.tokens_of(rank)
+    x = torch.randn(num_tokens, case.hidden, generator=generator).to(torch.bfloat16)
+    weights = torch.rand(num_tokens, case.topk, generator=generator)
+    if case.routing == "merged":
+        named = replace(case, routing="duplicates").topk_idx(rank)
+        for row, its_weights in zip(named.tolist(), weights, strict=True):
+            for k, e in enumerate(row):
+                its_weights[k] = sum(float(w) for other, w in zip(row[k:], its_weights[k:], strict=True) if other == e)
+    return Inputs(x, case.topk_idx(rank), weights)
+
+
+@lru_cache(16)
+def _reference(case: Case) -> Reference:
+    topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
+    return Reference(topk_idx, case.num_experts, case.per_domain)
+
+
+@lru_cache(4096)
 def row_of(seed: int, rank: int, src_rank: int, token: int, size: int) -> Tensor:
     """The bf16 row that `rank`'s experts return for a token: the same wherever it is made, and different everywhere.
 

@@ -138,10 +138,12 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
         assert scale is not None
         given["scaling_factor"] = scale.to(device)
     with make_buffer(case, use_fp8=fp8, **options) as buffer:
-        for pad in (None, 16):
-            for routing, routed in routings(case, device):
-                reference = routed.reference()
+        for routing, routed in routings(case, device):
+            reference, want_combined = routed.reference(), expected_unpermuted(routed, rank)
+            weights = [routed.inputs(r).topk_weights for r in range(case.num_ranks)]
+            for pad in (None, 16):
                 copies = reference.permuted(rank, pad or 1)
+                want_probs = [0.0 if c is None else weights[c.src_rank][c.token, c.column] for c in copies]
                 for non_blocking in (False, True):
                     bound = len(copies) + 5 if non_blocking else None
                     hidden, probs, scales, counts, handle = buffer.dispatch_with_permute(
@@ -154,9 +156,6 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     assert not bool(hidden[n:].view(torch.uint8).any())
                     if fp8:
                         equal(scales[:n], permuted_rows(copies, [s[1] for s in sources]), "permuted scales")
-                    want_probs = [
-                        0.0 if c is None else routed.inputs(c.src_rank).topk_weights[c.token, c.column] for c in copies
-                    ]
                     equal(probs[:n], torch.tensor(want_probs, dtype=torch.float32), "permuted probs")
                     experts = reference.tokens_per_expert(rank)
                     assert counts.tolist() == [-(-e // (pad or 1)) * (pad or 1) for e in experts]
@@ -171,7 +170,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     combined, probs_home = buffer.combine_with_unpermute(
                         hidden=y.to(device), probs=probs, handle=handle, pad_multiple=pad
                     )
-                    equal(combined, expected_unpermuted(routed, rank), "combined hidden")
+                    equal(combined, want_combined, "combined hidden")
                     equal(probs_home, probs_of(case, rank), "combined probs")
 
 
