@@ -33,7 +33,7 @@ test: ## Lint, type-check and run the tests: all but those that take minutes eac
 test-fast: setup ## Lint, type-check and run the unit tests, in a few minutes; installs no system packages
 	ci/test.sh $(BIN) fast
 
-test-all: ## What test runs, and images, aarch64 wheels, CUDA toolkits, the sdist and an empty Debian
+test-all: ## What test runs, and images, wheels with kernels, CUDA toolkits, the sdist, failing nodes and an empty Debian
 	@ci/system_packages.sh
 	@$(MAKE) --no-print-directory setup
 	ci/test.sh $(BIN) all

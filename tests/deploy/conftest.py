@@ -21,7 +21,7 @@ from tests.prerequisites import require_programs
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "build" / "wheel-test"
 
-BuildWheel = Callable[[str], Path]
+BuildWheel = Callable[[str, bool], Path]
 
 
 def copy_tracked_files() -> None:
@@ -46,17 +46,21 @@ def copy_tracked_files() -> None:
 
 @pytest.fixture(scope="session")
 def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> BuildWheel:
-    """Returns `build(arch)`: the wheel of ci/wheel.sh with kernels for one GPU architecture, which halves the time."""
-    out = tmp_path_factory.mktemp("dist")
+    """Returns `build(arch, has_kernels)`: the wheel of ci/wheel.sh, with kernels for one GPU architecture or without.
+
+    Kernels take most of the time, so that only slow tests ask for them.
+    """
     copy_tracked_files()
 
     @cache
-    def build(arch: str) -> Path:
+    def build(arch: str, has_kernels: bool) -> Path:
+        out = tmp_path_factory.mktemp("dist")
         own = "/usr/include/infiniband/verbs.h" if arch == platform.machine() else f"{arch}-linux-gnu-g++"
         require_programs("apt-get", "readelf", "c++", own)
         unset = ("CUDA_HOME", "CUDACXX", "RDMA_CORE_HOME", "CMAKE_ARGS", "HYBRID_EP_MULTINODE", "HYBRID_EP_TARGET_ROOT")
         clean = [argument for name in unset for argument in ("-u", name)]
-        must("env", *clean, "TORCH_CUDA_ARCH_LIST=9.0", SOURCE / "ci" / "wheel.sh", sys.executable, arch, out)
+        kernels = ["TORCH_CUDA_ARCH_LIST=9.0", f"HYBRID_EP_BUILD_CUDA={'on' if has_kernels else 'off'}"]
+        must("env", *clean, *kernels, SOURCE / "ci" / "wheel.sh", sys.executable, arch, out)
         (built,) = out.glob(f"*_{arch}.whl")
         return built
 
@@ -64,17 +68,14 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> BuildWheel:
 
 
 @pytest.fixture(scope="session")
-def wheel(build_wheel: BuildWheel) -> Path:
-    """The wheel for this machine."""
-    return build_wheel(platform.machine())
-
-
-@pytest.fixture(scope="session")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(build_wheel: BuildWheel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a clean environment with the wheel and its dependencies; torch is the one tested with."""
     home = tmp_path_factory.mktemp("clean")
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
+    wheel = build_wheel(platform.machine(), False)
     torch_pin = f"torch=={torch.__version__.split('+')[0]}"
-    must(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, torch_pin, "setuptools>=77")
+    # Few of torch's modules are imported: Python compiles those, where pip would compile all.
+    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
+    must(*install, wheel, torch_pin, "setuptools>=77")
     return python

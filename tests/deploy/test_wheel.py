@@ -44,7 +44,7 @@ exec "$@"
 """
 
 WITHOUT_LIBRARIES = """
-import importlib, torch, hybrid_ep, hybrid_ep._C, hybrid_ep._cuda
+import importlib, torch, hybrid_ep, hybrid_ep._C
 for name, library in (("_verbs", "libibverbs.so.1"), ("_nvml", "libnvidia-ml.so.1")):
     try:
         importlib.import_module(f"hybrid_ep.{name}")
@@ -92,16 +92,26 @@ class Wheel:
         return {path.name.partition(".")[0]: path for path in sorted(self.folder.rglob("*.so*"))}
 
 
-CROSS_COMPILED = [pytest.param("aarch64", marks=pytest.mark.slow)] * (MACHINE == "x86_64")
-
-
-@pytest.fixture(scope="module", params=[MACHINE, *CROSS_COMPILED])
-def built(request: pytest.FixtureRequest, build_wheel: BuildWheel, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
-    """The wheel of each architecture that this machine can build."""
-    path, folder = build_wheel(request.param), tmp_path_factory.mktemp("unpacked")
+def _unpack(arch: str, path: Path, folder: Path) -> Wheel:
     with zipfile.ZipFile(path) as archive:
         archive.extractall(folder)
-    return Wheel(request.param, path, folder)
+    return Wheel(arch, path, folder)
+
+
+WITH_KERNELS = [MACHINE, *(["aarch64"] if MACHINE == "x86_64" else [])]
+WHEELS = [
+    pytest.param((MACHINE, False), id=f"{MACHINE}-without-kernels"),
+    *(pytest.param((arch, True), id=arch, marks=pytest.mark.slow) for arch in WITH_KERNELS),
+]
+
+
+@pytest.fixture(scope="module", params=WHEELS)
+def built(request: pytest.FixtureRequest, build_wheel: BuildWheel, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    """The wheel of each architecture that this machine can build, and this machine's without kernels."""
+    arch, has_kernels = request.param
+    wheel = _unpack(arch, build_wheel(arch, has_kernels), tmp_path_factory.mktemp("unpacked"))
+    assert ("_cuda" in wheel.modules) == has_kernels
+    return wheel
 
 
 def test_the_tag_says_which_glibc_the_modules_need(built: Wheel) -> None:
@@ -118,8 +128,8 @@ def test_the_tag_says_which_glibc_the_modules_need(built: Wheel) -> None:
     assert max(needed) <= (2, int(tag[2])) <= NEWEST_FLOOR
 
 
-def test_the_wheel_has_four_modules_that_need_nothing_else(built: Wheel) -> None:
-    assert built.modules.keys() == BROUGHT.keys()
+def test_the_wheel_has_all_modules_and_they_need_nothing_else(built: Wheel) -> None:
+    assert built.modules.keys() | {"_cuda"} == BROUGHT.keys()
     for name, path in built.modules.items():
         assert path.name == f"{name}.cpython-{sys.version_info.major}{sys.version_info.minor}-{built.arch}-linux-gnu.so"
         header = must("readelf", "--file-header", "--dynamic", path)
@@ -149,9 +159,18 @@ def test_the_wheel_works_without_gpu_and_rdma_libraries(python: Path, tmp_path: 
     command = python.parent / "hybrid-ep"
     where = must(*isolate, python, "-c", WITHOUT_LIBRARIES, cwd=tmp_path).strip()
     assert Path(where).is_relative_to(python.parents[1])
-    assert "_C _nvml _verbs _cuda" in must(*isolate, command, "info", cwd=tmp_path)
+    assert "_C _nvml _verbs" in must(*isolate, command, "info", cwd=tmp_path)
     size = ["--ranks", "2", "--tokens", "16", "--hidden", "128", "--experts", "8", "--steps", "2"]
     assert '"ok": true' in must(*isolate, command, "demo", *size, "--json", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_kernels_are_loaded_without_a_gpu(build_wheel: BuildWheel, tmp_path: Path) -> None:
+    wheel = _unpack(MACHINE, build_wheel(MACHINE, True), tmp_path / "wheel")
+    code = "import hybrid_ep._cuda, hybrid_ep._C; print(hybrid_ep.__file__, hybrid_ep._C.built, sep='\\n')"
+    where, modules = must("env", f"PYTHONPATH={wheel.folder}", sys.executable, "-c", code, cwd=tmp_path).splitlines()
+    assert Path(where).is_relative_to(wheel.folder)
+    assert modules.split() == ["_C", "_nvml", "_verbs", "_cuda"]
 
 
 @pytest.mark.slow
@@ -163,8 +182,7 @@ def test_aarch64_modules_are_imported_by_an_aarch64_python(build_wheel: BuildWhe
     packages = ["python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "zlib1g", "libexpat1", "libc6"]
     packages += ["libstdc++6", "libgcc-s1", "libibverbs1", "libnl-3-200", "libnl-route-3-200"]
     must(ROOT / "ci" / "target_root.sh", root, "arm64", *packages)
-    with zipfile.ZipFile(build_wheel("aarch64")) as archive:
-        archive.extractall(unpacked)
+    _unpack("aarch64", build_wheel("aarch64", True), unpacked)
     interpreter = ["qemu-aarch64-static", "-L", str(root), "-E", f"PYTHONPATH={unpacked / 'hybrid_ep'}"]
     must(*interpreter, root / "usr" / "bin" / "python3.11", "-S", "-c", IMPORT_MODULES, cwd=tmp_path)
 
