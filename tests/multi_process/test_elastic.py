@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from hybrid_ep.elastic import join, recover, waiting
 from hybrid_ep.errors import ConfigError, TimeoutError
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.multi_process.recovery_trials import Job, factor_of, step
+from tests.multi_process.torchrun import run_ranks
 
 NUM_RANKS, VICTIM = 4, 2
 TIMEOUT_S = 3.0
@@ -232,11 +231,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 def test_torchrun_starts_a_job_again(tmp_path: Path) -> None:
     """docs/elastic.md: with stores of their own, attempts do not find each other's addresses."""
     path = tmp_path / "placement.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    job = ["--max-restarts", "1", "-m", "tests.multi_process.restarted_job", str(path)]
-    variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*torchrun, *job], capture_output=True, text=True, timeout=200, env=variables, check=False)
-    assert ended.returncode == 0, ended.stderr
+    job = ["-m", "tests.multi_process.restarted_job", str(path)]
+    told = run_ranks(job, 3, tmp_path / "logs", max_restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     experts = ExpertPlacement.load(path).experts[0]
-    told = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank "))
-    assert told == [f"rank {rank} is right with placement {experts}" for rank in range(3)]
+    assert told == [f"rank {rank} is right with placement {experts}\n" for rank in range(3)]
