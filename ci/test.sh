@@ -12,6 +12,8 @@ case $which in
   all) tests=(tests) ;;
   *) sed -n 2p "$0" >&2; exit 2 ;;
 esac
+# Once here, and not by every process of the tests, least of all by an emulated machine's.
+"$bin/python" -m compileall -q hybrid_ep tests
 "$bin/mypy" & types=$! status=0
 ci/lint.sh "$bin" || status=$?
 wait "$types" || status=$?

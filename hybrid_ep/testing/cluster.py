@@ -276,6 +276,7 @@ def _sigint_held_back() -> Iterator[None]:
 def _serve(pipe: Connection, setup: _Setup) -> None:
     """The life of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(setup.variables)
     torch.set_num_threads(setup.num_threads)
     _answer(pipe, 1, _join, setup)
@@ -290,6 +291,14 @@ def _serve(pipe: Connection, setup: _Setup) -> None:
         _answer(pipe, number, function, *args)
     # Peers may be dead: leave without the farewells that a process group would wait for.
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as the one that started the ranks has ended, also while it is in a call."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _join(setup: _Setup) -> None:

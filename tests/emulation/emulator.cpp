@@ -2,6 +2,7 @@
 
 #include "emulator.h"
 
+#include <malloc.h>
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -22,6 +23,9 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr unsigned kWarpSize = 32;
 constexpr size_t kCtasAtATime = 8;  // of a launch that is not cooperative
+
+// The next CTA gets the stacks and rows of the last one. The system would have to map and clear their pages again.
+const bool keeps_memory = mallopt(M_MMAP_THRESHOLD, 16 << 20) == 1 && mallopt(M_TRIM_THRESHOLD, 1 << 30) == 1;
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +46,34 @@ def test_a_rank_that_has_ended_is_named_in_every_later_run() -> None:
             with pytest.raises(RankError, match="rank 1: its process ended") as raised:
                 cluster.run(os.getpid, limit_s=30)
             assert list(raised.value.errors) == [1]
+
+
+def _print_rank_and_stay() -> None:
+    os.write(1, f"{os.getpid()}\n".encode())
+    time.sleep(600)
+
+
+def test_ranks_end_when_their_parent_is_killed_in_the_middle_of_a_call() -> None:
+    program = "from tests.unit.test_cluster import _run_until_killed; _run_until_killed()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while any(map(_is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [rank for rank in ranks if _is_running(rank)] == []
+
+
+def _run_until_killed() -> None:
+    VirtualCluster(2).run(_print_rank_and_stay)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def test_the_limit_is_of_all_ranks_together() -> None:

@@ -75,9 +75,15 @@ def test_messages_name_what_was_given() -> None:
 @pytest.mark.parametrize("after_s", [0.0, 1.0])  # while ranks start, and when they run
 def test_ctrl_c_ends_all_processes_without_a_traceback(after_s: float) -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "demo", "--steps", "100000"]
-    # A session of its own: the signal goes to every process of it, as a terminal sends it.
+    # A session of its own: the signal goes to every process of it, as a terminal sends it. A shell that starts the
+    # tests in the background has it ignored, and children inherit that.
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
         deadline = time.monotonic() + _LIMIT_S
         while len(_group_members(demo.pid)) < 6 and time.monotonic() < deadline:
