@@ -25,7 +25,7 @@ class Received:
     """What a dispatch brought, in a form that can be compared.
 
     Attributes:
-        rows: ``[n, H]`` float32, dequantised, pads left out; in any order.
+        rows: ``[n, H]`` float32, dequantised, without padding; in any order.
         labels: ``[n, W]`` float64, what else is known of each row: its experts and weights, or where it comes from.
     """
 

@@ -420,7 +420,7 @@ def _number(what: str, value: Any) -> int:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex of adjtimex(2), as far as it is read here; the rest is room for the kernel to write into."""
+    """struct timex of adjtimex(2), as far as it is read here; the kernel writes the rest too."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),

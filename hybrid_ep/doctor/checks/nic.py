@@ -161,8 +161,8 @@ def nic_mtu(node: Node, profile: Profile) -> Finding:
 def _mtu_of_netdev(node: Node, port: Port) -> int:
     if port[1].link_layer != "Ethernet":
         raise Unreadable("active MTU of InfiniBand needs libibverbs")
-    room = node.read_int(f"/sys/class/net/{_netdev(node, port)}/mtu") - _ROCE_HEADERS_BYTES
-    return max((size for size in (256, 512, 1024, 2048, 4096) if size <= room), default=0)
+    payload_bytes = node.read_int(f"/sys/class/net/{_netdev(node, port)}/mtu") - _ROCE_HEADERS_BYTES
+    return max((size for size in (256, 512, 1024, 2048, 4096) if size <= payload_bytes), default=0)
 
 
 def _netdev(node: Node, port: Port) -> str:
