@@ -104,7 +104,7 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
     Args:
         plans: what to measure; at least one, all on the same device.
         run: of `open_ranks`.
-        begin: is told what comes next.
+        begin: is called with what comes next.
 
     Returns:
         What was measured; the same on every rank of a launcher.

@@ -1,4 +1,4 @@
-"""What is measured: the interface behind which every implementation stands.
+"""What is measured: the interface that every implementation has.
 
 A subject is driven as a model would drive it. `dispatch` and `combine` are what is timed and do nothing else;
 `received` and `outputs` prepare what the check and the combine need, outside the timing.
@@ -51,7 +51,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def outputs(self, dispatched: Any, factor: float) -> Tensor:
-        """Stands for the experts: every received row times `factor`, as combine wants it. Local."""
+        """Replaces the experts: every received row times `factor`, in the form that combine takes. Local."""
 
     @abc.abstractmethod
     def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _problems(report: BenchReport) -> list[str]:
 
 
 def _labels(report: BenchReport, result_idx: int) -> list[str]:
-    """What tells this plan from the others."""
+    """What distinguishes this plan from the others."""
     values = settings(report.results[result_idx].plan)
     return [f"skew {values[name]}" if name == "skew" else values[name] for name in report.varying()]
 

@@ -144,7 +144,7 @@ class _Batch:
 
     goes: list[NDArray[np.bool_]]
     indices: list[NDArray[np.int64]] = field(init=False)
-    counts: NDArray[np.int64] = field(init=False)  # [from, to], own tokens to the own domain
+    counts: NDArray[np.int64] = field(init=False)  # [from, to]; on the diagonal, tokens that stay in the domain
 
     def __post_init__(self) -> None:
         self.indices = [np.where(goes, goes.cumsum(0) - 1, -1) for goes in self.goes]
@@ -414,7 +414,7 @@ class Protocol:
         yield from self._exchange(r, 0, self.times.agree[1])
         held, awaited = batch.counts[:, r], batch.counts[r]
         begin = self.clock.now
-        own_done: set[int] = set()  # chunks of the own domain that are summed
+        own_done: set[int] = set()  # chunks of this domain that are summed
         own_gate = Gate(f"rank {r}: sums of its own domain")
         next_chunks = [0] * self.num_domains  # to claim, of each domain
         warps = [

@@ -1,4 +1,4 @@
-"""The validation as one HTML file that asks nobody for anything.
+"""The validation as one HTML file that loads nothing else.
 
 What must be readable without JavaScript is written as HTML: summary, what to do, findings, jobs, slowest pairs,
 topology. page.js draws the matrix and the heat map from one block of JSON, because these grow with nodes × checks and
