@@ -46,7 +46,7 @@ def main(out: Path) -> None:
     megabytes = TOKENS * ROW_BYTES / 1e6
     with theme():
         # Small, so that its text can be read where the page is a phone's.
-        figure, axes = new_figure(size=(6.4, 5), title="Bytes and time between domains")
+        figure, axes = new_figure(size=(6.4, 3.9), title="Bytes and time between domains")
         axis = axes[0, 0]
         for way in ways:
             sent = [megabytes * rows_between_domains(n)[way] for n in DOMAINS]

@@ -1,4 +1,4 @@
-"""Modules of public names that stood at the top of the package: the old import path gives the module itself."""
+"""Old import paths of modules that are now in a subpackage: each gives the module itself."""
 
 from __future__ import annotations
 

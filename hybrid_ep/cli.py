@@ -29,7 +29,7 @@ COMMANDS = {
         "bench",
         "Check, then time, dispatch and combine on whichever engine is there.",
     ),
-    "model": ("hybrid_ep.model.command", "model", "Predict dispatch and combine on a grid that nobody has yet."),
+    "model": ("hybrid_ep.model.command", "model", "Predict dispatch and combine on any grid of ranks."),
     "balance": ("hybrid_ep.balance.command", "balance", "Judge placements of experts by a trace of their loads."),
     "doctor": (
         "hybrid_ep.doctor.command",

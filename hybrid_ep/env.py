@@ -388,7 +388,7 @@ MASTER_ADDR = Variable(
     "a host name or address",
     "Where rank 0 can be reached; needed by mpirun on several nodes.",
 )
-MASTER_PORT = Variable("MASTER_PORT", 29500, _positive_int, "a port", "The port of rank 0, for the ranks to meet.")
+MASTER_PORT = Variable("MASTER_PORT", 29500, _positive_int, "a port", "The port of rank 0, for the rendezvous.")
 
 # Set in Pods, the first two by Kubernetes itself: where `hybrid-ep k8s mark-node` writes.
 KUBERNETES_HOST = Variable("KUBERNETES_SERVICE_HOST", "", str, "a host name or address", "Where the API server is.")

@@ -2,12 +2,12 @@
 
     HybridEPError
     ├── ConfigError (ValueError)       an argument, tensor, handle or variable is not what the call accepts
-    ├── TopologyError                  the machine or the group is not laid out as asked for
-    ├── TransportError                 bytes could not be moved: a peer closed its end
+    ├── TopologyError                  the machine or the group has another layout than asked for
+    ├── TransportError                 bytes could not be moved: a peer closed its connection
     │   └── TimeoutError               a peer did not arrive within the configured time
     ├── OverflowError                  more tokens arrived than the caller's bound
     ├── ClosedError                    the buffer was used after `close()` or `destroy()`
-    └── CudaError (RuntimeError)       the CUDA runtime refused a call of the cuda engine
+    └── CudaError (RuntimeError)       a call of the CUDA runtime failed in the cuda engine
 
 A message has the value that was given and the values that are allowed. docs/troubleshooting.md has an entry for each
 class: causes, and what to do.
@@ -40,7 +40,7 @@ class ConfigError(HybridEPError, ValueError):
 
 
 class TopologyError(HybridEPError):
-    """The machine, the domain or the process group is not laid out as the call needs it."""
+    """The machine, the domain or the process group does not have the layout that the call needs."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class TransportError(HybridEPError):
     Attributes:
         where: the step that failed, e.g. ``"dispatch: counts within domain"``.
         rank: the rank that noticed.
-        peer: the rank that is to blame, or None if unknown.
+        peer: the rank that was lost, or None if no single rank is the cause.
         detail: the message of the layer underneath.
     """
 
@@ -90,4 +90,4 @@ class ClosedError(HybridEPError):
 
 
 class CudaError(HybridEPError, RuntimeError):
-    """The CUDA runtime refused a call of the cuda engine; the message names the call."""
+    """A call of the CUDA runtime failed in the cuda engine; the message names the call."""

@@ -24,7 +24,7 @@ __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
 __device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  own.arrived_ctas = own.placed_ctas = 0;
+  own.arrived_ctas = own.routed_ctas = 0;
   own.started_ctas = 0;
   own.finished_ctas = 0;
   own.sent_items = own.summed_tokens = 0;

@@ -28,7 +28,7 @@ struct LogCodes {
   uint32_t upper;  // 16 bits
 };
 
-// Where the parts of eight channels stand: `vector` is their index in a row of `hidden` channels.
+// The addresses of the parts of eight channels: `vector` is their index in a row of `hidden` channels.
 struct LogRow {
   uint8_t* row;
   int hidden;

@@ -40,8 +40,8 @@ __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
   return next_epoch(ptx::load_relaxed_gpu(&progress.epoch));
 }
 
-// Tells every rank how many calls of each buffer this rank has read. CTA 0 of a sending kernel does it, with its first
-// threads. Earlier kernels have ended by then, so they need no fence.
+// Publishes to every rank how many calls of each buffer this rank has read. CTA 0 of a sending kernel does it, with its
+// first threads. Earlier kernels have ended by then, so they need no fence.
 __device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
   if (blockIdx.x != 0) return;
   LowLatencyChannel* own = &control_of(domain, domain.rank).channels[0][0];

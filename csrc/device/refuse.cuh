@@ -1,4 +1,4 @@
-// What a dispatch finds wrong with its own arguments, which all ranks learn with its counts; then nobody sends.
+// What a dispatch finds wrong with its own arguments. It publishes that with its counts; then no rank sends.
 #pragma once
 
 #include <cuda_runtime.h>

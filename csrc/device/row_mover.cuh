@@ -1,4 +1,4 @@
-// A warp that moves rows, one after the other, each to where the lanes want it.
+// A warp that moves rows, one after the other, each to the targets of its lanes.
 //
 //     row ─ pieces by bulk load ─► stages ─ a bulk store per lane that has a target ─► memory of this or another GPU
 #pragma once
@@ -39,7 +39,7 @@ class RowMover {
     asked_ = next == nullptr ? 0 : asked_next;
   }
 
-  // Waits until every row stands at its targets.
+  // Waits until every row is written at its targets.
   __device__ void finish() const {
     ptx::bulk_wait_written<0>();
     __syncwarp();

@@ -51,7 +51,7 @@ class RowRing {
   __device__ int stage() const { return stage_; }
   __device__ int next_stage() const { return stage_ + 1 == num_stages_ ? 0 : stage_ + 1; }
 
-  // Waits for the next row and returns where it stands.
+  // Waits for the next row and returns its address.
   __device__ uint8_t* wait() const {
     ptx::barrier_wait(barrier_of(stage_), parity_);
     return memory_ + stage_ * row_bytes_;

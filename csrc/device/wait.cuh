@@ -5,8 +5,8 @@
 // barriers and epochs as a successful kernel does.
 //
 // A rank that dies inside a call has sent to some ranks and not to others. Ranks left short stall, and become the next
-// ones waited for. So a rank that waits in vain publishes to all others for whom it waits. It listens for kListenNs
-// before it reports, and names the rank at the end of the chain, which has published nothing.
+// ones waited for. So a rank that waits in vain publishes to all others which rank it waits for. It listens for
+// kListenNs before it reports, and names the rank at the end of the chain, which has published nothing.
 #pragma once
 
 #include "device/ptx/memory.cuh"
@@ -57,7 +57,7 @@ __device__ inline void report_other_combine(FaultRecord* record, KernelName kern
 
 class Waiter {
  public:
-  // `control` are the blocks of all ranks. Through them ranks publish whom they wait for; nullptr: they do not.
+  // `control` are the blocks of all ranks. Through them ranks publish which rank they wait for; nullptr: they do not.
   __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns,
                     ControlBlock* const* control = nullptr, int num_ranks = 0)
       : record_(record),

@@ -49,18 +49,18 @@ struct DispatchParams {
   Domain domain;
   // What is sent.
   const uint8_t* rows;        // [T, row_bytes]
-  const int64_t* topk_idx;    // [T, K]; nullptr: the route below is taken as it is
+  const int64_t* topk_idx;    // [T, K]; nullptr: the route below is used as it is
   const float* topk_weights;  // [T, K] or nullptr
   const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
   int32_t call[CountRow::kNumCallColumns];  // what is published of the call
-  // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
+  // Experts that a receiver sees: [range_first + r × range_step, … + range_size) at rank r; others become −1.
   int range_first, range_step, range_size;
   // Where this rank's rows land.
   int row_limit;
   bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks grow their slots where one is too small
-  int common_bound;  // of a bound call: rows that each slot must hold, or nobody sends
-  int max_tokens;    // that a rank may have, or nobody sends
+  int common_bound;  // of a bound call: rows that each slot must hold, otherwise no rank sends
+  int max_tokens;    // most tokens that a rank may have; otherwise no rank sends
   bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   SlotLayout slot;
   // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.
@@ -71,8 +71,8 @@ struct DispatchParams {
   int32_t* dst_row;      // [T, R] row at r, expert-major output only, or −1
   int32_t* rank_prefix;  // [R, R] rows that ranks 0…i send to j
   // Written unless the route is read.
-  int32_t* expert_place;           // [T, K] scratch, expert-major output only
-  int32_t* num_tokens_per_expert;  // [LE], pads included
+  int32_t* expert_row;             // [T, K] scratch, expert-major output only: row of each copy at its rank, or −1
+  int32_t* num_tokens_per_expert;  // [LE], padding included
   int32_t* overflow;               // [1], or nullptr
   HostCounts* host_counts;         // nullptr: the host does not wait
   uint32_t counts_epoch;
@@ -90,7 +90,7 @@ struct ExpertRowParams {
   const float* probs;      // [P] or nullptr
   const int32_t* dst_row;  // [N, K] row of each copy, or −1
   uint8_t* sums;           // [N, H] bf16; what the combine takes as its rows
-  float* sum_weights;      // [N, K] or nullptr; likewise its weights: each expert's in its column
+  float* sum_weights;      // [N, K] or nullptr; the weights of each sum, in the columns of its experts
   uint32_t* row_epoch;     // [N] the combine that has last written the sum: release at GPU scope, acquire
   int num_topk, row_limit;
 };
@@ -107,7 +107,7 @@ struct CombineParams {
   int num_tokens, num_rows, row_bytes;
   uint32_t call[kNumReadyWords];  // what is published of the call
   int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
-  SlotLayout slot;  // `rows` and `weights` of partial rows on their way home
+  SlotLayout slot;  // `rows` and `weights` of the partial rows that arrive at their source
   ExpertRowParams experts;
   int num_sms;  // that send and sum; further ones sum rows of experts
 };
@@ -117,15 +117,15 @@ struct CombineParams {
 struct DuplicateParams {
   uint8_t* rows;                         // [P, row_bytes]; the lowest copy of each row is there
   const int32_t* dst_row;                // [N, K] row of each copy, or −1
-  int32_t* kept_dst_row;                 // [N, K] likewise, for the handle, or nullptr where they are the same
+  int32_t* kept_dst_row;                 // [N, K] a copy of dst_row for the handle, or nullptr where both are the same
   uint32_t* row_epoch;                   // [N] set to 0 along with kept_dst_row: no combine has summed the row
   const float* weights;                  // [N, K] or nullptr
   const uint32_t* scales;                // [N, num_scales] or nullptr
   float* probs;                          // [P] or nullptr
   uint32_t* permuted_scales;             // [P, num_scales] or nullptr
   const int32_t* rank_prefix;            // [R, R], for N
-  const int32_t* num_tokens_per_expert;  // [LE], pads included
-  const int32_t* num_rows_per_expert;    // [LE], pads not included
+  const int32_t* num_tokens_per_expert;  // [LE], padding included
+  const int32_t* num_rows_per_expert;    // [LE], padding not included
   int rank, num_ranks, num_topk, num_local_experts, row_bytes, num_scales;
   int row_limit;   // rows of the output
   int recv_limit;  // rows of dst_row

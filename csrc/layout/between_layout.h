@@ -13,6 +13,7 @@
 #include "layout/grid.h"
 #include "layout/limits.h"
 #include "layout/link_layout.h"
+#include "layout/offsets.h"
 
 namespace hybrid_ep {
 
@@ -22,8 +23,9 @@ constexpr int64_t kRingBytes = 64ll << 20;        // of one direction, about
 constexpr int kMaxSlotsPerPeer = 128;
 constexpr int kMinSlotsPerPeer = 4;
 constexpr int kStreamRing = 0;
-// Up to this many ranks a dispatch sends everyone the counts of all pairs of ranks; above, those towards the own
-// domain.
+constexpr int64_t kControlAlignBytes = 128;  // of the parts of control memory
+// Up to this many ranks a dispatch sends everyone the counts of all pairs of ranks; above, only those towards the
+// receiver's domain.
 constexpr int kMaxMatrixRanks = 256;
 
 // The link's ring: what D − 1 peers share of kRingBytes.
@@ -43,9 +45,9 @@ struct CallHeader {
     kRowLimit,      // rows that fit there; to its own domain
     kHeldCapacity,  // records of other domains that its route can hold; to its own domain
     kNumRecords,    // tokens that it sends to the receiving domain
-    kRefusal,       // FaultKind: what it has found wrong with its own arguments; then nobody sends
+    kRefusal,       // FaultKind: what it has found wrong with its own arguments; then no rank sends
     kRefusedValue,  // the argument
-    kFirstField,    // CallField: equal at all ranks, or nobody sends
+    kFirstField,    // CallField: equal at all ranks, otherwise no rank sends
     kNumColumns = kFirstField + kNumDispatchFields
   };
 };
@@ -63,23 +65,24 @@ struct Verdict {
   int32_t max_held;        // most records of other domains that a rank forwards
 };
 
-// Where the parts of control memory stand, behind the ControlBlock, in bytes. All of it is zero at first.
+// Byte offsets of the parts of control memory behind the ControlBlock. All of it is zero at first.
 struct BetweenLayout {
   int num_columns;   // of counts that a source publishes: R, or G of the receiving domain
   int words_stride;  // of one source's words
   // Written by ranks of the domain, at system scope.
   // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the receiver's experts
   int64_t words;
-  // uint64 [G][D] by i: so many of its rows for the peer in domain d stand here, rows << 32 | epoch: release, acquire
+  // uint64 [G][D] by i: how many of its rows for the peer in domain d have arrived, rows << 32 | epoch: release,
+  // acquire
   int64_t rows_pushed;
   // Written by this rank.
   int64_t decisions;    // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch
   int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call
-  int64_t read_chunks;  // uint64 [D] likewise of the stream from it
-  int64_t rows_read;    // uint32 [D][S] of the chunk that stands in the slot
-  int64_t slots_read;   // uint32 [D][S] of each group, in this lap
-  // uint32 [kMaxTokens] the combine that has last summed each chunk of the own domain's rows: release, acquire at GPU
-  // scope
+  int64_t read_chunks;  // uint64 [D] of the stream from each peer, before this call
+  int64_t rows_read;    // uint32 [D][S] rows read of the chunk in the slot
+  int64_t slots_read;   // uint32 [D][S] slots read of each group, in this lap
+  // uint32 [kMaxTokens] epoch of the combine that has last summed each chunk of this domain's rows: release, acquire at
+  // GPU scope
   int64_t own_epoch;
   int64_t items;   // uint32 [D] next work index towards each domain, 0 between kernels
   int64_t pushed;  // uint32 [D][G] chunks of partial rows published to their rank, 0 between kernels: release, acquire
@@ -89,25 +92,20 @@ struct BetweenLayout {
     BetweenLayout layout{};
     const int64_t num_ranks = grid.num_ranks(), num_domains = grid.num_domains, size = grid.ranks_per_domain;
     const int64_t num_slots = stream_ring(grid.num_domains).num_slots;
-    int64_t offset = 0;
-    const auto place = [&](int64_t num_bytes) {
-      const int64_t begin = offset;
-      offset += (num_bytes + 127) / 128 * 128;
-      return begin;
-    };
+    Offsets offsets(kControlAlignBytes);
     layout.num_columns = static_cast<int>(num_ranks <= kMaxMatrixRanks ? num_ranks : size);
     layout.words_stride = CallHeader::kNumColumns + layout.num_columns + kMaxExperts / static_cast<int>(num_ranks);
-    layout.words = place(8 * num_ranks * layout.words_stride);
-    layout.rows_pushed = place(8 * size * num_domains);
-    layout.decisions = place(16);
-    layout.sent_chunks = place(8 * num_domains);
-    layout.read_chunks = place(8 * num_domains);
-    layout.rows_read = place(4 * num_domains * num_slots);
-    layout.slots_read = place(4 * num_domains * num_slots);
-    layout.own_epoch = place(4ll * kMaxTokens);
-    layout.items = place(4 * num_domains);
-    layout.pushed = place(4 * num_domains * size);
-    layout.num_bytes = offset;
+    layout.words = offsets.append(8 * num_ranks * layout.words_stride);
+    layout.rows_pushed = offsets.append(8 * size * num_domains);
+    layout.decisions = offsets.append(16);
+    layout.sent_chunks = offsets.append(8 * num_domains);
+    layout.read_chunks = offsets.append(8 * num_domains);
+    layout.rows_read = offsets.append(4 * num_domains * num_slots);
+    layout.slots_read = offsets.append(4 * num_domains * num_slots);
+    layout.own_epoch = offsets.append(4ll * kMaxTokens);
+    layout.items = offsets.append(4 * num_domains);
+    layout.pushed = offsets.append(4 * num_domains * size);
+    layout.num_bytes = offsets.end();
     return layout;
   }
 };
@@ -115,33 +113,29 @@ struct BetweenLayout {
 // Where a token goes in one column of its top-k: a rank, and its index among what its source sends there. The first
 // column that names the rank has it, further ones and −1 have kNowhere.
 constexpr uint32_t kNowhere = 0xffffffffu;
-HYBRID_EP_HOST_DEVICE uint32_t make_destination(int rank, int place) {
-  return static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(place);
+HYBRID_EP_HOST_DEVICE uint32_t make_destination(int rank, int index) {
+  return static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(index);
 }
 HYBRID_EP_HOST_DEVICE int rank_of_destination(uint32_t destination) { return static_cast<int>(destination >> 16); }
-HYBRID_EP_HOST_DEVICE int place_of_destination(uint32_t destination) { return static_cast<int>(destination & 0xffffu); }
+HYBRID_EP_HOST_DEVICE int index_of_destination(uint32_t destination) { return static_cast<int>(destination & 0xffffu); }
 static_assert(kMaxTokens <= 1 << 16);
 
-// A token on its way to another domain, or its partial row on the way home, in bytes from its begin.
+// Byte offsets in a record: a token that crosses to another domain, or the partial row that comes back.
 struct RecordLayout {
   int scales, destinations, experts, weights;
   int num_bytes;  // a multiple of 16
   int per_chunk;
 
-  // Parts that are not there have no columns.
+  // Absent parts have 0 columns.
   static RecordLayout of(int64_t row_bytes, int num_scales, int num_destinations, int num_experts, int num_weights) {
     RecordLayout layout{};
-    int offset = static_cast<int>(row_bytes);
-    const auto place = [&](int num_words) {
-      const int begin = offset;
-      offset += 4 * num_words;
-      return begin;
-    };
-    layout.scales = place(num_scales);
-    layout.destinations = place(num_destinations);
-    layout.experts = place(num_experts);
-    layout.weights = place(num_weights);
-    layout.num_bytes = (offset + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
+    Offsets offsets(1, row_bytes);
+    const auto append = [&](int num_words) { return static_cast<int>(offsets.append(4ll * num_words)); };
+    layout.scales = append(num_scales);
+    layout.destinations = append(num_destinations);
+    layout.experts = append(num_experts);
+    layout.weights = append(num_weights);
+    layout.num_bytes = static_cast<int>((offsets.end() + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes);
     const int fitting = static_cast<int>(kChunkSlotBytes) / layout.num_bytes;
     layout.per_chunk = fitting < kRowsPerRecordChunk ? fitting : kRowsPerRecordChunk;
     return layout;
@@ -153,7 +147,7 @@ static_assert(2 * (kMaxRowBytes + 16 * kMaxTopk + kMaxRowBytes) <= kChunkSlotByt
 struct BetweenRoute {
   int64_t destinations;           // [T, K]
   int64_t domain_list;            // [D, T] the tokens that go to each domain, ascending
-  int64_t domain_place;           // [D, T] index of each token in that list, or −1
+  int64_t list_index;             // [D, T] each token's index in that list, or −1
   int64_t rank_counts;            // [R] tokens of this rank to each rank
   int64_t domain_counts;          // [D] to each domain
   int64_t expert_counts;          // [E] to each expert
@@ -167,24 +161,19 @@ struct BetweenRoute {
   static BetweenRoute of(const Grid& grid, int num_tokens, int num_topk, int num_experts, int held_capacity) {
     const int64_t num_ranks = grid.num_ranks(), num_domains = grid.num_domains, size = grid.ranks_per_domain;
     BetweenRoute route{};
-    int64_t offset = 0;
-    const auto place = [&](int64_t num_ints) {
-      const int64_t begin = offset;
-      offset += num_ints;
-      return begin;
-    };
-    route.destinations = place(static_cast<int64_t>(num_tokens) * num_topk);
-    route.domain_list = place(num_domains * num_tokens);
-    route.domain_place = place(num_domains * num_tokens);
-    route.rank_counts = place(num_ranks);
-    route.domain_counts = place(num_domains);
-    route.expert_counts = place(num_experts);
-    route.num_records = place(num_domains);
-    route.counts = place(num_ranks * size);
-    route.rank_prefix = place(num_ranks <= kMaxMatrixRanks ? num_ranks * num_ranks : 0);
-    route.num_tokens_per_expert = place(num_experts / num_ranks);
-    route.held = place(static_cast<int64_t>(held_capacity) * num_topk);
-    route.num_ints = offset;
+    Offsets offsets;
+    route.destinations = offsets.append(static_cast<int64_t>(num_tokens) * num_topk);
+    route.domain_list = offsets.append(num_domains * num_tokens);
+    route.list_index = offsets.append(num_domains * num_tokens);
+    route.rank_counts = offsets.append(num_ranks);
+    route.domain_counts = offsets.append(num_domains);
+    route.expert_counts = offsets.append(num_experts);
+    route.num_records = offsets.append(num_domains);
+    route.counts = offsets.append(num_ranks * size);
+    route.rank_prefix = offsets.append(num_ranks <= kMaxMatrixRanks ? num_ranks * num_ranks : 0);
+    route.num_tokens_per_expert = offsets.append(num_experts / num_ranks);
+    route.held = offsets.append(static_cast<int64_t>(held_capacity) * num_topk);
+    route.num_ints = offsets.end();
     return route;
   }
 };

@@ -19,10 +19,10 @@ struct CountRow {
   enum Column {
     kSlotIdx,       // where in i's arena this call's rows land
     kRowLimit,      // rows that fit there
-    kRefusal,       // FaultKind: what i has found wrong with its own arguments; then nobody sends
+    kRefusal,       // FaultKind: what i has found wrong with its own arguments; then no rank sends
     kRefusedValue,  // the argument
     kSlotsWanted,   // slots that i's pool would need to copy no result; 0: it has enough
-    kFirstField,    // CallField: equal at all ranks, or nobody sends
+    kFirstField,    // CallField: equal at all ranks, otherwise no rank sends
     kNumCallColumns = kFirstField + kNumDispatchFields,
     kTokensPerRank = kNumCallColumns,              // tokens that i sends to each rank
     kTokensPerExpert = kTokensPerRank + kMaxRanks  // copies that i sends to each expert
@@ -39,8 +39,8 @@ struct alignas(32) ReportQueue {
 };
 
 // What a combine publishes before any rank sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number
-// of the handle's dispatch. Equal at all ranks, or nobody sends. Stored with release, loaded with acquire, at system
-// scope.
+// of the handle's dispatch. Equal at all ranks, otherwise no rank sends. Stored with release, loaded with acquire, at
+// system scope.
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
 
 struct ControlBlock {
@@ -48,7 +48,7 @@ struct ControlBlock {
 
   // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.
   CountRow counts[kMaxRanks];
-  uint32_t rows_epoch[kMaxRanks];             // raised by i when all its rows of a dispatch stand in this rank's arena
+  uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch have arrived in this rank's arena
   uint64_t ready[kMaxRanks][kNumReadyWords];  // by i when its arena may be written by this rank's combine
   uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
   uint32_t
@@ -59,7 +59,7 @@ struct ControlBlock {
   uint32_t dispatch_epoch;
   uint32_t combine_epoch;
   uint32_t arrived_ctas;       // at the grid barrier; 0 between kernels
-  uint32_t placed_ctas;        // of a dispatch, whose tokens' indices are final; 0 between kernels
+  uint32_t routed_ctas;        // of a dispatch, whose tokens have their final indices; 0 between kernels
   uint32_t started_ctas;       // of a combine from experts, relaxed: only the number counts; 0 between kernels
   uint32_t finished_ctas;      // 0 between kernels
   uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels

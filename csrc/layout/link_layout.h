@@ -1,5 +1,5 @@
-// Where chunks, flags and credits of a link stand. A link joins a rank to its peers: the ranks with its domain rank in
-// the other domains. Every rank has one window, and all windows have the same shape.
+// Offsets of the chunks, flags and credits of a link. A link joins a rank to its peers: the ranks with its domain rank
+// in the other domains. Every rank has one window, and all windows have the same shape.
 //
 //     window: per ring and peer  send slots │ per ring and peer  receive slots
 //     words:  per ring and peer  a flag for each receive slot │ per ring and peer  a credit for each group of send
@@ -86,7 +86,7 @@ struct LinkLayout {
 
 // Host only. Offsets of any number of domains and of any rings.
 LinkLayout arrange_link(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
-// Likewise, of a link that can be made. Throws std::invalid_argument for shapes that are not allowed.
+// The layout of a link, checked. Throws std::invalid_argument for shapes that are not allowed.
 LinkLayout make_link_layout(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
 
 }  // namespace hybrid_ep

@@ -25,7 +25,7 @@ constexpr int kLowLatencyBuffers = 2;  // of each kind
 constexpr int kChannelsPerScale = 128;
 constexpr int kChannelsPerBlock = 16;  // of NVFP4
 constexpr int kScalesPerWord = 4;      // of those that are a byte
-// The scales of NVFP4 rows stand in tiles of 128 rows and a word: row r is word r % 32 × 4 + r / 32 of its tile.
+// The scales of NVFP4 rows are stored in tiles of 128 rows and a word: row r is word r % 32 × 4 + r / 32 of its tile.
 constexpr int kRowsPerTile = 128;
 constexpr int64_t kLowLatencyAlignBytes = 128;
 constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag can hold

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "layout/offsets.h"
+
 namespace hybrid_ep {
 
 struct RouteLayout {
@@ -13,7 +15,7 @@ struct RouteLayout {
   int64_t dst_row;                // [T, R], expert-major only
   int64_t num_tokens_per_expert;  // [LE]; expert-major: [2, LE], with padding, then without
   int64_t overflow;               // [1], expert-major only
-  int64_t expert_place;           // [T, K]
+  int64_t expert_row;             // [T, K]
   int64_t num_ints;
 };
 
@@ -22,20 +24,15 @@ inline RouteLayout make_route_layout(int num_ranks, int num_tokens, int num_loca
                                      bool is_permuted) {
   const int64_t cells = static_cast<int64_t>(num_tokens) * num_ranks;
   RouteLayout layout{};
-  int64_t offset = 0;
-  const auto place = [&](int64_t num_ints) {
-    const int64_t begin = offset;
-    offset += num_ints;
-    return begin;
-  };
-  layout.rank_prefix = place(num_ranks * num_ranks);
-  layout.send_slot = place(cells);
-  layout.send_list = place(cells);
-  layout.dst_row = place(is_permuted ? cells : 0);
-  layout.num_tokens_per_expert = place((is_permuted ? 2 : 1) * num_local_experts);
-  layout.overflow = place(is_permuted ? 1 : 0);
-  layout.expert_place = place(static_cast<int64_t>(num_tokens) * num_topk);
-  layout.num_ints = offset;
+  Offsets offsets;
+  layout.rank_prefix = offsets.append(num_ranks * num_ranks);
+  layout.send_slot = offsets.append(cells);
+  layout.send_list = offsets.append(cells);
+  layout.dst_row = offsets.append(is_permuted ? cells : 0);
+  layout.num_tokens_per_expert = offsets.append((is_permuted ? 2 : 1) * num_local_experts);
+  layout.overflow = offsets.append(is_permuted ? 1 : 0);
+  layout.expert_row = offsets.append(static_cast<int64_t>(num_tokens) * num_topk);
+  layout.num_ints = offsets.end();
   return layout;
 }
 

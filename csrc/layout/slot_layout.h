@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "layout/expert_map.h"
+#include "layout/offsets.h"
 
 namespace hybrid_ep {
 
@@ -29,16 +30,11 @@ inline SlotLayout make_slot_layout(const RowWidths& widths, int64_t slot_bytes) 
   const int64_t capacity = (slot_bytes - kNumParts * kPartAlignBytes) / widths.record_bytes();
   SlotLayout layout{};
   layout.capacity = static_cast<int32_t>(capacity < 0 ? 0 : capacity > INT32_MAX ? INT32_MAX : capacity);
-  int64_t offset = 0;
-  const auto place = [&](int64_t width) {
-    const int64_t begin = offset;
-    offset += (layout.capacity * width + kPartAlignBytes - 1) / kPartAlignBytes * kPartAlignBytes;
-    return begin;
-  };
-  layout.rows = place(widths.rows);
-  layout.experts = place(widths.experts);
-  layout.weights = place(widths.weights);
-  layout.scales = place(widths.scales);
+  Offsets offsets(kPartAlignBytes);
+  layout.rows = offsets.append(layout.capacity * widths.rows);
+  layout.experts = offsets.append(layout.capacity * widths.experts);
+  layout.weights = offsets.append(layout.capacity * widths.weights);
+  layout.scales = offsets.append(layout.capacity * widths.scales);
   return layout;
 }
 

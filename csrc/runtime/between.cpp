@@ -88,7 +88,7 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
   params.host_counts = tells_host ? domain_.host_counts() : nullptr;
   params.counts_epoch = tells_host ? domain_.next_counts_epoch() : 0;
   if (plan.makes_route) {
-    launch_place_tokens({grid_, params.between.domain.control[params.between.domain.rank], tensors.topk_idx,
+    launch_index_tokens({grid_, params.between.domain.control[params.between.domain.rank], tensors.topk_idx,
                          plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
                         stream);
   }

@@ -21,7 +21,7 @@ struct BetweenCombinePlan {
 RecordLayout record_of(const DispatchShape& plan);
 RecordLayout record_of(const BetweenCombinePlan& plan);
 
-// Scratch of a combine for the own domain's part of each token; nullptr for weights that it has not.
+// Scratch of a combine for each token's sum over this domain; nullptr without weights.
 struct OwnSums {
   uint8_t* rows;
   float* weights;
@@ -29,7 +29,7 @@ struct OwnSums {
 
 class BetweenCommunicator {
  public:
-  // Behind each ControlBlock of the domain's communicator stand BetweenLayout::of(grid).num_bytes of zeros.
+  // BetweenLayout::of(grid).num_bytes of zeros follow each ControlBlock of the domain's communicator.
   BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy);
 
   // `handle` is as in Communicator::dispatch. Returns the epoch that the host counts will have if the call waits for

@@ -42,7 +42,7 @@ const char* name_of(KernelName kernel) {
 const char* name_of(WaitTag tag) {
   switch (tag) {
     case WaitTag::kGrid:
-      return "CTAs of the own grid";
+      return "CTAs of its own grid";
     case WaitTag::kCounts:
       return "counts";
     case WaitTag::kRows:
@@ -198,7 +198,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.dst_row = part(is_permuted, plan.route.dst_row);
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
-  params.expert_place = part(is_new, plan.route.expert_place);
+  params.expert_row = part(is_new, plan.route.expert_row);
   const bool tells_host = plan.waits_for_counts || params.common_bound > params.slot.capacity;
   params.host_counts = tells_host ? host_counts_ : nullptr;
   params.counts_epoch = tells_host ? next_counts_epoch() : 0;
@@ -313,7 +313,7 @@ const HostCounts* Communicator::wait_for_host_counts(uint32_t counts_epoch, cuda
   if (*written != counts_epoch) return nullptr;
   std::atomic_thread_fence(std::memory_order_acquire);
   if (host_counts_->status != kFailed) return host_counts_;
-  // The kernel may still be reading for whom other ranks wait, before it records the fault.
+  // The kernel may still read which ranks the others wait for, before it records the fault.
   deadline = after(timeout_s_ + kHostCountsGraceS);
   while (!has_fault() && Clock::now() < deadline) std::this_thread::yield();
   return nullptr;

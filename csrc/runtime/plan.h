@@ -38,7 +38,7 @@ struct DispatchCall {
   bool has_topk;           // whether the routing came as top-k indices
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
   int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
-  FaultKind refusal;       // what this rank's host has found wrong with its arguments; then nobody sends
+  FaultKind refusal;       // what this rank's host has found wrong with its arguments; then no rank sends
   int refused_value;       // the argument
   int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens
 };
@@ -54,7 +54,7 @@ struct DispatchShape {
   bool makes_route;  // false: it is read
   int num_tokens, num_topk, num_experts;
   int range_first, range_step, range_size;
-  int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have landed
+  int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have arrived
   int row_limit;     // where the host does not wait for counts
   bool waits_for_counts;
   int num_sms;  // 0: the default

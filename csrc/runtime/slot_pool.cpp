@@ -73,7 +73,7 @@ int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
   }
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    // A capture cannot wait for work outside of it: only what nobody uses any more can be taken.
+    // A capture cannot wait for work outside of it, so it can only take a slot whose last use has ended.
     if (slot.holders > 0 || slot.capture_id != 0 || slot.has_unknown_users) continue;
     if (slot.has_event && !has_passed(slot.event)) continue;
     slot.graph_end = end_of(capture.graph);

@@ -64,7 +64,7 @@ class SlotPool {
   int take_eager(cudaStream_t stream);
   int take_captured(cudaStream_t stream, const Capture& capture);
   bool wait_for_users(Slot& slot, cudaStream_t stream) const;
-  // Returns whether an event now stands behind what the current stream holds; never throws. The stream must be one of
+  // Records an event on the current stream; returns whether that worked. Never throws. The stream must be one of
   // the capture, or of none where that is 0.
   bool record(cudaEvent_t event, unsigned long long capture_id) const;
 

@@ -56,7 +56,7 @@ std::vector<std::string> list(const fs::path& directory) {
   return names;
 }
 
-// True where a stands before b when runs of digits compare as numbers.
+// Whether a sorts before b, with runs of digits compared as numbers.
 bool natural_less(const std::string& a, const std::string& b) {
   size_t i = 0;
   size_t j = 0;
@@ -81,13 +81,13 @@ bool natural_less(const std::string& a, const std::string& b) {
   return a.size() - i < b.size() - j;
 }
 
-// The chain of bridges above a device: what stands after "devices" in the place that its link resolves to.
+// The chain of bridges above a device: the parts of the path that its link resolves to, from the host bridge on.
 std::vector<std::string> bridges_above(const fs::path& link, const std::string& address) {
   std::error_code error;
-  const fs::path place = fs::canonical(link, error);
+  const fs::path resolved = fs::canonical(link, error);
   std::vector<std::string> chain;
   bool below_host_bridge = false;
-  for (const fs::path& part : place) {
+  for (const fs::path& part : resolved) {
     below_host_bridge = below_host_bridge || part.string().rfind("pci", 0) == 0;
     if (below_host_bridge) chain.push_back(printable(part.string()));
   }
@@ -146,7 +146,7 @@ std::vector<PciDevice> scan_pci(const fs::path& sysroot) {
     const int full_class = read_int(device / "class", -1);
     found.class_code = full_class < 0 ? -1 : full_class >> 8;  // the low byte is the programming interface
     const int base_class = found.class_code >> 8;
-    const bool unknown_gpu = found.vendor == kNvidia && full_class < 0;  // listed, so that nobody counts it as missing
+    const bool unknown_gpu = found.vendor == kNvidia && full_class < 0;  // listed, so that it does not count as missing
     if (!is_gpu(found) && !is_bridge(found) && base_class != kBaseClassNetwork && !unknown_gpu) continue;
     found.device_id = read_int(device / "device", -1);
     found.numa_node = read_int(device / "numa_node", kUnreadable);

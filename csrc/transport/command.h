@@ -22,7 +22,7 @@ struct Command {
   uint64_t word;       // not 0
 };
 
-// As it stands in the FIFO. The last word shows whether the command has come.
+// A command in the FIFO. The parity in its last word shows whether it has come.
 struct alignas(16) PackedCommand {
   uint32_t word_low, word_high, num_bytes, head;
 };

@@ -1,4 +1,4 @@
-// The kernels' end of a FIFO: fifo.h.
+// The kernels' end of a FIFO (fifo.h).
 #pragma once
 
 #include "device/ptx/memory.cuh"
@@ -31,8 +31,8 @@ __device__ bool push_command(const FifoView& fifos, int fifo, const Command& com
     index = before;
   }
   const PackedCommand packed = pack(command, phase_of_index(index));
-  PackedCommand* place = fifos.commands + static_cast<int64_t>(fifo) * kFifoSlots + index % kFifoSlots;
-  ptx::store_relaxed_system(reinterpret_cast<uint4*>(place),
+  PackedCommand* slot = fifos.commands + static_cast<int64_t>(fifo) * kFifoSlots + index % kFifoSlots;
+  ptx::store_relaxed_system(reinterpret_cast<uint4*>(slot),
                             make_uint4(packed.word_low, packed.word_high, packed.num_bytes, packed.head));
   return true;
 }

@@ -42,13 +42,13 @@ class FifoReader {
 
   // Looks at the next command without taking it; false: there is none. Acquires what its writer has released.
   bool peek(Command* command) const {
-    const PackedCommand* place = commands_ + next_ % kFifoSlots;
+    const PackedCommand* slot = commands_ + next_ % kFifoSlots;
     PackedCommand packed;
-    packed.head = __atomic_load_n(&place->head, __ATOMIC_ACQUIRE);
+    packed.head = __atomic_load_n(&slot->head, __ATOMIC_ACQUIRE);
     if (phase_of(packed.head) != phase_of_index(next_)) return false;
-    packed.word_low = place->word_low;
-    packed.word_high = place->word_high;
-    packed.num_bytes = place->num_bytes;
+    packed.word_low = slot->word_low;
+    packed.word_high = slot->word_high;
+    packed.num_bytes = slot->num_bytes;
     *command = unpack(packed);
     return true;
   }

@@ -1,5 +1,5 @@
-// A thread of the host in the place of a kernel: gives commands and reads words, where windows are in host memory. For
-// measuring a link alone. It must be the only writer of its FIFO.
+// A host thread that gives commands and reads words as a kernel does. Windows are in host memory. For measuring a link
+// alone. It must be the only writer of its FIFO.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@ class HostWriter {
   bool push(const Command& command) {
     const uint32_t done = __atomic_load_n(&view_.fifos.done[fifo_].value, __ATOMIC_ACQUIRE);
     if (next_ - done >= kFifoSlots) return false;
-    PackedCommand* place = view_.fifos.commands + static_cast<size_t>(fifo_) * kFifoSlots + next_ % kFifoSlots;
+    PackedCommand* slot = view_.fifos.commands + static_cast<size_t>(fifo_) * kFifoSlots + next_ % kFifoSlots;
     const PackedCommand packed = pack(command, phase_of_index(next_));
-    place->word_low = packed.word_low;
-    place->word_high = packed.word_high;
-    place->num_bytes = packed.num_bytes;
-    __atomic_store_n(&place->head, packed.head, __ATOMIC_RELEASE);
+    slot->word_low = packed.word_low;
+    slot->word_high = packed.word_high;
+    slot->num_bytes = packed.num_bytes;
+    __atomic_store_n(&slot->head, packed.head, __ATOMIC_RELEASE);
     ++next_;
     return true;
   }

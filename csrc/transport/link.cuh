@@ -4,8 +4,8 @@
 //     build chunk in send_slot ─ put_signal ─► peer's recv_slot, then its flag ─ poll ─► read chunk ─ credit ─►
 //     poll_credit
 //
-// How slots, flags and credits are addressed, and the three rules for words, stand in layout/link_layout.h. `peer` is
-// always the domain index of a peer, never the own one.
+// How slots, flags and credits are addressed, and the three rules for words, are in layout/link_layout.h. `peer` is
+// always the domain index of a peer, never this rank's.
 //
 // Order. put_signal publishes what the calling thread has written, or has observed as written, at system scope: a warp
 // waits for its bulk stores (ptx::bulk_wait_written) and syncs before one lane calls it. poll acquires: later loads of
@@ -24,7 +24,7 @@
 
 namespace hybrid_ep {
 
-// What stands in this rank's own memory, which is the same for every link.
+// Flags and credits in this rank's own memory: the same for every link.
 class LinkEnd {
  public:
   // Owned from its flag to credit. 128-byte aligned, as every slot.
@@ -67,8 +67,8 @@ class ProxyLink : public LinkEnd {
     return push({CommandKind::kPut, ring, peer, slot, num_bytes, word}, give_up);
   }
 
-  // Tells the peer, by `word`, that slots [group, group + 1) × slots_per_credit have been read. One thread; returns as
-  // put_signal does.
+  // Publishes to the peer, by `word`, that slots [group, group + 1) × slots_per_credit have been read. One thread;
+  // returns as put_signal does.
   template <typename GiveUp>
   __device__ bool credit(int ring, int peer, int group, uint64_t word, GiveUp&& give_up) const {
     return push({CommandKind::kCredit, ring, peer, group, 0, word}, give_up);

@@ -47,7 +47,7 @@ class Link {
 
   // What peers need to connect to this rank: bytes that mean something to this transport only.
   virtual std::string address() const = 0;
-  // Connects to every peer. `addresses` are those of all domains by index; the own one is ignored.
+  // Connects to every peer. `addresses` are those of all domains by index; this rank's is ignored.
   virtual void connect(const std::vector<std::string>& addresses, double timeout_s) = 0;
 
   // Begins a put or credit, which has been checked against the layout. Returns false where its queue is full now: the
@@ -60,7 +60,7 @@ class Link {
   virtual bool is_quiet() const = 0;
   // A file descriptor that becomes readable when progress() is needed although no call is open; −1: none.
   virtual int wait_fd() const { return -1; }
-  // Ends the connections in order. Peers that are still in a call learn of it from their own transport.
+  // Ends the connections in order. Peers that are still in a call see it through their own transport.
   virtual void close() {}
 
  protected:

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSpins = 1000;  // looks without work before a nap
 constexpr auto kNap = std::chrono::microseconds(50);
 
-// What a chunk holds in place of rows: who sends it to whom, and when.
+// What a chunk holds instead of rows: who sends it to whom, and when.
 uint64_t pattern(int from, int to, uint32_t epoch, int chunk) {
   return (static_cast<uint64_t>(from) << 56 | static_cast<uint64_t>(to) << 48 | static_cast<uint64_t>(epoch) << 24) +
          static_cast<uint64_t>(chunk);

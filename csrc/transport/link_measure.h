@@ -1,4 +1,4 @@
-// Measures a link alone, with a thread of the host in the place of kernels: chunks to and from every peer at once, with
+// Measures a link alone, with a host thread instead of kernels: chunks to and from every peer at once, with
 // flags and credits as kernels use them.
 #pragma once
 

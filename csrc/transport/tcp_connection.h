@@ -37,7 +37,7 @@ class TcpConnection {
 
   // Queues a frame. The payload stays as it is until the peer has it.
   void add(const Command& command, const uint8_t* payload);
-  bool has_room() const { return out_.size() < kMaxQueued; }
+  bool can_queue() const { return out_.size() < kMaxQueued; }
   bool has_frames() const { return !out_.empty(); }
 
   // Writes and reads what the socket takes and has. *has_worked is set where bytes have moved. `find_target` returns

@@ -55,7 +55,7 @@ class File {
 
 std::string error_text(const std::string& what) { return what + ": " + std::strerror(errno); }
 
-// A numeric address, as the system wants it.
+// A numeric address in the form of the socket calls.
 struct Endpoint {
   sockaddr_storage address{};
   socklen_t length = 0;
@@ -161,7 +161,7 @@ class TcpLink final : public Link {
       if (command.kind == CommandKind::kPut) fail(command.peer, name_of(connection), "the peer has closed its end");
       return true;
     }
-    if (!connection.has_room()) return false;
+    if (!connection.can_queue()) return false;
     const uint8_t* payload = command.kind == CommandKind::kPut
                                  ? window() + layout().send_offset(me, command.ring, command.peer, command.slot)
                                  : nullptr;
@@ -229,9 +229,9 @@ class TcpLink final : public Link {
   static std::string name_of(const TcpConnection& connection) { return "tcp to " + connection.address(); }
 
   void keep(File socket, int peer, int number) {
-    auto& place = connections_[peer][number];
-    place = std::make_unique<TcpConnection>(socket.release(), peer, options_.timeout_s);
-    watch(*place, EPOLLIN, EPOLL_CTL_ADD);
+    auto& connection = connections_[peer][number];
+    connection = std::make_unique<TcpConnection>(socket.release(), peer, options_.timeout_s);
+    watch(*connection, EPOLLIN, EPOLL_CTL_ADD);
   }
 
   File open_to(int peer, const Endpoint& endpoint, const Hello& hello, Clock::time_point deadline) const {

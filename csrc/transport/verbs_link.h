@@ -1,6 +1,6 @@
 // The transport for RDMA NICs: reliable connections over libibverbs. A put is two writes on one queue pair, the chunk
-// and then its flag: a queue pair places them in this order, for flags lie in a memory region without relaxed ordering.
-// On a network that keeps no order each write brings an immediate instead (arrivals.h).
+// and then its flag: a queue pair writes them in this order, because flags lie in a memory region without relaxed
+// ordering. On a network that keeps no order each write brings an immediate instead (arrivals.h).
 #pragma once
 
 #include <cstdint>

@@ -113,7 +113,7 @@ def _as_sent(x: Tensor, dtype: str) -> Tensor:
 def _by_content(received: Received, mode: str) -> Tensor:
     """An order that depends on nothing but what is in the rows: by their expert where each has one, then by channels.
 
-    Tokens are random: the first channels tell them apart.
+    Tokens are random: their first channels differ.
     """
     key = received.rows[:, :_NUM_KEY_CHANNELS].double()
     return _lexicographic(torch.cat([received.labels[:, :1], key], 1) if mode == "permute" else key)

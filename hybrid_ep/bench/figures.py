@@ -25,7 +25,7 @@ _Point = tuple[float, float]
 class _Line(NamedTuple):
     """Attributes:
     name: of the implementation.
-    plan: what tells its plan from the others.
+    plan: what distinguishes its plan from the others.
     form: of the call; empty for the call itself.
     """
 
@@ -117,7 +117,7 @@ def _title(report: BenchReport, results: list[BenchResult]) -> str:
 
 
 def _labels(results: list[BenchResult], result: BenchResult) -> list[str]:
-    """What tells this plan from the others, tokens apart."""
+    """What distinguishes this plan from the others, except tokens."""
     return [value for name, value in settings(result.plan).items() if name in varying(results) and name != "tokens"]
 
 

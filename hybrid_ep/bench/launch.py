@@ -104,7 +104,7 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
     Args:
         plans: what to measure; at least one, all on the same device.
         run: of `open_ranks`.
-        begin: is told what comes next.
+        begin: is called with what comes next.
 
     Returns:
         What was measured; the same on every rank of a launcher.
@@ -130,13 +130,13 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
 
 def _join(launcher: Launcher, device: str) -> None:
     # torchrun may keep the store in its agent, which only env:// knows; mpirun sets no variables that env:// reads.
-    meet = "env://" if launcher.name == "torchrun" else f"tcp://{env.MASTER_ADDR.get()}:{env.MASTER_PORT.get()}"
+    init_method = "env://" if launcher.name == "torchrun" else f"tcp://{env.MASTER_ADDR.get()}:{env.MASTER_PORT.get()}"
     if device == "cuda":
         gpu = torch.device("cuda", launcher.local_rank)
         torch.cuda.set_device(gpu)
         dist.init_process_group(
-            "nccl", init_method=meet, rank=launcher.rank, world_size=launcher.num_ranks, device_id=gpu
+            "nccl", init_method=init_method, rank=launcher.rank, world_size=launcher.num_ranks, device_id=gpu
         )
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=meet, rank=launcher.rank, world_size=launcher.num_ranks)
+        dist.init_process_group("gloo", init_method=init_method, rank=launcher.rank, world_size=launcher.num_ranks)

@@ -131,7 +131,7 @@ class BenchReport:
         return f"{self.num_ranks} ranks on {self.device}: {parts}"
 
     def varying(self) -> list[str]:
-        """Names of the settings that tell the plans apart."""
+        """Names of the settings in which the plans differ."""
         return varying(self.results)
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def settings(plan: BenchPlan) -> dict[str, str]:
 
 
 def varying(results: list[BenchResult]) -> list[str]:
-    """Names of the settings that tell the plans apart."""
+    """Names of the settings in which the plans differ."""
     all_settings = [settings(result.plan) for result in results]
     return [name for name in all_settings[0] if len({one[name] for one in all_settings}) > 1]
 

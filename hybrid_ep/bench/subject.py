@@ -1,4 +1,4 @@
-"""What is measured: the interface behind which every implementation stands.
+"""What is measured: the interface that every implementation has.
 
 A subject is driven as a model would drive it. `dispatch` and `combine` are what is timed and do nothing else;
 `received` and `outputs` prepare what the check and the combine need, outside the timing.
@@ -25,7 +25,7 @@ class Received:
     """What a dispatch brought, in a form that can be compared.
 
     Attributes:
-        rows: ``[n, H]`` float32, dequantised, pads left out; in any order.
+        rows: ``[n, H]`` float32, dequantised, without padding; in any order.
         labels: ``[n, W]`` float64, what else is known of each row: its experts and weights, or where it comes from.
     """
 
@@ -51,7 +51,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def outputs(self, dispatched: Any, factor: float) -> Tensor:
-        """Stands for the experts: every received row times `factor`, as combine wants it. Local."""
+        """Replaces the experts: every received row times `factor`, in the form that combine takes. Local."""
 
     @abc.abstractmethod
     def combine(self, dispatched: Any, outputs: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class _ModuleSubject(Subject):
         """Makes `buffer`."""
 
     def make(self, kind: Any, *arguments: Any, **options: Any) -> Any:
-        """Makes an object of the module, such that it may be destroyed: some must be told so beforehand."""
+        """Makes an object of the module that may be destroyed; some need an argument for that."""
         if "explicitly_destroy" in inspect.signature(kind).parameters:
             options["explicitly_destroy"] = True
         return kind(*arguments, **options)

@@ -45,7 +45,7 @@ _SPARE_COLUMNS = (
 _NOTHING = "–"
 _ANY_WIDTH = 10_000
 _LEGEND = (
-    "Times are of the slowest rank in each run; host: until the call returned to the host, once after a meeting of the "
+    "Times are of the slowest rank in each run; host: until the call returned to the host, once after a barrier of the "
     "ranks, and in a row, the latter also under torch.set_default_device. held: so many results of earlier calls are "
     "alive. until done: by the clock, from the call until the idle device has done it. bytes: all rows that a rank "
     "receives, its own included, mean over ranks; remote: only those from other ranks. GB/s: bytes over the median. of "
@@ -167,7 +167,7 @@ def _problems(report: BenchReport) -> list[str]:
 
 
 def _labels(report: BenchReport, result_idx: int) -> list[str]:
-    """What tells this plan from the others."""
+    """What distinguishes this plan from the others."""
     values = settings(report.results[result_idx].plan)
     return [f"skew {values[name]}" if name == "skew" else values[name] for name in report.varying()]
 

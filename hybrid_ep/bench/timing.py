@@ -1,6 +1,6 @@
 """Times calls that all ranks make together, in turn. Measures, asserts nothing.
 
-On GPUs: CUDA events around each call, after all ranks' GPUs have overwritten their L2 cache and then met in an
+On GPUs: CUDA events around each call, after all ranks' GPUs have overwritten their L2 cache and then waited in an
 all-reduce. While they do, the host queues the call: what is timed is the device's work, and whatever the call itself
 makes the device wait for. On a CPU: the clock around each call, after a barrier.
 
@@ -155,14 +155,14 @@ def _time_on_gpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[
     times = {name: Times() for name in calls}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    meeting = torch.zeros(1, device="cuda")
+    barrier = torch.zeros(1, device="cuda")
     for _ in range(num_runs):
         torch.cuda.synchronize()  # or the launch queue fills up, and the host's time is that of the GPU
         for name, call in calls.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for _ in range(_NUM_FLUSHES):
                 flush.zero_()
-            dist.all_reduce(meeting)
+            dist.all_reduce(barrier)
             begin.record()
             host_begin = time.perf_counter()
             call()

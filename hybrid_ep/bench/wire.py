@@ -1,7 +1,7 @@
 """The wire's limit: a plan's own rows, pushed to where they belong by a kernel that does nothing else.
 
 No counts, no order, no metadata, no signals (`csrc/kernels/push_rows/push_rows.cu`). Ranks, timer, row bytes and SMs
-are those of the candidates that are compared with it. A rank that cannot measure says why, and then nobody does.
+are those of the candidates that are compared with it. If a rank cannot measure, it says why, and then no rank measures.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hybrid_ep.testing.workload import make_routing
 
 __all__ = ["RankWire", "compared_sms", "make_dst_rows", "measure_wire"]
 
-# What the cuda engine takes where it is not told, but for a dispatch of 7 and more ranks (csrc/runtime/sm_model.cpp).
+# The default of the cuda engine, except for a dispatch of 7 and more ranks (csrc/runtime/sm_model.cpp).
 _DEFAULT_SMS = 16
 _LOW_LATENCY_SMS = 32  # low-latency calls take as many as they like; more do not make a push faster
-_RANK_SHIFT = 32  # of a place: (rank << 32) | row
+_RANK_SHIFT = 32  # of a destination: (rank << 32) | row
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     for num_sms in sorted({compared_sms(candidate, plan) for candidate in plan.candidates}):
         calls: dict[str, Callable[[], object]] = {call: push.with_sms(num_sms) for call, push in pushes.items()}
         times[num_sms] = time_calls(calls, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device)
-    dist.barrier()  # nobody frees memory that others still write
+    dist.barrier()  # before memory is freed that others still write
     return RankWire(None, times, counts)
 
 

@@ -131,7 +131,7 @@ class BaseBuffer:
         return self.engine.traffic
 
     def raise_pending(self) -> None:
-        """Raises what a call that did not wait for the GPU has come upon, if the GPU has told it by now. Local.
+        """Raises the error of an earlier call that did not wait for the GPU, if the GPU has reported one by now. Local.
 
         Every call begins with this. Where a CUDA graph is replayed no call is made: ask after replays whose stream has
         been waited for.
@@ -184,7 +184,7 @@ class BaseBuffer:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A buffer stands for connections: a copy of a module that holds it shares it."""
+        """A buffer is connections: a copy of a module that holds it shares it."""
         return self
 
     def __copy__(self) -> Self:
@@ -227,7 +227,7 @@ def _resolve_group(group: dist.ProcessGroup | None, comm: Any) -> dist.ProcessGr
 
 
 def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
-    """The default process group over an mpi4py communicator; rank 0 opens the store and tells where."""
+    """The default process group over an mpi4py communicator; rank 0 opens the store and broadcasts its address."""
     rank, size = comm.Get_rank(), comm.Get_size()
     if not dist.is_initialized():
         names = comm.allgather(socket.gethostname())
@@ -257,7 +257,7 @@ def check_rows(
         data: ``[T, H]`` bf16, or float8_e4m3fn with `scales`.
         scales: ``[T, H/128]`` float32 or ``[T, ceil(H/512)]`` int32 (packed UE8M0), of any strides; None for bf16.
         device: where they must be; None = anywhere.
-        opaque_scales: nobody here reads rows with scales: these may have any number of columns, and rows may be uint8.
+        opaque_scales: rows and scales are not interpreted: scales may have any number of columns, rows may be uint8.
 
     Raises:
         ConfigError: dtype, shape or device does not fit.

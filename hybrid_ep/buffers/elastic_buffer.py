@@ -38,13 +38,13 @@ class ElasticBuffer(ElasticCalls):
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
-        num_bytes: accepted for compatibility, and kept; None = what `get_buffer_size_hint` says. The engine takes for
-            itself what its calls need.
+        num_bytes: accepted for compatibility, and kept; None = what `get_buffer_size_hint` says. The engine allocates
+            what its calls need.
         num_cpu_bytes: not supported; it belongs to Engram.
         num_max_tokens_per_rank: M, the most tokens of a rank, for calls that do not say.
         hidden: H, for the size hint.
-        num_topk: K, likewise.
-        use_fp8_dispatch: likewise; `x` of each call says whether its rows are e4m3.
+        num_topk: K, for the size hint.
+        use_fp8_dispatch: for the size hint; `x` of each call says whether its rows are e4m3.
         deterministic: accepted for compatibility; results always are.
         allow_hybrid_mode: whether the logical domains are the NVLink domains; otherwise there is one of all ranks.
             Rows take the same way.
@@ -54,7 +54,7 @@ class ElasticBuffer(ElasticCalls):
         sl_idx: an RDMA service level; checked, and without effect: `HYBRID_EP_SERVICE_LEVEL` says it.
         num_allocated_qps: accepted for compatibility; transports choose their own.
         num_cpu_timeout_secs: seconds to wait for a rank; the smaller of this and the next counts.
-        num_gpu_timeout_secs: likewise. Where it is left at 100, `HYBRID_EP_TIMEOUT_S` counts if it is set.
+        num_gpu_timeout_secs: the same. If it is 100, the default, `HYBRID_EP_TIMEOUT_S` overrides it.
         explicitly_destroy: accepted for compatibility; `destroy()` may always be called and need not be.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
@@ -155,11 +155,11 @@ class ElasticBuffer(ElasticCalls):
 
         Args:
             x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn or uint8, scales ``[T, S]`` float32 or int32, of any S ≥ 1
-                and any strides). Nobody reads bytes and scales: MXFP8 and NVFP4 (``[T, H/2]``) pass, too.
+                and any strides). Rows and scales are not interpreted, so MXFP8 and NVFP4 (``[T, H/2]``) work, too.
             topk_idx: ``[T, K]`` int64, global expert index or −1; None with `handle`.
-            topk_weights: ``[T, K]`` float32, or None; with `handle` others than in its dispatch may come.
-            cumulative_local_expert_recv_stats: ``[LE]`` int32, is added the rows for each local expert.
-            num_experts: E, a multiple of the ranks; with `handle`, and so are the next two, None or the handle's.
+            topk_weights: ``[T, K]`` float32, or None; with `handle` they may differ from those of its dispatch.
+            cumulative_local_expert_recv_stats: ``[LE]`` int32; the rows for each local expert are added to it.
+            num_experts: E, a multiple of the ranks; with `handle`, None or the handle's, as the next two.
             num_max_tokens_per_rank: M ≥ T, the same on every rank; None = the constructor's. If a rank has more tokens,
                 every rank raises ConfigError.
             expert_alignment: counts of experts, and with `do_expand` their blocks, are rounded up to multiples of it;
@@ -167,22 +167,22 @@ class ElasticBuffer(ElasticCalls):
             num_sms: SMs to use; 0 = the engine's choice, or with `handle` as in its dispatch.
             num_qps: accepted for compatibility.
             previous_event: run after it, on the communication stream.
-            previous_event_before_epilogue: the results are there only after it, too.
+            previous_event_before_epilogue: the results are complete only after this event, too.
             async_with_compute_stream: return before the current stream has waited for the result.
             allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
-            handle: of an earlier dispatch: take its routes. `do_expand` must be the handle's.
+            handle: of an earlier dispatch, whose routes are used. `do_expand` must be the handle's.
             do_handle_copy: keep a copy of `topk_idx`; otherwise the caller must not write to it.
-            do_cpu_sync: wait on the host for how many rows arrive; None = True, or with `handle` False. Without, no
-                rank's host waits (cuda engine) and results have as many rows as there can be: M × R, with `do_expand`
+            do_cpu_sync: whether the host waits for the number of rows; None = True, or with `handle` False. If False,
+                no host waits (cuda engine), and results have the most rows that can arrive: M × R, with `do_expand`
                 M × R × K and the padding.
-            do_expand: rows stand by local expert, a row for each expert of a token.
+            do_expand: rows are sorted by local expert, a row for each expert of a token.
             do_zero_padding: padding is zero; needs `do_expand`. It always is.
             use_tma_aligned_col_major_sf: scales of the result are column-major, columns at multiples of 16 bytes.
 
         Returns:
             recv_x (as `x`); recv_topk_idx ``[N, K]`` int64 (local expert or −1; None with `do_expand`);
             recv_topk_weights ``[N, K]`` float32, with `do_expand` ``[P]`` (None without weights); the handle; the
-            event. Rows stand by source rank, then token; with `do_expand` by local expert, then source rank and token.
+            event. Rows are sorted by source rank, then token; with `do_expand` by local expert, then source and token.
             Without `do_cpu_sync`, rows after the last are marked by −1 in recv_topk_idx, or are zero with `do_expand`.
 
         Raises:
@@ -237,7 +237,7 @@ class ElasticBuffer(ElasticCalls):
             num_sms: SMs to use; 0 = as in the dispatch.
             num_qps: accepted for compatibility.
             previous_event: run after it, on the communication stream.
-            previous_event_before_epilogue: the results are there only after it, too.
+            previous_event_before_epilogue: the results are complete only after this event, too.
             async_with_compute_stream: return before the current stream has waited for the result.
             allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
 

@@ -1,7 +1,7 @@
-"""What `ElasticBuffer` and `EPBuffer` do: one implementation of DeepEP's second interface over one engine.
+"""The implementation that `ElasticBuffer` and `EPBuffer` share.
 
-A dispatch of it is a plain dispatch of the engine or, with `do_expand`, one by expert; this file translates arguments
-and results. elastic_buffer.py has the two classes, with the signatures of DeepEP 2.1 and 2.5.
+A dispatch is a plain dispatch of the engine or, with `do_expand`, one by expert. This file translates arguments and
+results. elastic_buffer.py has the two classes, with the signatures of DeepEP 2.1 and 2.5.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from hybrid_ep.core.checks import (
 )
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.calls import CombineRequest, DispatchHandle, DispatchRequest, PermuteHandle, Routing, Rows
+from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    CombineRequest,
+    DispatchHandle,
+    DispatchRequest,
+    PermuteHandle,
+    Routing,
+    Rows,
+)
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["CombineResult", "DispatchOptions", "DispatchResult", "ElasticCalls", "Event"]
@@ -259,7 +267,7 @@ class ElasticCalls(LoadBalanceCalls):
             sequential: accepted for compatibility.
 
         Raises:
-            ConfigError: a CUDA graph is captured, or what an earlier call has left to tell.
+            ConfigError: a CUDA graph is captured, or an earlier call has left an error.
             TimeoutError, TransportError: a rank was lost.
         """
         device = self.engine.device
@@ -392,7 +400,7 @@ class ElasticCalls(LoadBalanceCalls):
             bound = None
             num_local = routing.num_experts // self.group_size
             if most_rows is not None:
-                # An expert may stand in several columns of a token: min(K, LE) copies of a row are not the most.
+                # A token may name an expert twice, so a row can have more than min(K, LE) copies.
                 bound = most_rows * routing.topk_idx.shape[1] + (alignment - 1) * num_local
                 bound = -(-bound // alignment) * alignment
             by_expert = engine.dispatch_permuted(DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment))
@@ -435,11 +443,11 @@ class ElasticCalls(LoadBalanceCalls):
         num_sms = num_sms or handle.asked_num_sms
         if permute is not None:
             if weights is None:
-                return engine.dispatch_permuted_cached(rows, permute, num_sms=num_sms), None, None
+                return engine.dispatch_permuted_cached(CachedDispatchRequest(rows, num_sms), permute), None, None
             by_expert = engine.dispatch_permuted_again(rows, handle.topk_idx, weights, permute, num_sms=num_sms)
             return by_expert.rows, None, by_expert.probs
         if weights is None:
-            received = engine.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
+            received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle.dispatch)
             assert handle.recv_topk_idx is not None
             return received, handle.recv_topk_idx.clone(), None
         by_source = engine.dispatch_again(rows, handle.topk_idx, weights, handle.dispatch, num_sms=num_sms)

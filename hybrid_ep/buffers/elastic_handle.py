@@ -1,7 +1,7 @@
-"""`EPHandle`: what a dispatch of `ElasticBuffer` or `EPBuffer` leaves, with attributes where DeepEP's callers look.
+"""`EPHandle`: the handle of a dispatch of `ElasticBuffer` or `EPBuffer`, with DeepEP's attributes.
 
-What a caller may need in stream order behind the dispatch is made with it. What only DeepEP's own programs read is made
-when it is first read.
+Tensors that callers use in stream order after the dispatch are made with it. Attributes that only DeepEP's own programs
+read are computed when they are first read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.calls import DispatchHandle, PermuteHandle, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, PermuteHandle, Rows
 from hybrid_ep.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ _INDEX_WORDS = 4  # of a row that carries an index: 16 bytes, the least that eve
 class EPHandle:
     """Of a dispatch, for `combine` and for a cached `dispatch`.
 
-    A received row stands once for each token and rank; with `do_expand`, once for each token and local expert.
+    There is one received row for each token and rank; with `do_expand`, one for each token and local expert.
 
     Attributes:
-        do_expand: whether rows stand by expert.
+        do_expand: whether rows are sorted by expert.
         num_experts: E.
         expert_alignment: counts of experts are rounded up to multiples of it; with `do_expand`, blocks of rows too.
         num_max_tokens_per_rank: M.
@@ -143,36 +143,36 @@ class EPHandle:
         device = self.psum_num_recv_tokens_per_expert.device
         num_topk = dispatch.num_topk
         metadata = torch.full((self.num_recv_tokens, num_topk + 2), -1, dtype=torch.int32, device=device)
-        places = None if self.permute is None else rows_of_copies(self.permute)[: self.num_recv_tokens]
+        dst_rows = None if self.permute is None else rows_of_copies(self.permute)[: self.num_recv_tokens]
         first = dispatch.grid.rank * self.num_max_tokens_per_rank
-        source = self._send_index(engine, first, places)
+        source = self._send_index(engine, first, dst_rows)
         num_rows = source.shape[0]  # of a bounded call on the torch engine, what arrived
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         arrived = rows < self.psum_num_recv_tokens_per_scaleup_rank[-1]
         metadata[:num_rows, 0] = torch.where(arrived, source, -1)
         metadata[:num_rows, 1] = torch.where(arrived, rows, -1)
-        if places is not None:
-            metadata[:num_rows, 2:] = places
+        if dst_rows is not None:
+            metadata[:num_rows, 2:] = dst_rows
         return metadata
 
-    def _send_index(self, engine: Engine, first: int, places: Tensor | None) -> Tensor:
+    def _send_index(self, engine: Engine, first: int, dst_rows: Tensor | None) -> Tensor:
         """Sends ``first + token`` along the route; returns what arrived for each row."""
         num_tokens, device = self.dispatch.num_tokens, self.topk_idx.device
         index = torch.arange(first, first + num_tokens, dtype=torch.int32, device=device)
         rows = Rows(index.unsqueeze(1).repeat(1, _INDEX_WORDS).view(torch.bfloat16))
-        if places is None:
-            received = engine.dispatch_cached(rows, self.dispatch, num_sms=None)
+        if dst_rows is None:
+            received = engine.dispatch_cached(CachedDispatchRequest(rows), self.dispatch)
             return received.data.view(torch.int32)[:, 0]
         assert self.permute is not None
-        received = engine.dispatch_permuted_cached(rows, self.permute, num_sms=None)
+        received = engine.dispatch_permuted_cached(CachedDispatchRequest(rows), self.permute)
         by_expert = received.data.view(torch.int32)[:, 0]
         if by_expert.numel() == 0:
             return by_expert
-        return by_expert[places.amax(1).clamp_min(0).long()]
+        return by_expert[dst_rows.amax(1).clamp_min(0).long()]
 
     @functools.cached_property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """``[T, K]`` int32; the row, at the expert's rank, that each token stands in without `do_expand`; −1 where
+        """``[T, K]`` int32; the row of each token at the expert's rank without `do_expand`; −1 where
         there is no expert.
 
         Raises:

@@ -27,7 +27,7 @@ from hybrid_ep.core.layout import (
     weights_to_probs,
     widest_token,
 )
-from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchRequest, Rows
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
@@ -211,10 +211,10 @@ class HybridEPBuffer(HybridArguments):
             routing_map: ``[T, E]`` bool.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
                 with `handle`, which knows them, left alone.
-            num_dispatched_tokens: likewise, as a number: the result has that many rows. Either on every rank, or none
+            num_dispatched_tokens: the same as a number: the result has that many rows. Either on every rank, or none
                 on any. With `handle`, checked.
-            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others. A routing may be
-                given again: it must be that of the handle, which is compared on a CPU only.
+            handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
+                a routing is given again, it must be the handle's; that is compared on a CPU only.
 
         Returns:
             hidden ``[N, H]`` by source rank, then token; probs ``[N, experts of the domain]`` float32 (None without
@@ -238,7 +238,7 @@ class HybridEPBuffer(HybridArguments):
                 handle.topk_idx, handle.dispatch.num_experts, topk_idx, topk_weights, probs, routing_map
             )
             if weights is None:
-                received = engine.dispatch_cached(rows, handle.dispatch, num_sms=self._num_sms_dispatch)
+                received = engine.dispatch_cached(CachedDispatchRequest(rows, self._num_sms_dispatch), handle.dispatch)
                 return _given(received.data, as_bytes), None, received.scales, handle
             expert_range = self._experts_of_domain(handle.dispatch.num_experts)
             result = engine.dispatch_again(
@@ -340,7 +340,7 @@ class HybridEPBuffer(HybridArguments):
             topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts_per_rank: LE; None = what `num_of_experts`, the map or the buffer says.
-            num_of_experts: E, a multiple of the ranks; likewise.
+            num_of_experts: E, a multiple of the ranks; None = what the line above, the map or the buffer says.
             use_fp8: whether `hidden` is e4m3; checked.
             routing_map: ``[T, E]`` bool. A token with more than 32 experts travels as several rows, each for the next
                 32 of them in ascending order: it may reach a rank more than once, and combine rounds the sum of each.
@@ -349,9 +349,9 @@ class HybridEPBuffer(HybridArguments):
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
                 beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
                 otherwise it waits and raises. With `handle`, checked against it.
-            pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, likewise.
-            handle: of an earlier dispatch: take its routes; `topk_weights` or `probs` may be others. A routing may be
-                given again: it must be that of the handle, which is compared on a CPU only.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, checked.
+            handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
+                a routing is given again, it must be the handle's; that is compared on a CPU only.
             non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
             fuse_permute_dispatch: accepted for compatibility; the engine takes its fastest way.
             use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
@@ -403,7 +403,7 @@ class HybridEPBuffer(HybridArguments):
             )
             if weights is None:
                 cached = engine.dispatch_permuted_cached(
-                    rows, permute, num_sms=self._num_sms_dispatch, num_expert_sms=self._num_sms_permute
+                    CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute), permute
                 )
                 return _given(cached.data, as_bytes), None, cached.scales, tokens_per_expert, handle
             again = engine.dispatch_permuted_again(

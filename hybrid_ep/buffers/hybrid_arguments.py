@@ -1,6 +1,6 @@
-"""What callers of `HybridEPBuffer` hand in: tokens, and routings as top-k indices or maps, with or without a handle.
+"""Checks the tokens and routings that callers of `HybridEPBuffer` pass, and brings them into the engine's form.
 
-It checks them, brings them into the engine's form, and notes the largest sizes that have come.
+Routings are top-k indices or maps, with or without a handle. The largest sizes that have been passed are kept.
 """
 
 from __future__ import annotations

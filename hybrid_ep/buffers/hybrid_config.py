@@ -1,4 +1,4 @@
-"""The sizes of a `HybridEPBuffer`, where callers of the peer look for them."""
+"""The sizes of a `HybridEPBuffer`, in the attributes of Hybrid-EP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The handles of `HybridEPBuffer`: sequences with entries where Hybrid-EP's callers look for them.
+"""The handles of `HybridEPBuffer`: sequences whose entries have Hybrid-EP's positions.
 
-Entries that only the library reads are its own. Entries that callers read are computed when they are read.
+Callers read some entries, which are computed when they are read. The others are private to the library.
 """
 
 from __future__ import annotations

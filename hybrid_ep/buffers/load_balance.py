@@ -1,12 +1,11 @@
-"""Weights of experts to the ranks that hold replicas, and gradients home: DeepEP's `lb_prefetch_weights` and
-`lb_reduce_grads`.
+"""DeepEP's `lb_prefetch_weights` and `lb_reduce_grads`: experts' weights to the ranks of replicas, and gradients back.
 
-Weights and gradients travel as rows of a dispatch, bit for bit. A row is a piece of one expert's tensor, read as bf16.
-It goes to the ranks that hold a replica. So they take the path of tokens, on every engine, with its errors and its
-timeouts; only sums are made here.
+Weights and gradients are sent as rows of a dispatch, bit for bit. A row is a piece of one expert's tensor, viewed as
+bf16. It goes to the ranks that hold a replica. So every engine can send them, with the errors and timeouts of a
+dispatch. Only the sums are made here.
 
     weights   experts[LE, …] ─ rows ─► dispatch to the ranks of the replicas ─► spare[B, …]
-    gradients spare[B, …] ─ rows ─► dispatch to the home ranks ─► added in fp32: the own rank's first, then by rank
+    gradients spare[B, …] ─ rows ─► dispatch to the home ranks ─► added in fp32: this rank's first, then by rank
 """
 
 from __future__ import annotations

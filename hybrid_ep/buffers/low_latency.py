@@ -126,16 +126,16 @@ class LowLatencyCalls(BaseBuffer):
             topk_idx: ``[T, K]`` int64, global expert index or −1.
             num_max_dispatch_tokens_per_rank: M, the same on every rank.
             num_experts: E, a multiple of the number of ranks.
-            cumulative_local_expert_recv_stats: ``[LE]`` int32, is added the rows that each expert receives.
-            dispatch_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
+            cumulative_local_expert_recv_stats: ``[LE]`` int32; the rows that each expert receives are added to it.
+            dispatch_wait_recv_cost_stats: ``[R]`` int64; the microseconds of waiting for each rank are added to it.
             use_fp8: quantise to e4m3 with a scale for each 128 channels.
-            round_scale: scales are powers of two. Without `use_fp8` there are none, and it does nothing.
-            use_ue8m0: scales are packed UE8M0 (needs `round_scale`). Likewise: callers set it for either kind of rows.
+            round_scale: scales are powers of two. Without `use_fp8` it has no effect.
+            use_ue8m0: scales are packed UE8M0 (needs `round_scale`). Without `use_fp8` it has no effect.
             async_finish: return before the current stream has waited for the result.
             return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`.
             topk_weights: ``[T, K]`` float32, accepted for compatibility: combine takes the weights.
             x_global_scale: one float32, the same on every rank, needed with `use_nvfp4`; as `quantize.global_scale_of`
-                makes it. Larger ones cut large values.
+                makes it. A larger one clips large values.
             use_nvfp4: quantise to NVFP4, whatever the arguments for FP8 say.
             use_ue8m0_for_sf: scales of blocks are UE8M0 and not e4m3. Without `use_nvfp4` it does nothing.
 
@@ -145,7 +145,7 @@ class LowLatencyCalls(BaseBuffer):
             4, ceil(M×R/128), 4, H/64, LE]`` float8_e4m3fn or int8, both strided by expert; `quantize.block_scales_of`
             gives them in the order of rows); packed_recv_count ``[LE]`` int32; the handle
             (source token index ``[LE, M×R]`` int32, layout ``[LE, R]`` int64 of ``(begin << 32) | count``, …); the
-            event; the hook (None unless asked for). Rows stand by source rank, source token, then column: each column
+            event; the hook (None unless asked for). Rows are sorted by source rank, token, then column: each column
             of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
@@ -273,7 +273,7 @@ class LowLatencyCalls(BaseBuffer):
 
         Raises:
             ConfigError: an argument does not fit the handle.
-            OverflowError: the handle's dispatch has lost rows, as told there.
+            OverflowError: the handle's dispatch has dropped rows, as described there.
             TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`. With `overlap`
                 TimeoutError also where a signal has not been raised within half of the timeout: at every rank.
 
@@ -349,11 +349,11 @@ class LowLatencyCalls(BaseBuffer):
         """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank not masked.
 
         A rank that was masked and comes back must come through here with the others before the next call. Hooks that
-        have not been called are void. A rank to which this raises has not met the others: it calls again.
+        have not been called are void. A rank in which this raises has not been in the barrier: call it again there.
 
         Raises:
-            ConfigError: the buffer is not in low-latency mode, a size is not positive, or what an earlier call has left
-                to tell.
+            ConfigError: the buffer is not in low-latency mode, a size is not positive, or an earlier call has left
+                an error.
             TimeoutError, TransportError: a rank was lost here or in an earlier call; masked as in
                 `low_latency_dispatch`.
         """
@@ -382,7 +382,7 @@ class LowLatencyCalls(BaseBuffer):
         """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local.
 
         It is written in the order of the current stream. The host does not wait where `mask_status` is on the GPU. Who
-        only replays graphs learns here, and nowhere else, of a rank that was lost in a replay: it stays masked.
+        only replays graphs must ask here for ranks that a replay has lost: they stay masked.
 
         Raises:
             ConfigError: `mask_status` does not fit, `enable_shrink` is False, or what a replay is known to have found
@@ -396,11 +396,11 @@ class LowLatencyCalls(BaseBuffer):
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes every rank back in, and forgets all calls. Local; waits for this rank's work on the GPU.
 
-        Call it on every rank, equally often. Then meet, by `clean_low_latency_buffer` or in any other way, before the
-        next low-latency call. Hooks that have not been called are void.
+        Call it on every rank, equally often. A barrier must follow before the next low-latency call:
+        `clean_low_latency_buffer`, or one of the program. Hooks that have not been called are void.
 
         Raises:
-            ConfigError: `enable_shrink` is False, or what an earlier call has left to tell, but for lost ranks.
+            ConfigError: `enable_shrink` is False, or an earlier call has left an error that is not a lost rank.
         """
         self._require_shrink()
         self._combine_buffer = None
@@ -450,7 +450,7 @@ class LowLatencyCalls(BaseBuffer):
                     return
 
     def _finish(self, finish: Hook) -> None:
-        """Receives or meets; a rank that is lost is left out from now on, if the buffer may shrink."""
+        """Receives, or waits in the barrier; a rank that is lost is left out from now on, if the buffer may shrink."""
         try:
             finish()
         except TransportError as error:
@@ -561,7 +561,7 @@ def _signals(
     threshold: int,
     num_sms: int,
 ) -> ExpertSignals:
-    """Where experts tell that rows are written, in one form for either kind of experts."""
+    """The signals of experts that rows are written, in one form for either kind of experts."""
     if (src_signals is None) == (comp_signal is None):
         given = "neither" if src_signals is None else "both"
         require(False, "src_signals and comp_signal", given, "one of them with overlap")

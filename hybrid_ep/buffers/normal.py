@@ -27,7 +27,7 @@ from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_in
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import CombineRequest, Dispatched, DispatchHandle, DispatchRequest
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchHandle, DispatchRequest
 
 __all__ = ["Buffer", "topk_idx_t"]
 
@@ -54,7 +54,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
         num_nvl_bytes: bytes that `get_local_buffer_tensor` gives; the engine takes for itself what its calls need.
-        num_rdma_bytes: likewise, with `use_rdma_buffer`.
+        num_rdma_bytes: the same, with `use_rdma_buffer`.
         low_latency_mode: allow the low-latency calls.
         num_qps_per_rank: accepted for compatibility; transports choose their own.
         allow_nvlink_for_low_latency_mode: accepted for compatibility; NVLink is used where it is there.
@@ -364,23 +364,25 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     ) -> DispatchResult:
         """Sends each token to every rank that owns one of its experts. Collective.
 
+        Runs on the current stream; with `previous_event` or `async_finish` on the communication stream. The host waits
+        for the number of rows, unless `num_worst_tokens` or `handle` is given.
+
         Args:
             x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, H/128]`` float32 or ``[T, ceil(H/512)]``
                 int32), or NVFP4: (``[T, H/2]`` uint8, scales ``[T, H/16]`` float8_e4m3fn or int8, one float32), as
-                `quantize.cast_to_nvfp4` makes them, H a multiple of 64. The float32 does not travel: it must be the
-                same on every rank.
-            handle: of an earlier dispatch: take its routes. `topk_idx` and `topk_weights` must then be None,
-                `num_worst_tokens` 0 or the handle's, and a layout may be given again: it must be that of the handle,
-                of which shapes are checked, and on a CPU `num_tokens_per_rank`.
+                `quantize.cast_to_nvfp4` makes them, H a multiple of 64. The float32 is not sent: it must be the same on
+                every rank.
+            handle: of an earlier dispatch, whose routes are used. `topk_idx` and `topk_weights` must then be None, and
+                `num_worst_tokens` 0 or the handle's. If a layout is given again, it must be the handle's.
             num_tokens_per_rank: ``[R]`` int32, from `get_dispatch_layout`.
             num_tokens_per_rdma_rank: accepted for compatibility; not needed.
-            is_token_in_rank: ``[T, R]`` bool, from `get_dispatch_layout`; the routing where `topk_idx` is None.
-            num_tokens_per_expert: ``[E]`` int32, from `get_dispatch_layout`; says what E is.
+            is_token_in_rank: ``[T, R]`` bool, from `get_dispatch_layout`; the routing if `topk_idx` is None.
+            num_tokens_per_expert: ``[E]`` int32, from `get_dispatch_layout`; its length is E.
             topk_idx: ``[T, K]`` int64, global expert index or −1.
             topk_weights: ``[T, K]`` float32.
-            expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it; nothing with `handle`.
-            num_worst_tokens: the same on every rank; > 0: the result has that many rows. On the cuda engine no host
-                sync takes place then, and combine brings at most as many rows back to a rank.
+            expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it; not used with `handle`.
+            num_worst_tokens: the same on every rank; if > 0, the result has that many rows. On the cuda engine there
+                is no host sync then, and combine sends at most so many rows back to a rank.
             config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
             async_finish: return before the current stream has waited for the result.
@@ -425,7 +427,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
                 rows = checked(sent, engine.device)
                 if rows.data.shape[0] != handle.num_tokens:
                     require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
-                received = engine.dispatch_cached(rows, handle, num_sms=num_sms)
+                received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle)
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return as_given(received, sent), None, None, None, None, event
 
@@ -497,6 +499,9 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Brings rows back to their source tokens and sums them over ranks, without weighting. Collective.
+
+        Runs on the current stream; with `previous_event` or `async_finish` on the communication stream. The host does
+        not wait.
 
         Args:
             x: ``[N, H]`` bf16, in the order of `recv_x`.

@@ -1,4 +1,4 @@
-"""What callers of `Buffer` hand in beside their handle: rows in parts, and where they go. Checks it for the engine."""
+"""Checks the rows and the routing that callers of `Buffer` pass, and brings them into the engine's form."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Config:
         return self._size_hint(hidden_bytes, num_ranks, self.num_max_nvl_chunked_recv_tokens)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns likewise bytes that callers hand to `Buffer` as `num_rdma_bytes`."""
+        """Returns bytes that callers hand to `Buffer` as `num_rdma_bytes`."""
         return self._size_hint(hidden_bytes, num_ranks, self.num_max_rdma_chunked_recv_tokens)
 
     def _size_hint(self, hidden_bytes: int, num_ranks: int, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Where a rank stands: its domain, its rank inside it, and its peers in the other domains."""
+"""The grid of ranks: the domain of a rank, its rank in the domain, and its peers in the other domains."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """Returns what tells this host from every other: images and default names give several the same name.
+    """Returns an identifier of this host that no other host has. Host names are not enough: several may have the same.
 
     The kernel draws its boot id at every start. Two containers of one host that have other names count as two: they
     need not reach each other's memory.

@@ -1,4 +1,4 @@
-"""Pure arithmetic of routings: who gets which token, how many, and where rows stand once they are grouped by expert.
+"""Pure arithmetic of routings: which rank gets which token, counts, and the order of rows grouped by expert.
 
 Nothing here talks to another rank. Tensors may be on any device; only the functions that say so wait for a GPU.
 """
@@ -125,7 +125,7 @@ def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int)
 
 
 def first_occurrence(topk_idx: Tensor) -> Tensor:
-    """Returns ``[T, K]`` bool: True where an index ≥ 0 stands for the first time in its row."""
+    """Returns ``[T, K]`` bool: True for the first occurrence of each index ≥ 0 in its row."""
     return (_num_before(topk_idx) == 0) & (topk_idx >= 0)
 
 
@@ -201,7 +201,7 @@ def weights_in_columns(wanted_idx: Tensor, topk_idx: Tensor, topk_weights: Tenso
 
 
 def _num_before(topk_idx: Tensor) -> Tensor:
-    """``[T, K]`` int64: in how many columns before it the same index stands."""
+    """``[T, K]`` int64: in how many earlier columns of the row the same index occurs."""
     return (topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)).tril(-1).sum(2)
 
 
@@ -237,24 +237,24 @@ def widest_token(routing_map: Tensor) -> Tensor:
 
 
 class Permutation(NamedTuple):
-    """Where the copies of N received rows stand once they are grouped by local expert.
+    """The rows of the copies of N received rows once they are grouped by local expert.
 
     Attributes:
         row: ``[C]`` int64; the received row of each copy, copies in order of (local expert, row, column).
         column: ``[C]`` int64; the top-k column that names the expert of each copy.
-        place: ``[C]`` int64; row of each copy in the permuted tensor.
+        dst_row: ``[C]`` int64; row of each copy in the permuted tensor.
         num_tokens_per_expert: ``[LE]`` int32, padding included.
     """
 
     row: Tensor
     column: Tensor
-    place: Tensor
+    dst_row: Tensor
     num_tokens_per_expert: Tensor
 
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32; the permuted row of each copy of a received row, −1 where there is none."""
         rows = torch.full((num_recv, num_topk), -1, dtype=torch.int32, device=self.row.device)
-        rows[self.row, self.column] = self.place.to(torch.int32)
+        rows[self.row, self.column] = self.dst_row.to(torch.int32)
         return rows
 
 
@@ -272,7 +272,7 @@ def permutation_by_expert(local_topk_idx: Tensor, num_local_experts: int, pad_mu
     row, column, expert = row[order], column[order], expert[order]
     counts = torch.bincount(expert, minlength=num_local_experts)
     padded = (counts + pad_multiple - 1) // pad_multiple * pad_multiple
-    # place = where the expert's block begins + how many copies of the same expert stand before.
-    pads_before = (padded - counts).cumsum(0) - (padded - counts)
-    place = torch.arange(row.numel(), device=row.device) + pads_before[expert]
-    return Permutation(row, column, place, padded.to(torch.int32))
+    # Copies are in order of experts, so a row moves only by the padding of the experts before.
+    padding_before = (padded - counts).cumsum(0) - (padded - counts)
+    dst_row = torch.arange(row.numel(), device=row.device) + padding_before[expert]
+    return Permutation(row, column, dst_row, padded.to(torch.int32))

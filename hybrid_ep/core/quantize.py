@@ -4,7 +4,7 @@ A scale is amax / 448 (448 = the largest e4m3 value), so that ``value × scale``
 rounds it up to a power of two. UE8M0 keeps only the biased exponent of that power, in a byte. Four of them are an
 int32, lowest channel in the lowest byte (source: OCP Microscaling Formats v1.0, sections 5.3 and 5.4.1).
 
-NVFP4 keeps a channel as e2m1: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two stand in a byte, the lower channel in
+NVFP4 keeps a channel as e2m1: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two are in a byte, the lower channel in
 the low half. Each block of 16 channels has an e4m3 scale. A tensor has one float32 scale, which brings the scales of
 blocks into e4m3's range: ``value × block scale / global scale`` gives a channel back. With A = the block's amax, a
 channel is at most ``A/6 × 17/16 + 6 × 2⁻¹⁰ / global scale`` off. Half the widest gap of e2m1 is 1. A block scale is
@@ -53,7 +53,7 @@ E2M1_MAX = 6.0
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _UE8M0_MAX, _UE8M0_NAN = 2.0**127, 255
-# Where the scales of packed rows stand: 128 rows × 4 blocks side by side, row r at r % 32 × 16 + r // 32 × 4.
+# Offsets of the scales of packed rows: 128 rows × 4 blocks side by side, row r at r % 32 × 16 + r // 32 × 4.
 _ROWS_OF_TILE, _LANES_OF_TILE = 128, 32
 _MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and its values zero
 
@@ -294,7 +294,7 @@ def block_scales_of(packed: Tensor) -> Tensor:
 
     Args:
         packed: ``[32, 4, ceil(N/128), 4, H/64, LE]`` float8_e4m3fn or int8, as matrix units of Blackwell load scales:
-            tiles of 128 rows and 4 blocks, in which row r stands at ``[r % 32, r // 32]``.
+            tiles of 128 rows and 4 blocks, with row r at ``[r % 32, r // 32]``.
 
     Returns:
         ``[LE, ceil(N/128) × 128, H/16]`` of the same dtype, a copy.

@@ -41,17 +41,17 @@ class LossResult:
     Attributes:
         victim: the rank that was killed.
         named: the ranks that errors of the survivors named.
-        told_s: from the kill until the last survivor was told.
+        raised_s: from the kill until the last survivor raised.
         recovered_s: from then on until all had a new group, buffer and placement.
         num_ranks: of the new group.
         num_loaded: experts that were loaded, because no survivor held them.
-        num_unserved: experts that nobody holds.
+        num_unserved: experts that no rank holds.
         rms_before, rms_after: of the outputs of all ranks, against float64.
     """
 
     victim: int
     named: tuple[int | None, ...]
-    told_s: float
+    raised_s: float
     recovered_s: float
     num_ranks: int
     num_loaded: int
@@ -68,18 +68,18 @@ class LossResult:
             if not rms <= ALLOWED_RMS
         ]
         if set(self.named) != {self.victim}:
-            found.append(f"survivors were told that ranks {sorted(set(map(str, self.named)))} were lost")
+            found.append(f"survivors named ranks {sorted(set(map(str, self.named)))}")
         if self.num_unserved:
             found.append(f"{self.num_unserved} experts are not served")
         return [f"lost rank {self.victim}: {problem}" for problem in found]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Raised:
     """What one survivor has seen; times by the clock that all processes share."""
 
     named: int | None
-    told_at: float
+    raised_at: float
     recovered_at: float
     num_ranks: int
     num_loaded: int
@@ -100,18 +100,18 @@ def lose_a_rank(cluster: VirtualCluster, settings: Settings) -> LossResult:
     time.sleep(_WORK_S)
     killed_at = time.monotonic()
     os.kill(cluster.process_id(victim), signal.SIGKILL)
-    told: list[_Told] = cluster.collect(survivors, limit_s=_LIMIT_S)
-    told_at = max(one.told_at for one in told)
+    seen: list[_Raised] = cluster.collect(survivors, limit_s=_LIMIT_S)
+    raised_at = max(one.raised_at for one in seen)
     return LossResult(
         victim=victim,
-        named=tuple(one.named for one in told),
-        told_s=told_at - killed_at,
-        recovered_s=max(one.recovered_at for one in told) - told_at,
-        num_ranks=told[0].num_ranks,
-        num_loaded=sum(one.num_loaded for one in told),
-        num_unserved=told[0].num_unserved,
-        rms_before=_rms([one.before for one in told]),
-        rms_after=_rms([one.after for one in told]),
+        named=tuple(one.named for one in seen),
+        raised_s=raised_at - killed_at,
+        recovered_s=max(one.recovered_at for one in seen) - raised_at,
+        num_ranks=seen[0].num_ranks,
+        num_loaded=sum(one.num_loaded for one in seen),
+        num_unserved=seen[0].num_unserved,
+        rms_before=_rms([one.before for one in seen]),
+        rms_after=_rms([one.after for one in seen]),
     )
 
 
@@ -119,7 +119,7 @@ def _rms(squares: list[tuple[float, float]]) -> float:
     return float((sum(error for error, _ in squares) / sum(reference for _, reference in squares)) ** 0.5)
 
 
-def _work(settings: Settings) -> _Told:
+def _work(settings: Settings) -> _Raised:
     """Steps until a rank is lost, and some more without it."""
     experts = make_experts(settings.num_experts, settings.hidden, settings.ffn_hidden, settings.seed)
     num_slots = settings.num_local_experts + 1
@@ -137,7 +137,7 @@ def _work(settings: Settings) -> _Told:
         while True:
             before = _step(settings, buffer, placement, weights)
     except TransportError as error:
-        named, told_at = error.peer, time.monotonic()
+        named, raised_at = error.peer, time.monotonic()
     buffer, placement, report = recover(buffer, placement, lambda _, expert: _weights_of(experts, expert))
     recovered_at = time.monotonic()
     weights = [report.loaded[0, slot] if old < 0 else weights[old] for slot, old in enumerate(report.kept[0].tolist())]
@@ -145,7 +145,7 @@ def _work(settings: Settings) -> _Told:
     for _ in range(_NUM_STEPS):
         after = _step(settings, buffer, placement, weights)
     num_unserved = len(report.unserved)
-    return _Told(named, told_at, recovered_at, buffer.group_size, len(report.loaded), num_unserved, before, after)
+    return _Raised(named, raised_at, recovered_at, buffer.group_size, len(report.loaded), num_unserved, before, after)
 
 
 def _weights_of(experts: Experts, expert: int) -> Experts:

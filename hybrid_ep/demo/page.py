@@ -92,7 +92,7 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
         )
     page.section(
         "Training",
-        "A `MoELayer` with its experts spread over all ranks learns a made-up task: the backward pass of dispatch is "
+        "A `MoELayer` with its experts spread over all ranks learns a synthetic task: the backward pass of dispatch is "
         "a combine, and that of combine a dispatch.",
     )
     _add(page, pictures, "loss")

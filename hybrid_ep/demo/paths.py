@@ -33,7 +33,7 @@ class PhaseLog:
     Attributes:
         buffer: whose traffic is counted.
         seconds: phase → seconds, from the moment when all ranks are ready.
-        sent_bytes: phase → (bytes to ranks of the own domain, bytes to other domains).
+        sent_bytes: phase → (bytes to ranks of the same domain, bytes to other domains).
         engine: what moved the tokens.
     """
 

@@ -28,7 +28,7 @@ def run_demo(settings: Settings, begin_phase: Callable[[str], None]) -> DemoResu
 
     Args:
         settings: sizes.
-        begin_phase: is told what comes next, `NUM_PHASES` times.
+        begin_phase: is called with the name of the next phase, `NUM_PHASES` times.
 
     Raises:
         RankError: a rank failed.

@@ -151,8 +151,9 @@ def _load_and_training(result: DemoResult) -> RenderableType:
 def describe_loss(loss: LossResult) -> str:
     """One sentence on the job that lost a rank."""
     return (
-        f"rank {loss.victim} was killed: all were told within {loss.told_s:.1f} s and went on {loss.recovered_s:.1f} s "
-        f"later with {loss.num_ranks} ranks, {loss.num_loaded} experts loaded again; rms {loss.rms_after:.2%}"
+        f"rank {loss.victim} was killed: the others raised within {loss.raised_s:.1f} s and went on "
+        f"{loss.recovered_s:.1f} s later with {loss.num_ranks} ranks, {loss.num_loaded} experts loaded again; "
+        f"rms {loss.rms_after:.2%}"
     )
 
 

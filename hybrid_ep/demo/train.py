@@ -1,4 +1,4 @@
-"""On every rank: a small `MoELayer` learns a made-up task, so that the loss is seen to fall.
+"""On every rank: a small `MoELayer` learns a synthetic task, so that the loss falls.
 
 Tokens come from clusters, and each cluster has its own linear map to targets: a task that experts can share out. The
 descent is written out because an optimizer of torch.optim loads its compiler first, for seconds in every rank.

@@ -148,7 +148,7 @@ def _read(node: Node, netdev: str) -> str:
 
 
 def _add_excerpts(recording: Recording, node: Node) -> None:
-    """Files of which only a few lines are read, and whose other lines would tell more than they should."""
+    """Files of which only a few lines are recorded, because the others could hold private data."""
     for path, pattern in _EXCERPTS.items():
         try:
             lines = node.read(path).splitlines()
@@ -217,7 +217,7 @@ def _nvml_answers(node: Node) -> dict[str, str]:
 
 
 def _anonymous(key: str, value: str) -> str:
-    """Which GPUs these were is nobody's business; that they differ is all that counts."""
+    """Replaces the identifiers of GPUs: they are private, and only need to differ."""
     if key.endswith(".uuid"):
         return f"GPU-00000000-0000-0000-0000-{int(key.split('.')[1]):012d}"
     return "recorded" if key.endswith(".chassis_serial") and not value.startswith("!") else value

@@ -227,7 +227,7 @@ def _trees(reports: Sequence[Report]) -> Finding:
 
 
 def _clock(reports: Sequence[Report]) -> Finding:
-    """What was measured, where an exchange tells (`measured_offset`); else what the nodes say of themselves."""
+    """The measured offset if there was an exchange (`measured_offset`); otherwise the bounds that the nodes report."""
     clocks = {report.host: report.facts.get("clock") for report in reports}
     offsets = {report.host: found for report in reports if (found := measured_offset(report)) is not None}
     limits = [report.facts["clock_error_ms"] for report in reports if report.facts.get("clock_error_ms")]
@@ -272,7 +272,7 @@ def measured_offset(report: Report) -> tuple[float, float] | None:
     return low, high
 
 
-# How long a node may take from the question to the doctor's start, where nobody noted when the answer came.
+# How long a node may take from the request to the doctor's start, if the time of the answer was not recorded.
 _SLOWEST_START_S = 60.0
 
 

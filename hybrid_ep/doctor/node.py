@@ -98,7 +98,7 @@ class Node:
 
     Attributes:
         listed: folders that were looked into, so that a recording can say that the rest was not there.
-        watch: is told what will be read next; may refuse it by raising Unreadable.
+        watch: is called with what will be read next; may refuse it by raising Unreadable.
     """
 
     def __init__(self, sysroot: Path = Path("/"), *, kernel_log: Path | None = None) -> None:
@@ -166,7 +166,7 @@ class Node:
         return self.read_bytes(path).decode(errors="replace").rstrip("\n")
 
     def read_or_none(self, path: str) -> str | None:
-        """Text of a file, or None where there is none; Unreadable where that cannot be told."""
+        """Text of a file, or None where there is none; Unreadable if that cannot be determined."""
         return self.read(path) if self.exists(path) else None
 
     def read_bytes(self, path: str) -> bytes:
@@ -420,7 +420,7 @@ def _number(what: str, value: Any) -> int:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex of adjtimex(2), as far as it is read here; the rest is room for the kernel to write into."""
+    """struct timex of adjtimex(2), as far as it is read here; the kernel writes the rest too."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),

@@ -112,7 +112,7 @@ class Nvml:
     """One open NVML session.
 
     Args:
-        watch: is told before NVML is asked; may refuse by raising Unreadable.
+        watch: is called before each NVML query; may refuse it by raising Unreadable.
 
     Raises:
         Unreadable: the library is not there or does not start.

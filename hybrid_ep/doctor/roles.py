@@ -54,7 +54,7 @@ def wanted_nics(node: Node, profile: Profile) -> int | None:
 
 
 def assign_roles(node: Node, profile: Profile) -> Roles:
-    """Tells the GPUs' NICs from the others.
+    """Separates the GPUs' NICs from the others.
 
     Where no NIC is near a GPU, as in a virtual machine that hides the PCIe tree, all of them may be the GPUs'.
     """

@@ -88,7 +88,7 @@ def make_group(
     backend: str,
     timeout_s: float,
 ) -> dist.ProcessGroup:
-    """Makes the group of those who have met. Collective over them.
+    """Makes the group of the ranks of a rendezvous. Collective over them.
 
     Args:
         board: of this group only.

@@ -1,11 +1,11 @@
 """`recover` and `join`: a new group, buffer and placement over those who are there.
 
-Ranks meet in the store, under one generation number after the other. A meeting has one outcome that all read, so that
-ranks never go on in two parts, and nothing is asked of a rank that is lost.
+Each step ends with a rendezvous in the store, under a generation number. A rendezvous has one outcome, which all ranks
+read. So ranks never go on in two groups, and nothing is asked of a lost rank.
 
-    survivors ─ meet ─► who is left ─┬─► group and buffer ─ meet ─► all could ─► load experts ─ meet ─► go on
-    newcomers ─ wait ─► are let in ──┘       ▲    one could not, or did not come: next generation │
-                                             └────────────────────────────────────────────────────┘
+    survivors ─ rendezvous ─► who is left ─┬─► group and buffer ─ rendezvous ─► load experts ─ rendezvous ─► go on
+    newcomers ─ wait ─► are let in ────────┘     ▲                    │
+                                                 └── a rank could not, or did not come: next generation
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybrid_ep.core.checks import require
 from hybrid_ep.core.host import host_name
 from hybrid_ep.elastic.group import Lineage, abandon, follow, lineage_of, make_group, root_board
 from hybrid_ep.elastic.succession import Roster, arrange, succeed
-from hybrid_ep.engine.board import Board, StoreLostError, meet
+from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
 __all__ = ["LoadExpert", "Recovered", "Report", "join", "recover", "waiting"]
@@ -292,7 +292,7 @@ def _meet_survivors(
     board = lineage.board
     digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in terms.items()}
     text = json.dumps([digests, host_name(), can_load, _newcomers(board)])
-    meeting = meet(
+    joined = rendezvous(
         board.at(f"generation {lineage.generation}/survivors"),
         rank,
         ranks,
@@ -301,19 +301,19 @@ def _meet_survivors(
         lost=gone,
         grace_s=_GRACE_S,
     )
-    if rank not in meeting.members:
+    if rank not in joined.members:
         lineage.is_left_out = True
-        raise _left_out(rank, min(meeting.members))
-    told = [json.loads(meeting.texts[member]) for member in meeting.members]
-    for member, (theirs, *_) in zip(meeting.members, told, strict=True):
+        raise _left_out(rank, min(joined.members))
+    told = [json.loads(joined.texts[member]) for member in joined.members]
+    for member, (theirs, *_) in zip(joined.members, told, strict=True):
         for name, digest in told[0][0].items():
             if theirs[name] != digest:
-                first = meeting.members[0]
+                first = joined.members[0]
                 raise ConfigError(f"{name} differs between ranks {first} and {member}; allowed: the same on every rank")
     newcomers = {int(ticket): host for one in told for ticket, host in one[3].items()}
     tickets = sorted(newcomers)
     hosts = [*(one[1] for one in told), *(newcomers[ticket] for ticket in tickets)]
-    round_ = _Round(terms, meeting.members, tickets, hosts, [*(one[2] for one in told), *[True] * len(tickets)])
+    round_ = _Round(terms, joined.members, tickets, hosts, [*(one[2] for one in told), *[True] * len(tickets)])
     for ticket in tickets:
         board.write(f"admission {ticket}", json.dumps([lineage.generation, *round_]))
         board.write(f"newcomer {ticket}", "")
@@ -350,7 +350,7 @@ class _Attempt:
         if self._round.tickets:
             newcomers = [-ticket for ticket in self._round.tickets]  # who may have ended while they waited
             timeout_s = self._terms["timeout_s"]
-            came, _ = self._meet("newcomers", self._me, self._round.ids, "", timeout_s, newcomers)
+            came, _ = self._rendezvous("newcomers", self._me, self._round.ids, "", timeout_s, newcomers)
             self._round = self._round.only(came)
         round_ = self._round
         roster = arrange(
@@ -387,19 +387,19 @@ class _Attempt:
         )
         return Recovered(buffer, placement, report)
 
-    def _meet(
+    def _rendezvous(
         self, what: str, me: int, ids: Collection[int], text: str, timeout_s: float, lost: Collection[int] = ()
     ) -> tuple[list[int], dict[int, str]]:
-        """Meets the others of this attempt; returns who came and what they have brought.
+        """Waits for the others of this attempt; returns who came, and their texts.
 
         Raises:
             TransportError: they did not wait for this one.
         """
-        meeting = meet(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost, grace_s=_CONFIRM_S)
-        if me not in meeting.members:
+        joined = rendezvous(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost, grace_s=_CONFIRM_S)
+        if me not in joined.members:
             self._lineage.is_left_out = True
             raise _left_out(self._number, None)
-        return meeting.members, meeting.texts
+        return joined.members, joined.texts
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
         """Makes group and buffer; returns who did not confirm that it could, where any could not."""
@@ -424,7 +424,7 @@ class _Attempt:
         except (RuntimeError, HybridEPError) as error:
             problem = str(error)
         # Whom an error here names may only be slow to fail itself: first for the group, then for votes or a link.
-        came, texts = self._meet("made", rank, range(len(ids)), problem, 2 * timeout_s + _CONFIRM_S)
+        came, texts = self._rendezvous("made", rank, range(len(ids)), problem, 2 * timeout_s + _CONFIRM_S)
         if len(came) == len(ids) and not any(texts.values()):
             assert group is not None
             assert buffer is not None
@@ -472,7 +472,7 @@ class _Attempt:
                     problems.append([load.layer, load.expert, f"rank {rank}: {type(error).__name__}: {error}"])
             num_rounds += 1
             what, text = f"loads {num_rounds}", json.dumps(problems)
-            came, texts = self._meet(what, rank, range(len(ids)), text, self._terms["load_timeout_s"])
+            came, texts = self._rendezvous(what, rank, range(len(ids)), text, self._terms["load_timeout_s"])
             if len(came) < len(ids):
                 return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
             found = {(layer, expert): why for r in came for layer, expert, why in json.loads(texts[r])}

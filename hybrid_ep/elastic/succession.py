@@ -186,9 +186,9 @@ class _Layer:
             self._copies[expert] += 1
         self.missing = {expert for expert, copies in enumerate(self._copies) if copies == 0}
         for expert in sorted(self.missing - refused, key=lambda expert: (-weight[expert], expert)):
-            place = self._room()
-            if place is not None:
-                self._put(*place, expert)
+            found = self._best_slot()
+            if found is not None:
+                self._put(*found, expert)
                 self.missing.remove(expert)
 
     def fill(self) -> None:
@@ -209,7 +209,7 @@ class _Layer:
         """Load of one replica."""
         return self._weight[expert] / max(1, self._copies[expert])
 
-    def _room(self) -> tuple[int, int] | None:
+    def _best_slot(self) -> tuple[int, int] | None:
         """The slot for an expert that is missing: on the emptiest rank that can load and has a slot to spare."""
         best: tuple[float, int, int] | None = None
         for rank, slots in enumerate(self.slots):

@@ -1,18 +1,17 @@
 """The receive arena: symmetric memory cut into equal slots, and results that are the slots in which their rows arrived.
 
-A dispatch lands in a free slot of the pool, and its results are tensors over that slot: nothing is copied. Each such
-tensor has its own storage that holds the slot; when the last view dies, the slot goes back in stream order (an event on
-the stream that is current then). Where no slot is free, rows land in slot 0 and are copied to memory of torch's own
-allocator. Slot 0 also takes combine's partial rows.
+The rows of a dispatch arrive in a free slot of the pool, and the results are views of that slot: nothing is copied. The
+storage of each result holds the slot. When the last view is freed, an event is recorded on the current stream, and the
+next user of the slot waits for it. If no slot is free, rows arrive in slot 0 and are copied to memory of torch's
+allocator. Slot 0 also receives combine's partial rows.
 
 A slot that is taken while a CUDA graph is captured belongs to the graph until the graph is destroyed.
 
-The pool begins with two slots. A rank that has none free publishes that with its dispatch, and all ranks make their
-pools larger before the same later call (`Communicator.slots_agreed`). Results of the old pool keep its memory until the
-last of them dies.
+The pool begins with two slots. A rank without a free slot publishes that with its dispatch. All ranks grow their pools
+before the same later call (`Communicator.slots_agreed`). Results of the old pool keep its memory while they live.
 
-A slot's tensor may be used on another stream than the one that is current when it dies. Then it must be kept until
-that use has ended: `Tensor.record_stream` does not reach memory that torch did not allocate.
+If a result is used on another stream, the caller must keep it until that use has ended: `Tensor.record_stream` does not
+work on memory that torch did not allocate.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class DispatchOutput(NamedTuple):
 
 
 class SlotLease:
-    """A slot that a dispatch lands in. It goes back at the end of a ``with`` block, unless results have taken it over.
+    """A slot for the rows of a dispatch. The end of a ``with`` block frees it, unless results hold it.
 
     Attributes:
         slot_idx: of the slot; 0 where none was free.
@@ -226,7 +225,7 @@ class Arena:
         self._pool.note_use(stream)
 
     def _replace(self, slot_bytes: int, num_slots: int) -> None:
-        # A peer may still be writing here, and a freed mapping does not wait for it: the ranks meet before it is freed.
+        # A peer may still be writing here, and freeing a mapping does not wait for it: so a barrier comes first.
         torch.cuda.synchronize(self._device)
         memory, was_captured = self._memory, self._pool.was_captured
         self._allocate(slot_bytes, num_slots)

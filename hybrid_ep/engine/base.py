@@ -1,19 +1,18 @@
-"""What an engine does, in tensors and a handle: the one interface that the public buffers stand on.
+"""The interface of an engine. The public buffers call nothing else to move tokens.
 
-The buffers check every argument, choose streams and shape the results as the peers' interfaces want them. An engine
-moves tokens: it may trust its arguments, works on the current stream, and must give the same bits as every other
-engine:
+The buffers check every argument, choose streams, and give results the shape of DeepEP's interfaces. An engine moves
+tokens. It may trust its arguments, works on the current stream, and must give the same bits as every other engine:
 
-* order: received rows stand by source rank, then source token; permuted rows by local expert, then source rank, token
-  and column of top-k;
+* order: received rows are sorted by source rank, then source token; permuted rows by local expert, then source rank,
+  token and column of top-k;
 * columns: each column of top-k that names an expert counts, has its weight, and is a row of permuted and of
-  low-latency output, also where columns of a token name the same expert. A token crosses once to each rank;
+  low-latency output, even if two columns of a token name the same expert. A token crosses once to each rank;
 * sums: the rows of one token's experts on one rank are summed in fp32 in ascending order of local expert, then column,
   and rounded once to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop
   or the output, and across domains in ascending domain index. Bias is added in fp32 before the last rounding.
-  Low-latency combine multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order; for a source
-  of as many tokens as its `min_tokens_to_sum`, a rank that has several rows of a token first does the same with them,
-  rounds once to bf16, and the result stands in the place of the first. Weights and probabilities are summed in fp32.
+  Low-latency combine multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order. If the source
+  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first does the same with them, rounds
+  once to bf16, and sends the result as the first of these rows. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
 rows, M the most tokens that a rank may send in low-latency mode.
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
     Combined,
     CombineRequest,
     Dispatched,
@@ -83,7 +83,7 @@ class Traffic:
     """Bytes that this rank sent to other ranks since it was made or `clear`ed: rows with their metadata, and counts.
 
     Attributes:
-        within_domain: bytes to ranks of the own domain.
+        within_domain: bytes to ranks of this domain.
         between_domains: bytes to ranks of other domains.
     """
 
@@ -110,7 +110,7 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
-    only_masks_lost: bool = False  # ranks that low-latency kernels give up stay masked, whether or not that is raised
+    only_masks_lost: bool = False  # whether ranks that low-latency kernels give up stay masked without an error
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier dispatch; returns ``[N, H]``."""
 
     @abc.abstractmethod
@@ -148,9 +148,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def dispatch_permuted_cached(
-        self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
-    ) -> Rows:
+    def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier `dispatch_permuted`; returns ``[P, H]``."""
 
     @abc.abstractmethod
@@ -288,7 +286,7 @@ class Engine(abc.ABC):
     def barrier(self) -> None:
         """Returns when every rank that is not masked has called it; a rank that was masked joins again here.
 
-        What an earlier call has found wrong and nobody knows yet is raised before this rank meets the others.
+        An error of an earlier call that has not been raised yet is raised before this rank joins the barrier.
         """
 
     @abc.abstractmethod

@@ -1,15 +1,13 @@
-"""Which rank is to blame when bytes do not arrive.
+"""Finds the rank that caused a wait to fail. The peer that was waited for may itself be waiting for a dead rank.
 
-A rank that waits for long writes to the board whom it waits for, again and again, and a rank that has lost another
-writes whom. Who loses a peer reads what that peer has written. A peer that itself waits for somebody, or has lost
-somebody, is only the messenger, and the rank that it names is looked at next. The rank at the end writes nothing: it is
-dead, stopped, or does something else, and it is the one to name.
-
-What a rank wrote before it was killed or stopped is still there. Therefore a note that says "waits" counts only if it
-goes on being written.
-
-Ranks that call two buffers in different orders wait for each other in both. So a rank that waits writes the number of
-its buffer, too, where all buffers of the group look.
+- A rank that waits for long writes to the board which rank it waits for, and rewrites that note at intervals. A rank
+  that has lost a peer writes which.
+- A rank whose wait has failed reads the note of its peer. If the peer waits for, or has lost, another rank, that rank's
+  note is read next, and so on. The rank at the end of this chain writes nothing: it is dead, stopped, or not in the
+  call. It is the one to name.
+- The note of a killed or stopped rank stays on the board. So a note "waits" counts only if it is rewritten.
+- Two buffers that ranks call in different orders make the ranks wait for each other. So a waiting rank also writes the
+  number of its buffer to the board of the group, for an error that names the other buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from hybrid_ep.engine.board import Board, StoreLostError
 
 __all__ = ["Blame"]
 
-_GRACE_S = 1.0  # for how long a rank that writes nothing is waited for
+_GRACE_S = 1.0  # how long to look for a new note of a rank
 _GRACE_SHARE = 0.25  # of the timeout, where that is less
 _BEATS = 10  # notes within the grace
 
@@ -31,14 +29,14 @@ class Blame:
     """What this rank writes, and how it reads what others have written.
 
     Args:
-        board: of one connection of the group; None: no other rank can be asked.
+        board: of one connection of the group; None: there are no notes of other ranks.
         rank: this rank.
-        timeout_s: the whole time of a wait, with the search for who is to blame.
+        timeout_s: the whole time of a wait and of the search that follows.
         group_board: of all buffers of the group; None: there is no other.
         number: of this buffer on the group.
 
     Attributes:
-        grace_s: for how long a rank that writes nothing is listened to.
+        grace_s: how long to look for a new note of a rank.
         wait_s: what is left of the timeout for the wait.
     """
 
@@ -55,7 +53,7 @@ class Blame:
         self._group_board, self._number = group_board, number
         self._seen: dict[int, str | None] = {}  # the first note about its buffer that each peer had in a wait for it
         self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
-        self.wait_s = timeout_s - 1.5 * self.grace_s  # a messenger or two are asked before the grace begins
+        self.wait_s = timeout_s - 1.5 * self.grace_s  # reading the notes of one or two ranks takes time, too
         self._lock = threading.Lock()
         self._peer: int | None = None
         self._num_waits = 0
@@ -83,14 +81,14 @@ class Blame:
         self._peer = None
 
     def write_lost(self, peer: int) -> None:
-        """Writes that this rank has lost `peer`: at once, for others to read; it writes no more waits."""
+        """Writes at once that this rank has lost `peer`. After that it writes no more waits."""
         if self._board is not None:
             with self._lock:
                 self._peer, self._lost = None, peer
                 self._write(f"lost {peer}")
 
     def find(self, suspect: int) -> int:
-        """Returns who is to blame, where `suspect` is the rank that this one has lost."""
+        """Returns the rank to name in the error; `suspect` is the rank that this one has lost."""
         if self._board is None:
             return suspect
         seen = {self._rank}
@@ -101,7 +99,7 @@ class Blame:
                 if named is None or named in seen:
                     break
                 suspect = named
-        except StoreLostError:  # without notes the messenger is named: less exact, still an error
+        except StoreLostError:  # without notes the last suspect is named: less exact, still an error
             pass
         return suspect
 
@@ -119,7 +117,7 @@ class Blame:
         return None if number == self._number else number
 
     def _named_by(self, rank: int) -> int | None:
-        """Returns whom a rank has lost or waits for; None if it writes nothing for as long as it is listened to."""
+        """Returns the rank that `rank` has lost or waits for; None if it writes no new note within the grace."""
         assert self._board is not None
         deadline = time.monotonic() + self.grace_s
         first = self._board.read(self._key(rank))
@@ -134,7 +132,7 @@ class Blame:
             note = self._board.read(self._key(rank))
 
     def _beat(self, num_waits_before: int | None) -> int | None:
-        """Writes whom this rank waits for if it is the wait that was there before; returns which wait there is."""
+        """Writes a note if the wait is the one of the last beat; returns the number of the current wait."""
         with self._lock:
             peer, num_waits = self._peer, self._num_waits
             if peer is None or self._lost is not None:
@@ -142,12 +140,12 @@ class Blame:
             if num_waits == num_waits_before:
                 self._num_beats += 1
                 self._write(f"waits {peer} {self._num_beats}")
-                self._tell_group(peer)
+                self._write_to_group(peer)
             else:
                 self._seen.clear()
             return num_waits
 
-    def _tell_group(self, peer: int) -> None:
+    def _write_to_group(self, peer: int) -> None:
         """Writes in which buffer this rank waits, and looks where `peer` does."""
         if self._group_board is None:
             return
@@ -163,7 +161,7 @@ class Blame:
         try:
             self._board.write(self._key(self._rank), note)
         except StoreLostError:
-            self._lost = self._rank if self._lost is None else self._lost  # nobody reads
+            self._lost = self._rank if self._lost is None else self._lost  # the board is lost
 
     @staticmethod
     def _key(rank: int) -> str:

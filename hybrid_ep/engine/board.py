@@ -1,11 +1,11 @@
-"""What ranks exchange through the store of their process group: notes, and meetings with a deadline.
+"""What ranks exchange through the store of their process group: notes, and a rendezvous with a deadline.
 
 The store reaches every rank without the connections that a lost rank has broken. The process that holds it may be lost
 as well, so no access waits for longer than its deadline.
 
-A meeting ends with one outcome that the store keeps: the ranks that had come when the first of them found it complete,
-or out of time. All who came read the same outcome, and who comes later reads that it is not in it. So ranks never go on
-in two parts that each take the other for lost.
+A rendezvous ends with one outcome, which the store keeps: the ranks that had come when one of them first saw that all
+had come, or that the time was up. All ranks read the same outcome. A rank that comes later reads that it is not part of
+it. So ranks never go on in two groups that each take the other for lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["Board", "Meeting", "StoreLostError", "meet"]
+__all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous"]
 
 T = TypeVar("T")
 _boards: dict[str, Board] = {}  # of groups whose ranks processes number differently, by the name of the group
@@ -28,7 +28,7 @@ _ACCESS_S = 5.0  # a store that does not answer for so long is lost
 
 
 class StoreLostError(Exception):
-    """The store does not answer: the process that holds it is lost, or stands still."""
+    """The store does not answer: the process that holds is lost or stopped."""
 
 
 class Board:
@@ -36,7 +36,7 @@ class Board:
 
     Args:
         store: reaches every rank of the group.
-        name: equal at all ranks, and of nobody else.
+        name: equal at all ranks, and used by nothing else.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -70,7 +70,7 @@ class Board:
         return Board(self._store, f"{self._name}/{name}")
 
     def write(self, key: str, text: str | bytes) -> None:
-        """Writes a note; what stood there is replaced."""
+        """Writes a note, over an earlier one."""
         self._access(lambda: self._store.set(self._path(key), text))  # type: ignore[arg-type]
 
     def read(self, key: str) -> str | None:
@@ -79,12 +79,12 @@ class Board:
         return None if note is None else note.decode()
 
     def read_bytes(self, key: str) -> bytes | None:
-        """Likewise, of a note that is not text."""
+        """Returns a note that is not text, or None where there is none."""
         path = self._path(key)
         return self._access(lambda: self._store.get(path) if self._store.check([path]) else None)
 
     def decide(self, key: str, text: str) -> str:
-        """Writes a note unless there is one, and returns the one that stands there."""
+        """Writes a note unless there is one, and returns the one that is there."""
         return self._access(lambda: self._store.compare_set(self._path(key), "", text).decode())
 
     def count(self, key: str) -> int:
@@ -120,8 +120,8 @@ class Board:
         raise StoreLostError(str(failed[0]).splitlines()[0] if failed else f"no answer within {_ACCESS_S:g} s")
 
 
-class Meeting(NamedTuple):
-    """The outcome of a meeting.
+class Rendezvous(NamedTuple):
+    """The outcome of a rendezvous.
 
     Attributes:
         members: the ranks that are in it, ascending; the same for all that read it.
@@ -132,7 +132,7 @@ class Meeting(NamedTuple):
     texts: dict[int, str]
 
 
-def meet(
+def rendezvous(
     board: Board,
     rank: int,
     ranks: Iterable[int],
@@ -141,8 +141,8 @@ def meet(
     timeout_s: float,
     lost: Collection[int] = (),
     grace_s: float = 0.0,
-) -> Meeting:
-    """Meets other ranks at a board that is used for this meeting only.
+) -> Rendezvous:
+    """Waits for other ranks at a board that is used for this rendezvous only, and agrees with them on who has come.
 
     Args:
         board: equal at all ranks.
@@ -150,11 +150,11 @@ def meet(
         ranks: that are awaited, this one included.
         text: of this rank.
         timeout_s: how long to wait.
-        lost: ranks that this one knows to be lost: nobody waits for them, and one that comes nevertheless is welcome.
-        grace_s: how long to wait for these when all others have come: one that was taken for lost may be alive.
+        lost: ranks that this one knows to be lost: no rank waits for them, but one that comes takes part.
+        grace_s: how long to wait for the lost ranks once all others have come: one of them may be alive.
 
     Returns:
-        The outcome. This rank is not in it where the others had met before it came.
+        The outcome. This rank is not in it if it came after the others had agreed.
 
     Raises:
         StoreLostError: the store cannot be reached.
@@ -175,7 +175,7 @@ def meet(
         pause = min(2 * pause, _LAST_POLL_S)
     members: list[int] = json.loads(outcome)
     _look(board, members, came)
-    return Meeting(members, {member: came[member][0] for member in members})
+    return Rendezvous(members, {member: came[member][0] for member in members})
 
 
 def _look(board: Board, ranks: Iterable[int], came: dict[int, tuple[str, list[int]]]) -> None:

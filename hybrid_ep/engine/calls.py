@@ -20,6 +20,7 @@ __all__ = [
     "MIN_TOKENS_TO_SUM",
     "NO_SUMS",
     "SEND_TIMEOUT_DIVISOR",
+    "CachedDispatchRequest",
     "CombineRequest",
     "Combined",
     "DispatchHandle",
@@ -37,11 +38,11 @@ __all__ = [
     "missing_signal",
 ]
 
-# From how many tokens on low-latency combine sums a token's rows on one rank before they cross: below it, waiting for
-# the weights costs more than the bytes that it saves (docs/low_latency.md).
+# A source must have so many tokens for low-latency combine to sum a token's rows on one rank before they cross. With
+# fewer, waiting for the weights costs more than the saved bytes (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
 NO_SUMS = 2**29 - 1
-SEND_TIMEOUT_DIVISOR = 2  # what a low-latency send waits for, it waits for so small a part of the timeout
+SEND_TIMEOUT_DIVISOR = 2  # a low-latency send waits for at most this part of the timeout
 
 
 class Rows(NamedTuple):
@@ -57,14 +58,15 @@ class Rows(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where this rank's tokens go.
+    """The experts of this rank's tokens.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64, global expert index or −1. An expert may stand in several columns of a token.
+        topk_idx: ``[T, K]`` int64, global expert index or −1. Several columns of a token may name the same expert.
         topk_weights: ``[T, K]`` float32, or None.
         num_experts: E, a multiple of R.
         has_topk: whether `topk_idx` came from the caller; False where it was made from the ranks of each token.
-        max_tokens: that a rank may have, alike at all ranks, or every rank raises; None = as many as the engine takes.
+        max_tokens: the most tokens of a rank, equal at all ranks; if a rank has more, every rank raises. None = as many
+            as the engine takes.
     """
 
     topk_idx: Tensor
@@ -80,7 +82,7 @@ class DispatchHandle(NamedTuple):
     Attributes:
         rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
         num_tokens: T.
-        num_recv: N, or the bound that stood for it.
+        num_recv: N, or the bound that was given.
         num_experts: E.
         num_topk: K.
         grid: the geometry it was made for.
@@ -126,8 +128,7 @@ class LowLatencyHandle(NamedTuple):
         hidden: H.
         num_experts: E.
         grid: the geometry it was made for.
-        memory: in which all that the dispatch returns beside its rows stands; what another stream uses of that is
-            recorded on this tensor.
+        memory: holds all that the dispatch returns beside its rows. Uses on other streams are recorded on this tensor.
         state: what the engine keeps for itself.
     """
 
@@ -142,15 +143,15 @@ class LowLatencyHandle(NamedTuple):
 
 
 class ExpertSignals(NamedTuple):
-    """Where experts signal that their rows are written, while they still write others.
+    """Counters by which experts signal that some rows are written, while they still write others.
 
     Attributes:
-        raised: ``[LE × B]`` int32 or uint32 counters, to which the kernels of experts add: that of a local expert's
-            block b is ``raised[expert × B + b]``.
+        raised: ``[LE × B]`` int32 or uint32, to which the kernels of experts add; ``raised[expert × B + b]`` is the
+            counter of block b of a local expert.
         expected: rows of a block are written once its counter has reached this.
         num_per_expert: B.
         rows_per_signal: rows of a block.
-        num_sms: that the send may take from the experts.
+        num_sms: SMs of the send; the experts keep the others.
     """
 
     raised: Tensor
@@ -163,7 +164,7 @@ class ExpertSignals(NamedTuple):
 def missing_signal(rank: int, source: int, signal: int, waited_s: float) -> TimeoutError:
     """Returns the error for experts that have not signalled that their rows are written, the same at every rank.
 
-    No rank is to blame in the sense of `TransportError.peer`: all of them have come.
+    `TransportError.peer` is None: all ranks have come.
 
     Args:
         rank: this rank.
@@ -207,8 +208,21 @@ class DispatchRequest(NamedTuple):
         return grid.rank * num_local, (grid.rank + 1) * num_local
 
 
+class CachedDispatchRequest(NamedTuple):
+    """A dispatch of rows alone, along the route of an earlier one.
+
+    Attributes:
+        rows: ``[T, H]``.
+        num_sms, num_expert_sms: as in `DispatchRequest`.
+    """
+
+    rows: Rows
+    num_sms: int | None = None
+    num_expert_sms: int | None = None
+
+
 class CombineRequest(NamedTuple):
-    """Rows of experts on their way back.
+    """Rows of experts, to be brought back and summed.
 
     Attributes:
         data: ``[N, H]`` bf16, or ``[P, H]`` of a permuted dispatch.
@@ -233,10 +247,10 @@ class LowLatencyDispatchRequest(NamedTuple):
         topk_idx: ``[T, K]`` int64, global expert index or −1.
         num_max_tokens_per_rank: M.
         num_experts: E.
-        fmt: to which rows are quantised on the way; None = bf16.
+        fmt: the format to which rows are quantised; None = bf16.
         global_scale: of NVFP4 rows, one float32, the same on every rank.
-        wait_stats: ``[R]`` int64, is added the microseconds that each source rank was waited for.
-        return_recv_hook: whether the caller receives, by `finish`, after other work of the stream, and not at once.
+        wait_stats: ``[R]`` int64; the microseconds of waiting for each source rank are added to it.
+        return_recv_hook: whether other work of the stream comes before `finish`, which receives.
     """
 
     data: Tensor
@@ -257,13 +271,13 @@ class LowLatencyCombineRequest(NamedTuple):
         topk_idx: ``[T, K]`` int64, as dispatched.
         topk_weights: ``[T, K]`` float32.
         out: ``[T, H]`` bf16, written.
-        min_tokens_to_sum: for a source of at least so many tokens, the rows of one token that are on this rank are
-            summed before they cross, for which the rank's kernel waits for the source. It is `MIN_TOKENS_TO_SUM` or
-            more, or `NO_SUMS`; ranks need not agree on it.
+        min_tokens_to_sum: if the source has at least so many tokens, this rank sums the rows of each token before they
+            cross, and waits for the source's weights to do so. `MIN_TOKENS_TO_SUM` or more, or `NO_SUMS`; ranks need
+            not agree on it.
         use_logfmt: whether rows cross as LogFMT-10.
         wait_stats: as in `LowLatencyDispatchRequest`.
-        signals: experts may still write: rows are sent once their signals are raised, and none are summed. A signal
-            that does not come is raised by `finish` at every rank, as `missing_signal` describes.
+        signals: of experts that still write: rows are sent once their signals are raised, and none are summed. If a
+            signal does not come, `finish` raises `missing_signal` at every rank.
     """
 
     data: Tensor
@@ -280,7 +294,7 @@ class Dispatched(NamedTuple):
     """Result of `Engine.dispatch`.
 
     Attributes:
-        rows: N received rows (exactly `num_recv_bound` when one was given; what stands after the last is undefined).
+        rows: N received rows. With a bound, that many rows; those after the last that arrived are undefined.
         topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
         num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device, or on the host where they are known there.

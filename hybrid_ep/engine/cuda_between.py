@@ -1,12 +1,12 @@
 """The cuda engine for several domains: hand-written kernels inside a domain and over a link between them.
 
-A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it; a combine
-goes the same way back (docs/internals/between_domains.md). Both are a launch on the current stream; ahead of it
-a dispatch finds where its tokens go. Permuted calls are a dispatch and a permutation by torch, and low-latency calls
-are the torch engine's: they have no kernels between domains.
+A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it. A combine
+goes the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. Before a dispatch
+comes a small launch that numbers the tokens for each destination. There are no other kernels between domains: permuted
+calls are a dispatch and a permutation by torch, and low-latency calls run on the torch engine.
 
-A call with a bound never waits for the device. One without waits for the host
-counts; where a rank's capacity is too small, all ranks learn it from the same counts, grow, and start again.
+A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
+too small, every rank reads that from the same counts. All grow their slots and start again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import one_at_a_time
-from hybrid_ep.engine.calls import Combined, CombineRequest, Dispatched, DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    Combined,
+    CombineRequest,
+    Dispatched,
+    DispatchHandle,
+    DispatchRequest,
+    Rows,
+)
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
@@ -233,14 +241,14 @@ class CudaBetween(TorchEngine):
         return Dispatched(_as_sent(rows, output), output.experts, output.weights, reported, handle)
 
     @one_at_a_time
-    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         route = self._route_of(handle)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        shape = shape_along(rows, handle, 0, route.max_recv, num_sms)
+        shape = shape_along(request, handle, 0, route.max_recv)
         plan = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
         self._arena.holds(plan.slot_bytes_for(route.max_recv))
-        sent = aligned_rows(rows)
+        sent = aligned_rows(request.rows)
         lease = self._arena.lease(stream)
         try:
             while True:
@@ -257,7 +265,7 @@ class CudaBetween(TorchEngine):
             self._end_launch()
         finally:
             lease.give_back()
-        return _as_sent(rows, output)
+        return _as_sent(request.rows, output)
 
     def _launch(
         self,
@@ -470,7 +478,7 @@ class CudaBetween(TorchEngine):
         raise fault
 
     def _matrix(self, route: _Route, num_tokens: int, num_topk: int, num_experts: int) -> Tensor:
-        """``[R, R]`` rows that ranks 0…i send to j; ``[0, 0]`` above 256 ranks, where nobody knows them all."""
+        """``[R, R]`` rows that ranks 0…i send to j; ``[0, 0]`` above 256 ranks, where no rank has them all."""
         num_ranks = self.grid.num_ranks
         if num_ranks > _cuda.max_matrix_ranks:
             return torch.empty(0, 0, dtype=torch.int32, device=self.device)
@@ -524,7 +532,7 @@ def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
 
 
 def _roll_call(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
-    """Meetings of some ranks of `group`, this one among them; it makes a group of them. Collective over them."""
+    """The roll call of some ranks of `group`, this one among them. Makes a group of them; collective over them."""
     if len(ranks) == 1:
         return RollCall(None, 0, timeout_s, number)
     members = [dist.get_global_rank(group, member) for member in ranks]

@@ -4,9 +4,9 @@ A call is one launch on the current stream (`_cuda.Communicator`). This file all
 the slot for its rows, and shapes the results. docs/internals/cuda_engine.md describes the kernels. What calls of
 one shape have in common is in cuda_plan.py.
 
-A call with a bound never waits for the device. One without waits for the host counts. The kernel writes them as soon as
-they are known, while the rows are still on their way. If a slot of any rank is too small for what would arrive, no
-rank sends, all learn it from the same counts, and all grow their slots and start again.
+A call with a bound never waits for the device. A call without one waits for the host counts. The kernel writes them as
+soon as they are known, while rows are in flight. If a slot of any rank is too small for its rows, no rank sends. Every
+rank reads that from the same counts. All grow their slots and start again.
 
 Low-latency calls are in cuda_low_latency.py.
 """
@@ -28,6 +28,7 @@ from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.board import Board
 from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
     Combined,
     CombineRequest,
     Dispatched,
@@ -65,7 +66,7 @@ __all__ = ["CudaEngine"]
 
 
 class _Sent(NamedTuple):
-    """A dispatch that is on its way.
+    """A dispatch that has been launched.
 
     Attributes:
         plan: of the call.
@@ -141,13 +142,12 @@ class CudaEngine(Engine):
         received = _as_sent(request.rows, output.rows, output.scales)
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
-    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
-        route = _route_of(handle)
-        sent = self._send_again(rows, handle, route.num_recv, 0, num_sms)
+    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
+        sent = self._send_again(request, handle, _route_of(handle).num_recv, 0)
         with sent.lease:
             output = self._results(sent)
             self._end()
-        return _as_sent(rows, output.rows, output.scales)
+        return _as_sent(request.rows, output.rows, output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         data, weights, bias, num_sms, _ = request
@@ -178,14 +178,12 @@ class CudaEngine(Engine):
         handle = PermuteHandle(dispatch, counts, sent.num_rows, request.pad_multiple, state, output.overflow)
         return Permuted(permuted, probs, counts, handle)
 
-    def dispatch_permuted_cached(
-        self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
-    ) -> Rows:
+    def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         state = _state_of(handle)
-        sent = self._send_again(rows, handle.dispatch, handle.num_permuted, handle.pad_multiple, num_sms)
+        sent = self._send_again(request, handle.dispatch, handle.num_permuted, handle.pad_multiple)
         with sent.lease:
             state.chunk.note_use(sent.stream)
-            permuted, _ = self._spread(rows, sent, state.address, None, num_expert_sms)
+            permuted, _ = self._spread(request.rows, sent, state.address, None, request.num_expert_sms)
             self._end()
         return permuted
 
@@ -258,7 +256,7 @@ class CudaEngine(Engine):
         if refusal is None:
             self.set_masked(self._losses.left_out, True)
         elif refusal.peer is not None:
-            self.set_masked(range(self.grid.num_ranks), False)  # the ranks that it meets again after a cleaning
+            self.set_masked(range(self.grid.num_ranks), False)  # for the rendezvous after a cleaning
 
     def masked(self) -> Tensor:
         self._raise_late()
@@ -287,7 +285,7 @@ class CudaEngine(Engine):
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        # Before the ranks meet, or a call that is forgotten would fail a meeting that succeeds.
+        # Before the barrier: otherwise the error of a call that is forgotten would fail a barrier that succeeds.
         self._raise_late()
         self._low_latency.raise_fault(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
@@ -459,22 +457,22 @@ class CudaEngine(Engine):
         raise fault
 
     def _send_again(
-        self, rows: Rows, handle: DispatchHandle, num_rows: int, pad_multiple: int, num_sms: int | None
+        self, request: CachedDispatchRequest, handle: DispatchHandle, num_rows: int, pad_multiple: int
     ) -> _Sent:
         """Launches a dispatch along a known route, which needs no counts and no wait.
 
         Args:
-            rows, handle, num_sms: as in `dispatch_cached`.
+            request, handle: as in `dispatch_cached`.
             num_rows: of the result.
             pad_multiple: as in `DispatchRequest`.
         """
         route = _route_of(handle)
         stream = self._begin()
         route.chunk.note_use(stream)
-        shape = shape_along(rows, handle, pad_multiple, route.max_recv, num_sms)
+        shape = shape_along(request, handle, pad_multiple, route.max_recv)
         plan = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape).native
         self._arena.holds(plan.slot_bytes_for(route.max_recv))
-        sent = aligned_rows(rows)
+        sent = aligned_rows(request.rows)
         lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
         self.traffic.within_domain += route.num_sent_away * plan.record_bytes
         return _Sent(plan, lease, stream, route, num_rows, None)

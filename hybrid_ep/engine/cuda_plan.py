@@ -1,4 +1,4 @@
-"""What calls of one shape have in common: worked out by the first of them, looked up by those that follow.
+"""Plans: what calls of one shape have in common. The first call of a shape makes the plan, later calls look it up.
 
 A plan is a pure function of sizes and types: it holds no memory, and serves every cuda engine of the process.
 """
@@ -14,7 +14,7 @@ import torch
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import ABSENT, dtype_code, too_many_tokens
-from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, DispatchRequest, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 _Native = TypeVar("_Native")
 
-# Plans of each kind of call; one takes a few hundred bytes, and one that is missing costs its call 10 µs.
+# Plans kept of each kind of call. A plan takes a few hundred bytes.
 _MAX_PLANS = 1024
 
 # (code, bits) of DLPack. Not every version of it has a code for e4m3, so those travel as bytes.
@@ -78,7 +78,7 @@ class DispatchShape(NamedTuple):
         bound: rows of the result, or that any slot must hold for a known route; None = the host waits for the counts.
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
-        max_tokens: that a rank may have, alike at all ranks; None = what the kernels take.
+        max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
     """
 
     shape: torch.Size
@@ -117,9 +117,10 @@ def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
 
 
 def shape_along(
-    rows: Rows, handle: DispatchHandle, pad_multiple: int, max_rows: int, num_sms: int | None
+    request: CachedDispatchRequest, handle: DispatchHandle, pad_multiple: int, max_rows: int
 ) -> DispatchShape:
     """The shape of a dispatch along the route of `handle`; `max_rows` is the most that any slot must hold."""
+    rows = request.rows
     return DispatchShape(
         rows.data.shape,
         rows.data.dtype,
@@ -132,7 +133,7 @@ def shape_along(
         pad_multiple,
         max_rows,
         None,
-        num_sms,
+        request.num_sms,
         None,
     )
 
@@ -143,8 +144,8 @@ class DispatchPlan(Generic[_Native]):
 
     Attributes:
         native: what the kernels take.
-        refusal: what is wrong with this rank's arguments: the call is made nevertheless, so that all ranks learn it;
-            None where nothing is.
+        refusal: what is wrong with this rank's arguments, or None. The call is launched in any case, so that all ranks
+            raise the same error.
         num_tokens: that are sent; none of a call with too many.
     """
 
@@ -154,7 +155,7 @@ class DispatchPlan(Generic[_Native]):
 
 
 class Refusal(NamedTuple):
-    """What is wrong with this rank's arguments: the call is made nevertheless, so that all ranks learn it.
+    """What is wrong with this rank's arguments. The call is launched in any case, so that all ranks raise the same.
 
     Attributes:
         kind: NONE where nothing is.

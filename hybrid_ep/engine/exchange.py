@@ -4,9 +4,9 @@ Point-to-point messages, not collectives: a collective that fails cannot name th
 masked rank out. A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of
 the call as a tag.
 
-If a message does not arrive, the rank to blame is found (`blame`) and raised. The connections are given up, because
-half-sent messages on them would be taken for part of a later call. `leave_out` and `barrier` connect those who are
-left, or all, once they have met at the store (`board`).
+If a message does not arrive, the error names the rank that caused it (`blame`). The connections are closed, because
+half-sent messages on them would be read as part of a later call. `leave_out` connects the ranks that are left, and
+`barrier` all ranks, after a rendezvous at the store (`board`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, require_agreement
 from hybrid_ep.engine.base import Traffic
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.board import Board, Meeting, StoreLostError, meet
+from hybrid_ep.engine.board import Board, Rendezvous, StoreLostError, rendezvous
 from hybrid_ep.engine.link import Link, uses_gloo
 from hybrid_ep.errors import TimeoutError, TransportError
 
@@ -74,7 +74,7 @@ class Exchange:
         self._generation = 0  # of the connections
         self._members: list[int] = []  # that were connected last
         self._reconnects = group is not None and uses_gloo(group)
-        self._is_cleaned = False  # since the ranks met last
+        self._is_cleaned = False  # since the last rendezvous
         self._may_go_on = False  # whether connections of this generation were lost in a call
         self._lost: TransportError | None = None  # why there are no connections
         self._board: Board | None = None
@@ -144,7 +144,7 @@ class Exchange:
         Args:
             step: names the step in errors.
             outgoing: uint8 tensors, contiguous; empty ones are not sent.
-            incoming: uint8 tensors, contiguous; empty ones are not waited for. The own rank is copied locally.
+            incoming: uint8 tensors, contiguous; empty ones are not waited for. This rank's own are copied locally.
             wait_stats: ``[R]`` int64, is added the microseconds waited for each rank.
 
         Raises:
@@ -194,13 +194,13 @@ class Exchange:
         self._call_number = int(numbers.max())
 
     def leave_out(self, peer: int) -> None:
-        """Goes on without a lost rank: meets the other survivors, agrees with them on who is left, and connects them.
+        """Goes on without a lost rank: agrees with the other survivors on who is left, and connects them.
 
-        All survivors come here from the call that was lost, each within the timeout. Who does not is left out by the
-        others and its next call raises that. It does not go on by itself: only `barrier` brings it back.
+        All survivors make this call after the one that failed, each within the timeout. A rank that does not is left
+        out, and its next call raises. Only `barrier` brings it back.
 
-        Over NCCL nobody goes on. What was on its way stays in the communicator, where a later call would receive it,
-        and ranks that mask by themselves could split into parts that compute alone. Every call raises from then on.
+        Over NCCL no rank goes on: every later call raises. Messages of the failed call stay in the communicator, and a
+        later call would receive them. And ranks that mask without agreement could split into groups that go on alone.
         """
         if self._link is not None:
             self.masked.add(peer)  # it is left out already
@@ -209,20 +209,20 @@ class Exchange:
             return
         self._may_go_on = False
         try:
-            meeting = self._meet(self._generation + 1, {peer})
+            joined = self._rendezvous(self._generation + 1, {peer})
         except StoreLostError as error:
             _LOG.warning("who is left cannot be agreed on: the store of the process group is lost (%s)", error)
             return
-        if self.grid.rank in meeting.members:
-            self.masked = set(range(self.grid.num_ranks)) - set(meeting.members)
-            self._connect(meeting.members)
+        if self.grid.rank in joined.members:
+            self.masked = set(range(self.grid.num_ranks)) - set(joined.members)
+            self._connect(joined.members)
             return
         self._lost = TransportError(
-            self._label, self.grid.rank, meeting.members[0], "the other ranks went on without this one, which was late"
+            self._label, self.grid.rank, joined.members[0], "the other ranks went on without this one, which was late"
         )
 
     def clean(self) -> None:
-        """Takes every rank back in. Local; the ranks meet, and agree on numbers of calls, when the next begins."""
+        """Takes every rank back in. Local; the next call begins with a rendezvous that agrees on numbers of calls."""
         self.masked.clear()
         self._is_cleaned = self._board is not None
 
@@ -361,7 +361,7 @@ class Exchange:
         raise error from first.error
 
     def _connect(self, members: list[int]) -> None:
-        """Connects ranks that have met, under the next generation."""
+        """Connects the ranks of a rendezvous, under the next generation."""
         assert self._board is not None
         assert self._group is not None
         board = self._board.at(f"connections {self._generation}")
@@ -378,14 +378,14 @@ class Exchange:
     def _absent(self, board: Board, members: list[int]) -> int | None:
         """Returns the first rank that does not report within the grace that it could not connect, or None."""
         try:
-            meeting = meet(board.at("failed"), self.grid.rank, members, "", timeout_s=self._blame.grace_s)
+            joined = rendezvous(board.at("failed"), self.grid.rank, members, "", timeout_s=self._blame.grace_s)
         except StoreLostError:
             return None
-        return min(set(members) - set(meeting.members), default=None)
+        return min(set(members) - set(joined.members), default=None)
 
-    def _meet(self, generation: int, lost: set[int]) -> Meeting:
+    def _rendezvous(self, generation: int, lost: set[int]) -> Rendezvous:
         assert self._board is not None
-        meeting = meet(
+        joined = rendezvous(
             self._board.at(f"generation {generation}"),
             self.grid.rank,
             self.active(range(self.grid.num_ranks)),
@@ -393,10 +393,10 @@ class Exchange:
             timeout_s=self._timeout_s,
             lost=lost,
         )
-        if self.grid.rank in meeting.members:
+        if self.grid.rank in joined.members:
             self._generation = generation
-            self._call_number = max(json.loads(text) for text in meeting.texts.values())
-        return meeting
+            self._call_number = max(json.loads(text) for text in joined.texts.values())
+        return joined
 
     def _meet_again(self, ranks: list[int]) -> None:
         """Meets `ranks` under the first generation that has not been decided, and connects them."""
@@ -407,17 +407,17 @@ class Exchange:
         try:
             while self._board.at(f"generation {generation}").read("outcome") is not None:
                 generation += 1
-            meeting = self._meet(generation, set())
+            joined = self._rendezvous(generation, set())
         except StoreLostError as error:
             detail = f"the store of the process group is lost ({error})"
             self._lost = TransportError(self._label, self.grid.rank, None, detail)
             raise self._lost from error
-        missing = [r for r in ranks if r not in meeting.members]
-        came = set(meeting.members) & set(self._members)
+        missing = [r for r in ranks if r not in joined.members]
+        came = set(joined.members) & set(self._members)
         if 2 * len(came) > len(self._members):
-            # More than half of those who were together: no others can have met without them.
+            # More than half of those who were together: no others can have agreed without them.
             self.masked |= set(missing)
-            self._connect(meeting.members)
+            self._connect(joined.members)
         if missing:
             late = TimeoutError(self._label, self.grid.rank, missing[0], "it did not come", timeout_s=self._timeout_s)
             self._lost = late if self._link is None else None

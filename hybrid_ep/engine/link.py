@@ -1,10 +1,11 @@
 """Connections of the torch engine between some ranks of a group: what carries its messages.
 
-Over gloo every buffer has connections of its own. Messages of two buffers, or of a user who sends on the same group,
-cannot meet on them, whatever their order and their threads. When a wait runs out of time gloo closes all connections of
-the process group that it belongs to: then these are lost, and the user's group is not.
+Over gloo every buffer has its own connections. So its messages never mix with those of another buffer, or of a user who
+sends on the same group. When a wait times out, gloo closes all connections of the process group. With its own group, a
+buffer loses only its own connections, not the user's.
 
-NCCL would need a communicator for that, so on GPUs the user's group is used. A call's header distinguishes buffers.
+Over NCCL that would take a communicator for each buffer, so on GPUs the user's group is used. The header of a call
+names its buffer.
 """
 
 from __future__ import annotations

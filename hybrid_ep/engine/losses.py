@@ -1,8 +1,9 @@
-"""Which ranks the others go on without: a log in the store of the group, in one order for all.
+"""Agreement on lost ranks of low-latency calls: a log in the store of the group, which all ranks read in one order.
 
-The kernels of each rank mask a rank that does not come. A late rank masks the others likewise, and would go on alone.
-So a rank that has lost another appends that to the log before it goes on. It appends only after it has read all earlier
-entries. A rank that reads its own number has been left out, and appends nothing more. No rank waits for another.
+The kernels of each rank mask a rank that does not come. But a rank that is only late masks all the others, and would go
+on alone. So a rank that has lost another one first appends that to the log. It may append only after it has read all
+earlier entries. A rank that reads its own number has been left out: it raises, and appends nothing more. No rank waits
+for another.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class LossLog:
         self.left_out: set[int] = set()
 
     def report(self, peer: int) -> int | None:
-        """Reads on, and appends that this rank goes on without `peer` unless another has. Local; waits for no rank.
+        """Reads new entries, and appends that this rank has lost `peer` unless another has. Local; waits for no rank.
 
         Returns:
             The rank that goes on without this one; None: there is none, and `peer` is in the log.
@@ -51,7 +52,7 @@ class LossLog:
 
 
 class Losses:
-    """The logs of one buffer: a new one begins whenever its ranks are together again.
+    """The logs of one buffer: a new log begins whenever all its ranks take part again.
 
     Args:
         board: of the buffer; None without a group, where there is nothing to agree on.

@@ -1,4 +1,4 @@
-"""How the rows of a low-latency dispatch stand at their experts: by local expert, scales as matrix units load them."""
+"""The layout of a low-latency dispatch's output: rows by local expert, scales in the order that matrix units load."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class PackedLayout(NamedTuple):
             return Rows(rows)
         return Rows(rows, torch.empty_strided(self.scales, self.scale_strides, dtype=self.scale_type, device=device))
 
-    def store_scales(self, scales: Tensor, expert: Tensor, place: Tensor, values: Tensor) -> None:
-        """Writes scales, `values` ``[n, W]`` of 4 bytes, to the places ``[n]`` of experts ``[n]``."""
+    def store_scales(self, scales: Tensor, expert: Tensor, row: Tensor, values: Tensor) -> None:
+        """Writes scales, `values` ``[n, W]`` of 4 bytes, of rows ``[n]`` of experts ``[n]``."""
         if len(scales.shape) == 3:
-            scales[expert, place] = values.view(scales.dtype)
+            scales[expert, row] = values.view(scales.dtype)
             return
-        tile, row = place // _ROWS_PER_TILE, place % _ROWS_PER_TILE
+        tile, in_tile = row // _ROWS_PER_TILE, row % _ROWS_PER_TILE
         words = scales.view(torch.int32).squeeze(-1)
-        words[expert, tile, :, row % _LANES_PER_TILE, row // _LANES_PER_TILE] = values.view(torch.int32)
+        words[expert, tile, :, in_tile % _LANES_PER_TILE, in_tile // _LANES_PER_TILE] = values.view(torch.int32)

@@ -1,14 +1,14 @@
-"""All ranks of a buffer meet at the store of their group.
+"""A rendezvous of all ranks of a buffer, at the store of their group.
 
-Nobody is waited for beyond the timeout, and who is missing is named. A collective of the group would wait for its own
-timeout, of many minutes, and name nobody.
+It ends at the timeout, and its error names the missing ranks. A collective of the group would wait for the group's own
+timeout, of many minutes, and name no rank.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybrid_ep.engine.board import Board, StoreLostError, meet
+from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
 from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["RollCall"]
@@ -17,7 +17,7 @@ _MIN_TIMEOUT_S = 1.0  # processes that come together do not come at the same mil
 
 
 class RollCall:
-    """The meetings of one buffer.
+    """The rendezvous of one buffer, one after the other.
 
     Args:
         group: the ranks; None for a single one.
@@ -53,16 +53,16 @@ class RollCall:
         self._num_meetings += 1
         board, ranks = self._board.at(str(self._num_meetings)), range(self.num_ranks)
         try:
-            meeting = meet(board, self.rank, ranks, text, timeout_s=self._timeout_s)
+            joined = rendezvous(board, self.rank, ranks, text, timeout_s=self._timeout_s)
         except StoreLostError as error:
             detail = f"the store of the process group is lost ({error})"
             raise TransportError(where, self.rank, None, detail) from error
-        missing = sorted(set(ranks) - set(meeting.members))
+        missing = sorted(set(ranks) - set(joined.members))
         if self.rank in missing:
             detail = "the other ranks have given up on this one, which was late"
-            raise TimeoutError(where, self.rank, meeting.members[0], detail, timeout_s=self._timeout_s)
+            raise TimeoutError(where, self.rank, joined.members[0], detail, timeout_s=self._timeout_s)
         if missing:
             detail = f"ranks {missing} have not come" if len(missing) > 1 else "it has not come"
             self.lost.add(missing[0])
             raise TimeoutError(where, self.rank, missing[0], detail, timeout_s=self._timeout_s)
-        return [meeting.texts[rank] for rank in ranks]
+        return [joined.texts[rank] for rank in ranks]

@@ -16,7 +16,7 @@ from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.board import Board, StoreLostError, meet
+from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 from hybrid_ep.transport.choice import TransportState, agree_on_transport, survey
@@ -219,15 +219,15 @@ def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeou
     try:
         while True:
             number = board.count(f"buffers of rank {rank}") - 1
-            meeting = meet(
+            joined = rendezvous(
                 board.at(f"buffer {number}/votes"), rank, range(num_ranks), mine.as_json(), timeout_s=timeout_s
             )
-            missing = sorted(set(range(num_ranks)) - set(meeting.members))
-            if rank not in meeting.members:
+            missing = sorted(set(range(num_ranks)) - set(joined.members))
+            if rank not in joined.members:
                 continue  # the others have given this one up before this rank came
             if missing:
                 raise TimeoutError(where, rank, missing[0], "it has made none", timeout_s=timeout_s)
-            return [_Vote.of(json.loads(meeting.texts[r])) for r in range(num_ranks)], number
+            return [_Vote.of(json.loads(joined.texts[r])) for r in range(num_ranks)], number
     except StoreLostError as error:
         raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
 

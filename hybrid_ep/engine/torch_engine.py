@@ -26,6 +26,7 @@ from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_ex
 from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import Engine, one_at_a_time
 from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
     Combined,
     CombineRequest,
     Dispatched,
@@ -154,9 +155,10 @@ class TorchEngine(Engine):
         return Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
 
     @one_at_a_time
-    def dispatch_cached(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         route = handle.state
         assert isinstance(route, _Route)
+        rows = request.rows
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
         fmt = RecordFormat.of(columns)
         self._begin("dispatch along a handle", rows.data.device, _row_fields(rows) | {"handle": route.number})
@@ -208,30 +210,27 @@ class TorchEngine(Engine):
         return Permuted(permuted, probs, permutation.num_tokens_per_expert, handle)
 
     @one_at_a_time
-    def dispatch_permuted_cached(
-        self, rows: Rows, handle: PermuteHandle, *, num_sms: int | None, num_expert_sms: int | None = None
-    ) -> Rows:
-        received = self.dispatch_cached(rows, handle.dispatch, num_sms=num_sms)
-        return _permute_rows(received, handle)
+    def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
+        return _permute_rows(self.dispatch_cached(request, handle.dispatch), handle)
 
     @one_at_a_time
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         data, probs = request.data, request.weights
         num_recv = handle.dispatch.num_recv
         permutation: Permutation = handle.state
-        kept = permutation.place < handle.num_permuted
-        row, column, place = permutation.row[kept], permutation.column[kept], permutation.place[kept]
-        # A row's copies in the order of their places: by local expert, then column.
+        kept = permutation.dst_row < handle.num_permuted
+        row, column, dst_row = permutation.row[kept], permutation.column[kept], permutation.dst_row[kept]
+        # A row's copies in ascending order of their rows: by local expert, then column.
         sums = data.new_zeros(num_recv, data.shape[1], dtype=torch.float32)
-        places = torch.full((num_recv, handle.dispatch.num_topk), handle.num_permuted, device=data.device)
-        places[row, column] = place
-        for nth in places.sort(1).values.unbind(1):
+        dst_rows = torch.full((num_recv, handle.dispatch.num_topk), handle.num_permuted, device=data.device)
+        dst_rows[row, column] = dst_row
+        for nth in dst_rows.sort(1).values.unbind(1):
             has_nth = nth < handle.num_permuted
             sums[has_nth] += data[nth[has_nth]].float()
         weights = None
         if probs is not None:
             weights = probs.new_zeros(num_recv, handle.dispatch.num_topk)
-            weights[row, column] = probs[place]
+            weights[row, column] = probs[dst_row]
         return self.combine(request._replace(data=sums.to(data.dtype), weights=weights), handle.dispatch)
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
@@ -297,7 +296,7 @@ class TorchEngine(Engine):
         self._exchange.barrier()
 
     def take_number(self) -> int:
-        """Local: the number of a new call; right after `barrier`, one that all who met there get, and never again."""
+        """Local: the number of a new call, used once; right after `barrier` the same at all ranks that were in it."""
         return self._exchange.take_number()
 
     def raise_pending(self) -> None:
@@ -367,12 +366,12 @@ def _padded(result: Dispatched, bound: int) -> Dispatched:
 def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) -> Tensor:
     """``[N, …]`` received rows → ``[P, …]`` (or, for weights, ``[N, K]`` → ``[P]``); padding stays zero."""
     permutation: Permutation = handle.state
-    kept = permutation.place < handle.num_permuted
-    row, place = permutation.row[kept], permutation.place[kept]
+    kept = permutation.dst_row < handle.num_permuted
+    row, dst_row = permutation.row[kept], permutation.dst_row[kept]
     copies = received[row, permutation.column[kept]] if weights else received[row]
     as_bytes = copies.view(torch.uint8) if copies.dtype.itemsize == 1 else copies
     permuted = as_bytes.new_zeros(handle.num_permuted, *copies.shape[1:])
-    permuted[place] = as_bytes
+    permuted[dst_row] = as_bytes
     return permuted.view(received.dtype)
 
 

@@ -121,11 +121,11 @@ class TorchLowLatency:
             count.copy_(copies.num_tokens_per_expert)
             begin = count.cumsum(0) - count
             expert = torch.repeat_interleave(torch.arange(num_local, device=device), count)
-            place = torch.arange(expert.numel(), device=device) - begin[expert]
-            _as_storable(packed.data)[expert, place] = _as_storable(arrived[0])[copies.row]
+            row = torch.arange(expert.numel(), device=device) - begin[expert]
+            _as_storable(packed.data)[expert, row] = _as_storable(arrived[0])[copies.row]
             if packed.scales is not None:
-                layout_of_rows.store_scales(packed.scales, expert, place, arrived[3][copies.row])
-            src_info[expert, place] = arrived[2][copies.row, 0]
+                layout_of_rows.store_scales(packed.scales, expert, row, arrived[3][copies.row])
+            src_info[expert, row] = arrived[2][copies.row, 0]
             sources = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(hop.recv_counts)).to(device)
             counts = torch.zeros_like(layout_range)
             counts.index_put_((expert, sources[copies.row]), torch.ones_like(expert), accumulate=True)

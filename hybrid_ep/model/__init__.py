@@ -1,1 +1,1 @@
-"""A model of dispatch and combine on grids that nobody has yet: `hybrid-ep model`, and a simulation of the link."""
+"""A model of dispatch and combine on any grid of ranks, `hybrid-ep model`, and a simulation of the link."""

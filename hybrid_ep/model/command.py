@@ -1,4 +1,4 @@
-"""`hybrid-ep model`: what dispatch and combine would take on a grid that nobody has yet."""
+"""`hybrid-ep model`: predicts the time, bytes and memory of dispatch and combine on any grid of ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MACHINE = Machine()
 @click.option("--straggler", default=1.0, help="How many times slower one rank of the simulation is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option("--svg", type=OutputFile(), help="Draw time over domains into this file.")
-@click.option("--png", type=OutputFile(), help="Likewise, as PNG.")
+@click.option("--png", type=OutputFile(), help="The same as PNG.")
 def model(
     domains: int,
     ranks_per_domain: int,

@@ -15,7 +15,7 @@ __all__ = ["Clock", "DeadlockError", "Gate", "Process"]
 
 
 class DeadlockError(Exception):
-    """Processes wait for what nobody will do.
+    """Processes wait for events that no process will cause: a deadlock.
 
     Attributes:
         waits: what each of them waits for.

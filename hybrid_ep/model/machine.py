@@ -30,9 +30,9 @@ class Machine:
         local_copy: rows of a low-latency call that a GPU copies or sums in its own memory.
         launch_us: an empty kernel, by the timer of `hybrid-ep bench`.
         dispatch_us: of a dispatch, beside rows and ranks: counts, offsets, first and last row.
-        cached_us: likewise with the route of an earlier one.
+        cached_us: the same with the route of an earlier one.
         combine_us: of a combine: readiness, first and last row.
-        low_latency_dispatch_us, low_latency_combine_us: likewise of the low-latency calls.
+        low_latency_dispatch_us, low_latency_combine_us: the same of the low-latency calls.
         rank_us: for each rank of the domain that is signalled and waited for.
         nic_gbits: of a rank's network port, Gbit/s, in each direction.
         nic_efficiency: share of it that chunks reach.

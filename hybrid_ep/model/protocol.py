@@ -140,14 +140,14 @@ class Network:
 
 @dataclass
 class _Batch:
-    """Where tokens of every rank go: ``places[r][t, d]`` is the index of rank r's token t among those to domain d."""
+    """Where tokens of every rank go: ``indices[r][t, d]`` is the index of rank r's token t among those to domain d."""
 
     goes: list[NDArray[np.bool_]]
-    places: list[NDArray[np.int64]] = field(init=False)
-    counts: NDArray[np.int64] = field(init=False)  # [from, to], own tokens to the own domain
+    indices: list[NDArray[np.int64]] = field(init=False)
+    counts: NDArray[np.int64] = field(init=False)  # [from, to]; on the diagonal, tokens that stay in the domain
 
     def __post_init__(self) -> None:
-        self.places = [np.where(goes, goes.cumsum(0) - 1, -1) for goes in self.goes]
+        self.indices = [np.where(goes, goes.cumsum(0) - 1, -1) for goes in self.goes]
         self.counts = np.stack([goes.sum(0) for goes in self.goes])
 
 
@@ -414,7 +414,7 @@ class Protocol:
         yield from self._exchange(r, 0, self.times.agree[1])
         held, awaited = batch.counts[:, r], batch.counts[r]
         begin = self.clock.now
-        own_done: set[int] = set()  # chunks of the own domain that are summed
+        own_done: set[int] = set()  # chunks of this domain that are summed
         own_gate = Gate(f"rank {r}: sums of its own domain")
         next_chunks = [0] * self.num_domains  # to claim, of each domain
         warps = [
@@ -422,9 +422,9 @@ class Protocol:
             for warp in range(self.ring.num_domain_warps)
         ]
         tokens = iter(range(len(batch.goes[r])))
-        places = batch.places[r]
+        indices = batch.indices[r]
         for _ in range(self.ring.num_home_warps):
-            warps.append(self._sum_home(r, tokens, places, awaited, own_done, own_gate))
+            warps.append(self._sum_home(r, tokens, indices, awaited, own_done, own_gate))
         yield from self._all(warps, f"rank {r}: end of its warps")
         self._move_on(r, _COMBINE_CONTROL, held, awaited)
 
@@ -471,7 +471,7 @@ class Protocol:
         self,
         r: int,
         tokens: Iterator[int],
-        places: NDArray[np.int64],
+        indices: NDArray[np.int64],
         awaited: NDArray[np.int64],
         own_done: set[int],
         own_gate: Gate,
@@ -482,25 +482,25 @@ class Protocol:
         def finish() -> Process:
             parts = opened.pop(0)
             yield (1 + len(parts)) * times.sum_home * slow
-            for d, place in parts:
-                chunk = place // ring.per_chunk
+            for d, index in parts:
+                chunk = index // ring.per_chunk
                 num_rows = self._records_of(int(awaited[d]), chunk)
                 self._read_rows(d, r, _COMBINE_CONTROL + chunk, 1, num_rows)
 
         for token in tokens:
-            goes = np.flatnonzero(places[token] >= 0).tolist()
-            parts = [(d, int(places[token, d])) for d in goes if d != r]
-            own_chunk = int(places[token, r]) // ring.per_chunk if places[token, r] >= 0 else None
+            goes = np.flatnonzero(indices[token] >= 0).tolist()
+            parts = [(d, int(indices[token, d])) for d in goes if d != r]
+            own_chunk = int(indices[token, r]) // ring.per_chunk if indices[token, r] >= 0 else None
 
             def is_here(parts: list[tuple[int, int]] = parts, own_chunk: int | None = own_chunk) -> bool:
                 return (own_chunk is None or own_chunk in own_done) and all(
-                    self._is_here(d, r, _COMBINE_CONTROL + place // ring.per_chunk) for d, place in parts
+                    self._is_here(d, r, _COMBINE_CONTROL + index // ring.per_chunk) for d, index in parts
                 )
 
             while opened and not is_here() and not self.faults.holds_and_waits:
                 yield from finish()
-            for d, place in parts:
-                yield from self._wait_chunk(d, r, _COMBINE_CONTROL + place // ring.per_chunk)
+            for d, index in parts:
+                yield from self._wait_chunk(d, r, _COMBINE_CONTROL + index // ring.per_chunk)
             while own_chunk is not None and own_chunk not in own_done:
                 yield own_gate
             opened.append(parts)

@@ -33,7 +33,7 @@ class ModelReport:
         excesses: sizes beyond a limit.
         sweep: the same workload on 1, 2, 4, … domains.
         stops: what no longer scales along the sweep.
-        tails: simulated times of the ranks; empty where nobody asked.
+        tails: simulated times of the ranks; empty without --simulate.
     """
 
     question: Question

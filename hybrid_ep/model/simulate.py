@@ -84,7 +84,7 @@ def check_seed(seed: int, faults: Faults | None = None) -> int:
         rate=1.0,
     )
     slowdown = np.where(random.random(num_domains) < 0.2, 20.0, 1.0)
-    # Some domains are wanted by all and some by nobody.
+    # Some domains are destinations of all tokens, and some of none.
     shares = random.choice([0.0, 0.2, 0.7, 1.0], num_domains)
     batches = random_batches(random, 2, lambda: int(random.integers(0, 24)), shares)
     starts = random.exponential(5.0, (4, num_domains))

@@ -53,7 +53,7 @@ class Rows:
 
     @property
     def received(self) -> _Array:
-        """Rows that arrive, those of the own tokens included."""
+        """Rows that arrive, including those of this rank's tokens."""
         return self.num_tokens * self.at_rank.size * self.at_rank
 
     @property
@@ -102,8 +102,8 @@ class CallTraffic:
     Attributes:
         hops: bytes by name of `HOPS`.
         own: bytes that the fullest rank writes for itself.
-        pushed: rows' bytes of the SMs that push rows of the own domain's tokens, at the fullest rank.
-        forwarded: likewise of those that forward records, or sum for their sources.
+        pushed: bytes of rows that SMs push for tokens of this domain, at the fullest rank.
+        forwarded: bytes of rows that SMs forward from records, or sum for their sources, at the fullest rank.
         record: of the link; None in one domain.
         chunks: to the peer that gets most, without those of control.
         messages: chunks that the fullest rank sends, those of control included.

@@ -82,7 +82,7 @@ class Reference:
         return result
 
     def permuted(self, rank: int, pad_multiple: int = 1) -> list[Copy | None]:
-        """The copy in each row of the permuted tensor of `rank`; None where a pad stands."""
+        """The copy in each row of the permuted tensor of `rank`; None for padding."""
         copies = self.copies(rank)
         rows: list[Copy | None] = []
         for expert in range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts):

@@ -1,4 +1,4 @@
-"""What stands in this node and how far apart it is: GPUs, NICs, NUMA nodes, NVLink domains.
+"""The devices of this node and the distances between them: GPUs, NICs, NUMA nodes, NVLink domains.
 
 `probe` reads a node once into a `Topology`, a tree of frozen dataclasses that the doctor, the `hybrid-ep topology`
 command and the transports share. Nothing here imports torch, and no library has to be there: what could not be read is

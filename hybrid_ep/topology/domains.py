@@ -18,7 +18,7 @@ __all__ = ["DomainMember", "find_domains", "gather_domains"]
 
 @dataclass(frozen=True)
 class DomainMember:
-    """What one rank tells the others about its GPU.
+    """What one rank sends to the others about its GPU.
 
     Attributes:
         rank: its rank.

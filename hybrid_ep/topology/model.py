@@ -225,7 +225,7 @@ class Nic:
         node_guid, firmware: as the driver says.
         netdevs: network interfaces on the same function.
         ports: its ports.
-        dmabuf: whether the driver registers dma-buf memory, from libibverbs; None where that could not be told.
+        dmabuf: whether the driver registers dma-buf memory, from libibverbs; None if it could not be read.
     """
 
     name: str

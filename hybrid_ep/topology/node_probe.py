@@ -22,7 +22,7 @@ def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda s
     """Reads a node.
 
     Args:
-        before: is told which source is asked next; what it raises for NVML or libibverbs is the reason in `missing`.
+        before: is called with the next source; what it raises for NVML or libibverbs is the reason in `missing`.
         sysroot: /sys is read below this folder. NVML comes from whichever ``libnvidia-ml.so.1`` the loader finds; of
             any root but ``/`` the verbs part comes from the recording's facts.
     """

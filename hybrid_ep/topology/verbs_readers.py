@@ -22,7 +22,7 @@ class VerbsPort(TypedDict):
 
 
 class VerbsDevice(TypedDict):
-    """One RDMA device; `dmabuf` is None where the driver's answer tells nothing, `ports` empty where it was closed."""
+    """One RDMA device; `dmabuf` is None where the driver's answer is unclear, `ports` empty where it was closed."""
 
     name: str
     dmabuf: bool | None

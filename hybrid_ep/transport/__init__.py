@@ -1,4 +1,4 @@
-"""Links between domains: which network carries them, how ranks meet, and what a lost peer or NIC becomes.
+"""Links between domains: which network carries them, how ranks find each other, and errors of lost peers and NICs.
 
 The connections and the thread that feeds them are C++ (csrc/transport). Here a transport is chosen, every rank's
 address goes through the process group's store, and what the C++ side reports becomes a `TransportError` that names the

@@ -47,7 +47,7 @@ class TransportChoice:
 
 
 def survey() -> tuple[TransportState, ...]:
-    """Looks which transports this process could use. Opens the NICs for a moment, and connects to nobody."""
+    """Finds which transports this process could use. Opens the NICs for a moment; makes no connection."""
     tcp = TransportState("tcp", True, None, "sockets; rings in host memory")
     loopback = TransportState("loopback", True, None, "copies between ranks of one host")
     return (_verbs_state(), tcp, loopback)

@@ -36,7 +36,7 @@ class Ring:
 
     Attributes:
         slot_bytes: of a chunk at most; a multiple of 128.
-        num_slots: chunks on their way to a peer at most.
+        num_slots: the most chunks in flight to a peer.
         slots_per_credit: chunks that the receiver reads before it says so; divides `num_slots`.
     """
 
@@ -81,7 +81,7 @@ class DomainLink:
         self.proxy.begin_call()
 
     def check(self, where: str) -> None:
-        """Raises what the transport has met.
+        """Raises the error that the transport has reported.
 
         Args:
             where: the call, for the error.
@@ -95,7 +95,7 @@ class DomainLink:
             raise TransportError(where, self._grid.rank, peer, f"{device}: {detail}")
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Completes what is on its way, for so long at most, and ends the connections. May be called again.
+        """Completes what is in flight, for so long at most, and ends the connections. May be called again.
 
         Returns:
             Whether everything was completed.
@@ -179,7 +179,7 @@ def connect_link(
 
     Args:
         choice: equal at all ranks.
-        store: through which ranks tell each other where they are; reached by all of them.
+        store: through which ranks exchange their addresses; reached by all of them.
         prefix: names this link there; used once.
         grid, rings, device, timeout_s, native, map_symmetric, faults: as in `open_link`.
 
@@ -198,7 +198,7 @@ def connect_link(
         addresses = exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, proxy.address(), timeout_s, where=where)
         step = "ready"
         proxy.connect([addresses[peer] for peer in grid.peers], timeout_s)
-        # Nobody sends before all can receive.
+        # No rank sends before all can receive.
         exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, b"", timeout_s, where=where)
     except ConnectionError as error:
         domain_idx, what = error.args

@@ -1,4 +1,4 @@
-"""How ranks tell each other where they can be reached: through the store that made the process group."""
+"""How ranks exchange their addresses: through the store that made the process group."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def exchange(
 
 
 def refuse(store: Store, prefix: str, rank: int, why: str) -> None:
-    """Tells the ranks that wait in `exchange` that this one cannot take part."""
+    """Publishes to the ranks that wait in `exchange` that this one cannot take part."""
     store.set(f"{prefix}/{rank}", _REFUSAL + why)

@@ -1,4 +1,4 @@
-"""Validation of a cluster: which hosts meet in which round, which hosts are fit, and what it all came to.
+"""Validation of a cluster: pairs of hosts in rounds, hosts that are fit, and the report.
 
     rounds.py     pairs of hosts, in rounds in which no host is in two pairs
     results.py    the results folder: what was found, file by file (schemas/*.json); the contract with the playbooks

@@ -60,7 +60,7 @@ class Node:
 
     @property
     def is_fit(self) -> bool:
-        """Fit for jobs: it gave a report, and nothing confirmed a fault. What could not be read excludes nobody."""
+        """Fit for jobs: it gave a report, and nothing confirmed a fault. What could not be read excludes no host."""
         return self.reported and self.report.status is not Status.FAIL
 
     @property

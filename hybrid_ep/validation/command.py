@@ -1,4 +1,4 @@
-"""`hybrid-ep validation`: who is tested with whom, which hosts are fit, and the report of it all."""
+"""`hybrid-ep validation`: pairs of hosts for tests, hosts that are fit for jobs, and the report."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def healthy_command(results: Path, as_json: bool) -> None:
 def report_command(context: click.Context, results: Path, out: Path | None) -> None:
     """Print the summary, and write it as one HTML page, Markdown, JSON and JUnit XML.
 
-    Exit status: 0 = everything passed, 1 = a fault was confirmed, 2 = no fault, but something could not be told.
+    Exit status: 0 = everything passed, 1 = a fault was confirmed, 2 = no fault, but something could not be read.
     """
     # Loaded only here: rounds and healthy need no templates.
     from hybrid_ep.validation.junit import to_junit

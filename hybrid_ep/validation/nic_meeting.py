@@ -50,7 +50,7 @@ _Open = Callable[[int, int, str, int | None], End]
 
 @dataclass(frozen=True)
 class _Node:
-    """What one node tells the other.
+    """What one node sends to the other.
 
     Attributes:
         num_nics: that are measured.

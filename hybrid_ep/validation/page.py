@@ -1,4 +1,4 @@
-"""The validation as one HTML file that asks nobody for anything.
+"""The validation as one HTML file that loads nothing else.
 
 What must be readable without JavaScript is written as HTML: summary, what to do, findings, jobs, slowest pairs,
 topology. page.js draws the matrix and the heat map from one block of JSON, because these grow with nodes × checks and
@@ -113,7 +113,7 @@ def _good(good: bool) -> str:
 
 
 def _shown_jobs(cluster: Cluster) -> list[Job]:
-    """What did not pass, then jobs of the whole group, then the rest, as far as there is room."""
+    """What did not pass, then jobs of the whole group, then the rest, within a limit of bytes."""
     wrong = [job for job in cluster.jobs if job.status in ("fail", "unknown")]
     rest = [job for job in cluster.jobs if job.status not in ("fail", "unknown")]
     rest.sort(key=lambda job: job.kind != "group")
@@ -129,10 +129,10 @@ def _left_out(cluster: Cluster, shown: list[Job]) -> str:
 
 
 def _with_tails(jobs: list[Job], folder: Path) -> Iterator[tuple[Job, str]]:
-    room = _LOG_BYTES
+    bytes_left = _LOG_BYTES
     for job in jobs:
-        tail = read_log_tail(folder, job.log) if job.log and room > 0 else ""
-        room -= len(tail)
+        tail = read_log_tail(folder, job.log) if job.log and bytes_left > 0 else ""
+        bytes_left -= len(tail)
         yield job, tail
 
 

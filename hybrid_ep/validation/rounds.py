@@ -1,4 +1,4 @@
-"""Who is tested with whom, and when: a round-robin tournament by the circle method.
+"""Pairs of hosts in rounds: a round-robin tournament by the circle method.
 
 Hosts stand on a circle of n − 1 places, the last one in its middle. In round r the middle meets the host at place r,
 and the places r + d and r − d meet each other. Turning by one place each round lets every pair meet exactly once:

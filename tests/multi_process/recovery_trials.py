@@ -29,7 +29,7 @@ from torch import Tensor
 from hybrid_ep import Buffer, HybridEPBuffer, TransportError
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.elastic import recover
-from hybrid_ep.engine.board import Board, meet
+from hybrid_ep.engine.board import Board, rendezvous
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
 __all__ = ["Job", "Outcome", "Trial", "run", "step"]
@@ -291,8 +291,8 @@ def _missing_at_the_end(job: Job, told: Told) -> list[int]:
     """Nobody ends before all have: one that has not been told yet could not recover without the others."""
     board = Board.of(dist.group.WORLD).at(f"end of {told.generations[-1]}")
     num_ranks = job.placement.num_ranks
-    meeting = meet(board, job.buffer.rank, range(num_ranks), "", timeout_s=3 * TIMEOUT_S)
-    return sorted(set(range(num_ranks)) - set(meeting.members))
+    joined = rendezvous(board, job.buffer.rank, range(num_ranks), "", timeout_s=3 * TIMEOUT_S)
+    return sorted(set(range(num_ranks)) - set(joined.members))
 
 
 def _load_slowly(layer: int, expert: int) -> float:

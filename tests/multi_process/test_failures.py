@@ -122,7 +122,7 @@ def test_a_dead_rank_is_masked_and_the_others_go_on(cluster: VirtualCluster) -> 
 
 
 def _lose_one_after_the_other(case: Case) -> tuple[list[int | None], bool]:
-    """Two ranks die, each before the others meet; each meeting names its own, and the rest goes on."""
+    """Two ranks die, each before a rendezvous; each rendezvous names its own, and the rest goes on."""
     rank, blamed, inputs = dist.get_rank(), [], case.inputs(dist.get_rank())
     with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
         send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)

@@ -167,7 +167,7 @@ def _come_alone() -> tuple[str, int | None, str]:
 
 
 def test_missing_ranks_are_named(run_ranks: RunRanks) -> None:
-    """The meeting before the connections ends at its deadline."""
+    """The rendezvous before the connections ends at its deadline."""
     name, peer, text = run_ranks(3, _come_alone)[0]
     assert (name, peer) == ("TimeoutError", 1)
     assert "waited 0.2 s for rank 1" in text

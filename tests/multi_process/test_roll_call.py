@@ -1,4 +1,4 @@
-"""Ranks that meet to map memory: what one of them lacks all are told, and who does not come is named in time."""
+"""A rendezvous to map memory: what one rank lacks is known to all, and a rank that does not come is named in time."""
 
 from __future__ import annotations
 

@@ -386,9 +386,9 @@ def test_set_num_sms(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("dispatch", "dispatch_cached", "combine"):
             call = getattr(engine, name)
 
-            def spied(first: Any, *others: Any, call: Any = call, **options: Any) -> Any:
-                asked.append(options["num_sms"] if options else first.num_sms)
-                return call(first, *others, **options)
+            def spied(request: Any, *others: Any, call: Any = call) -> Any:
+                asked.append(request.num_sms)
+                return call(request, *others)
 
             monkeypatch.setattr(engine, name, spied)
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4)

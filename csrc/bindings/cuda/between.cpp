@@ -41,7 +41,7 @@ void add_between(py::module_& module) {
   module.def("between_chunk", [](const DispatchShape& shape) { return chunk_of(record_of(shape)); }, py::arg("plan"));
   module.def(
       "between_chunk", [](const BetweenCombinePlan& plan) { return chunk_of(record_of(plan)); }, py::arg("plan"));
-  // Where the matrix of a route's rows stands, in int32 from its begin.
+  // The offset of rank_prefix in a route, in int32 from its begin.
   module.def(
       "between_rank_prefix",
       [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts) {
@@ -50,7 +50,7 @@ void add_between(py::module_& module) {
       },
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
       py::arg("num_experts"));
-  // Likewise where [R, G] tokens of each rank to each rank of this domain stand, and [LE] tokens for each local expert.
+  // The offsets of [R, G] tokens of each rank to each rank of this domain, and of [LE] tokens for each local expert.
   module.def(
       "between_counts",
       [](int num_domains, int ranks_per_domain, int num_tokens, int num_topk, int num_experts) {

@@ -39,7 +39,7 @@ void add_low_latency(py::module_& module) {
   module.attr("low_latency_no_sums") = kNoSums;
   module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
-  // What stands in a channel, for tests that write in a rank's place: one after the other those of dispatch, one for
+  // The words of a channel, for tests that act as another rank: one after the other those of dispatch, one for
   // each buffer, and those of combine.
   module.attr("low_latency_channel_bytes") = sizeof(LowLatencyChannel);
   py::dict offsets;

@@ -16,7 +16,7 @@ PYBIND11_MODULE(_cuda, module) {
     }
   });
   module.attr("version") = HYBRID_EP_VERSION;
-  // For tests that write in a rank's place.
+  // For tests that act as another rank.
   py::dict offsets;
   offsets["counts"] = offsetof(hybrid_ep::ControlBlock, counts);
   offsets["rows_epoch"] = offsetof(hybrid_ep::ControlBlock, rows_epoch);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until every byte of all but the latest kPending of the calling thread's groups stands at its destination.
+// Waits until every byte of all but the latest kPending of the calling thread's groups is written at its destination.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

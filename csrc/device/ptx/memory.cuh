@@ -37,7 +37,7 @@ __device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* address)
   return value;
 }
 
-// Orders nothing by itself; after a fence of the same thread it publishes what store_release_system would.
+// Orders nothing alone. After a fence of the same thread it publishes as store_release_system does.
 __device__ __forceinline__ void store_relaxed_system(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -13,10 +13,11 @@
 namespace hybrid_ep {
 namespace {
 
-// A fault names a rank of the own domain by its domain rank, and another one by this + its rank among all.
+// A fault names a rank of this domain by its domain rank, and any other rank by this constant + its global rank.
 constexpr int kRankElsewhere = kMaxRanks;
 
-// For CTAs that wait for others of this rank, which wait for other ranks and publish which: these come first.
+// CTAs that wait for another CTA of this rank wait so much longer: that one waits for another rank, and its report
+// must come first.
 __device__ Waiter waiter_of_own(const Domain& domain, KernelName kernel) {
   return {domain.fault, kernel, domain.rank, domain.timeout_ns + 2 * kListenNs, domain.control, domain.num_ranks};
 }
@@ -45,7 +46,7 @@ class ChunkStream {
 
   // Chunks are numbered within the call.
 
-  // Whether the peer has read what stood in the chunk's slot. Any thread, which may write to the slot then.
+  // Whether the peer has read the last chunk of this slot. By any thread, which may then write the slot.
   __device__ bool is_free(int chunk) const {
     const uint64_t number = sent_before_ + chunk;
     const auto lap = number / shape_.num_slots;
@@ -53,7 +54,7 @@ class ChunkStream {
     return lap == 0 || link_.poll_credit(kStreamRing, domain_, group) >= lap;
   }
 
-  // Waits until it has.
+  // Waits until can_send(index) holds.
   __device__ bool wait_free(int chunk) const {
     return waiter_.until([&] { return is_free(chunk); }, lost(), static_cast<uint32_t>(chunk), peer_,
                          WaitTag::kCredits);
@@ -63,7 +64,7 @@ class ChunkStream {
     return link_.send_slot(kStreamRing, domain_, slot_of(sent_before_ + chunk));
   }
 
-  // Sends what the lanes have written, and what their bulk stores have. Collective over the warp.
+  // Sends what the lanes and their bulk stores have written. Collective over the warp.
   __device__ bool send(int chunk, uint32_t num_bytes, int num_rows) const {
     const uint64_t number = sent_before_ + chunk;
     __syncwarp();
@@ -75,13 +76,13 @@ class ChunkStream {
     return __all_sync(kAllLanes, ok);
   }
 
-  // Whether the chunk stands here. Acquires for the calling thread.
+  // Whether the chunk has arrived. Acquires for the calling thread.
   __device__ bool is_here(int chunk) const {
     const uint64_t number = read_before_ + chunk;
     return link_.poll(kStreamRing, domain_, slot_of(number)) >> 16 == number / shape_.num_slots + 1;
   }
 
-  // Waits until it does.
+  // Waits until the chunk has arrived.
   __device__ bool wait(int chunk) const {
     return waiter_.until([&] { return is_here(chunk); }, lost(), static_cast<uint32_t>(chunk), peer_,
                          WaitTag::kRecords);
@@ -122,7 +123,7 @@ class ChunkStream {
   __device__ auto gives_up() const {
     return [this] { return waiter_.expired() || link_.failure() != 0; };
   }
-  // A command found its FIFO full.
+  // Called when a FIFO is full.
   __device__ bool give_up_command() const {
     const uint32_t found = lost()();
     return found != 0 ? waiter_.lose(found, peer_, WaitTag::kCommands, 0) : waiter_.sends(false, peer_);

@@ -10,7 +10,7 @@
 
 namespace hybrid_ep {
 
-// All ranks, those of the own domain and what one call may use of their memory, and the link to the peers.
+// The grid of all ranks, the ranks of this domain with the memory that a call may use, and the link to the peers.
 struct BetweenDomain {
   Grid grid;
   Domain domain;         // rank is the domain rank
@@ -19,7 +19,7 @@ struct BetweenDomain {
 };
 
 // Gives each token its index among those that go to each rank and to each domain.
-struct PlaceTokensParams {
+struct IndexTokensParams {
   Grid grid;
   ControlBlock* own;
   const int64_t* topk_idx;  // [T, K]
@@ -31,20 +31,20 @@ struct PlaceTokensParams {
 struct DispatchBetweenParams {
   BetweenDomain between;
   const uint8_t* rows;        // [T, row_bytes]
-  const int64_t* topk_idx;    // [T, K]; nullptr: the route is taken as it is
+  const int64_t* topk_idx;    // [T, K]; nullptr: the route is used as it is
   const float* topk_weights;  // [T, K] or nullptr
   const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
   bool makes_route, has_weights, is_bound;
   RecordLayout record;
-  // What is reported: experts of [first, first + size), where first moves on by `step` from rank to rank.
+  // Experts that a receiver sees: [range_first + r × range_step, … + range_size) at rank r; others become −1.
   int range_first, range_step, range_size;
   int32_t call[kNumDispatchFields];  // what all ranks must have alike
-  FaultKind refusal;                 // what the host has found wrong with the arguments; then nobody sends
+  FaultKind refusal;                 // what the host has found wrong with the arguments; then no rank sends
   int refused_value;
   int slot_idx, row_limit, held_capacity;
   int common_bound;  // rows of a bounded call that every slot must hold; kAbsent without a bound
-  int max_tokens;    // that a rank may have, or nobody sends
+  int max_tokens;    // most tokens that a rank may have; otherwise no rank sends
   SlotLayout slot;
   int32_t* route;
   BetweenRoute parts;
@@ -59,12 +59,12 @@ struct CombineBetweenParams {
   const uint8_t* bias[2];  // [T, H] bf16 or nullptr
   uint8_t* out;            // [T, H] bf16
   float* out_weights;      // [T, W] or nullptr
-  uint8_t* own_sums;       // [T, H] bf16 scratch: the own domain's part of each token
+  uint8_t* own_sums;       // [T, H] bf16 scratch: each token's sum over the ranks of this domain
   float* own_weights;      // [T, W] scratch or nullptr
   int num_tokens, num_rows, num_topk, num_weights, row_bytes;
   uint32_t call[kNumReadyWords];  // what all ranks must have alike
   RecordLayout record;
-  SlotLayout slot;  // `rows` and `weights` of partial rows on their way to the rank that sums them
+  SlotLayout slot;  // `rows` and `weights` of partial rows at the rank that sums them
   const int32_t* route;
   BetweenRoute parts;
 };
@@ -80,7 +80,7 @@ struct StreamChunksParams {
 void prepare_dispatch_between();
 void prepare_combine_between();
 
-void launch_place_tokens(const PlaceTokensParams& params, cudaStream_t stream);
+void launch_index_tokens(const IndexTokensParams& params, cudaStream_t stream);
 void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, cudaStream_t stream);
 void launch_stream_chunks(const StreamChunksParams& params, int num_sms, cudaStream_t stream);
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream);

@@ -1,8 +1,8 @@
-// How ranks learn which chunks of a combine have arrived.
+// Raises the flag of each chunk of a combine once the chunk has arrived.
 //
 //     sending warps of a CTA: chunk has arrived ─► queue of each ─► one reporting warp ─► chunk_epoch of the source
 //
-// A release at system scope takes as long as the wire. A sending warp would not send meanwhile, so one warp reports.
+// A release at system scope waits for the wire. One warp of a CTA does it for all, so that sending warps go on.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -26,7 +26,7 @@ __device__ int32_t report_of(int source, int chunk) {
 // shared memory but barriers.
 __device__ void push_report(ReportQueue& queue, int32_t report) {
   const uint32_t position = queue.num_pushed;
-  // The reporting warp waits for nobody, hence no clock.
+  // The reporting warp waits only for warps of its CTA, so it needs no deadline.
   while (position - ptx::load_acquire_cta(&queue.num_taken) == ReportQueue::kCapacity) {
   }
   queue.reports[position % ReportQueue::kCapacity] = report;

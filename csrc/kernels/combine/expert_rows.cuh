@@ -72,9 +72,9 @@ class ExpertRows {
       const int item = position_ / kRowsPerChunk, chunk = item / domain.num_ranks;
       if (chunk >= num_chunks) return;
       const int source = (domain.rank + item % domain.num_ranks) % domain.num_ranks;
-      const int place = chunk * kRowsPerChunk + position_ % kRowsPerChunk;
-      const int row = routes_.send_begin[source] + place;
-      if (place < routes_.send_count[source] && row < params_.num_rows) next_row_ = row;
+      const int index = chunk * kRowsPerChunk + position_ % kRowsPerChunk;
+      const int row = routes_.send_begin[source] + index;
+      if (index < routes_.send_count[source] && row < params_.num_rows) next_row_ = row;
     }
     const int64_t cell = static_cast<int64_t>(next_row_) * num_topk + lane;
     next_dst_row_ = lane < num_topk ? params_.experts.dst_row[cell] : -1;

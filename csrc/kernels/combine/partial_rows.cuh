@@ -54,14 +54,14 @@ class PartialRows {
       const float* weights[kRanksPerLane];
 #pragma unroll
       for (int q = 0; q < kRanksPerLane; ++q) {
-        const int r = threadIdx.x % 32 + 32 * q, place = places_[q];
+        const int r = threadIdx.x % 32 + 32 * q, index = indices_[q];
         rows[q] = nullptr;
         weights[q] = nullptr;
-        if (place < 0) continue;
+        if (index < 0) continue;
         const bool is_local = r == domain.rank;
-        const int64_t row = static_cast<int64_t>(routes_.recv_base[r]) + place;
+        const int64_t row = static_cast<int64_t>(routes_.recv_base[r]) + index;
         const bool is_there = row < (is_local ? params_.num_rows : params_.slot.capacity);
-        const uint32_t* flag = is_local ? nullptr : &own.chunk_epoch[r][place / kRowsPerChunk];
+        const uint32_t* flag = is_local ? nullptr : &own.chunk_epoch[r][index / kRowsPerChunk];
         if (kFromExperts && is_local && is_there) flag = &params_.experts.row_epoch[row];
         if (flag != nullptr) ok_ &= waiter_.until_equal(flag, epoch_, r, WaitTag::kPartialRows);
         if (!is_there) continue;
@@ -86,17 +86,7 @@ class PartialRows {
 
   template <int kVectors>
   __device__ void store(int token, int offset, float (&sum)[kVectors][8]) const {
-    const int64_t begin = static_cast<int64_t>(token) * params_.row_bytes;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      if (params_.bias[b] == nullptr) continue;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (offset + v * 512 >= params_.row_bytes) continue;
-        add_bf16(sum[v], ptx::load_streaming(params_.bias[b] + begin + offset + v * 512));
-      }
-    }
-    store_vectors(params_.out + begin, params_.row_bytes, offset, sum);
+    store_with_bias(params_, token, offset, sum);
   }
 
   __device__ void finish(int) const {}
@@ -113,7 +103,7 @@ class PartialRows {
     for (int q = 0; q < kRanksPerLane; ++q) {
       const int r = threadIdx.x % 32 + 32 * q;
       const int64_t cell = static_cast<int64_t>(next_token_) * num_ranks + r;
-      places_[q] = next_token_ < params_.num_tokens && r < num_ranks ? params_.send_slot[cell] : -1;
+      indices_[q] = next_token_ < params_.num_tokens && r < num_ranks ? params_.send_slot[cell] : -1;
     }
   }
 
@@ -125,7 +115,7 @@ class PartialRows {
   WorkIndices<> items_;
   int token_ = -1, part_ = 0, next_token_, next_part_;
   bool ok_ = true;
-  int places_[kRanksPerLane];
+  int indices_[kRanksPerLane];
 };
 
 }  // namespace

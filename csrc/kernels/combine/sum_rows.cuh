@@ -133,7 +133,23 @@ __device__ void store_vectors(uint8_t* row, int row_bytes, int offset, const flo
   }
 }
 
-// The result that has nothing to sum.
+// Adds the biases to a lane's vectors of a token, in fp32, and stores them. `Params` are those of a combine.
+template <int kVectors, typename Params>
+__device__ void store_with_bias(const Params& params, int token, int offset, float (&sum)[kVectors][8]) {
+  const int64_t begin = static_cast<int64_t>(token) * params.row_bytes;
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    if (params.bias[b] == nullptr) continue;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (offset + v * 512 >= params.row_bytes) continue;
+      add_bf16(sum[v], ptx::load_streaming(params.bias[b] + begin + offset + v * 512));
+    }
+  }
+  store_vectors(params.out + begin, params.row_bytes, offset, sum);
+}
+
+// Stores zeros, and biases, where a result has no sources.
 template <typename Rows>
 __device__ void store_nothing(Rows& rows, int row) {
 #pragma unroll 1

@@ -2,11 +2,11 @@
 // persistent launch.
 //
 //     y ─ bulk copy ─► arena of the rank that sums ─ rows_pushed ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
-//     out[t] own domain's part: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums
+//     out[t] part of this domain: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums
 //
 // Rows for all domains are pushed in turn, chunk by chunk, and the count of rows pushed is published to the rank that
 // sums. So network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet
-// never waits, so no credit waits for itself, however tokens are routed. What is summed stands in rows.cuh. Legend: T
+// never waits, so no credit waits for itself, however tokens are routed. rows.cuh defines what is summed. Legend: T
 // tokens, R ranks, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
@@ -35,8 +35,8 @@ struct CombineHeader {
 };
 static_assert(sizeof(CombineHeader) <= 16);
 
-// Fills the tables. Collective over the CTA. Returns whether every rank of the domain can hold what it sums; the
-// first CTA reports where not.
+// Fills the tables. Collective over the CTA. Returns whether the slot of every rank of the domain holds the rows that
+// it sums; the first CTA reports each that does not.
 __device__ bool find_combine_bases_between(const CombineBetweenParams& params, const CombineTables& tables) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
@@ -56,7 +56,7 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
   }
   for (int r = threadIdx.x; r < size; r += kThreads) rank_rows[r] = r == me ? 0 : rows_for(me, r);
   __syncthreads();
-  bool has_room = true;
+  bool has_capacity = true;
   for (int d = threadIdx.x; d < num_domains; d += kThreads) {
     int begin = 0;
     for (int before = 0; before < d; ++before) begin += domain_rows[before];
@@ -82,7 +82,7 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
       tables.send_base[d * size + g] = base;
     }
     if (end <= params.slot.capacity) continue;
-    has_room = false;
+    has_capacity = false;
     if (blockIdx.x != 0 || lane > 0) continue;
     report_fault(between.domain.fault, FaultKind::kOverflow, KernelName::kCombineBetween, WaitTag::kPartialRows, me, g,
                  params.slot.capacity, end);
@@ -97,13 +97,13 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
       begin += count_of(params, source, r);
     }
   }
-  return __syncthreads_and(has_room);
+  return __syncthreads_and(has_capacity);
 }
 
-// Tells all ranks what this one's call is, and learns whether theirs are the same. By the first CTA.
+// Publishes this rank's call to all ranks, and compares it with theirs. By the first CTA.
 template <typename Link>
 __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, const Link& link, uint32_t epoch,
-                      bool has_room, bool* is_same) {
+                      bool has_capacity, bool* is_same) {
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
   const Grid& grid = between.grid;
@@ -114,13 +114,13 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
     }
     return theirs == mine;
   };
-  // This kernel runs, so nothing reads the arena's first slot any more: ranks of the domain may write it.
+  // Kernels run in order, so nothing reads the arena's first slot any more: ranks of the domain may write it.
   for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kThreads) {
     const int word = i % kNumReadyWords;
     ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[domain.rank][word],
                               static_cast<uint64_t>(params.call[word]) << 32 | epoch);
   }
-  bool ok = true, same = has_room;
+  bool ok = true, same = has_capacity;
   for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kThreads) {
     const int r = i / kNumReadyWords, word = i % kNumReadyWords;
     uint32_t theirs = params.call[word];
@@ -235,10 +235,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Agree with all ranks that their calls are the same.
   bool ok = true, is_same = true;
-  const bool has_room = find_combine_bases_between(params, tables);
+  const bool has_capacity = find_combine_bases_between(params, tables);
   uint64_t* decision = own_part<uint64_t>(between, between.layout.decisions) + 1;
   if (blockIdx.x == 0) {
-    ok = agree(params, waiter, link, epoch, has_room, &is_same);
+    ok = agree(params, waiter, link, epoch, has_capacity, &is_same);
     if (threadIdx.x == 0) {
       shared_status = ok && is_same ? kSent : kFailed;
       ptx::store_release_system(decision, static_cast<uint64_t>(shared_status) << 32 | epoch);
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = rows.ok();
   }
 
-  // The last CTA moves the streams on and tidies up.
+  // The last CTA advances the streams and resets the counters.
   if (!finish_cta(own, ok)) return;
   const auto num_chunks = [&](int num_records) {
     return shared_status == kSent ? (num_records + params.record.per_chunk - 1) / params.record.per_chunk : 0;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kControlChunks = 1;  // of a call, ahead of its records
 
-// Where rows of a combine are and go, as every rank finds it from the counts of the dispatch.
+// Row offsets of a combine, which every rank computes from the counts of the dispatch.
 struct CombineTables {
   int* send_begin;  // [R] first row of x that belongs to each source
   int* send_base;   // [R] where it goes in the arena of the rank that sums for the source
@@ -52,7 +52,7 @@ class DomainSums {
   __device__ int begin() const { return 0; }
   __device__ int end() const { return params_.row_bytes; }
   __device__ bool ok() const { return ok_; }
-  // Whether next() has nothing more, now and later.
+  // Whether next() will return nothing more.
   __device__ bool is_done() const { return !ok_ || all_claimed_; }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
@@ -77,7 +77,7 @@ class DomainSums {
     store_vectors(result_, params_.row_bytes, offset, sum);
   }
 
-  // NOTE: later rows may have been asked for, so everything here follows from the row.
+  // NOTE: the warp may have looked ahead to later rows, so everything here is computed from the row.
   __device__ void finish(int row) {
     const int domain = domain_of(row), index = index_of(row), per_chunk = params_.record.per_chunk;
     --num_open_;
@@ -183,7 +183,7 @@ class DomainSums {
     return static_cast<uint32_t>(word) == epoch_ ? static_cast<int>(word >> 32) : 0;
   }
 
-  // Looks how many rows each rank has pushed. Collective.
+  // Reads how many rows each rank has pushed. Collective.
   __device__ void note_pushed() {
     const BetweenDomain& between = params_.between;
 #pragma unroll
@@ -204,19 +204,19 @@ class DomainSums {
       const int noted = __shfl_sync(kAllLanes, pushed_[q], r % 32);
       if (q == r / 32) pushed = noted;
     }
-    return r == params_.between.domain.rank || pushed > place_of_destination(static_cast<uint32_t>(destination));
+    return r == params_.between.domain.rank || pushed > index_of_destination(static_cast<uint32_t>(destination));
   }
 
-  // Whether the partial rows of a record stand here; waits for them if the warp holds no other rows.
+  // Whether the partial rows of a record have arrived; waits for them if the warp holds no other rows.
   __device__ bool rows_are_here(int destination) {
     if (__all_sync(kAllLanes, is_noted(destination))) return true;
     note_pushed();
     const bool is_here = is_noted(destination);
     if (__all_sync(kAllLanes, is_here)) return true;
     if (num_open_ > 0) return false;
-    const int place = place_of_destination(static_cast<uint32_t>(destination)), r = rank_in_domain(destination);
+    const int index = index_of_destination(static_cast<uint32_t>(destination)), r = rank_in_domain(destination);
     ok_ = is_here ||
-          waiter_.until([&] { return rows_pushed(r) > place; }, [] { return 0u; }, epoch_, r, WaitTag::kPartialRows);
+          waiter_.until([&] { return rows_pushed(r) > index; }, [] { return 0u; }, epoch_, r, WaitTag::kPartialRows);
     ok_ = __all_sync(kAllLanes, ok_);
     note_pushed();
     return ok_;
@@ -247,15 +247,15 @@ class DomainSums {
     return rank_of_destination(static_cast<uint32_t>(destination)) - grid.domain_idx() * grid.ranks_per_domain;
   }
 
-  // Where the partial row of a destination stands, or nullptr: in this rank's own `rows`, or in the part of the arena
-  // that begins at `offset`.
+  // The address of a destination's partial row, or nullptr: in this rank's own `rows`, or in the part of the arena that
+  // begins at `offset`.
   template <typename T>
   __device__ const T* find_row(int domain, int destination, const T* rows, int64_t offset, int width) const {
     const BetweenDomain& between = params_.between;
     if (destination < 0) return nullptr;
     const int r = rank_in_domain(destination);
     const int64_t row = static_cast<int64_t>(tables_.recv_base[domain * between.grid.ranks_per_domain + r]) +
-                        place_of_destination(static_cast<uint32_t>(destination));
+                        index_of_destination(static_cast<uint32_t>(destination));
     if (r == between.domain.rank) return row < params_.num_rows ? rows + row * width : nullptr;
     return reinterpret_cast<const T*>(between.domain.arena[between.domain.rank] + offset) + row * width;
   }
@@ -322,7 +322,7 @@ class HomeSums {
   __device__ int begin() const { return 0; }
   __device__ int end() const { return params_.row_bytes; }
   __device__ bool ok() const { return ok_; }
-  // Whether next() has nothing more, now and later.
+  // Whether next() will return nothing more.
   __device__ bool is_done() const { return !ok_ || next_token_ >= params_.num_tokens; }
 
   __device__ bool next(SourceWalk<kSourcesPerLane, uint8_t>& walk) {
@@ -336,16 +336,16 @@ class HomeSums {
       const float* weights[kSourcesPerLane];
 #pragma unroll
       for (int q = 0; q < kSourcesPerLane; ++q) {
-        const int domain = domain_of_lane(q), place = places_[q], per_chunk = params_.record.per_chunk;
+        const int domain = domain_of_lane(q), index = indices_[q], per_chunk = params_.record.per_chunk;
         rows[q] = nullptr;
         weights[q] = nullptr;
-        if (place < 0) continue;
+        if (index < 0) continue;
         if (is_own(domain)) {
           rows[q] = params_.own_sums + static_cast<int64_t>(next_token_) * params_.row_bytes;
           weights[q] = params_.own_weights + static_cast<int64_t>(next_token_) * params_.num_weights;
           continue;
         }
-        rows[q] = known_rows_[q] + (place - known_chunk_[q] * per_chunk) * params_.record.num_bytes;
+        rows[q] = known_rows_[q] + (index - known_chunk_[q] * per_chunk) * params_.record.num_bytes;
         weights[q] = reinterpret_cast<const float*>(rows[q] + params_.record.weights);
       }
       token_ = next_token_;
@@ -364,17 +364,7 @@ class HomeSums {
 
   template <int kVectors>
   __device__ void store(int token, int offset, float (&sum)[kVectors][8]) const {
-    const int64_t begin = static_cast<int64_t>(token) * params_.row_bytes;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      if (params_.bias[b] == nullptr) continue;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (offset + v * 512 >= params_.row_bytes) continue;
-        add_bf16(sum[v], ptx::load_streaming(params_.bias[b] + begin + offset + v * 512));
-      }
-    }
-    store_vectors(params_.out + begin, params_.row_bytes, offset, sum);
+    store_with_bias(params_, token, offset, sum);
   }
 
   // All rows of the token have been read.
@@ -383,9 +373,9 @@ class HomeSums {
     __syncwarp();  // weights have been read by all lanes
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int domain = domain_of_lane(q), place = place_of(token, domain);
-      if (place < 0 || is_own(domain)) continue;
-      const int chunk = place / params_.record.per_chunk;
+      const int domain = domain_of_lane(q), index = index_in(token, domain);
+      if (index < 0 || is_own(domain)) continue;
+      const int chunk = index / params_.record.per_chunk;
       if (chunk != read_chunk_[q]) return_reads(q);
       read_chunk_[q] = chunk;
       ++num_read_[q];
@@ -393,7 +383,7 @@ class HomeSums {
     ok_ = __all_sync(kAllLanes, ok_);
   }
 
-  // Tells the peers what the warp has read. Collective; after the last row, too.
+  // Returns credits for what the warp has read. Collective; called once more after the last row.
   __device__ void return_reads() {
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) return_reads(q);
@@ -405,12 +395,12 @@ class HomeSums {
   __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
   __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
 
-  __device__ int place_of(int token, int domain) const {
+  __device__ int index_in(int token, int domain) const {
     if (domain >= params_.between.grid.num_domains) return -1;
-    return params_.route[params_.parts.domain_place + static_cast<int64_t>(domain) * params_.num_tokens + token];
+    return params_.route[params_.parts.list_index + static_cast<int64_t>(domain) * params_.num_tokens + token];
   }
 
-  // Goes on to the next token, and begins to load where its sums stand.
+  // Goes on to the next token, and begins to load the indices of its sums.
   __device__ void advance() {
     if (++next_token_ >= turn_end_) {
       next_token_ = turns_.take() * tokens_per_turn_;
@@ -418,10 +408,10 @@ class HomeSums {
     }
     if (next_token_ >= params_.num_tokens) return;
 #pragma unroll
-    for (int q = 0; q < kSourcesPerLane; ++q) places_[q] = place_of(next_token_, domain_of_lane(q));
+    for (int q = 0; q < kSourcesPerLane; ++q) indices_[q] = index_in(next_token_, domain_of_lane(q));
   }
 
-  // Whether a chunk of sums stands here. Acquires for the calling thread.
+  // Whether a chunk of sums has arrived. Acquires for the calling thread.
   __device__ bool is_here(int domain, int chunk) const {
     if (is_own(domain)) return ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_;
     return stream(domain).is_here(kControlChunks + chunk);
@@ -432,13 +422,13 @@ class HomeSums {
     if (!is_own(domain_of_lane(q))) known_rows_[q] = stream(domain_of_lane(q)).chunk(kControlChunks + chunk);
   }
 
-  // Whether all sums of the next token stand here. Collective.
+  // Whether all sums of the next token have arrived. Collective.
   __device__ bool sums_are_here() {
     bool all_here = true, is_new = false;
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int chunk = places_[q] / params_.record.per_chunk;
-      if (places_[q] < 0 || chunk == known_chunk_[q]) continue;
+      const int chunk = indices_[q] / params_.record.per_chunk;
+      if (indices_[q] < 0 || chunk == known_chunk_[q]) continue;
       if (is_here(domain_of_lane(q), chunk)) {
         note_here(q, chunk);
         is_new = true;
@@ -450,13 +440,13 @@ class HomeSums {
     return __all_sync(kAllLanes, all_here);
   }
 
-  // Waits for them. The warp holds no rows.
+  // Waits for the sums of the next token. The warp holds no rows.
   __device__ void wait_for_sums() {
     return_reads();
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int domain = domain_of_lane(q), chunk = places_[q] / params_.record.per_chunk;
-      if (places_[q] < 0 || chunk == known_chunk_[q]) continue;
+      const int domain = domain_of_lane(q), chunk = indices_[q] / params_.record.per_chunk;
+      if (indices_[q] < 0 || chunk == known_chunk_[q]) continue;
       if (is_own(domain)) {
         ok_ &= own_waiter_.until([&] { return is_here(domain, chunk); }, [] { return 0u; }, epoch_,
                                  params_.between.domain.rank, WaitTag::kPartialRows);
@@ -493,8 +483,8 @@ class HomeSums {
   WorkIndices<> turns_;
   const int tokens_per_turn_;
   int token_ = -1, next_token_ = -1, turn_end_ = 0;
-  int places_[kSourcesPerLane];                 // of the next token, in domains lane, lane + 32, …; −1: none
-  int known_chunk_[kSourcesPerLane];            // the last one that is known to stand here
+  int indices_[kSourcesPerLane];                // of the next token, in domains lane, lane + 32, …; −1: none
+  int known_chunk_[kSourcesPerLane];            // the last one that is known to have arrived
   const uint8_t* known_rows_[kSourcesPerLane];  // its rows, if another domain has sent it
   int read_chunk_[kSourcesPerLane];             // of which num_read_ rows have been read and not yet counted
   int num_read_[kSourcesPerLane];

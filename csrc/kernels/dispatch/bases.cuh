@@ -1,4 +1,4 @@
-// The rows that tokens go to, from the counts of all ranks. Legend: routes.cuh.
+// Computes the output row of each token from the counts of all ranks. Legend: routes.cuh.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -8,7 +8,7 @@
 namespace hybrid_ep {
 namespace {
 
-// Finds the first row of this rank at each rank. Every CTA does so by itself. Returns whether all counts came.
+// Finds the first row of this rank at each rank. Every CTA computes it. Returns whether all counts came.
 // Expert-major: expert_base[e] becomes the row, at its rank, of this CTA's first copy for expert e.
 __device__ bool find_dispatch_bases(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
                                     DispatchRoutes& routes, int* expert_base) {
@@ -36,7 +36,7 @@ __device__ bool find_dispatch_bases(const DispatchParams& params, const Waiter& 
     if (cell.source < domain.rank) atomicAdd(&expert_base[e], count);
     atomicAdd(&block_rows[e], count);
   };
-  const bool ok = learn_columns(params, waiter, epoch, CountRow::kTokensPerExpert, num_experts, add);
+  const bool ok = receive_columns(params, waiter, epoch, CountRow::kTokensPerExpert, num_experts, add);
   __syncthreads();
   const ExpertMap experts{num_experts, num_ranks};
   for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
@@ -51,7 +51,7 @@ __device__ bool find_dispatch_bases(const DispatchParams& params, const Waiter& 
   return ok;
 }
 
-// Makes send_slot final: the offset among all tokens that this rank sends to r. Needs nothing from other ranks.
+// Turns send_slot into the index among all tokens that this rank sends to r. Needs nothing from other ranks.
 __device__ void finish_slots(const DispatchParams& params, const Range tokens, const DispatchRoutes& routes) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
@@ -65,43 +65,43 @@ __device__ void finish_slots(const DispatchParams& params, const Range tokens, c
   }
 }
 
-// Expert-major output: turns offsets among this warp's copies for an expert into rows at the expert's rank. A token
-// crosses once, to the lowest of these rows.
-__device__ void finish_places(const DispatchParams& params, const Range tokens, uint8_t* shared,
-                              const int* expert_base) {
+// Expert-major output: turns row offsets among this warp's copies for an expert into rows at the expert's rank. A token
+// crosses once to each rank, to the lowest of its rows there.
+__device__ void finish_expert_rows(const DispatchParams& params, const Range tokens, uint8_t* shared,
+                                   const int* expert_base) {
   const int warp = threadIdx.x / 32;
   const int num_ranks = params.domain.num_ranks, num_topk = params.num_topk;
   const ExpertMap experts{params.num_experts, num_ranks};
   const TokenLanes lanes(num_topk);
   const int* warp_experts = warp_expert_counts(shared, warp, params.num_experts);
-  const auto load = [&](int token, int& place, int64_t& expert) {
+  const auto load = [&](int token, int& row, int64_t& expert) {
     const int64_t cell = static_cast<int64_t>(token) * num_topk + lanes.column;
     const bool is_there = lanes.mates != 0 && token < tokens.end;
-    place = is_there ? params.expert_place[cell] : -1;
+    row = is_there ? params.expert_row[cell] : -1;
     expert = is_there ? params.topk_idx[cell] : -1;
   };
-  int place, next_place;
+  int row, next_row;
   int64_t expert, next_expert;
-  load(tokens.begin + lanes.token, place, expert);
+  load(tokens.begin + lanes.token, row, expert);
   for (int first = tokens.begin; first < tokens.end; first += lanes.num_tokens) {
     const int token = first + lanes.token;
-    load(token + lanes.num_tokens, next_place, next_expert);
+    load(token + lanes.num_tokens, next_row, next_expert);
     int rank = -1;
-    if (place >= 0) {
+    if (row >= 0) {
       rank = experts.rank_of(expert);
-      place += expert_base[expert] + warp_experts[expert];
-      params.expert_place[static_cast<int64_t>(token) * num_topk + lanes.column] = place;
+      row += expert_base[expert] + warp_experts[expert];
+      params.expert_row[static_cast<int64_t>(token) * num_topk + lanes.column] = row;
     }
     const unsigned same_rank = __match_any_sync(kAllLanes, rank) & lanes.mates;
-    int lowest = place;
+    int lowest = row;
     for (int k = 0; k < num_topk; ++k) {
-      const int other_lane = (lanes.first + k) % 32, other = __shfl_sync(kAllLanes, place, other_lane);
+      const int other_lane = (lanes.first + k) % 32, other = __shfl_sync(kAllLanes, row, other_lane);
       if (same_rank >> other_lane & 1) lowest = min(lowest, other);
     }
     if (rank >= 0 && (same_rank & lanes.before) == 0) {
       params.dst_row[static_cast<int64_t>(token) * num_ranks + rank] = lowest;
     }
-    place = next_place;
+    row = next_row;
     expert = next_expert;
   }
 }

@@ -1,4 +1,4 @@
-// The number of tokens for each rank and expert, and each token's offset among them. Legend: routes.cuh.
+// Counts the tokens for each rank and expert, and finds each token's row offset among them. Legend: routes.cuh.
 #pragma once
 
 #include "device/lanes.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kStepsPerBatch = 4;  // for which a lane loads its expert at once
 
-// Finds each token's offset among the tokens of its warp for the same rank, and likewise for each expert.
+// Finds each token's row offset among the tokens of its warp for the same rank, and for the same expert.
 __device__ void count_tokens(const DispatchParams& params, const Range tokens, DispatchRoutes& routes,
                              uint8_t* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -43,16 +43,16 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
     const unsigned same_rank = __match_any_sync(kAllLanes, rank);
     const bool is_leader = is_expert && (same_rank & lanes.mates & lanes.before) == 0;
     const unsigned crossings = __ballot_sync(kAllLanes, is_leader) & same_rank;
-    const int expert_place = is_expert ? expert_counts[expert] + __popc(same_expert & lanes.before) : -1;
+    const int row_offset = is_expert ? expert_counts[expert] + __popc(same_expert & lanes.before) : -1;
     const int slot = is_leader ? rank_counts[rank] + __popc(crossings & lanes.before) : -1;
     __syncwarp();
     // The last of the lanes with the same destination.
-    if (is_expert && same_expert >> lane == 1) expert_counts[expert] = expert_place + 1;
+    if (is_expert && same_expert >> lane == 1) expert_counts[expert] = row_offset + 1;
     if (is_leader && crossings >> lane == 1) rank_counts[rank] = slot + 1;
     __syncwarp();
     if (is_leader) params.send_slot[static_cast<int64_t>(token) * num_ranks + rank] = slot;
     if (params.pad_multiple > 0 && is_there(token)) {
-      params.expert_place[static_cast<int64_t>(token) * num_topk + lanes.column] = expert_place;
+      params.expert_row[static_cast<int64_t>(token) * num_topk + lanes.column] = row_offset;
     }
   };
   int64_t batch[kStepsPerBatch], next[kStepsPerBatch];

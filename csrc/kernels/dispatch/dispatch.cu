@@ -80,7 +80,7 @@ __device__ void send_experts(const DispatchParams& params, const int32_t* list, 
       const int row = j / num_topk, k = j - row * num_topk, token = list[row];
       const int64_t cell = static_cast<int64_t>(token) * num_topk + k;
       expert[i] = params.topk_idx[cell] - first_expert;
-      row_of_copy[i] = params.pad_multiple > 0 ? params.expert_place[cell] : 0;
+      row_of_copy[i] = params.pad_multiple > 0 ? params.expert_row[cell] : 0;
       weight[i] = params.has_weights ? params.topk_weights[cell] : 0.0f;
       if (expert[i] >= 0 && expert[i] < params.range_size) continue;
       expert[i] = row_of_copy[i] = -1;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
       ok = waiter.until_count(&own.arrived_ctas, gridDim.x, WaitTag::kGrid);
     }
     ok = __syncthreads_and(ok);
-    // By the last threads, while the others sum the counts to send.
+    // The last threads do this while the others sum the counts to send.
     for (int r = kDispatchThreads - 1 - threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
       routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
     }
@@ -197,17 +197,17 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     finish_slots(params, warp_tokens, routes);
     if (params.pad_multiple == 0) {
       __syncthreads();
-      if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&own.placed_ctas, 1);
+      if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&own.routed_ctas, 1);
     }
   }
 
   // Read the calls of all ranks, and decide as they do: if a slot is too small, calls differ or one is refused, no rank
   // sends.
-  ok &= learn_call(params, waiter, epoch, routes);
+  ok &= receive_calls(params, waiter, epoch, routes);
   if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
-    ok &= waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
+    ok &= waiter.until_count(&own.routed_ctas, gridDim.x, WaitTag::kGrid);
   }
-  const bool learned = ok = __syncthreads_and(ok);
+  const bool has_calls = ok = __syncthreads_and(ok);
   bool is_same = true, lacks_capacity = false;
   for (int r = threadIdx.x; r < domain.num_ranks && ok; r += kDispatchThreads) {
     is_same &= accepts_call(params, routes, r);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 
   // Send. The last warp first reports to the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {
-    finish_places(params, warp_tokens, shared, expert_base);
+    finish_expert_rows(params, warp_tokens, shared, expert_base);
   }
   if (status == kFailed && makes_route) clear_route(params, cta_tokens);
   ptx::fence_shared_for_bulk();  // the rings may take over the expert counters' memory
@@ -232,14 +232,14 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   if (params.rings_overlap && status == kSent) sender.begin(sender_number);
   if (status == kSent && makes_route && params.pad_multiple > 0) {
     if (threadIdx.x == 0) {
-      ptx::add_acq_rel_gpu(&own.placed_ctas, 1);
-      ok = waiter.until_count(&own.placed_ctas, gridDim.x, WaitTag::kGrid);
+      ptx::add_acq_rel_gpu(&own.routed_ctas, 1);
+      ok = waiter.until_count(&own.routed_ctas, gridDim.x, WaitTag::kGrid);
     }
     ok = __syncthreads_and(ok);
     if (!ok) status = kFailed;
   }
   if (blockIdx.x == 0 && warp == kWarps - 1) {
-    report_pool(params, routes, learned);
+    report_pool(params, routes, has_calls);
     ok &= report_counts(params, waiter, epoch, routes, status);
   }
   if (status != kSent) {

@@ -42,11 +42,11 @@ struct Cell {
   int source, column;
 };
 
-// Calls visit(cell, value) for the cells first, first + step, … of the words of all ranks, each once it has arrived. By
-// one thread. Returns whether all came.
+// Waits for the cells first, first + step, … of the words of all ranks, and calls visit(cell, value) for each. By one
+// thread. Returns whether all came.
 template <typename CellOf, typename Visit>
-__device__ bool learn(const ControlBlock& own, const Waiter& waiter, uint32_t epoch, int first, int end, int step,
-                      CellOf&& cell_of, Visit&& visit) {
+__device__ bool receive_cells(const ControlBlock& own, const Waiter& waiter, uint32_t epoch, int first, int end,
+                              int step, CellOf&& cell_of, Visit&& visit) {
   bool ok = true;
   for (int begin = first; begin < end; begin += kWordsAhead * step) {
     uint64_t words[kWordsAhead];
@@ -74,20 +74,21 @@ __device__ bool learn(const ControlBlock& own, const Waiter& waiter, uint32_t ep
 
 // The same for `num_columns` columns of every rank, by all threads of the CTA.
 template <typename Visit>
-__device__ bool learn_columns(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, int first_column,
-                              int num_columns, Visit&& visit) {
+__device__ bool receive_columns(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, int first_column,
+                                int num_columns, Visit&& visit) {
   const Domain& domain = params.domain;
   const auto cell_of = [&](int i) { return Cell{i / num_columns, first_column + i % num_columns}; };
-  return learn(*domain.control[domain.rank], waiter, epoch, threadIdx.x, domain.num_ranks * num_columns,
-               kDispatchThreads, cell_of, visit);
+  return receive_cells(*domain.control[domain.rank], waiter, epoch, threadIdx.x, domain.num_ranks * num_columns,
+                       kDispatchThreads, cell_of, visit);
 }
 
-// Reads the call of every rank, and sums the counts over ranks, into routes that are cleared.
-__device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, DispatchRoutes& routes) {
+// Waits for the call of every rank, and adds up the counts of all ranks. `routes` are cleared before.
+__device__ bool receive_calls(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
+                              DispatchRoutes& routes) {
   const int rank = params.domain.rank, num_columns = CountRow::kNumCallColumns + params.domain.num_ranks;
-  return learn_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
+  return receive_columns(params, waiter, epoch, 0, num_columns, [&](Cell cell, int value) {
     if (cell.column < CountRow::kFirstField) {
-      // Whatever a rank publishes, nothing is stored beyond its slot.
+      // A wrong limit of a rank must not let others store beyond its slot.
       const bool is_limit = cell.column == CountRow::kRowLimit;
       routes.call[cell.source][cell.column] = is_limit ? min(value, params.slot.capacity) : value;
       return;
@@ -103,8 +104,8 @@ __device__ bool learn_call(const DispatchParams& params, const Waiter& waiter, u
   });
 }
 
-// Whether rank r makes the same call and has found no fault in it. A fault that one rank found is reported by all.
-// One thread for each rank.
+// Whether rank r makes the same call and has not refused it. Every rank reports the refusal of one. One thread for each
+// rank.
 __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
   const Domain& domain = params.domain;
   const int column = routes.other_column[r], refusal = routes.call[r][CountRow::kRefusal];
@@ -117,7 +118,7 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
                       domain.rank, r, params.call[column], static_cast<int32_t>(word >> 32));
     return false;
   }
-  // The host of this rank knows what it has refused.
+  // This rank's host has reported its own refusal.
   const auto kind = static_cast<FaultKind>(refusal);
   if (r == domain.rank && kind != FaultKind::kBadExpert) return false;
   report_refusal(domain.fault, KernelName::kDispatch, kind, domain.rank, r, params.num_experts, params.common_bound,

@@ -6,8 +6,8 @@
 namespace hybrid_ep {
 namespace {
 
-// Makes the route of a failed call empty: the host may not know of the failure, and kernels may be queued behind it.
-// Every CTA clears its tokens. The warp that reports clears the counts.
+// Empties the route of a failed call, because kernels that use it may be queued already. Every CTA clears its tokens.
+// The warp that reports clears the counts.
 __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   const int num_ranks = params.domain.num_ranks;
   const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
@@ -15,7 +15,8 @@ __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
 }
 
-// Reports the most slots that any rank's pool wants, or 0 where not all ranks' words came. By one warp of the grid.
+// Reports the most slots that any rank's pool wants, or 0 if the words of some rank did not come. By one warp of the
+// grid.
 __device__ void report_pool(const DispatchParams& params, const DispatchRoutes& routes, bool ok) {
   if (params.pool_report == nullptr) return;
   int wanted = 0;
@@ -42,7 +43,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   for (int l = lane; l < num_local && makes_route; l += 32) {
     const int column = CountRow::kTokensPerExpert + domain.rank * num_local + l;
     int total = 0;
-    ok &= learn(
+    ok &= receive_cells(
         own, waiter, epoch, 0, num_sources, 1, [&](int i) { return Cell{i, column}; },
         [&](Cell, int count) { total += count; });
     if (params.pad_multiple > 0) {

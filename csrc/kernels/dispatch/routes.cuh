@@ -21,12 +21,12 @@ struct DispatchRoutes {
   int cta_base[kMaxRanks];                     // tokens to r in the CTAs before
   int cta_count[kMaxRanks];                    // tokens to r in this CTA
   int call[kMaxRanks][CountRow::kFirstField];  // what r has published of its call
-  int other_column[kMaxRanks];                 // the first in which r's call differs; kNumCallColumns if none does
-  int recv_base[kMaxRanks];                    // this rank's first row at r
-  int num_recv[kMaxRanks];                     // rows that r receives
-  int sent[kMaxRanks];                         // tokens from this rank to r
-  int needed[kMaxRanks];                       // rows that r's slot must hold
-  uint8_t* slot[kMaxRanks];                    // r's slot, as this rank maps it
+  int other_column[kMaxRanks];  // the first column in which r's call differs; kNumCallColumns if none does
+  int recv_base[kMaxRanks];     // this rank's first row at r
+  int num_recv[kMaxRanks];      // rows that r receives
+  int sent[kMaxRanks];          // tokens from this rank to r
+  int needed[kMaxRanks];        // rows that r's slot must hold
+  uint8_t* slot[kMaxRanks];     // r's slot, as this rank maps it
 };
 
 struct Range {

@@ -1,11 +1,11 @@
 // Dispatch between domains: exchange of counts, both hops and the push in one persistent launch.
 //
-//     x[t] ─────────► own domain: a bulk store per rank ─────────────────────────────────► row of every receiver
+//     x[t] ─────────► this domain: a bulk store per rank ─────────────────────────────────► row of every receiver
 //     x[t], top-k ─► records ─► chunk ─ link ─► peer: records ─ a bulk store per rank ──► row of every receiver
 //
 // A token crosses to another domain once. Its record has its destinations: a rank and the index among its source's
 // tokens there, so that the peer forwards a record without knowing any other. Warps that forward never wait for warps
-// that send, so that no credit waits for itself. The indices come from place_tokens.cu. Legend: T tokens, K top-k, D
+// that send, so that no credit waits for itself. The indices come from index_tokens.cu. Legend: T tokens, K top-k, D
 // domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
@@ -18,7 +18,7 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a CTA. Those that push own tokens send records afterwards.
+// Warps of a CTA by role. Those that push this rank's tokens send records afterwards.
 constexpr int kOwnWarps = 2, kSendWarps = 3, kForwardWarps = 3;
 constexpr int kWarps = kOwnWarps + kSendWarps + kForwardWarps;
 constexpr int kThreads = kWarps * 32;
@@ -28,41 +28,41 @@ __device__ int num_chunks(const DispatchBetweenParams& params, int num_records) 
   return (num_records + params.record.per_chunk - 1) / params.record.per_chunk;
 }
 
-// What a lane knows of one column of a token: where it goes in this domain, and what goes with it.
+// One column of a token's top-k, which a lane has: its destination in this domain, expert and weight.
 struct Column {
   uint32_t destination;
   int expert;  // −1: none
   float weight;
 };
 
-// Pushes a row, and what goes with it, to its ranks of this domain; `next` is the row that the warp moves after it, or
-// nullptr. Collective over the warp.
+// Pushes a row with its scales, experts and weights to its ranks of this domain. `next` is the row that the warp moves
+// after it, or nullptr. Collective over the warp.
 __device__ void push_token(const DispatchBetweenParams& params, const CallBetween& call, const int* base,
                            RowMover& mover, const uint8_t* row, const uint8_t* next, const uint32_t* scales,
                            const Column& column) {
   const Grid& grid = params.between.grid;
   const int lane = threadIdx.x % 32, first_rank = grid.domain_idx() * grid.ranks_per_domain;
   const int r = rank_of_destination(column.destination) - first_rank;
-  int place = -1;
+  int dst_row = -1;
   if (column.destination != kNowhere && r >= 0 && r < grid.ranks_per_domain) {
-    place = base[r] + place_of_destination(column.destination);
-    if (place >= call.row_limit[r]) place = -1;
+    dst_row = base[r] + index_of_destination(column.destination);
+    if (dst_row >= call.row_limit[r]) dst_row = -1;
   }
   uint8_t* target = nullptr;
-  if (place >= 0) target = call.slot[r] + params.slot.rows + static_cast<int64_t>(place) * params.row_bytes;
+  if (dst_row >= 0) target = call.slot[r] + params.slot.rows + static_cast<int64_t>(dst_row) * params.row_bytes;
   mover.move(row, params.row_bytes, target, next);
-  for (unsigned left = __ballot_sync(kAllLanes, place >= 0); left != 0; left &= left - 1) {
+  for (unsigned left = __ballot_sync(kAllLanes, dst_row >= 0); left != 0; left &= left - 1) {
     const int holder = __ffs(left) - 1;
     const int to = __shfl_sync(kAllLanes, r, holder);
-    const int64_t at = __shfl_sync(kAllLanes, place, holder);
+    const int64_t row_idx = __shfl_sync(kAllLanes, dst_row, holder);
     uint8_t* slot = call.slot[to];
     for (int s = lane; s < params.num_scales; s += 32) {
-      reinterpret_cast<uint32_t*>(slot + params.slot.scales)[at * params.num_scales + s] = scales[s];
+      reinterpret_cast<uint32_t*>(slot + params.slot.scales)[row_idx * params.num_scales + s] = scales[s];
     }
     if (!params.makes_route || lane >= params.num_topk) continue;
     const int expert = column.expert - params.range_first - (first_rank + to) * params.range_step;
     const bool is_reported = column.expert >= 0 && expert >= 0 && expert < params.range_size;
-    const int64_t cell = at * params.num_topk + lane;
+    const int64_t cell = row_idx * params.num_topk + lane;
     reinterpret_cast<int64_t*>(slot + params.slot.experts)[cell] = is_reported ? expert : -1;
     if (params.has_weights) {
       reinterpret_cast<float*>(slot + params.slot.weights)[cell] = is_reported ? column.weight : 0.0f;
@@ -230,10 +230,11 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
     Column column = column_of_record(params, record);
     for (int i = 0; i < item.num_records; ++i) {
       const uint8_t* next = i + 1 < item.num_records ? record + layout.num_bytes : nullptr;
-      const Column next_column = next == nullptr ? Column{} : column_of_record(params, next);  // loaded meanwhile
+      const Column next_column =
+          next == nullptr ? Column{} : column_of_record(params, next);  // in flight during the push
       if (params.makes_route && lane < params.num_topk) {
-        const int64_t place = call.held_begin[item.domain] + item.first + i;
-        params.route[params.parts.held + place * params.num_topk + lane] = static_cast<int>(column.destination);
+        const int64_t held = call.held_begin[item.domain] + item.first + i;
+        params.route[params.parts.held + held * params.num_topk + lane] = static_cast<int>(column.destination);
       }
       push_token(params, call, base + item.domain * size, mover, record, next,
                  reinterpret_cast<const uint32_t*>(record + layout.scales), column);
@@ -248,7 +249,7 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
   return true;
 }
 
-// Marks the rows between what arrives and the bound, which nobody sends. By `num_threads` threads of the CTA.
+// Marks the rows between the last that arrives and the bound: no rank sends them. By `num_threads` threads of the CTA.
 __device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBetween& call, int thread,
                                int num_threads) {
   if (!params.makes_route || !params.is_bound) return;
@@ -261,8 +262,8 @@ __device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBe
   }
 }
 
-// What later calls and the host need to know, by the first CTA. The route of a call that has failed becomes empty,
-// unless an earlier call has made it.
+// Reports to the host and to later calls, by the first CTA. The route of a failed call is emptied, unless an earlier
+// call has made it.
 __device__ bool report(const DispatchBetweenParams& params, const CallBetween& call, const Waiter& waiter,
                        uint32_t epoch, CallStatus status) {
   const BetweenDomain& between = params.between;
@@ -278,7 +279,7 @@ __device__ bool report(const DispatchBetweenParams& params, const CallBetween& c
   for (int l = threadIdx.x / 32; params.makes_route && l < num_local; l += kWarps) {
     const int column = CallHeader::kNumColumns + between.layout.num_columns + l;
     int count = 0;
-    for (int s = lane; s < num_ranks && !fails; s += 32) count += learn_word(between, waiter, epoch, s, column, &ok);
+    for (int s = lane; s < num_ranks && !fails; s += 32) count += receive_word(between, waiter, epoch, s, column, &ok);
     const int total = __reduce_add_sync(kAllLanes, count);
     if (lane > 0) continue;
     params.route[parts.num_tokens_per_expert + l] = total;
@@ -288,15 +289,15 @@ __device__ bool report(const DispatchBetweenParams& params, const CallBetween& c
   for (int r = threadIdx.x; params.makes_route && has_matrix && r < num_ranks; r += kThreads) {
     int rows = 0;
     for (int s = 0; s < num_ranks; ++s) {
-      if (!fails && ok) rows += learn_word(between, waiter, epoch, s, CallHeader::kNumColumns + r, &ok);
+      if (!fails && ok) rows += receive_word(between, waiter, epoch, s, CallHeader::kNumColumns + r, &ok);
       params.route[parts.rank_prefix + static_cast<int64_t>(s) * num_ranks + r] = rows;
     }
   }
   if (fails && params.makes_route) {
     const int64_t num_cells = static_cast<int64_t>(params.num_tokens) * params.num_topk;
     for (int64_t i = threadIdx.x; i < num_cells; i += kThreads) params.route[parts.destinations + i] = -1;
-    const int64_t num_places = static_cast<int64_t>(grid.num_domains) * params.num_tokens;
-    for (int64_t i = threadIdx.x; i < num_places; i += kThreads) params.route[parts.domain_place + i] = -1;
+    const int64_t num_indices = static_cast<int64_t>(grid.num_domains) * params.num_tokens;
+    for (int64_t i = threadIdx.x; i < num_indices; i += kThreads) params.route[parts.list_index + i] = -1;
     for (int r = threadIdx.x; r < num_ranks; r += kThreads) params.route[parts.rank_counts + r] = 0;
     for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) params.route[parts.domain_counts + d] = 0;
     for (int i = threadIdx.x; i < num_ranks * size; i += kThreads) params.route[parts.counts + i] = 0;
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int* base = reinterpret_cast<int*>(shared + kRingsBytes);
   int* totals = base + num_cells;
 
-  // Tell and learn.
+  // Publish, and wait for what the others publish.
   const bool leads = blockIdx.x == 0;
   bool ok = true, is_same = true;
   if (leads) {
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok &= spread_counts(params, waiter, link, epoch);
     ok = __syncthreads_and(ok);
   }
-  ok &= learn_headers(params, waiter, epoch, call, &is_same);
+  ok &= receive_headers(params, waiter, epoch, call, &is_same);
   if (ok && is_same) ok = find_dispatch_bases_between(params, waiter, epoch, call, base, totals);
 
   // The first CTA decides with all domains, and publishes the decision.
@@ -396,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mover.finish();
   }
 
-  // The last CTA moves the streams on, publishes to the domain that all is sent, and waits until all has arrived.
+  // The last CTA advances the streams, raises its flag at every rank of the domain, and waits for theirs.
   if (!finish_cta(own, ok)) return;
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
     if (d == grid.domain_idx()) continue;

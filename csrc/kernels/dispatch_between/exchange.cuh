@@ -1,4 +1,4 @@
-// What ranks publish to each other at the start of a dispatch between domains, and what follows from it.
+// The exchange of counts at the start of a dispatch between domains, and the decision that follows.
 //
 //     counts ─ chunk 0 ─► peer in each domain ─ words ─► every rank of that domain ─► bases, verdict of the domain
 //     verdict ─ chunk 1 ─► peer in each domain ─► decision, the same at all ranks
@@ -24,7 +24,7 @@ struct CallBetween {
   int needed[kMaxRanks];         // rows that it receives
   int num_sums[kMaxRanks];       // rows that it sums in a combine
   int num_held[kMaxRanks];       // records of other domains that it forwards
-  int num_records[kMaxDomains];  // that come from the peer in each domain; own tokens in the own domain
+  int num_records[kMaxDomains];  // that come from the peer in each domain; in this domain, this rank's tokens
   int held_begin[kMaxDomains];   // of these, where they begin in what the route holds
   int num_sent[kMaxDomains];     // tokens of this rank that go to each domain
   Verdict verdict;
@@ -90,7 +90,7 @@ __device__ void publish(const DispatchBetweenParams& params, uint32_t epoch, int
   }
 }
 
-// Tells the peers what goes to their domains, and the own domain what goes there.
+// Publishes this rank's header and counts: to each peer those for its domain, to this domain the others.
 template <typename Link>
 __device__ bool tell_counts(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
                             uint32_t epoch) {
@@ -115,7 +115,7 @@ __device__ bool tell_counts(const DispatchBetweenParams& params, const Waiter& w
   return ok;
 }
 
-// Publishes to the own domain what the peers have published.
+// Passes on to this domain what the peers have published.
 template <typename Link>
 __device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
                               uint32_t epoch) {
@@ -135,9 +135,9 @@ __device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter&
   return ok;
 }
 
-// One word of what a source has published, once it is there.
-__device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int column,
-                          bool* ok) {
+// Waits for one word of what a source has published.
+__device__ int receive_word(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int column,
+                            bool* ok) {
   const int publisher = source % between.grid.ranks_per_domain;
   const int peer = publisher == between.domain.rank ? kRankElsewhere + source : publisher;
   uint64_t word = 0;
@@ -146,10 +146,10 @@ __device__ int learn_word(const BetweenDomain& between, const Waiter& waiter, ui
   return static_cast<int>(word >> 32);
 }
 
-// Several words at once: words first, first + 1, … of what a source has published. One latency if all are there.
+// Waits for words first, first + 1, … of what a source has published. They are loaded together.
 template <int kNum>
-__device__ void learn_words(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int first,
-                            int (&values)[kNum], bool* ok) {
+__device__ void receive_words(const BetweenDomain& between, const Waiter& waiter, uint32_t epoch, int source, int first,
+                              int (&values)[kNum], bool* ok) {
   uint64_t words[kNum];
 #pragma unroll
   for (int i = 0; i < kNum; ++i) {
@@ -158,7 +158,8 @@ __device__ void learn_words(const BetweenDomain& between, const Waiter& waiter, 
 #pragma unroll
   for (int i = 0; i < kNum; ++i) {
     const bool is_here = static_cast<uint32_t>(words[i]) == epoch;
-    values[i] = is_here ? static_cast<int>(words[i] >> 32) : learn_word(between, waiter, epoch, source, first + i, ok);
+    values[i] =
+        is_here ? static_cast<int>(words[i] >> 32) : receive_word(between, waiter, epoch, source, first + i, ok);
   }
 }
 
@@ -168,12 +169,12 @@ __device__ int named(const Grid& grid, int rank) {
   return is_here ? rank % grid.ranks_per_domain : kRankElsewhere + rank;
 }
 
-// Whether a source has found nothing wrong with its call; the first CTA reports what it has.
+// Whether a source has not refused its call; the first CTA reports a refusal.
 __device__ bool accepts_call(const DispatchBetweenParams& params, const int* header, int source) {
   const BetweenDomain& between = params.between;
   const auto refusal = static_cast<FaultKind>(header[CallHeader::kRefusal]);
   if (refusal == FaultKind::kNone) return true;
-  // What the host of this rank has refused it knows.
+  // This rank's host has reported its own refusal.
   if (blockIdx.x == 0 && (source != between.grid.rank || refusal == FaultKind::kBadExpert)) {
     report_refusal(between.domain.fault, KernelName::kDispatchBetween, refusal, between.domain.rank,
                    named(between.grid, source), params.num_experts, params.common_bound, params.max_tokens,
@@ -198,9 +199,9 @@ __device__ bool makes_same_call(const DispatchBetweenParams& params, const int* 
   return true;
 }
 
-// Reads what all ranks have published of their calls. Returns whether all came; *is_same is the CTA's answer.
-__device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
-                              CallBetween& call, bool* is_same) {
+// Waits for the headers of all ranks. Returns whether all came; *is_same becomes whether all calls are equal.
+__device__ bool receive_headers(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
+                                CallBetween& call, bool* is_same) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int size = grid.ranks_per_domain;
@@ -212,7 +213,7 @@ __device__ bool learn_headers(const DispatchBetweenParams& params, const Waiter&
   __syncthreads();
   for (int source = threadIdx.x; source < grid.num_ranks(); source += blockDim.x) {
     int header[CallHeader::kNumColumns];
-    learn_words(between, waiter, epoch, source, 0, header, &ok);
+    receive_words(between, waiter, epoch, source, 0, header, &ok);
     if (!ok) break;
     same &= makes_same_call(params, header, source);
     same &= accepts_call(params, header, source);
@@ -244,7 +245,7 @@ __device__ bool find_dispatch_bases_between(const DispatchBetweenParams& params,
     for (int g = 0; g < size; ++g) {
       const int source = domain * size + g;
       if (g == between.domain.rank) base[cell] = total;
-      const int count = learn_word(between, waiter, epoch, source, column, &ok);
+      const int count = receive_word(between, waiter, epoch, source, column, &ok);
       if (!ok) break;
       total += count;
       if (r != g) atomicAdd(&call.num_sums[g], count);

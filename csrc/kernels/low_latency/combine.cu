@@ -11,7 +11,8 @@
 // column. That needs the source's weights, which only combine has, so every rank sends them first. Rows that are not
 // summed leave meanwhile. Two kinds of rows are never summed: those of a source with few tokens, whose weights would
 // cost more time than the bytes save, and those of a rank whose receive is a launch of its own, because such a send may
-// not wait for another rank. Each rank decides by itself. Its flag holds from how many tokens on its rows are sums.
+// not wait for another rank. Each rank decides alone. Its flag holds the number of tokens from which on its rows are
+// sums.
 //
 // Signalled rows: an expert's kernel that still runs signals each block of its rows when it has written them. A send
 // of its own, on few SMs, goes through the packed rows in their order and waits for the signal of each block. Rows
@@ -369,7 +370,7 @@ __device__ void find_terms(const SumRowsParams& params, const bool* present, con
   if (lane == 0) terms.count = __popc(chosen);
 }
 
-// Tells why a rank has not sent all rows, which is in the value of its flag.
+// Reports why a rank has not sent all rows; the value of its flag says why.
 __device__ __noinline__ void report_unsent(const SumRowsParams& params, int rank, uint32_t value) {
   const LowLatencyDomain& domain = params.domain;
   if (value >= kNoSignalBit) {
@@ -424,7 +425,7 @@ __device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int 
   }
 }
 
-// Tells that a rank's rows have another format than this rank's call. Returns whether they can be used.
+// Reports that a rank's rows have another format than this rank's call. Returns whether they can be used.
 template <bool kLogFmt>
 __device__ bool has_format(const SumRowsParams& params, int rank, uint32_t value) {
   if ((value & kLogFmtBit) == (kLogFmt ? kLogFmtBit : 0)) return true;

@@ -97,18 +97,18 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   if (rank >= 0 && !present[rank]) rank = -1;
   const bool leads = __ffs(__match_any_sync(kAllLanes, rank)) - 1 == lane && rank >= 0;
   const unsigned leaders = __ballot_sync(kAllLanes, leads);
-  const int64_t place = static_cast<int64_t>(domain.rank) * params.shape.max_tokens + token;
+  const int64_t pair = static_cast<int64_t>(domain.rank) * params.shape.max_tokens + token;
   if (leads) {
     const int i = __popc(leaders & ((1u << lane) - 1));
-    targets.slot[i] = buffer_of(domain, rank) + place * params.message.slot_bytes;
-    owed[i] = flags_of(domain, rank) + place;
+    targets.slot[i] = buffer_of(domain, rank) + pair * params.message.slot_bytes;
+    owed[i] = flags_of(domain, rank) + pair;
   }
   if (lane == 0) targets.count = __popc(leaders);
   __syncwarp();
   const int num_parts = params.message.num_route_parts;
   for (int r = lane; r < domain.num_ranks; r += 32) {
     if (!present[r]) continue;
-    uint4* route = routes_of(domain, r) + place * num_parts;
+    uint4* route = routes_of(domain, r) + pair * num_parts;
     for (int i = 0; i < num_parts; ++i) {
       ptx::store_relaxed_system(route + i, reinterpret_cast<const uint4*>(targets.route)[i]);
     }
@@ -245,12 +245,11 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
 constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<Rows::kPlain>, send_tokens_kernel<Rows::kFp8>,
                                                       send_tokens_kernel<Rows::kNvfp4>};
 
-// A token of the expert that a CTA has found: its source and index, the columns of top-k that name the expert, and the
-// row of the first of them. The rows of the others follow.
+// A token of the expert that a CTA has found. It has a row for each column of top-k that names the expert.
 struct Found {
-  int pair;
-  uint32_t columns;
-  int place;
+  int pair;          // source × M + token
+  uint32_t columns;  // bit k: column k names the expert
+  int row_offset;    // of the first column's row among the expert's; the rows of the others follow
 };
 
 // The columns in which a token's route names the expert; none if the route does not come.
@@ -324,9 +323,9 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
     const Found& row = found[item / num_segments];
     const uint8_t* stage = ring.wait();
     if (threadIdx.x % 32 == 0) {
-      int place = row.place;
-      for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1, ++place) {
-        ptx::bulk_store(params.rows + static_cast<int64_t>(first_row + place) * row_bytes + begin, stage,
+      int row_offset = row.row_offset;
+      for (uint32_t left = row.columns; left != 0 && row_offset < capacity; left &= left - 1, ++row_offset) {
+        ptx::bulk_store(params.rows + static_cast<int64_t>(first_row + row_offset) * row_bytes + begin, stage,
                         min(kSegmentBytes, row_bytes - begin));
       }
     }
@@ -338,26 +337,27 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
     const Found& row = found[item % num_found];
     const int word = item / num_found;
     const uint32_t scale = __ldcg(reinterpret_cast<const uint32_t*>(slot_of(row) + row_bytes) + word);
-    int place = row.place;
+    int row_offset = row.row_offset;
     if constexpr (kTiles) {
       const int num_tiles = (capacity + kRowsPerTile - 1) / kRowsPerTile;
       uint32_t* scales = params.scales + static_cast<int64_t>(blockIdx.y) * num_tiles * num_words * kRowsPerTile;
-      for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1, ++place) {
-        scales[(place / kRowsPerTile * num_words + word) * kRowsPerTile + place % 32 * 4 + place % kRowsPerTile / 32] =
-            scale;
+      for (uint32_t left = row.columns; left != 0 && row_offset < capacity; left &= left - 1, ++row_offset) {
+        scales[(row_offset / kRowsPerTile * num_words + word) * kRowsPerTile + row_offset % 32 * 4 +
+               row_offset % kRowsPerTile / 32] = scale;
       }
     } else {
       uint32_t* scales = params.scales + (static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity;
-      for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1) scales[place++] = scale;
+      for (uint32_t left = row.columns; left != 0 && row_offset < capacity; left &= left - 1)
+        scales[row_offset++] = scale;
     }
   }
   ptx::wait_for_previous_kernel();  // the send has cleared row_of
   for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
     const Found& row = found[i];
-    int place = row.place;
-    for (uint32_t left = row.columns; left != 0 && place < capacity; left &= left - 1, ++place) {
-      params.src_info[first_row + place] = row.pair % params.shape.max_tokens;
-      params.row_of[row.pair * params.shape.num_topk + __ffs(left) - 1] = first_row + place;
+    int row_offset = row.row_offset;
+    for (uint32_t left = row.columns; left != 0 && row_offset < capacity; left &= left - 1, ++row_offset) {
+      params.src_info[first_row + row_offset] = row.pair % params.shape.max_tokens;
+      params.row_of[row.pair * params.shape.num_topk + __ffs(left) - 1] = first_row + row_offset;
     }
   }
 }
@@ -440,12 +440,12 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     const uint32_t count_here = __reduce_add_sync(kAllLanes, its_count);
     count_before += __reduce_add_sync(kAllLanes, lane < warp ? its_count : 0);
     const int before = count_before % kFurtherRow, num_here = count_here % kFurtherRow;
-    const int place = num_rows + count_before / kFurtherRow;
-    if (pair < num_pairs && token == 0) begin[source] = min(place, num_pairs);
+    const int row_offset = num_rows + count_before / kFurtherRow;
+    if (pair < num_pairs && token == 0) begin[source] = min(row_offset, num_pairs);
     // The CTAs of an expert take its tokens in turn: this one those with number % CTAs == share.
     const int skipped = (share + num_shares - total % num_shares) % num_shares;
     if (columns != 0 && before % num_shares == skipped) {
-      found[num_found + before / num_shares] = {pair, columns, place};
+      found[num_found + before / num_shares] = {pair, columns, row_offset};
     }
     num_found += (num_here - skipped + num_shares - 1) / num_shares;
     total += num_here;

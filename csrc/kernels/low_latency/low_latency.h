@@ -23,7 +23,7 @@ struct SendTokensParams : DispatchTokensParams {
   const uint8_t* rows;      // [T, H] bf16
   const int64_t* topk_idx;  // [T, K]
   int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
-  int32_t* num_too_many;    // [1] likewise, 0
+  int32_t* num_too_many;    // [1] cleared to 0 as well
   int num_tokens;
   const float* global_scale;  // of NVFP4 rows, or nullptr
 };

@@ -1,4 +1,4 @@
-// The way of a sending warp through packed rows that experts still write. Legend: combine.cu.
+// The order in which a sending warp takes packed rows that experts still write. Legend: combine.cu.
 #pragma once
 
 #include "device/low_latency.cuh"
@@ -74,8 +74,8 @@ class SignalledRows {
     }
     column = __reduce_max_sync(kAllLanes, column);
     if (column >= 0 && present[source]) {
-      const int64_t place = static_cast<int64_t>(token) * shape.num_topk + column;
-      piece.target = buffer_of(params_.domain, source) + place * row_bytes + begin;
+      const int64_t cell = static_cast<int64_t>(token) * shape.num_topk + column;
+      piece.target = buffer_of(params_.domain, source) + cell * row_bytes + begin;
     }
     next_ += step_;
     if (next_ >= num_items_) enter_next_expert();

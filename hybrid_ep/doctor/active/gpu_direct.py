@@ -288,7 +288,7 @@ def write_by_verbs(
         with ThreadPoolExecutor(2 * len(pairs)) as pool:
             running = [[pool.submit(measure, ends, idx) for idx in range(2)] for ends in opened]
         broken = [run.exception() for both in running for run in both]
-        for error in broken:  # the first cause, and not those whom it made leave
+        for error in broken:  # the first cause, and not its consequences at the other end
             if error is not None and not isinstance(error, threading.BrokenBarrierError):
                 raise error
         by = "by the verbs transport"

@@ -89,7 +89,7 @@ def gpu_count(node: Node, profile: Profile) -> Finding:
         return Finding(Status.PASS, f"{answering} by NVML; PCI cannot be seen here")
     if container.may_see_few and answering < want and len(silent) <= (answering == 0):
         if answering == 0:
-            return Finding(Status.UNKNOWN, f"{seen}; a container that was given no GPU cannot tell")
+            return Finding(Status.UNKNOWN, f"{seen}; a container without GPUs cannot see the others")
         return Finding(Status.PASS, f"{seen}; judged by the {answering} that this container was given")
     if unreadable and on_bus + len(unreadable) >= answering:
         return Finding(Status.UNKNOWN, f"{seen}; class of {', '.join(unreadable)} cannot be read")
@@ -107,7 +107,7 @@ _NO_DRIVER = (
 
 
 def _answering(node: Node) -> tuple[int, list[str]]:
-    """How many GPUs NVML reads, and why it does not read others; none where it does not start though PCI can tell."""
+    """How many GPUs NVML reads, and why it does not read others; none if it does not start and PCI shows GPUs."""
     try:
         gpus = node.nvml.gpus
     except Unreadable as error:
@@ -195,7 +195,7 @@ def gpu_row_remap(node: Node, profile: Profile) -> Finding:
     def fault(gpu_idx: int) -> str | None:
         states = {state: _has(node, gpu_idx, f"row_remap_{state}") for state in ("pending", "failed")}
         if None in states.values() and not _is_optional(profile, "gpu.ecc"):
-            raise Unreadable("the driver does not tell")
+            raise Unreadable("the driver does not report it")
         bad = [state for state, value in states.items() if value]
         empty = _has(node, gpu_idx, "row_remap_banks_without_spares")
         faults = [f"row remap {' and '.join(bad)}"] if bad else []
@@ -421,7 +421,7 @@ def gpu_firmware(node: Node, profile: Profile) -> Finding:
         listed = "; ".join(f"{what} {version} on GPUs {gpus}" for version, gpus in versions.items())
         faults += [listed] if len(versions) > 1 else []
         seen += [f"{what} {version}" for version in versions]
-    return Finding.judge(faults, ", ".join(seen) or "this driver does not tell")
+    return Finding.judge(faults, ", ".join(seen) or "this driver does not report it")
 
 
 @counters(

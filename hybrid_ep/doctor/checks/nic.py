@@ -77,7 +77,7 @@ def nic_count(node: Node, profile: Profile) -> Finding:
     if may_be_theirs and (blind := blind_devices(node)):
         return Finding(Status.UNKNOWN, f"{seen}; class or NUMA node of {', '.join(blind)} cannot be read")
     if len(roles.compute) < want and sees_few(node, profile):
-        return Finding(Status.UNKNOWN, f"{seen} of {want}; a container that was given few cannot tell")
+        return Finding(Status.UNKNOWN, f"{seen} of {want}; a container that has a few cannot see the others")
     return Finding(Status.FAIL, f"{seen}; wanted {want}")
 
 
@@ -161,8 +161,8 @@ def nic_mtu(node: Node, profile: Profile) -> Finding:
 def _mtu_of_netdev(node: Node, port: Port) -> int:
     if port[1].link_layer != "Ethernet":
         raise Unreadable("active MTU of InfiniBand needs libibverbs")
-    room = node.read_int(f"/sys/class/net/{_netdev(node, port)}/mtu") - _ROCE_HEADERS_BYTES
-    return max((size for size in (256, 512, 1024, 2048, 4096) if size <= room), default=0)
+    payload_bytes = node.read_int(f"/sys/class/net/{_netdev(node, port)}/mtu") - _ROCE_HEADERS_BYTES
+    return max((size for size in (256, 512, 1024, 2048, 4096) if size <= payload_bytes), default=0)
 
 
 def _netdev(node: Node, port: Port) -> str:
@@ -232,7 +232,7 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
     expectation="width and speed = maximum of the NIC; enough for the rate of its ports; links of switches as wide and "
     "fast as both ends can",
     remedy="Reseat the NIC or riser; check the slot's bifurcation in the BIOS. Where the physical function cannot be "
-    'seen, only the host can tell: severity {nic.pcie: "off"} in a profile of the site.',
+    'seen, only the host can judge it: severity {nic.pcie: "off"} in a profile of the site.',
     wants="nic.count",
 )
 def nic_pcie(node: Node, profile: Profile) -> Finding:

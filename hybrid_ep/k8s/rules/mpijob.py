@@ -93,7 +93,7 @@ def _first_container(manifest: Manifest) -> Found:
 
 @rule("mpijob-hostfile", Level.HINT)
 def _hostfile(manifest: Manifest) -> Found:
-    """The launcher tells mpirun the hostfile: Open MPI 5 does not know the variable by which the operator names it."""
+    """The launcher passes the hostfile to mpirun: Open MPI 5 does not read the operator's variable for it."""
     if job := _Job.of(manifest):
         path, container = main(job.launcher)
         text = " ".join(words(container))
