@@ -104,7 +104,9 @@ def test_job_equals_its_overlay(overlay: str, tmp_path: Path) -> None:
     ],
     ids=["selectors", "affinity"],
 )
-@pytest.mark.parametrize("overlay", ["gb200-mnnvl", "infiniband", "single-node-torchrun", "jobset-kueue", "lws-serving"])
+@pytest.mark.parametrize(
+    "overlay", ["gb200-mnnvl", "infiniband", "single-node-torchrun", "jobset-kueue", "lws-serving"]
+)
 def test_nodes_are_asked_for_as_by_the_components(
     overlay: str, components: list[str], settings: Tree, asked: Tree, tmp_path: Path
 ) -> None:

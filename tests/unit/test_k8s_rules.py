@@ -21,6 +21,7 @@ from hybrid_ep.k8s.rules import RULES
 from hybrid_ep.k8s.rules.parts import amount
 from hybrid_ep.k8s.schema import kubernetes_versions
 from tests.unit.test_k8s_check import BREAKS
+from tests.unit.test_k8s_fields import EXAMPLES
 
 SOUND = (Path(__file__).resolve().parents[1] / "data" / "manifests" / "sound.yaml").read_text()
 J = "$.spec.template.spec"
@@ -190,7 +191,7 @@ def test_each_mistake_is_found_by_its_rule_alone(case: Broken, tmp_path: Path) -
 
 
 def test_every_rule_has_a_failing_example() -> None:
-    assert {rule.id for rule in RULES} <= {case.rule for case in (*BREAKS, *CASES)}
+    assert {rule.id for rule in RULES} <= {case.rule for case in (*BREAKS, *CASES, *EXAMPLES)}
 
 
 def template(kind: str, pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -209,7 +210,7 @@ def template(kind: str, pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
         ),
         "Deployment": ("apps/v1", {**selector, "template": labels}, "$.spec.template.spec"),
         "DaemonSet": ("apps/v1", {**selector, "template": labels}, "$.spec.template.spec"),
-        "StatefulSet": ("apps/v1", {**selector, "serviceName": "a", "template": labels}, "$.spec.template.spec"),
+        "StatefulSet": ("apps/v1", {**selector, "template": labels}, "$.spec.template.spec"),
         "MPIJob": (
             "kubeflow.org/v2beta1",
             {
