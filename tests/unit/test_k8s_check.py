@@ -25,7 +25,6 @@ from hybrid_ep.k8s.check import check
 from hybrid_ep.k8s.command import k8s
 from hybrid_ep.k8s.manifest import find_sources, load
 from hybrid_ep.k8s.rules import RULES
-from hybrid_ep.k8s.schema import kubernetes_versions
 from tests.prerequisites import require_programs
 
 K8S = Path(__file__).resolve().parents[2] / "k8s"
@@ -583,13 +582,6 @@ def test_tree_without_overlays_is_searched(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "kustomization.yaml").write_text(f"kind: {kind}\n")
     assert find_sources(tmp_path) == [tmp_path / "a"]
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_newest_schemas_find_nothing_wrong_with_an_overlay(overlay: str, tmp_path: Path) -> None:
-    file = tmp_path / "built.yaml"
-    file.write_text(yaml.safe_dump_all(built(overlay)))
-    assert check([file], kubernetes=kubernetes_versions()[-1]).problems == []
 
 
 def test_page_lists_every_rule() -> None:
