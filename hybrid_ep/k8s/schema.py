@@ -24,11 +24,13 @@ from hybrid_ep.errors import ConfigError
 from hybrid_ep.k8s.manifest import Manifest, MissingToolError, json_path
 from hybrid_ep.k8s.problem import Level, Problem
 
-__all__ = ["KUBERNETES_VERSION", "QUANTITY", "check_schema", "kubernetes_versions"]
+__all__ = ["KUBERNETES_VERSION", "LABEL_VALUE", "QUANTITY", "check_schema", "kubernetes_versions"]
 
 # The first in which resource.k8s.io/v1, which the gb200-mnnvl overlay claims its channel through, is on by default.
 KUBERNETES_VERSION = "1.34"
-QUANTITY = r"^[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?$"
+QUANTITY = r"^\+?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?$"
+LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
+_LABEL_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _OWN = {
     ("kubeflow.org/v2beta1", "MPIJob"): "mpijob-v2beta1.json",
     ("resource.nvidia.com/v1beta1", "ComputeDomain"): "computedomain-v1beta1.json",
@@ -144,15 +146,26 @@ def _formats(definitions: dict[str, Any]) -> None:
         "title": "quantity",
         "type": ["string", "number", "null"],
         "pattern": QUANTITY,
+        "minimum": 0,
     }
     for name, field in (("ContainerPort", "containerPort"), ("ContainerPort", "hostPort"), ("ServicePort", "port")):
         definitions[f"io.k8s.api.core.v1.{name}"]["properties"][field].update(minimum=1, maximum=65535)
-    label = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
-    labels = definitions["io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"]["properties"]["labels"]
-    labels["additionalProperties"].update(title="label", maxLength=63, pattern=label)
+    metadata = definitions["io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"]["properties"]
+    selector = definitions["io.k8s.api.core.v1.PodSpec"]["properties"]["nodeSelector"]
+    for labels in (metadata["labels"], selector):
+        labels["additionalProperties"].update(title="label", maxLength=63, pattern=LABEL_VALUE)
+    for named, pattern in (
+        (metadata["labels"], _LABEL_NAME),
+        (selector, _LABEL_NAME),
+        (metadata["annotations"], f"(?i){_LABEL_NAME}"),
+    ):
+        named["propertyNames"] = {"title": "name of a label", "pattern": pattern}
 
 
 _EXAMPLES = {
+    "DNS label": "up to 63 lower-case letters, digits and - between them",
+    "name of a label": "up to 63 letters, digits and -_. between them, after a domain and / or not",
+    "name of a port": "up to 15 lower-case letters, digits and single - between them, with a letter",
     "quantity": "a number with m, k, M, G, T, Ki, Mi, Gi, Ti or nothing, and no space, e.g. 64Gi",
     "label": "up to 63 letters, digits and -_. between them",
 }

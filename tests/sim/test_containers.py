@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_ep.doctor.registry import all_checks
 from hybrid_ep.k8s.command import k8s
 from hybrid_ep.k8s.manifest import load
 from hybrid_ep.topology.recording import Recording
@@ -284,6 +285,40 @@ def test_daemonset_finds_the_nodes_faults(
     done = examine(stub, tmp_path, node, options)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"{check}:" in done.stdout
+
+
+# Of the Pod and not of the node, of processes in other Pods, of files that the Pod does not have, or for root alone.
+NOT_OF_THE_NODE_DOCTOR = {
+    *("driver.torch", "software.packages", "host.memlock", "host.nofile", "host.shm"),
+    *("mnnvl.imex_daemon", "mnnvl.imex_channel", "mnnvl.fabric_handle", "gpu.memory_use", "host.container_toolkit"),
+    *("host.acs", "nic.mtu", "nic.pcie_settings"),
+}
+
+
+def test_daemonset_asks_for_every_check_that_it_can_answer() -> None:
+    options, _ = doctor_of("node-doctor")
+    groups = {option.removeprefix("--group=") for option in options if option.startswith("--group=")}
+    asked = {option.removeprefix("--check=") for option in options if option.startswith("--check=")}
+    sidecar = (ROOT / "k8s" / "components" / "node-doctor-kernel-log" / "sidecar.yaml").read_text()
+    asked |= set(re.findall(r"--check=(\S+)", sidecar))
+    left_out = {check.id for check in all_checks() if check.id.partition(".")[0] not in groups} - asked
+    assert left_out == NOT_OF_THE_NODE_DOCTOR
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "check"),
+    [
+        ("gpu.2.name", "NVIDIA H100 PCIe", "gpu.model"),
+        ("gpu.3.mig_mode", "1", "gpu.mig"),
+        ("gpu.3.compute_mode", "3", "gpu.compute_mode"),
+    ],
+)
+def test_daemonset_finds_the_faults_of_gpus(stub: Path, tmp_path: Path, key: str, value: str, check: str) -> None:
+    options, spec = doctor_of("node-doctor")
+    node = Container.of_pod(spec).show(healthy("hgx-h200"))
+    node.nvml[key] = value
+    done = examine(stub, tmp_path, node, options)
+    assert f"{check}:" in done.stdout, done.stdout + done.stderr
 
 
 def docker_run(

@@ -88,22 +88,42 @@ def test_job_equals_its_overlay(overlay: str, tmp_path: Path) -> None:
     assert by_name(rendered(tmp_path, values), "default") == by_name(kustomized(overlay))
 
 
-@pytest.mark.parametrize("overlay", ["infiniband", "single-node-torchrun", "jobset-kueue", "lws-serving"])
-def test_nodes_are_asked_for_as_by_the_components(overlay: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("components", "settings", "asked"),
+    [
+        (
+            ["gpu-product", "fit-nodes"],
+            {"product": "NVIDIA-H200"},
+            {"fitNodesOnly": True, "gpuProduct": "NVIDIA-H200"},
+        ),
+        (
+            ["node-affinity"],
+            {"gpuProducts": ["NVIDIA-H100-80GB-HBM3", "NVIDIA-H200"]},
+            {"nodeAffinity": {"gpuProducts": ["NVIDIA-H100-80GB-HBM3", "NVIDIA-H200"]}},
+        ),
+    ],
+    ids=["selectors", "affinity"],
+)
+@pytest.mark.parametrize(
+    "overlay", ["gb200-mnnvl", "infiniband", "single-node-torchrun", "jobset-kueue", "lws-serving"]
+)
+def test_nodes_are_asked_for_as_by_the_components(
+    overlay: str, components: list[str], settings: Tree, asked: Tree, tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / "k8s", tmp_path / "site" / "k8s")
-    settings = {
+    tree = {
         "apiVersion": "hybrid-ep.local/v1",
         "kind": "Settings",
-        "metadata": {"name": "gpu-product", "annotations": {"config.kubernetes.io/local-config": "true"}},
-        "spec": {"product": "NVIDIA-H200"},
+        "metadata": {"name": components[0], "annotations": {"config.kubernetes.io/local-config": "true"}},
+        "spec": settings,
     }
     kustomization = {
-        "resources": [f"k8s/overlays/{overlay}", "gpu-product.yaml"],
-        "components": ["k8s/components/gpu-product", "k8s/components/fit-nodes"],
+        "resources": [f"k8s/overlays/{overlay}", "settings.yaml"],
+        "components": [f"k8s/components/{name}" for name in components],
     }
-    for name, tree in {"gpu-product": settings, "kustomization": kustomization}.items():
-        (tmp_path / "site" / f"{name}.yaml").write_text(yaml.safe_dump(tree))
-    job = {"enabled": True, "overlay": overlay, "fitNodesOnly": True, "gpuProduct": "NVIDIA-H200"}
+    for name, content in {"settings": tree, "kustomization": kustomization}.items():
+        (tmp_path / "site" / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    job = {"enabled": True, "overlay": overlay, **asked}
     made = by_name(rendered(tmp_path, {"nodeDoctor": {"enabled": False}, "testJob": job}), "default")
     assert made == by_name([manifest.content for manifest in load(tmp_path / "site")])
 
@@ -167,6 +187,7 @@ def test_values_of_the_test_job(tmp_path: Path) -> None:
         ({"testJob": {"overlay": "ethernet"}}, "/testJob/overlay"),
         ({"testJob": {"nodes": "two"}}, "/testJob/nodes"),
         ({"testJob": {"gpuProduct": "NVIDIA H200"}}, "/testJob/gpuProduct"),
+        ({"testJob": {"nodeAffinity": {"gpuProducts": ["NVIDIA H200"]}}}, "/testJob/nodeAffinity/gpuProducts/0"),
         ({"image": {"digest": "latest"}}, "/image/digest"),
     ],
 )

@@ -34,6 +34,7 @@ OVERLAYS = (
 )
 PAGE = (K8S.parent / "docs" / "kubernetes.md").read_text()
 PAGE_OF_RULES = (K8S.parent / "docs" / "kubernetes_check.md").read_text()
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 Tree = Any
 
 
@@ -415,12 +416,30 @@ def test_ranks_ask_for_nodes_by_verdict_and_product(overlay: str, tmp_path: Path
         assert not asked.items() & launcher(site["MPIJob"]).get("nodeSelector", {}).items()
 
 
-def test_product_must_be_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "node-doctor"])
+def test_ranks_have_an_affinity_to_verdict_and_products(overlay: str, tmp_path: Path) -> None:
+    settings = documented_files()["node-affinity.yaml"]
+    (tmp_path / "node-affinity.yaml").write_text(yaml.safe_dump(settings))
+    own = pod_of_ranks({each["kind"]: each for each in built(overlay)})
+    resources = [f"k8s/overlays/{overlay}", "node-affinity.yaml"]
+    site = site_build(tmp_path, overlay, "node-affinity", resources=resources)
+    (term,) = pod_of_ranks(site)["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    doctor, product = term["matchExpressions"]
+    assert doctor == {"key": "hybrid-ep/doctor", "operator": "In", "values": ["pass"]}
+    assert product == {"key": "nvidia.com/gpu.product", "operator": "In", "values": settings["spec"]["gpuProducts"]}
+    kept = {name: value for name, value in pod_of_ranks(site)["affinity"].items() if name != "nodeAffinity"}
+    assert (kept, pod_of_ranks(site)["nodeSelector"]) == (own["affinity"], own["nodeSelector"])
+    if "MPIJob" in site:
+        assert "affinity" not in launcher(site["MPIJob"])
+
+
+@pytest.mark.parametrize("component", ["gpu-product", "node-affinity"])
+def test_product_must_be_named(component: str, tmp_path: Path) -> None:
     require_programs("kubectl")
     shutil.copytree(K8S, tmp_path / "k8s")
-    kustomization = {"resources": ["k8s/overlays/infiniband"], "components": ["k8s/components/gpu-product"]}
+    kustomization = {"resources": ["k8s/overlays/infiniband"], "components": [f"k8s/components/{component}"]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    with pytest.raises(ConfigError, match=r"nothing selected by Settings\S+/gpu-product"):
+    with pytest.raises(ConfigError, match=rf"nothing selected by Settings\S+/{component}"):
         load(tmp_path)
 
 

@@ -20,7 +20,8 @@ from hybrid_ep.k8s.problem import Level, Problem
 from hybrid_ep.k8s.rules import RULES
 from hybrid_ep.k8s.rules.parts import amount
 from hybrid_ep.k8s.schema import kubernetes_versions
-from tests.unit.test_k8s_check import BREAKS
+from tests.unit.test_k8s_check import BREAKS, OVERLAYS, built
+from tests.unit.test_k8s_fields import EXAMPLES
 
 SOUND = (Path(__file__).resolve().parents[1] / "data" / "manifests" / "sound.yaml").read_text()
 J = "$.spec.template.spec"
@@ -190,7 +191,7 @@ def test_each_mistake_is_found_by_its_rule_alone(case: Broken, tmp_path: Path) -
 
 
 def test_every_rule_has_a_failing_example() -> None:
-    assert {rule.id for rule in RULES} <= {case.rule for case in (*BREAKS, *CASES)}
+    assert {rule.id for rule in RULES} <= {case.rule for case in (*BREAKS, *CASES, *EXAMPLES)}
 
 
 def template(kind: str, pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -209,7 +210,7 @@ def template(kind: str, pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
         ),
         "Deployment": ("apps/v1", {**selector, "template": labels}, "$.spec.template.spec"),
         "DaemonSet": ("apps/v1", {**selector, "template": labels}, "$.spec.template.spec"),
-        "StatefulSet": ("apps/v1", {**selector, "serviceName": "a", "template": labels}, "$.spec.template.spec"),
+        "StatefulSet": ("apps/v1", {**selector, "template": labels}, "$.spec.template.spec"),
         "MPIJob": (
             "kubeflow.org/v2beta1",
             {
@@ -399,6 +400,13 @@ def test_newest_schemas_find_nothing_wrong_with_a_sound_build(tmp_path: Path) ->
         assert check([file], kubernetes=version).problems == []
     with pytest.raises(ConfigError, match=r"Kubernetes version is '1\.2'; allowed: 1\.25, "):
         check([file], kubernetes="1.2")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_newest_schemas_find_nothing_wrong_with_an_overlay(overlay: str, tmp_path: Path) -> None:
+    file = tmp_path / "built.yaml"
+    file.write_text(yaml.safe_dump_all(built(overlay)))
+    assert check([file], kubernetes=kubernetes_versions()[-1]).open == []
 
 
 def test_objects_are_counted_by_what_they_make() -> None:

@@ -194,15 +194,17 @@ def host_nofile(node: Node, profile: Profile) -> Finding:
     "host.shm",
     title="shared memory",
     source="/proc/self/mounts (the last mount counts), /proc/meminfo, free space",
-    expectation="/dev/shm of ≥ {host.shm_mib} MiB, and as much of it free",
+    expectation="/dev/shm that can be written, of ≥ {host.shm_mib} MiB, and as much of it free",
     remedy="--shm-size for containers, an emptyDir with medium Memory at /dev/shm for pods. Where it is full: remove "
-    "what killed jobs left in /dev/shm.",
+    "what killed jobs left in /dev/shm. Where it is read-only: mount -o remount,rw /dev/shm.",
     wants="host.shm_mib",
 )
 def host_shm(node: Node, profile: Profile) -> Finding:
     mounts = re.findall(r"^\S+ /dev/shm (\S+) (\S+)", node.read("/proc/self/mounts"), re.MULTILINE)
     if not mounts or mounts[-1][0] != "tmpfs":
         return Finding(Status.FAIL, "/dev/shm is no tmpfs of its own")
+    if "ro" in mounts[-1][1].split(","):
+        return Finding(Status.FAIL, "/dev/shm is mounted read-only")
     size = re.search(r"\bsize=(\d{1,15})k", mounts[-1][1])
     if size:
         mib = int(size[1]) // 1024

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import amount, gpus, main, option, runs, spec_of, words
@@ -58,6 +61,35 @@ def _torchrun_size(manifest: Manifest) -> Found:
         for name, number in gpus(container).items():
             if ranks and ranks.isdigit() and amount(ranks) > amount(number):
                 yield Finding(where, f"--nproc-per-node={ranks} with {number} × {name}; allowed: up to {number}")
+
+
+@rule("job-fields", Level.ERROR)
+def _job_fields(manifest: Manifest) -> Found:
+    """A Job chooses its own selector. Limits and success by index need completionMode `Indexed`, which needs
+    completions. With a podFailurePolicy no container is restarted.
+    """
+    for template in manifest.pod_templates() if manifest.kind in ("Job", "CronJob", "JobSet") else ():
+        path, spec = _job_of(manifest, template)
+        if spec.get("selector") and not spec.get("manualSelector"):
+            yield Finding(f"{path}.selector", "of the manifest's own; allowed: none, or with manualSelector")
+        indexed = spec.get("completionMode") == "Indexed"
+        for name in ("backoffLimitPerIndex", "maxFailedIndexes", "successPolicy"):
+            if spec.get(name) is not None and not indexed:
+                yield Finding(f"{path}.{name}", "without an index; allowed: with completionMode Indexed")
+        if indexed and spec.get("completions") is None:
+            yield Finding(f"{path}.completions", "missing with completionMode Indexed; allowed: a number")
+        if spec.get("podFailurePolicy") and spec_of(template).get("restartPolicy") != "Never":
+            seen = spec_of(template).get("restartPolicy")
+            yield Finding(f"{template.path}.spec.restartPolicy", f"{seen!r} with podFailurePolicy; allowed: 'Never'")
+
+
+def _job_of(manifest: Manifest, template: PodTemplate) -> tuple[str, dict[str, Any]]:
+    """JSON path and spec of the Job that a Pod template belongs to."""
+    path = template.path.removesuffix(".template")
+    spec: Any = manifest.content
+    for part in re.findall(r"[A-Za-z]+|\d+", path):
+        spec = spec[int(part) if part.isdigit() else part]
+    return path, spec
 
 
 def _pods_of(manifest: Manifest, template: PodTemplate) -> int | None:

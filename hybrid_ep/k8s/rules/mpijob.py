@@ -201,3 +201,21 @@ def _slots(manifest: Manifest) -> Found:
         for name, number in gpus(main(job.worker)[1]).items():
             if amount(number) != amount(slots):
                 yield Finding("$.spec.slotsPerWorker", f"{slots} with {number} × {name}; allowed: {number}")
+
+
+@rule("mpijob-ranks", Level.ERROR)
+def _ranks(manifest: Manifest) -> Found:
+    """Open MPI's mpirun starts no more ranks than the workers have slots: it refuses to, unless it is told to
+    oversubscribe them.
+    """
+    job = _Job.of(manifest)
+    if not job or job.spec.get("mpiImplementation", "OpenMPI") != "OpenMPI":
+        return
+    path, container = main(job.launcher)
+    text = " ".join(words(container))
+    asked = re.search(r"\bmpirun\b[^\n;|&]*?\s--?np[ =](\d+)\b", text.replace("\\\n", " "))
+    workers = (job.worker.num_pods or 0) + bool(job.spec.get("runLauncherAsWorker"))
+    slots = workers * int(job.spec.get("slotsPerWorker", 1))
+    if asked and int(asked[1]) > slots and "oversubscribe" not in text.lower():
+        message = f"{asked[1]} ranks, and {workers} workers have {slots} slots; allowed: up to {slots}"
+        yield Finding(f"{path}.{'args' if 'args' in container else 'command'}", message)

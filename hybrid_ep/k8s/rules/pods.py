@@ -25,6 +25,8 @@ from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 _SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
+# An MPIJob's workers are named after it, with -worker-N added, in one label of DNS.
+_LONGEST_NAME = {"CronJob": 52, "Job": 63, "Namespace": 63, "Service": 63, "MPIJob": 51}
 _RESTART = {
     "Always": ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController", "LeaderWorkerSet"),
     "Never or OnFailure": ("Job", "CronJob", "JobSet"),
@@ -40,12 +42,17 @@ def _duplicate_key(manifest: Manifest) -> Found:
 
 @rule("name", Level.ERROR)
 def _name(manifest: Manifest) -> Found:
-    """An object's name is lower-case letters, digits, `-` and `.`: the API server refuses others."""
+    """An object's name is lower-case letters, digits, `-` and `.`, and as long as its kind allows: the API server
+    refuses others.
+    """
     name = manifest.metadata.get("name")
     if "generateName" in manifest.metadata or manifest.api_version.startswith("rbac.authorization.k8s.io/"):
         return
-    if not isinstance(name, str) or len(name) > 253 or not re.fullmatch(_SUBDOMAIN, name):
+    longest = _LONGEST_NAME.get(manifest.kind, 253)
+    if not isinstance(name, str) or not re.fullmatch(_SUBDOMAIN, name):
         yield Finding("$.metadata.name", f"{name!r}; allowed: lower-case letters, digits, '-' and '.' between them")
+    elif len(name) > longest:
+        yield Finding("$.metadata.name", f"{name!r} has {len(name)} characters; allowed: up to {longest}")
 
 
 @rule("annotation-json", Level.ERROR)
@@ -63,7 +70,9 @@ def _annotation_json(manifest: Manifest) -> Found:
 
 @rule("volume-mount", Level.ERROR)
 def _volume_mount(manifest: Manifest) -> Found:
-    """Every volumeMount names a volume of its Pod, and no two mounts of a container have one path."""
+    """Every volumeMount names a volume of its Pod, and no two mounts of a container have one path. The path has no `:`,
+    and subPath stays inside the volume.
+    """
     claims = manifest.content.get("spec", {}).get("volumeClaimTemplates") or []
     claims += manifest.content.get("spec", {}).get("leaderWorkerTemplate", {}).get("volumeClaimTemplates") or []
     claims += manifest.content.get("spec", {}).get("volumeClaimPolicies") or []
@@ -82,6 +91,11 @@ def _volume_mount(manifest: Manifest) -> Found:
                         f"{path}.volumeMounts[{i}].mountPath", f"{where!r} is taken; allowed: a path of its own"
                     )
                 taken.add(where)
+                if ":" in str(where):
+                    yield Finding(f"{path}.volumeMounts[{i}].mountPath", f"{where!r}; allowed: a path without ':'")
+                inside = str(mount.get("subPath") or "")
+                if inside.startswith("/") or ".." in inside.split("/"):
+                    yield Finding(f"{path}.volumeMounts[{i}].subPath", f"{inside!r}; allowed: a path without '..'")
 
 
 @rule("unique-name", Level.ERROR)
@@ -170,13 +184,20 @@ def _gpu_limit(manifest: Manifest) -> Found:
 
 @rule("hugepages", Level.ERROR)
 def _hugepages(manifest: Manifest) -> Found:
-    """A container with huge pages also states cpu or memory: Kubernetes refuses the Pod otherwise."""
+    """A container with huge pages also states cpu or memory, and requests as many as its limit: Kubernetes refuses the
+    Pod otherwise.
+    """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
             stated = amounts(container, "limits") | amounts(container, "requests")
             pages = [name for name in stated if name.startswith("hugepages-")]
             if pages and not {"cpu", "memory"} & stated.keys():
                 yield Finding(f"{path}.resources", f"{', '.join(pages)} alone; allowed: with cpu or memory")
+            limits, requests = amounts(container, "limits"), amounts(container, "requests")
+            for name in pages:
+                if name in requests and amount(requests[name]) != amount(limits.get(name, requests[name])):
+                    where = json_path(f"{path}.resources.requests", [name])
+                    yield Finding(where, f"{requests[name]} with a limit of {limits[name]}; allowed: the limit")
 
 
 @rule("run-as-root", Level.ERROR)
@@ -241,7 +262,9 @@ def _restart_policy(manifest: Manifest) -> Found:
 
 @rule("toleration", Level.ERROR)
 def _toleration(manifest: Manifest) -> Found:
-    """A toleration with the operator `Exists` has no value, and one without a key has that operator."""
+    """A toleration with the operator `Exists` has no value, and one without a key has that operator. Only `NoExecute`
+    has tolerationSeconds.
+    """
     for template in manifest.pod_templates():
         for i, toleration in enumerate(items(spec_of(template), "tolerations")):
             path, operator = f"{template.path}.spec.tolerations[{i}]", toleration.get("operator", "Equal")
@@ -249,6 +272,9 @@ def _toleration(manifest: Manifest) -> Found:
                 yield Finding(f"{path}.value", f"{toleration['value']!r} with the operator Exists; allowed: none")
             if not toleration.get("key") and operator != "Exists":
                 yield Finding(f"{path}.operator", f"{operator!r} without a key; allowed: Exists")
+            if toleration.get("tolerationSeconds") is not None and toleration.get("effect") != "NoExecute":
+                message = f"with the effect {toleration.get('effect')!r}; allowed: with NoExecute"
+                yield Finding(f"{path}.tolerationSeconds", message)
 
 
 @rule("selector", Level.ERROR)
@@ -289,9 +315,9 @@ def _image_pinned(manifest: Manifest) -> Found:
     """Every image has a digest or a tag other than `latest`: nodes would run what they happen to have."""
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
-            image = str(container.get("image", ""))
+            image = str(container.get("image") or "")
             tag = image.rpartition("/")[2].partition(":")[2]
-            if "@sha256:" not in image and tag in ("", "latest"):
+            if image and "@sha256:" not in image and tag in ("", "latest"):
                 yield Finding(f"{path}.image", f"{image!r} is not pinned; allowed: NAME:VERSION or NAME@sha256:…")
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
-from hybrid_ep.k8s.manifest import PodTemplate
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import containers, items, spec_of
+from hybrid_ep.k8s.rules.parts import containers, items, main, option, runs, spec_of
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, build_rule
 
 # Labels that controllers give Pods; a selector may ask for them though no template has them.
@@ -85,15 +86,58 @@ def _named(template: PodTemplate) -> Iterator[tuple[str, str, str]]:
         yield f"{root}.imagePullSecrets[{i}]", "Secret", str(secret.get("name"))
 
 
+@build_rule("reference-key", Level.ERROR)
+def _reference_key(build: Build) -> BuildFound:
+    """Where the build has a ConfigMap or Secret, it has the keys that Pods name: otherwise a container is not started,
+    and a subPath is an empty folder.
+    """
+    held = {
+        (manifest.kind, str(manifest.metadata.get("name"))): {
+            str(key) for part in ("data", "binaryData", "stringData") for key in manifest.content.get(part) or {}
+        }
+        for manifest in build
+        if manifest.kind in ("ConfigMap", "Secret")
+    }
+    for manifest in build:
+        for template in manifest.pod_templates():
+            for path, kind, name, key in _named_keys(template):
+                keys = held.get((kind, name))
+                if keys is not None and key not in keys:
+                    allowed = ", ".join(sorted(keys)) or "none, as it is empty"
+                    yield manifest, Finding(path, f"{kind} {name!r} has no key {key!r}; allowed: {allowed}")
+
+
+def _named_keys(template: PodTemplate) -> Iterator[tuple[str, str, str, str]]:
+    """(JSON path, kind, name, key) of every key of a ConfigMap or Secret that the Pod needs."""
+    plain: dict[Any, tuple[str, str]] = {}  # volumes of all keys by their names: kind, name
+    for i, volume in enumerate(items(spec_of(template), "volumes")):
+        for field, kind, named in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
+            source = volume.get(field) or {}
+            for j, item in enumerate(items(source, "items")) if not source.get("optional") else ():
+                path = f"{template.path}.spec.volumes[{i}].{field}.items[{j}].key"
+                yield path, kind, str(source.get(named)), str(item.get("key"))
+            if source and not source.get("items") and not source.get("optional"):
+                plain[volume.get("name")] = kind, str(source.get(named))
+    for path, container in containers(template, init=True):
+        for i, variable in enumerate(items(container, "env")):
+            for field, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
+                found = (variable.get("valueFrom") or {}).get(field) or {}
+                if found and not found.get("optional"):
+                    yield f"{path}.env[{i}].valueFrom.{field}.key", kind, str(found.get("name")), str(found.get("key"))
+        for i, mount in enumerate(items(container, "volumeMounts")):
+            if mount.get("subPath") and mount.get("name") in plain:
+                yield (f"{path}.volumeMounts[{i}].subPath", *plain[mount["name"]], str(mount["subPath"]))
+
+
 @build_rule("service", Level.ERROR)
 def _service(build: Build) -> BuildFound:
-    """A Pod's subdomain is a headless Service, and a Service's selector fits Pods of its build: their names cannot be
-    resolved otherwise.
+    """A Pod's subdomain and a StatefulSet's serviceName are a headless Service, and a Service's selector fits Pods of
+    its build: their names cannot be resolved otherwise.
     """
     services = {str(manifest.metadata.get("name")): manifest for manifest in build if manifest.kind == "Service"}
     pods = [(manifest, template) for manifest in build for template in manifest.pod_templates()]
     for manifest, template in pods:
-        subdomain, path = spec_of(template).get("subdomain"), f"{template.path}.spec.subdomain"
+        subdomain, path = _subdomain(manifest, template)
         if not subdomain:
             continue
         service = services.get(subdomain)
@@ -110,10 +154,58 @@ def _service(build: Build) -> BuildFound:
             yield service, Finding("$.spec.selector", message)
     for service in services.values() if pods else ():
         selector = service.content["spec"].get("selector") or {}
-        used = any(spec_of(template).get("subdomain") == service.metadata.get("name") for _, template in pods)
+        used = any(_subdomain(*pod)[0] == service.metadata.get("name") for pod in pods)
         if selector and not used and not any(_fits(selector, template) for _, template in pods):
             message = f"{selector} fits no Pod of the build; allowed: labels that some have"
             yield service, Finding("$.spec.selector", message, Level.WARNING)
+
+
+def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, str]:
+    """The Service that gives the Pods their names, and the JSON path to it; None where none does."""
+    if manifest.kind == "StatefulSet":
+        return manifest.content["spec"].get("serviceName"), "$.spec.serviceName"
+    return spec_of(template).get("subdomain"), f"{template.path}.spec.subdomain"
+
+
+@build_rule("rank-address", Level.ERROR)
+def _rank_address(build: Build) -> BuildFound:
+    """A `--master-addr` of torchrun that looks like a Pod of the job is one, and has its domain: ranks wait for ever
+    for a name that no Pod has.
+    """
+    for manifest in build:
+        for template in manifest.pod_templates():
+            hosts, domain = _hosts(manifest, template)
+            path, container = main(template)
+            address = option(container, "master-addr")
+            if not hosts or not address or not runs(container, "torchrun"):
+                continue
+            host, _, rest = address.partition(".")
+            in_args = any("master-addr" in str(word) for word in container.get("args") or [])
+            where = f"{path}.{'args' if in_args else 'command'}"
+            allowed = f"{hosts[0]}.{domain}"
+            if host in hosts:
+                if rest.partition(".")[0] != domain:
+                    yield manifest, Finding(where, f"--master-addr={address}; allowed: {allowed}")
+            elif host.startswith(f"{manifest.metadata.get('name')}-"):
+                yield manifest, Finding(where, f"--master-addr={address}, which no Pod is called; allowed: {allowed}")
+
+
+def _hosts(manifest: Manifest, template: PodTemplate) -> tuple[list[str], str]:
+    """Host names of the Pods of a template, and their domain; empty where they have none that are known before."""
+    name, spec, count = str(manifest.metadata.get("name")), manifest.content.get("spec") or {}, template.num_pods or 0
+    if manifest.kind == "Job" and spec.get("completionMode") == "Indexed" and spec_of(template).get("subdomain"):
+        return [f"{name}-{i}" for i in range(count)], str(spec_of(template)["subdomain"])
+    if manifest.kind == "StatefulSet" and spec.get("serviceName"):
+        first = int((spec.get("ordinals") or {}).get("start", 0))
+        return [f"{name}-{first + i}" for i in range(count)], str(spec["serviceName"])
+    if manifest.kind == "JobSet" and (spec.get("network") or {}).get("enableDNSHostnames") is not False:
+        hosts = []
+        for job in items(spec, "replicatedJobs"):
+            of_job = (job.get("template") or {}).get("spec") or {}
+            for i, j in product(range(int(job.get("replicas", 1))), range(int(of_job.get("completions") or 1))):
+                hosts.append(f"{name}-{job.get('name')}-{i}-{j}")
+        return hosts, str((spec.get("network") or {}).get("subdomain") or name)
+    return [], ""
 
 
 def _fits(selector: dict[str, Any], template: PodTemplate) -> bool:

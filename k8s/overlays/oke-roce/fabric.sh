@@ -3,8 +3,8 @@
 # The sixteen RDMA ports by name, without those of the VNIC. Source: the same manifest.
 NCCL_IB_HCA==mlx5_0,mlx5_1,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7,mlx5_8,mlx5_9,mlx5_10,mlx5_12,mlx5_13,mlx5_14,mlx5_15,mlx5_16,mlx5_17
 
-# The two ports of the adapter beside each GPU. Assumed: ports and GPUs are in the same order. `hybrid-ep topology` on a
-# node shows whether they are.
+# The two ports of the adapter below the PCIe switch of each GPU. Source: Oracle's NCCL topology file for this shape
+# (oci-hpc, samples/gpu/H100-topology.xml). `hybrid-ep topology` shows them on a node.
 HYBRID_EP_NICS=mlx5_0+mlx5_1,mlx5_3+mlx5_4,mlx5_5+mlx5_6,mlx5_7+mlx5_8,mlx5_9+mlx5_10,mlx5_12+mlx5_13,mlx5_14+mlx5_15,mlx5_16+mlx5_17
 
 # The RoCE v2 address over IPv4. Source: the same manifest.

@@ -1,0 +1,299 @@
+"""Rules for fields of Pods and Services that depend on each other, or whose values have a grammar of their own."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.k8s.problem import Level
+from hybrid_ep.k8s.rules.parts import containers, items, security, spec_of
+from hybrid_ep.k8s.rules.registry import Finding, Found, rule
+from hybrid_ep.k8s.schema import LABEL_VALUE
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+_HANDLERS = ("exec", "grpc", "httpGet", "tcpSocket")
+_FIELDS = re.compile(
+    r"metadata\.(name|namespace|uid|(labels|annotations)\['.+'\])|spec\.(nodeName|serviceAccountName)"
+    r"|status\.(hostIPs?|podIPs?)"
+)
+_CAPABILITIES = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        ALL AUDIT_CONTROL AUDIT_READ AUDIT_WRITE BLOCK_SUSPEND BPF CHECKPOINT_RESTORE CHOWN DAC_OVERRIDE DAC_READ_SEARCH
+        FOWNER FSETID IPC_LOCK IPC_OWNER KILL LEASE LINUX_IMMUTABLE MAC_ADMIN MAC_OVERRIDE MKNOD NET_ADMIN
+        NET_BIND_SERVICE NET_BROADCAST NET_RAW PERFMON SETFCAP SETGID SETPCAP SETUID SYSLOG SYS_ADMIN SYS_BOOT
+        SYS_CHROOT SYS_MODULE SYS_NICE SYS_PACCT SYS_PTRACE SYS_RAWIO SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG WAKE_ALARM
+        """,
+    )
+)
+_PATH = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"((localhost|[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d+/))(:\d+)?/)?{_PATH}(/{_PATH})*"
+    r"(:\w[\w.-]{0,127})?(@[A-Za-z0-9+.:_-]+:[0-9a-fA-F]{32,})?"
+)
+# Smallest and largest value, and names, of minute, hour, day of the month, month and day of the week.
+_SCHEDULE = (
+    (0, 59, ()),
+    (0, 23, ()),
+    (1, 31, ()),
+    (1, 12, tuple(["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"])),
+    (0, 6, tuple(["sun", "mon", "tue", "wed", "thu", "fri", "sat"])),
+)
+_SCHEDULE_WORD = re.compile(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly|every ([\d.]+(ns|us|ms|s|m|h))+)")
+_SERVICE_NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+
+
+@rule("selector-expression", Level.ERROR)
+def _selector_expression(manifest: Manifest) -> Found:
+    """An expression with `In` or `NotIn` has values, one with `Exists` or `DoesNotExist` none, and one with `Gt` or
+    `Lt` a single whole number. A required node affinity has terms, and none is empty: an empty one fits no node.
+    """
+    for template in manifest.pod_templates():
+        yield from _node_terms(template)
+        for path, expression in _expressions(template):
+            operator, values = expression.get("operator"), expression.get("values") or []
+            if operator in ("In", "NotIn") and not values:
+                yield Finding(f"{path}.values", f"none with {operator}; allowed: at least one")
+            if operator in ("Exists", "DoesNotExist") and values:
+                yield Finding(f"{path}.values", f"{values} with {operator}; allowed: none")
+            if operator in ("Gt", "Lt") and not (len(values) == 1 and re.fullmatch(r"-?\d+", str(values[0]))):
+                yield Finding(f"{path}.values", f"{values} with {operator}; allowed: one whole number")
+            for value in values if ".matchFields[" not in path else ():
+                if len(str(value)) > 63 or not re.fullmatch(LABEL_VALUE, str(value)):
+                    message = (
+                        f"{value!r}, which no label can have; allowed: up to 63 letters, digits and -_. between them"
+                    )
+                    yield Finding(f"{path}.values", message)
+
+
+def _node_terms(template: PodTemplate) -> Found:
+    affinity = (spec_of(template).get("affinity") or {}).get("nodeAffinity") or {}
+    path = f"{template.path}.spec.affinity.nodeAffinity.{_REQUIRED}.nodeSelectorTerms"
+    if _REQUIRED not in affinity:
+        return
+    terms = items(affinity[_REQUIRED], "nodeSelectorTerms")
+    if not terms:
+        yield Finding(path, "empty; allowed: at least one term")
+    for i, term in enumerate(terms):
+        if not term.get("matchExpressions") and not term.get("matchFields"):
+            yield Finding(f"{path}[{i}]", "empty, so it fits no node; allowed: at least one expression")
+
+
+def _expressions(template: PodTemplate) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(JSON path, expression) of every selector of nodes and Pods."""
+    affinity = spec_of(template).get("affinity") or {}
+    root = f"{template.path}.spec.affinity"
+    node = affinity.get("nodeAffinity") or {}
+    selectors = [
+        (f"{root}.nodeAffinity.{_REQUIRED}.nodeSelectorTerms[{i}]", term)
+        for i, term in enumerate(items(node.get(_REQUIRED), "nodeSelectorTerms"))
+    ]
+    for i, term in enumerate(items(node, _PREFERRED)):
+        selectors.append((f"{root}.nodeAffinity.{_PREFERRED}[{i}].preference", term.get("preference") or {}))
+    for name in ("podAffinity", "podAntiAffinity"):
+        for when, below in ((_REQUIRED, ""), (_PREFERRED, ".podAffinityTerm")):
+            for i, term in enumerate(items(affinity.get(name), when)):
+                of_pods = term.get("podAffinityTerm") or {} if below else term
+                path = f"{root}.{name}.{when}[{i}]{below}.labelSelector"
+                selectors.append((path, of_pods.get("labelSelector") or {}))
+    for i, term in enumerate(items(spec_of(template), "topologySpreadConstraints")):
+        path = f"{template.path}.spec.topologySpreadConstraints[{i}].labelSelector"
+        selectors.append((path, term.get("labelSelector") or {}))
+    for path, selector in selectors:
+        for key in ("matchExpressions", "matchFields"):
+            for i, expression in enumerate(items(selector, key)):
+                yield f"{path}.{key}[{i}]", expression
+
+
+@rule("probe", Level.ERROR)
+def _probe(manifest: Manifest) -> Found:
+    """A probe has one handler. The successThreshold of a livenessProbe and a startupProbe is 1. An init container has
+    probes only as a sidecar, with restartPolicy `Always`.
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+                probe = container.get(name)
+                if not isinstance(probe, dict):
+                    continue
+                ways = [way for way in _HANDLERS if probe.get(way) is not None]
+                if len(ways) != 1:
+                    found = " and ".join(ways) or "none"
+                    yield Finding(f"{path}.{name}", f"{found}; allowed: one of {', '.join(_HANDLERS)}")
+                if name != "readinessProbe" and probe.get("successThreshold") not in (None, 0, 1):
+                    yield Finding(f"{path}.{name}.successThreshold", f"{probe['successThreshold']}; allowed: 1")
+                if ".initContainers[" in path and container.get("restartPolicy") != "Always":
+                    message = "of a container that runs to its end; allowed: with restartPolicy Always"
+                    yield Finding(f"{path}.{name}", message)
+
+
+@rule("volume-source", Level.ERROR)
+def _volume_source(manifest: Manifest) -> Found:
+    """A volume has one source."""
+    for template in manifest.pod_templates():
+        for i, volume in enumerate(items(spec_of(template), "volumes")):
+            sources = sorted(name for name, value in volume.items() if name != "name" and value is not None)
+            if len(sources) > 1:
+                yield Finding(f"{template.path}.spec.volumes[{i}]", f"{' and '.join(sources)}; allowed: one of them")
+
+
+@rule("environment", Level.ERROR)
+def _environment(manifest: Manifest) -> Found:
+    """A variable's name has no `=`. It has a value, or takes it from one source that exists."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            for i, variable in enumerate(items(container, "env")):
+                where, name = f"{path}.env[{i}]", str(variable.get("name", ""))
+                if not re.fullmatch(r"[ -<>-~]+", name):
+                    yield Finding(f"{where}.name", f"{name!r}; allowed: letters, digits and signs other than '='")
+                source = variable.get("valueFrom")
+                if not isinstance(source, dict):
+                    continue
+                if variable.get("value"):
+                    yield Finding(where, f"{name} has a value and valueFrom; allowed: one of them")
+                if len(source) != 1:
+                    found = " and ".join(sorted(source)) or "none"
+                    yield Finding(f"{where}.valueFrom", f"{found}; allowed: one source")
+                field = (source.get("fieldRef") or {}).get("fieldPath")
+                if field is not None and not _FIELDS.fullmatch(str(field)):
+                    message = (
+                        f"{field!r}; allowed: metadata.name, .namespace, .uid, .labels['…'], .annotations['…'], "
+                        "spec.nodeName, .serviceAccountName, status.hostIP, .hostIPs, .podIP, .podIPs"
+                    )
+                    yield Finding(f"{where}.valueFrom.fieldRef.fieldPath", message)
+
+
+@rule("capability", Level.ERROR)
+def _capability(manifest: Manifest) -> Found:
+    """Capabilities have the names of Linux, without the prefix `CAP_`: the container runtime starts no container with
+    an unknown one.
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            capabilities = (container.get("securityContext") or {}).get("capabilities") or {}
+            for way in ("add", "drop"):
+                for i, name in enumerate(capabilities.get(way) or []):
+                    short = str(name).upper().removeprefix("CAP_")
+                    where = f"{path}.securityContext.capabilities.{way}[{i}]"
+                    if short not in _CAPABILITIES:
+                        yield Finding(where, f"{name!r}, which Linux does not have; allowed: e.g. IPC_LOCK")
+                    elif short != str(name).upper():
+                        yield Finding(where, f"{name!r}; allowed: {short!r}", Level.WARNING)
+
+
+@rule("image-name", Level.ERROR)
+def _image_name(manifest: Manifest) -> Found:
+    """Every container has an image, and its name is one that the container runtime can parse."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            image = str(container.get("image") or "")
+            if re.search(r"[<>{}$]", image):
+                message = f"{image!r} is to be filled in; allowed: the name of an image"
+                yield Finding(f"{path}.image", message, Level.HINT)
+            elif not _IMAGE.fullmatch(image):
+                message = f"{image!r} is no image; allowed: REGISTRY/NAME:TAG, with lower-case letters in NAME"
+                yield Finding(f"{path}.image", message)
+
+
+@rule("security-context", Level.ERROR)
+def _security_context(manifest: Manifest) -> Found:
+    """A seccomp profile of type `Localhost` names its file, others name none. A Pod with users of its own shares no
+    namespace with the host.
+    """
+    for template in manifest.pod_templates():
+        spec = spec_of(template)
+        if spec.get("hostUsers") is False:
+            for name in ("hostIPC", "hostNetwork", "hostPID"):
+                if spec.get(name):
+                    yield Finding(f"{template.path}.spec.{name}", "true with hostUsers false; allowed: false")
+        for path, container in containers(template, init=True):
+            profile = security(template, container).get("seccompProfile") or {}
+            where = path if "seccompProfile" in (container.get("securityContext") or {}) else f"{template.path}.spec"
+            if profile.get("type") and (profile["type"] == "Localhost") != bool(profile.get("localhostProfile")):
+                message = (
+                    f"{profile['type']} and the file {profile.get('localhostProfile')!r}; allowed: Localhost and a file"
+                )
+                yield Finding(f"{where}.securityContext.seccompProfile", message)
+                break
+
+
+@rule("dns-policy", Level.ERROR)
+def _dns_policy(manifest: Manifest) -> Found:
+    """A Pod with dnsPolicy `None` has nameservers in its dnsConfig."""
+    for template in manifest.pod_templates():
+        spec = spec_of(template)
+        if spec.get("dnsPolicy") == "None" and not (spec.get("dnsConfig") or {}).get("nameservers"):
+            yield Finding(f"{template.path}.spec.dnsConfig.nameservers", "none with dnsPolicy None; allowed: a list")
+
+
+@rule("schedule", Level.ERROR)
+def _schedule(manifest: Manifest) -> Found:
+    """A CronJob's schedule has the five fields of cron, or is a word such as `@daily`."""
+    if manifest.kind != "CronJob":
+        return
+    text = str(manifest.content["spec"].get("schedule", ""))
+    if _SCHEDULE_WORD.fullmatch(text):
+        return
+    fields = text.split()
+    wrong = [field for field, bounds in zip(fields, _SCHEDULE, strict=False) if not _in_bounds(field, *bounds)]
+    if len(fields) != 5 or wrong:
+        what = f", in which {wrong[0]!r} is wrong" if wrong else ""
+        yield Finding("$.spec.schedule", f"{text!r}{what}; allowed: minute hour day month weekday, e.g. 0 3 * * *")
+
+
+def _in_bounds(field: str, low: int, high: int, names: tuple[str, ...]) -> bool:
+    """Whether a field of a schedule is a list of ``*``, numbers, names and ranges, each with a step or without."""
+
+    def number(text: str) -> int | None:
+        if text.lower() in names:
+            return names.index(text.lower()) + low
+        return int(text) if text.isdigit() and low <= int(text) <= high else None
+
+    for part in field.split(","):
+        span, slash, step = part.partition("/")
+        if slash and not (step.isdigit() and int(step) > 0):
+            return False
+        if span in ("*", "?"):
+            continue
+        first, dash, last = span.partition("-")
+        begin, end = number(first), number(last if dash else first)
+        if begin is None or end is None or begin > end:
+            return False
+    return True
+
+
+@rule("service-fields", Level.ERROR)
+def _service_fields(manifest: Manifest) -> Found:
+    """A Service's name is one label of DNS. Its clusterIP is `None` or an address. It has ports unless it is headless,
+    and several have names.
+    """
+    if (manifest.api_version, manifest.kind) != ("v1", "Service"):
+        return
+    name, spec = manifest.metadata.get("name"), manifest.content.get("spec") or {}
+    if name is not None and not re.fullmatch(_SERVICE_NAME, str(name)):
+        message = f"{name!r}; allowed: a letter, then up to 62 lower-case letters, digits and '-' between them"
+        yield Finding("$.metadata.name", message)
+    address = spec.get("clusterIP")
+    if address not in (None, "", "None") and not _is_address(str(address)):
+        yield Finding("$.spec.clusterIP", f"{address!r}; allowed: 'None' or an address")
+    ports = items(spec, "ports")
+    if not ports and address != "None" and spec.get("type") != "ExternalName":
+        yield Finding("$.spec.ports", "none; allowed: at least one, or clusterIP 'None'")
+    names = [port.get("name") for port in ports]
+    for i, given in enumerate(names) if len(names) > 1 else ():
+        if not given or given in names[:i]:
+            seen = "no name" if not given else f"{given!r} is taken"
+            yield Finding(json_path("$.spec.ports", [i, "name"]), f"{seen}; allowed: a name of its own")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
