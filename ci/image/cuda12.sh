@@ -9,12 +9,8 @@ rm -rf "$dir.part"
 toolkit=$dir.part/usr/local/cuda-12.4 from=$dir.part/debian
 mkdir -p "$toolkit"/{bin,nvvm/bin,targets/x86_64-linux/lib}
 
-# The packages, unpacked; apt's own sources are for another release.
-mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' "Label: Debian" | head -n 1)
-[ -n "$mirror" ] || { echo "apt knows no mirror of Debian here; run apt-get update first" >&2; exit 2; }
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main non-free" >"$dir.part/sources.list"
-printf 'Dir::Etc::%s;\n' "sourcelist \"$dir.part/sources.list\"" 'sourceparts "-"' >"$dir.part/apt.conf"
-APT_CONFIG=$dir.part/apt.conf ci/target_root.sh "$from" amd64 nvidia-cuda-toolkit nvidia-cuda-dev libcudart12 libcu++-dev
+# The packages, unpacked.
+ci/target_root.sh --suite trixie "$from" amd64 nvidia-cuda-toolkit nvidia-cuda-dev libcudart12 libcu++-dev
 
 # One folder.
 mv "$from"/usr/bin/{bin2c,cudafe++,cuobjdump,fatbinary,nvdisasm,nvlink,ptxas} "$toolkit/bin"
@@ -34,5 +30,5 @@ INCLUDES += "-I$(TOP)/$(_TARGET_DIR_)/include" $(_SPACE_)
 SYSTEM_INCLUDES += "-isystem" "$(TOP)/$(_TARGET_DIR_)/include" $(_SPACE_)
 LIBRARIES =+ $(_SPACE_) "-L$(TOP)/$(_TARGET_DIR_)/lib"
 END
-rm -rf "$from" "$dir.part/sources.list" "$dir.part/apt.conf"
+rm -rf "$from"
 mv "$dir.part" "$dir"
