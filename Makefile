@@ -16,6 +16,7 @@ help: ## Show this list
 
 # The build runs every time: CMake looks again for what the machine has, and only changes are compiled.
 setup: $(STAMP) ## Create .venv with the pinned tools and build the extension in place
+	@[ "$(CI)" != true ] || ci/nvcc.sh $(VENV)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/build_inplace.sh $(BIN)/python
 
 $(STAMP): pyproject.toml setup.py hybrid_ep/_version.py ci/helm.sh

@@ -2,8 +2,8 @@
 # Builds a manylinux wheel with all four modules: ci/wheel.sh PYTHON ARCH OUT_DIR
 # ARCH is x86_64 or aarch64; one that is not this machine's is cross-compiled with g++-aarch64-linux-gnu. The wheel is for
 # PYTHON's version. Tools and, unless CUDA_HOME names a toolkit, CUDA come from PyPI with the pins in pyproject.toml.
-# libibverbs is taken from RDMA_CORE_HOME, else from the system; for another ARCH it and Python's headers are taken from
-# HYBRID_EP_TARGET_ROOT, else from this Debian's packages for it. docs/building.md tells the rest.
+# libibverbs is taken from RDMA_CORE_HOME, else from the system; for another ARCH it is taken from HYBRID_EP_TARGET_ROOT, else
+# from this Debian's packages for it. Python's headers are PYTHON's own. docs/building.md tells the rest.
 # Everything between lands in build/wheel, and is used again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,13 +28,13 @@ if [ -z "${CUDA_HOME:-}" ] && [ "${HYBRID_EP_BUILD_CUDA:-on}" != off ]; then
 fi
 if [ -n "${CUDA_HOME:-}" ]; then export CUDA_HOME CUDACXX=${CUDACXX:-$CUDA_HOME/bin/nvcc}; fi
 
-# The target's headers and libraries.
+# The target's libraries and their headers.
 if [ "$arch" != "$host" ]; then
   [ "$arch" = aarch64 ] || { echo "cross-compiling goes from x86_64 to aarch64 only, not from $host to $arch" >&2; exit 2; }
   export CMAKE_TOOLCHAIN_FILE=$PWD/csrc/cmake/aarch64-linux.cmake
   if [ -z "${HYBRID_EP_TARGET_ROOT:-}" ]; then
     export HYBRID_EP_TARGET_ROOT=$target/root
-    ci/target_root.sh "$HYBRID_EP_TARGET_ROOT" arm64 "libpython$version-dev" libibverbs-dev libibverbs1
+    ci/target_root.sh "$HYBRID_EP_TARGET_ROOT" arm64 libibverbs-dev libibverbs1
   fi
 fi
 

@@ -15,6 +15,9 @@ from tests.rank_pool import RankPool
 
 # The programs of the developers' tools, as in an activated environment.
 os.environ["PATH"] = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"
+# Tests read what apt, readelf and others say.
+os.environ["LC_ALL"] = "C.UTF-8"
+os.environ.pop("LANGUAGE", None)
 
 RunRanks = Callable[..., list[Any]]
 

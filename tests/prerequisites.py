@@ -34,6 +34,7 @@ PACKAGES = {
     "modprobe": "kmod",
     "mpirun": "openmpi",
     "nsenter": "util-linux",
+    "nvcc": "nvcc, by ci/nvcc.sh",
     "openssl": "openssl",
     "qemu-aarch64-static": "qemu-user-static",
     "qemu-system-x86_64": "qemu-system-x86",

@@ -1,6 +1,6 @@
 # Cross-compiles for aarch64 Linux (Grace) with Debian's g++-aarch64-linux-gnu; ci/wheel.sh names this file in
-# CMAKE_TOOLCHAIN_FILE. HYBRID_EP_TARGET_ROOT holds the target's headers and libraries: usr/include/python3.N and, unless
-# RDMA_CORE_HOME has it, libibverbs. A program is always the build machine's, a library never.
+# CMAKE_TOOLCHAIN_FILE. HYBRID_EP_TARGET_ROOT holds the target's libibverbs and its headers, unless RDMA_CORE_HOME has them.
+# A program is always the build machine's, a library never.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
@@ -16,5 +16,3 @@ set(CMAKE_FIND_ROOT_PATH "${target_root}" $ENV{RDMA_CORE_HOME})
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
 set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE BOTH)  # nvml.h comes with the build machine's toolkit
-# Debian's Python.h includes <aarch64-linux-gnu/python3.N/pyconfig.h>. Last in the order: the compiler's own libc comes first.
-set(CMAKE_CXX_FLAGS_INIT "-idirafter ${target_root}/usr/include")

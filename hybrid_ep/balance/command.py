@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hybrid_ep.balance.monitor import load_trace
 from hybrid_ep.balance.policies import COLUMNS, Outcome, Question, judge_policies, table_rows
+from hybrid_ep.outputs import OutputFile, OutputFolder
 
 __all__ = ["balance"]
 
@@ -25,10 +26,8 @@ __all__ = ["balance"]
 @click.option("--groups", default=1, help="Groups of experts, for the hierarchical policy.")
 @click.option("--max-moves", default=8, help="Expert weights that the policy of few moves may load in a layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the most balanced placement here.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write pictures, result.json and index.html here."
-)
+@click.option("--save", type=OutputFile(), help="Write the most balanced placement here.")
+@click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html here.")
 def balance(
     trace: Path,
     ranks: int,

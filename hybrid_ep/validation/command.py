@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.validation.cluster import load_cluster
 from hybrid_ep.validation.playbooks import COMMANDS
 from hybrid_ep.validation.rounds import Round, rounds
@@ -90,7 +91,7 @@ def healthy_command(results: Path, as_json: bool) -> None:
 @_RESULTS
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputFolder(),
     help="Where report.html, report.md, report.json and junit.xml go; default: RESULTS/report.",
 )
 @click.pass_context

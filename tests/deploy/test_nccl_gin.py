@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.prerequisites import find
+from tests.prerequisites import find, require_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPIKE = ROOT / "benchmarks" / "nccl_gin"
 WHEEL = "nvidia-nccl-cu13>=2.31"
-NVCC = find("nvcc")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel's headers; pip keeps what it has loaded once."""
+    require_programs("nvcc")
     folder = tmp_path_factory.mktemp("nccl")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
     loaded = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ def compile_spike(headers: Path, source: Path, out: Path) -> subprocess.Complete
     # One way to the network of those that NCCL has: it compiles in a fraction of the time of all.
     others = ("GDAKI", "GPI", "EFA_GDA")
     flags = ["-std=c++17", "-arch=sm_90", *(f"-DNCCL_GIN_{name}_ENABLE=0" for name in others)]
-    command = [str(NVCC), *flags, *includes, "-c", str(source), "-o", str(out / f"{source.stem}.o")]
+    command = [str(find("nvcc")), *flags, *includes, "-c", str(source), "-o", str(out / f"{source.stem}.o")]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -1,17 +1,21 @@
 """Wheels: what is in them, which machines they run on, and that one works without a GPU or RDMA libraries.
 
-The aarch64 wheel is cross-compiled; its modules are imported by Debian's arm64 Python under qemu.
+aarch64 wheels are cross-compiled with the headers of this machine's interpreter; their modules are imported by Debian's
+arm64 Python of the same version under qemu.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pybind11
 import pytest
 
 from hybrid_ep import __version__
@@ -62,13 +66,15 @@ with hybrid_ep.Buffer(None) as buffer:
 print(hybrid_ep.__file__)
 """
 
-# Runs in a Python without torch, so it imports the modules by themselves.
+# Runs in a Python without torch, so it imports the modules by themselves; its arguments are those that were built.
 IMPORT_MODULES = """
 import importlib, platform, sys
 assert platform.machine() == "aarch64"
-for name in ("_C", "_cuda", "_verbs"):
-    importlib.import_module(name)
-assert sys.modules["_C"].built.split() == ["_C", "_nvml", "_verbs", "_cuda"], sys.modules["_C"].built
+built = sys.argv[1:]
+for name in built:
+    if name != "_nvml":
+        importlib.import_module(name)
+assert sys.modules["_C"].built.split() == built, sys.modules["_C"].built
 try:
     import _nvml
 except ImportError as error:
@@ -76,6 +82,10 @@ except ImportError as error:
 else:
     raise AssertionError("_nvml found a driver's library in the arm64 root")
 """
+
+VERSIONS = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+# Debian's release with each Python; it has none with 3.10 or 3.12.
+RELEASES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,19 @@ def test_the_wheel_works_without_gpu_and_rdma_libraries(python: Path, tmp_path: 
     assert '"ok": true' in must(*isolate, command, "demo", *size, "--json", cwd=tmp_path)
 
 
+def import_on_aarch64(wheel: Path, version: str, modules: list[str], tmp_path: Path) -> None:
+    """Imports the modules of an aarch64 wheel into the arm64 Python of the Debian release that has the version."""
+    require_programs("qemu-aarch64-static")
+    root, unpacked = tmp_path / "root", tmp_path / "wheel"
+    packages = [f"python{version}-minimal", f"libpython{version}-minimal", f"libpython{version}-stdlib", "zlib1g"]
+    packages += ["libexpat1", "libc6", "libstdc++6", "libgcc-s1", "libibverbs1", "libnl-3-200", "libnl-route-3-200"]
+    must(ROOT / "ci" / "target_root.sh", "--suite", RELEASES[version], root, "arm64", *packages)
+    _unpack("aarch64", wheel, unpacked)
+    interpreter = ["qemu-aarch64-static", "-L", str(root), "-E", f"PYTHONPATH={unpacked / 'hybrid_ep'}"]
+    command = [root / "usr" / "bin" / f"python{version}", "-S", "-c", IMPORT_MODULES, *modules]
+    must(*interpreter, *command, cwd=tmp_path)
+
+
 @pytest.mark.slow
 def test_kernels_are_loaded_without_a_gpu(build_wheel: BuildWheel, tmp_path: Path) -> None:
     wheel = _unpack(MACHINE, build_wheel(MACHINE, True), tmp_path / "wheel")
@@ -176,37 +199,112 @@ def test_kernels_are_loaded_without_a_gpu(build_wheel: BuildWheel, tmp_path: Pat
 @pytest.mark.slow
 def test_aarch64_modules_are_imported_by_an_aarch64_python(build_wheel: BuildWheel, tmp_path: Path) -> None:
     require(MACHINE == "x86_64", "an x86-64 machine: elsewhere the wheel is not cross-compiled")
-    require(sys.version_info[:2] == (3, 11), "Python 3.11, the one that Debian 12 has for arm64")
-    require_programs("qemu-aarch64-static")
-    root, unpacked = tmp_path / "root", tmp_path / "wheel"
-    packages = ["python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "zlib1g", "libexpat1", "libc6"]
-    packages += ["libstdc++6", "libgcc-s1", "libibverbs1", "libnl-3-200", "libnl-route-3-200"]
-    must(ROOT / "ci" / "target_root.sh", root, "arm64", *packages)
-    _unpack("aarch64", build_wheel("aarch64", True), unpacked)
-    interpreter = ["qemu-aarch64-static", "-L", str(root), "-E", f"PYTHONPATH={unpacked / 'hybrid_ep'}"]
-    must(*interpreter, root / "usr" / "bin" / "python3.11", "-S", "-c", IMPORT_MODULES, cwd=tmp_path)
+    version = "{}.{}".format(*sys.version_info)
+    require(version in RELEASES, f"a Python that a Debian release has: {', '.join(RELEASES)}")
+    import_on_aarch64(build_wheel("aarch64", True), version, ["_C", "_nvml", "_verbs", "_cuda"], tmp_path)
 
 
-VERSIONS = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+def needed_of_python(wheel: Path) -> dict[str, set[str]]:
+    """Module → the functions and objects of Python that it needs."""
+    needed = {}
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
+        for member in archive.namelist():
+            if member.endswith(".so"):
+                symbols = must("readelf", "--dyn-syms", "--wide", archive.extract(member, folder))
+                needed[Path(member).name.partition(".")[0]] = set(re.findall(r" UND (_?Py\w+)", symbols))
+    return needed
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_python_has_a_wheel(version: str, tmp_path: Path) -> None:
-    """Without kernels, whose host code is the same for all."""
+def test_every_python_has_wheels(version: str, tmp_path: Path) -> None:
+    """For both architectures, without kernels, whose host code is the same for all."""
     python = find_python(version)
+    if python is None and version in RELEASES:
+        folder = ROOT / "build" / "debian-python" / version
+        python = must(ROOT / "ci" / "debian_python.sh", RELEASES[version], version, folder).strip()
     if python is None:
-        pytest.skip(f"Python {version} is not installed; no script of the project does that")
+        pytest.skip(f"Python {version} is not installed, and no release of Debian has it")
     copy_tracked_files()
-    must("env", "HYBRID_EP_BUILD_CUDA=off", SOURCE / "ci" / "wheel.sh", python, MACHINE, tmp_path)
-    (built,) = tmp_path.glob("*.whl")
+    arches = [MACHINE, "aarch64"] if MACHINE == "x86_64" else [MACHINE]
+    for arch in arches:
+        must("env", "HYBRID_EP_BUILD_CUDA=off", SOURCE / "ci" / "wheel.sh", python, arch, tmp_path)
+    wheels = {arch: next(tmp_path.glob(f"*_{arch}.whl")) for arch in arches}
     tag = f"cp{version.replace('.', '')}"
-    assert f"-{tag}-{tag}-manylinux_2_" in built.name
+    for arch, wheel in wheels.items():
+        floor = re.search(rf"-{tag}-{tag}-manylinux_2_(\d+)_{arch}\.whl$", wheel.name)
+        assert floor, wheel.name
+        assert (2, int(floor[1])) <= NEWEST_FLOOR
+
     clean = tmp_path / "clean"
     must(python, "-m", "venv", clean)
-    must(clean / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", built)
+    must(clean / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheels[MACHINE])
     code = "import hybrid_ep._C, hybrid_ep._verbs; print(hybrid_ep.__version__, hybrid_ep._C.built)"
-    assert must(clean / "bin" / "python", "-c", code, cwd=tmp_path).split() == [__version__, "_C", "_nvml", "_verbs"]
+    modules = ["_C", "_nvml", "_verbs"]
+    assert must(clean / "bin" / "python", "-c", code, cwd=tmp_path).split() == [__version__, *modules]
+    if len(arches) == 2:
+        needed = needed_of_python(wheels[MACHINE])
+        assert needed.keys() == set(modules)
+        assert needed == needed_of_python(wheels["aarch64"])
+        if version in RELEASES:
+            import_on_aarch64(wheels["aarch64"], version, modules, tmp_path)
+
+
+PYTHONS = {"this": sys.executable, "system": "/usr/bin/python3"}
+
+
+@pytest.mark.parametrize("which", PYTHONS)
+def test_cross_compiling_takes_the_headers_of_the_interpreter(which: str, tmp_path: Path) -> None:
+    """Those of Debian's own Python, too, whose Python.h looks for a pyconfig.h of the target."""
+    require_programs("aarch64-linux-gnu-g++", "readelf")
+    python = PYTHONS[which]
+    code = "import sys, sysconfig; print(sysconfig.get_path('include'), '%d%d' % sys.version_info[:2])"
+    include, version = must(python, "-c", code).split()
+    if not Path(include, "Python.h").exists():
+        pytest.skip(f"{python} has no headers")
+    definitions = {"CMAKE_TOOLCHAIN_FILE": ROOT / "csrc" / "cmake" / "aarch64-linux.cmake", "Python_EXECUTABLE": python}
+    definitions |= {f"HYBRID_EP_BUILD_{name}": "off" for name in ("CUDA", "NVML", "VERBS")}
+    definitions |= {"pybind11_DIR": pybind11.get_cmake_dir(), "CMAKE_EXPORT_COMPILE_COMMANDS": "on"}
+    options = [f"-D{name}={value}" for name, value in definitions.items()]
+    configure = ("cmake", "-S", ROOT / "csrc", "-B", tmp_path, "-G", "Ninja", *options)
+    must("env", f"HYBRID_EP_TARGET_ROOT={tmp_path}", *configure)
+    assert f"_C.cpython-{version}-aarch64-linux-gnu.so:" in must("ninja", "-C", tmp_path, "-t", "targets", "all")
+    listed = json.loads((tmp_path / "compile_commands.json").read_text())
+    commands = {Path(entry["file"]).name: entry["command"] for entry in listed}
+    assert f"-isystem {include} " in commands["sizes.cpp"]
+    module = "CMakeFiles/_C.dir/bindings/sizes.cpp.o"
+    must("cmake", "--build", tmp_path, "--target", module)
+    assert NAMES["aarch64"] in must("readelf", "--file-header", tmp_path / module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "release"), RELEASES.items())
+def test_pyconfig_of_either_architecture_gives_modules_the_same_code(
+    version: str, release: str, tmp_path: Path
+) -> None:
+    """So the headers of an x86-64 Python serve for aarch64: the preprocessor's output is compared."""
+    require_programs("apt-get", "aarch64-linux-gnu-g++")
+    for arch in ("amd64", "arm64"):
+        must(ROOT / "ci" / "target_root.sh", "--suite", release, tmp_path / arch, arch, f"libpython{version}-dev")
+    source = tmp_path / "module.cpp"
+    listed = must("git", "grep", "--no-index", "-ohE", "#include <(pybind11/.*|Python.h)>", "--", "csrc", cwd=ROOT)
+    source.write_text("\n".join(sorted(set(listed.splitlines()))) + "\n")
+
+    headers = tmp_path / "amd64" / "usr" / "include"
+    own = tmp_path / "arm64" / "usr" / "include"
+
+    def preprocessed(config: Path, *options: str) -> list[str]:
+        includes = ["-include", config, "-I", headers / f"python{version}", "-I", pybind11.get_include()]
+        command = ["aarch64-linux-gnu-g++", "-std=c++17", "-E", "-P", *options, *includes, "-idirafter", own, source]
+        return must(*command).splitlines()
+
+    x86 = headers / "x86_64-linux-gnu" / f"python{version}" / "pyconfig.h"
+    wanted = preprocessed(own / "aarch64-linux-gnu" / f"python{version}" / "pyconfig.h")
+    given = preprocessed(x86)
+    assert [pair for pair in zip(wanted, given, strict=True) if pair[0] != pair[1]] == []
+    assert any("PyModule_Create2" in line for line in given)
+    assert preprocessed(x86, "-DPy_DEBUG") != wanted, "a difference would not be seen"
 
 
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:

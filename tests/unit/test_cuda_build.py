@@ -15,12 +15,10 @@ from pathlib import Path
 import pybind11
 import pytest
 
-from tests.prerequisites import find, require
+from tests.prerequisites import find, require, require_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-NVCC = find("nvcc")
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 # What a CTA of each persistent kernel may use, so that one fits an SM: registers of a thread (65,536 over its threads)
 # and declared shared memory (227 KiB less the rings').
@@ -45,6 +43,7 @@ __global__ void __launch_bounds__(1024, 1) spill(float* x) {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where CMake is run: one folder, for it takes long to look at compilers that it has not seen."""
+    require_programs("nvcc")
     return tmp_path_factory.mktemp("build")
 
 
@@ -108,7 +107,7 @@ def strict_flags(folder: Path) -> list[str]:
 )
 def test_a_strict_build_refuses(strict_flags: list[str], tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "kernel.cu").write_text(source)
-    command = [str(NVCC), *strict_flags, "-c", "kernel.cu", "-o", "kernel.o"]
+    command = [str(find("nvcc")), *strict_flags, "-c", "kernel.cu", "-o", "kernel.o"]
     compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert compiled.returncode != 0
     assert said in compiled.stderr

@@ -36,6 +36,13 @@ def test_errors_cross_processes() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.peer, again.timeout_s) == (str(error), 3, 2.5)
     assert "rank 1 waited 2.5 s for rank 3" in str(error)
+    assert error.args == ("dispatch: rows", 1, 3, "nothing came", 2.5)
+    assert errors.TransportError(where="combine", rank=0, peer=None, detail="closed").args == (
+        "combine",
+        0,
+        None,
+        "closed",
+    )
     assert str(errors.TransportError("combine", 0, None, "closed")) == "combine: rank 0: closed"
     assert str(errors.TransportError("combine", 0, 3, "closed")) == "combine: rank 0 lost rank 3: closed"
 

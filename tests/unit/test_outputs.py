@@ -7,21 +7,42 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from hybrid_ep.cli import main
 
 _LIMIT_S = 240.0  # of what takes a few seconds on an idle machine
-OUTPUTS = ["demo --out", "bench --out", "doctor --record", "doctor --junit", "topology --svg", "topology --nccl"]
+# Options that name a file or folder which a command writes.
+WRITTEN = {"--junit", "--nccl", "--out", "--record", "--save", "--state", "--svg"}
+
+
+def _outputs(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command that has an option of `WRITTEN`, with that option last."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from _outputs(below, (*words, name))
+    for parameter in command.params:
+        for option in WRITTEN.intersection(parameter.opts):
+            yield *words, option
+
+
+OUTPUTS = [" ".join(words) for words in _outputs(main)]
 
 
 @pytest.mark.parametrize("command", OUTPUTS)
 def test_outputs_are_checked_before_the_work(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(main, [*command.split(), str(tmp_path / "file" / "below")])
+    *words, option = command.split()
+    # Arguments that the command needs besides are missing: click looks at what is given first.
+    result = CliRunner().invoke(main, [*words, option, str(tmp_path / "file" / "below")])
     assert result.exit_code == 2
     assert "cannot be" in result.stderr
     assert f"{tmp_path / 'file'}" in result.stderr

@@ -30,8 +30,8 @@ def test_missing_prerequisite_is_skipped_here_and_fails_in_ci(monkeypatch: pytes
 
 
 def test_every_package_is_installed_by_a_script_or_named_in_the_readme() -> None:
-    setup = (ROOT / "ci" / "setup.sh").read_text()
-    by_setup = {f"{name}, by ci/{name}.sh" for name in ("helm",) if f"/{name}.sh" in setup}
+    setup = (ROOT / "ci" / "setup.sh").read_text() + (ROOT / "Makefile").read_text()
+    by_setup = {f"{name}, by ci/{name}.sh" for name in ("helm", "nvcc") if re.search(rf"/{name}\.sh\S* \S", setup)}
     script = (ROOT / "ci" / "system_packages.sh").read_text()
     (body,) = re.findall(r"^packages=\($(.*?)^\)$", script, re.M | re.S)
     installed = set(re.sub(r"#.*", "", body).split())
@@ -47,9 +47,14 @@ def test_tests_look_for_programs_here_only() -> None:
     assert [str(path) for path in tests if "shutil.which(" in path.read_text()] == []
 
 
+def test_programs_speak_the_language_that_tests_read() -> None:
+    """apt, readelf and others are translated where a developer's locale is."""
+    assert (os.environ.get("LC_ALL"), os.environ.get("LANGUAGE")) == ("C.UTF-8", None)
+
+
 def test_all_are_there_in_ci() -> None:
     absent = missing(*PACKAGES)
-    for name in ("_nvml", "_verbs"):
+    for name in ("_cuda", "_nvml", "_verbs"):
         if name not in _C.built.split():
             absent.append(f"{name} ({_C.left_out})")
     if absent and os.environ.get("CI") != "true":

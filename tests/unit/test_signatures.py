@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from typing import Any
 
@@ -330,6 +331,7 @@ def test_all_names_can_be_imported() -> None:
     for name in hybrid_ep.__all__:
         assert getattr(hybrid_ep, name) is not None
     assert set(hybrid_ep.__all__) <= set(dir(hybrid_ep))
+    assert not set(hybrid_ep.__all__) & set(dir(builtins)), "from hybrid_ep import * would hide these"
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = hybrid_ep.no_such_name
 

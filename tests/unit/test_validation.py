@@ -493,8 +493,9 @@ def test_default_place_of_the_report(results: Path) -> None:
 
 
 def test_place_that_cannot_be_written(results: Path) -> None:
-    done = _run("report", results, "--out", results / "inventory.json" / "report")
-    assert (done.exit_code, "cannot be written: Not a directory; --out chooses" in done.stderr) == (2, True)
+    (results / "report").write_text("")
+    done = _run("report", results)
+    assert (done.exit_code, "cannot be written: File exists; --out chooses" in done.stderr) == (2, True)
 
 
 def test_summary_names_node_check_and_remedy(results: Path) -> None:
