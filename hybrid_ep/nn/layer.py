@@ -4,6 +4,8 @@ trains, under the wrappers of torch too.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
-from hybrid_ep.nn.modules import MoECombine, MoEDispatch, require_buffer
+from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer
 from hybrid_ep.nn.replicas import make_balancer
 
 __all__ = ["MoELayer"]
@@ -43,8 +45,11 @@ class MoELayer(nn.Module):
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
         mesh: a DeviceMesh of one dimension and the buffer's ranks, for the experts' DTensors; None = one is made. Give
             ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
-        num_worst_tokens: > 0: at most so many rows arrive at a rank. No shape depends on the routing then, as
-            `torch.compile(fullgraph=True)` needs; each expert computes all rows.
+        num_rows: > 0: at most so many copies of tokens arrive at a rank, one for each of a token's experts there. No
+            shape depends on the routing then, as `torch.compile(fullgraph=True)` needs, and on the cuda engine the
+            forward pass never waits for the GPU. With S tokens on the fullest rank, S × K is enough for ``"online"`` in
+            one domain with as many spare slots as experts; S × K × ranks always is.
+        num_worst_tokens: deprecated; the most tokens that arrive at a rank. Give `num_rows`.
 
     Attributes:
         router: ``[E, H]``, a parameter.
@@ -78,10 +83,13 @@ class MoELayer(nn.Module):
         layer: int = 0,
         num_spare: int = 2,
         mesh: DeviceMesh | None = None,
+        num_rows: int = 0,
         num_worst_tokens: int = 0,
     ) -> None:
         super().__init__()
         require_buffer(buffer)
+        require_int("num_rows", num_rows, minimum=0)
+        require_int("num_worst_tokens", num_worst_tokens, minimum=0)
         require_int("seed", seed, minimum=-MAX_INT)
         require_int("hidden", hidden, minimum=1)
         require_int("ffn_hidden", ffn_hidden, minimum=1)
@@ -91,14 +99,24 @@ class MoELayer(nn.Module):
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
         self._balance_is_off = balance is None
         self._balancer = make_balancer(buffer, num_experts, balance, layer=layer, num_spare=num_spare)
-        self.dispatch = MoEDispatch(buffer, self._balancer.num_slots * buffer.group_size, num_worst_tokens)
+        num_slots = self._balancer.num_slots
+        if num_worst_tokens:
+            require(num_rows == 0, "num_worst_tokens", num_worst_tokens, "0 with num_rows")
+            words = "num_worst_tokens of MoELayer is deprecated; give num_rows, the most copies of tokens at a rank"
+            warnings.warn(words, DeprecationWarning, stacklevel=2)
+            num_rows = num_worst_tokens * min(topk, num_slots)
+        self.dispatch: MoEDispatch | MoEGroupedDispatch
+        if num_rows:
+            self.dispatch = MoEGroupedDispatch(buffer, num_slots * buffer.group_size, num_rows)
+        else:
+            self.dispatch = MoEDispatch(buffer, num_slots * buffer.group_size)
         self.combine = MoECombine(buffer)
         self.router = nn.Parameter(_normal(seed, (num_experts, hidden), hidden))
         num_local = num_experts // buffer.group_size
         mine = range(buffer.rank * num_local, (buffer.rank + 1) * num_local)
         up = torch.stack([_normal(seed + 1 + e, (ffn_hidden, hidden), hidden) for e in mine])
         down = torch.stack([_normal(-seed - 1 - e, (hidden, ffn_hidden), ffn_hidden) for e in mine])
-        self.experts = Experts(buffer, up, down, mesh=mesh, is_bounded=num_worst_tokens > 0)
+        self.experts = Experts(buffer, up, down, mesh=mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[…, H]`` tokens of this rank to as many of the same shape and dtype. Collective.
@@ -108,7 +126,7 @@ class MoELayer(nn.Module):
 
         Raises:
             ConfigError: dtype or hidden does not fit.
-            OverflowError: more than `num_worst_tokens` rows arrived.
+            OverflowError: more than `num_rows` copies arrived; on the cuda engine from a later call of the buffer.
             TimeoutError, TransportError: a rank was lost.
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)

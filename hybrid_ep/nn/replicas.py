@@ -118,9 +118,11 @@ class _Replicate(torch.autograd.Function):
         ctx.save_for_backward(mapping)
         placed = []
         for home in weights:
-            replicas = home.new_zeros(mapping.shape[1], *home.shape[1:])
-            copy_weights(buffer, replicas, home.contiguous(), mapping, 0)
-            placed.append(torch.cat([home, replicas]) if keeps_home else replicas)
+            num_home = ctx.num_local if keeps_home else 0
+            slots = home.new_zeros(num_home + mapping.shape[1], *home.shape[1:])
+            slots[:num_home] = home[:num_home]
+            copy_weights(buffer, slots[num_home:], home.contiguous(), mapping, 0)
+            placed.append(slots)
         return tuple(placed)
 
     @staticmethod

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.nn import MoELayer
+from hybrid_ep.nn import DispatchedTokens, GroupedTokens, MoELayer
 from tests.conftest import RunRanks
 
 BF16_STEP = 2.0**-8  # half the distance between neighbouring bf16 values, relative
 NUM_RANKS, HIDDEN, WIDTH, EXPERTS, TOPK, TOKENS = 4, 32, 48, 8, 2, 40
 SIZES = {"hidden": HIDDEN, "ffn_hidden": WIDTH, "num_experts": EXPERTS, "topk": TOPK, "seed": 3}
+MEAN = 3 * TOKENS * TOPK // NUM_RANKS  # copies of a rank; one rank has no tokens
 LOADS = torch.tensor([[9.0, 1, 1, 1, 8, 1, 1, 1], [1.0] * 8])
 
 
@@ -37,6 +38,13 @@ POLICIES: dict[str, tuple[int, dict[str, Any]]] = {
     "online, no spare slot": (4, {"balance": "online", "num_spare": 0}),
     "online, more spare slots than experts": (4, {"balance": "online", "num_spare": 3}),
     "online, two domains": (2, {"balance": "online"}),
+    "none, static shapes": (4, {"num_rows": 4 * TOKENS * TOPK}),
+    "placement, static shapes": (4, {"balance": placement(4), "num_rows": 4 * TOKENS * TOPK}),
+    "placement, two domains, static shapes": (2, {"balance": placement(2), "num_rows": 4 * TOKENS * TOPK}),
+    # As many as the mean: not one row is left over.
+    "online, static shapes": (4, {"balance": "online", "num_rows": MEAN}),
+    "online, no spare slot, static shapes": (4, {"balance": "online", "num_spare": 0, "num_rows": 4 * TOKENS * TOPK}),
+    "online, two domains, static shapes": (2, {"balance": "online", "num_rows": 4 * TOKENS * TOPK}),
 }
 
 
@@ -57,7 +65,7 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
     received = []
     with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
         layer = MoELayer(buffer, **SIZES, **options)
-        layer.dispatch.register_forward_hook(lambda module, given, got: received.append(int((got.topk_idx >= 0).sum())))
+        layer.dispatch.register_forward_hook(lambda module, given, got: received.append(_num_copies(got)))
         y = layer(x)
         (y * pull(rank)).sum().backward()
         again = layer(x.detach())
@@ -65,6 +73,10 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
     grads = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
     shapes = {name: tuple(_local(value).shape) for name, value in layer.state_dict().items()}
     return {"y": y.detach(), "x": x.grad, "copies": received[0], "shapes": shapes, **grads}
+
+
+def _num_copies(got: DispatchedTokens | GroupedTokens) -> int:
+    return int(got.ends[-1] if isinstance(got, GroupedTokens) else (got.topk_idx >= 0).sum())
 
 
 def _local(tensor: Any) -> Tensor:
@@ -110,16 +122,19 @@ def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> 
 
 
 def test_online_gives_ranks_equal_work_where_a_skewed_router_does_not(run_ranks: RunRanks) -> None:
-    mean = 3 * TOKENS * TOPK / NUM_RANKS
     most = {
         policy: max(result["copies"] for result in run_ranks(NUM_RANKS, _run, *POLICIES[policy]))
-        for policy in ("none", "online, 2 spare slots")
+        for policy in ("none", "online, 2 spare slots", "online, static shapes")
     }
-    assert most["none"] > 1.5 * mean
-    assert most["online, 2 spare slots"] == mean
+    assert most["none"] > 1.5 * MEAN
+    assert most["online, 2 spare slots"] == most["online, static shapes"] == MEAN
 
 
-@pytest.mark.parametrize("options", [{"balance": "online"}, {"balance": placement(4)}], ids=["online", "placement"])
+@pytest.mark.parametrize(
+    "options",
+    [{"balance": "online"}, {"balance": placement(4)}, {"balance": "online", "num_rows": MEAN}],
+    ids=["online", "placement", "online, static shapes"],
+)
 def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str, Any]) -> None:
     first, again = (run_ranks(NUM_RANKS, _run, 4, options) for _ in range(2))
     for a, b in zip(first, again, strict=True):
@@ -131,6 +146,8 @@ def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str
     [
         ({"balance": "offline"}, "balance is 'offline'"),
         ({"balance": "online", "num_spare": -1}, "num_spare is -1"),
+        ({"num_rows": -1}, "num_rows is -1"),
+        ({"num_rows": 8, "num_worst_tokens": 4}, "num_worst_tokens is 4; allowed: 0 with num_rows"),
         ({"balance": placement(4)}, "experts, ranks and ranks per domain of balance"),
         ({"balance": ExpertPlacement.contiguous(1, EXPERTS, 1), "layer": 1}, "layer is 1"),
     ],
