@@ -4,8 +4,6 @@ trains, under the wrappers of torch too.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +47,6 @@ class MoELayer(nn.Module):
             shape depends on the routing then, as `torch.compile(fullgraph=True)` needs, and on the cuda engine the
             forward pass never waits for the GPU. With S tokens on the fullest rank, S × K is enough for ``"online"`` in
             one domain with as many spare slots as experts; S × K × ranks always is.
-        num_worst_tokens: deprecated; the most tokens that arrive at a rank. Give `num_rows`.
 
     Attributes:
         router: ``[E, H]``, a parameter.
@@ -84,12 +81,10 @@ class MoELayer(nn.Module):
         num_spare: int = 2,
         mesh: DeviceMesh | None = None,
         num_rows: int = 0,
-        num_worst_tokens: int = 0,
     ) -> None:
         super().__init__()
         require_buffer(buffer)
         require_int("num_rows", num_rows, minimum=0)
-        require_int("num_worst_tokens", num_worst_tokens, minimum=0)
         require_int("seed", seed, minimum=-MAX_INT)
         require_int("hidden", hidden, minimum=1)
         require_int("ffn_hidden", ffn_hidden, minimum=1)
@@ -100,11 +95,6 @@ class MoELayer(nn.Module):
         self._balance_is_off = balance is None
         self._balancer = make_balancer(buffer, num_experts, balance, layer=layer, num_spare=num_spare)
         num_slots = self._balancer.num_slots
-        if num_worst_tokens:
-            require(num_rows == 0, "num_worst_tokens", num_worst_tokens, "0 with num_rows")
-            words = "num_worst_tokens of MoELayer is deprecated; give num_rows, the most copies of tokens at a rank"
-            warnings.warn(words, DeprecationWarning, stacklevel=2)
-            num_rows = num_worst_tokens * min(topk, num_slots)
         self.dispatch: MoEDispatch | MoEGroupedDispatch
         if num_rows:
             self.dispatch = MoEGroupedDispatch(buffer, num_slots * buffer.group_size, num_rows)

@@ -147,7 +147,6 @@ def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str
         ({"balance": "offline"}, "balance is 'offline'"),
         ({"balance": "online", "num_spare": -1}, "num_spare is -1"),
         ({"num_rows": -1}, "num_rows is -1"),
-        ({"num_rows": 8, "num_worst_tokens": 4}, "num_worst_tokens is 4; allowed: 0 with num_rows"),
         ({"balance": placement(4)}, "experts, ranks and ranks per domain of balance"),
         ({"balance": ExpertPlacement.contiguous(1, EXPERTS, 1), "layer": 1}, "layer is 1"),
     ],

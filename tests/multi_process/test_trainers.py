@@ -220,5 +220,5 @@ def test_a_handle_of_the_buffer_combines() -> None:
 def test_a_bound_that_is_too_small_is_told() -> None:
     with Buffer(None) as buffer:
         layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1, num_rows=3)
-        with pytest.raises(hybrid_ep.OverflowError, match="4 permuted rows arrived; allowed by num_permuted_tokens: 3"):
+        with pytest.raises(hybrid_ep.OverflowError, match="4 rows arrived at rank 0; allowed by the bound: 3"):
             layer(torch.ones(4, 16))
