@@ -92,8 +92,8 @@ class Experts(nn.Module):
         """Applies experts to received rows; a row's experts are weighted and summed in at least float32.
 
         Args:
-            tokens: received; experts are the slots of this rank. Of `GroupedTokens`, two grouped matrix products
-                compute all, and no shape depends on a value.
+            tokens: received; experts are the slots of this rank. Of `GroupedTokens`, no shape
+                depends on a value; in bf16, two grouped matrix products compute all.
             up: ``[slots, ffn_hidden, H]``; None = of this rank's experts.
             down: ``[slots, H, ffn_hidden]``; likewise.
 
@@ -124,8 +124,8 @@ def _by_group(tokens: GroupedTokens, up: Tensor, down: Tensor) -> Tensor:
     hidden = F.gelu(grouped_linear(tokens.x.to(dtype), up.to(dtype), tokens.ends))
     rows = grouped_linear(hidden, down.to(dtype), tokens.ends)
     # What stands after the last row is undefined.
-    is_row = torch.arange(len(rows), device=rows.device) < tokens.ends[-1]
-    return torch.where(is_row.unsqueeze(1), rows, 0) * tokens.weights.unsqueeze(1)
+    is_row = (torch.arange(len(rows), device=rows.device) < tokens.ends[-1]).unsqueeze(1)
+    return torch.where(is_row, rows, 0) * torch.where(is_row, tokens.weights.unsqueeze(1), 0)
 
 
 def _expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:

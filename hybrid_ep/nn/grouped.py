@@ -14,8 +14,7 @@ _ALIGNMENT = 16  # bytes of a row of each operand, as torch wants them
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiplies the rows of each group with the matrix of the group. No shape depends on `ends`, nor does the host.
 
-    It is torch's grouped product where that takes the operands without a host sync. Otherwise every group is computed
-    for all rows.
+    In bf16 it is torch's grouped product, where torch has one (2.10). Otherwise every group is computed for all rows.
 
     Args:
         rows: ``[P, in]``, by group.
@@ -35,7 +34,6 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_product(rows: Tensor, weights: Tensor) -> bool:
-    # On a GPU torch reads the ends on the host for other dtypes.
-    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    # In other dtypes torch cannot compile it, and on a GPU reads the ends on the host.
     is_aligned = all(size * rows.dtype.itemsize % _ALIGNMENT == 0 for size in weights.shape[1:])
-    return hasattr(F, "grouped_mm") and rows.dtype in dtypes and is_aligned
+    return hasattr(F, "grouped_mm") and rows.dtype == torch.bfloat16 and is_aligned

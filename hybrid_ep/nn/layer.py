@@ -4,6 +4,8 @@ trains, under the wrappers of torch too.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,6 +43,9 @@ class MoELayer(nn.Module):
             same on all ranks. Parameters are those of home experts with every policy.
         layer: of the placement.
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
+        weight_buffer: another buffer of the same ranks, which moves the weights of replicas on its communication
+            stream, beside the dispatch, and their gradients beside the backward pass of it. None: `buffer` does, before
+            the dispatch.
         mesh: a DeviceMesh of one dimension and the buffer's ranks, for the experts' DTensors; None = one is made. Give
             ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
         num_rows: > 0: at most so many copies of tokens arrive at a rank, one for each of a token's experts there. No
@@ -79,6 +84,7 @@ class MoELayer(nn.Module):
         balance: ExpertPlacement | str | None = None,
         layer: int = 0,
         num_spare: int = 2,
+        weight_buffer: Buffer | None = None,
         mesh: DeviceMesh | None = None,
         num_rows: int = 0,
     ) -> None:
@@ -93,7 +99,9 @@ class MoELayer(nn.Module):
         require(require_int("topk", topk, minimum=1) <= limit, "topk", topk, f"1 … {limit}")
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
         self._balance_is_off = balance is None
-        self._balancer = make_balancer(buffer, num_experts, balance, layer=layer, num_spare=num_spare)
+        self._balancer = make_balancer(
+            buffer, num_experts, balance, layer=layer, num_spare=num_spare, weight_buffer=weight_buffer
+        )
         num_slots = self._balancer.num_slots
         self.dispatch: MoEDispatch | MoEGroupedDispatch
         if num_rows:
@@ -107,6 +115,10 @@ class MoELayer(nn.Module):
         up = torch.stack([_normal(seed + 1 + e, (ffn_hidden, hidden), hidden) for e in mine])
         down = torch.stack([_normal(-seed - 1 - e, (hidden, ffn_hidden), ffn_hidden) for e in mine])
         self.experts = Experts(buffer, up, down, mesh=mesh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The balance loss has a graph, which no copy can have.
+        return {name: value for name, value in self.__dict__.items() if name != "balance_loss"}
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[…, H]`` tokens of this rank to as many of the same shape and dtype. Collective.
@@ -132,6 +144,7 @@ class MoELayer(nn.Module):
         else:
             routed = self._balancer.route(topk_idx, *self.experts.weights())
             received = self.dispatch(rows, routed.slots, topk_weights)
+            routed.ready.current_stream_wait()
             computed = self.experts(received, *routed.weights)
         combined: Tensor = self.combine(computed, received.handle)
         return combined.to(x.dtype).view(x.shape)

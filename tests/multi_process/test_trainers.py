@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,17 @@ def test_a_handle_of_the_buffer_combines() -> None:
         )
         assert isinstance(handle, hybrid_ep.engine.calls.DispatchHandle)
         assert torch.equal(MoECombine(buffer)(recv_x, handle), x)
+
+
+def test_a_layer_that_has_run_can_be_copied() -> None:
+    with Buffer(None) as buffer:
+        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1)
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+        y = layer(x)
+        copied = copy.deepcopy(layer)
+        assert torch.equal(copied(x), y)
+        copied(x).sum().backward()
+        assert layer.experts.up.grad is None
 
 
 def test_a_bound_that_is_too_small_is_told() -> None:
