@@ -75,6 +75,16 @@ def handle_of(token: Tensor) -> DispatchHandle | PermuteHandle:
     return held.handle
 
 
+def _keep(ctx: Any, token: Tensor, *saved: Tensor) -> None:
+    """Saves a handle's tensor and others for the backward pass.
+
+    Hooks of saved tensors may replace one by a copy, as those do that offload activations. So the handle is kept beside
+    it. Compilers trace with tensors that hold no number.
+    """
+    ctx.save_for_backward(token, *saved)
+    ctx.held = _HELD.get(int(token)) if type(token) is Tensor else None
+
+
 def _buffer(number: int) -> Buffer:
     found = _BUFFERS.get(number)
     if found is None:
@@ -192,13 +202,13 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, topk_idx, _, ctx.buffer, _, _ = inputs
     _, recv_idx, _, _, handle = output
     ctx.num_tokens, ctx.num_topk = topk_idx.shape
-    ctx.save_for_backward(recv_idx, handle)
+    _keep(ctx, handle, recv_idx)
 
 
 @once_differentiable
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     grad_x, _, grad_weights = grads[:3]
-    recv_idx, handle = ctx.saved_tensors
+    handle, recv_idx = ctx.saved_tensors
     # A weight that is reported as 0 because its expert lives elsewhere does not depend on its source.
     grad_weights = torch.where(recv_idx >= 0, grad_weights, 0.0)
     x, weights = torch.ops.hybrid_ep.combine(grad_x, grad_weights, handle, ctx.buffer, ctx.num_tokens, ctx.num_topk)
@@ -208,7 +218,7 @@ def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 def _keep_dispatch_grouped(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, topk_idx, _, ctx.buffer, _, _ = inputs
     ctx.num_tokens, ctx.num_topk = topk_idx.shape
-    ctx.save_for_backward(output[3])
+    _keep(ctx, output[3])
 
 
 @once_differentiable
@@ -221,7 +231,7 @@ def _dispatch_grouped_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None,
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, handle, ctx.buffer, _, _ = inputs
     ctx.num_recv = x.shape[0]
-    ctx.save_for_backward(handle)
+    _keep(ctx, handle)
 
 
 @once_differentiable

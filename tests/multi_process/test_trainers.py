@@ -218,6 +218,21 @@ def test_a_handle_of_the_buffer_combines() -> None:
         assert torch.equal(MoECombine(buffer)(recv_x, handle), x)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_rows": 8}], ids=["by source", "by expert"])
+def test_saved_tensors_may_be_copied(options: dict[str, int]) -> None:
+    """As hooks do that offload activations into pinned memory."""
+    with Buffer(None) as buffer:
+        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=4, topk=2, **options)  # type: ignore[arg-type]
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+        layer(x).square().sum().backward()
+        grads = [parameter.grad for parameter in layer.parameters()]
+        layer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            y = layer(x)
+        y.square().sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), grads, strict=True))  # type: ignore[arg-type]
+
+
 def test_a_layer_that_has_run_can_be_copied() -> None:
     with Buffer(None) as buffer:
         layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1)
