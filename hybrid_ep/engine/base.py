@@ -235,7 +235,7 @@ class Engine(abc.ABC):
         if int(handle.overflow.item()):
             arrived = int(handle.num_tokens_per_expert.sum())
             raise OverflowError(
-                f"{arrived} permuted rows arrived; allowed by num_permuted_tokens: {handle.num_permuted}"
+                f"{arrived} rows arrived at rank {self.grid.rank}; allowed by the bound: {handle.num_permuted}"
             )
 
     @abc.abstractmethod

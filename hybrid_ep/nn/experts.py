@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.nn.modules import DispatchedTokens
+from hybrid_ep.nn.grouped import grouped_linear
+from hybrid_ep.nn.modules import DispatchedTokens, GroupedTokens
 
 __all__ = ["Experts", "clip_grad_norm_", "expert_parameters"]
 
@@ -40,7 +41,6 @@ class Experts(nn.Module):
         up: ``[LE, ffn_hidden, H]``, of this rank.
         down: ``[LE, H, ffn_hidden]``, of this rank.
         mesh: one dimension, of the buffer's ranks; None = one is made.
-        is_bounded: received rows have a fixed number, and shapes must not depend on values.
 
     Attributes:
         up, down: parameters; DTensors ``[E, …]`` on `mesh` where there is more than one rank.
@@ -52,11 +52,9 @@ class Experts(nn.Module):
         [torch.Size([4, 32, 16]), torch.Size([4, 16, 32])]
     """
 
-    def __init__(
-        self, buffer: Buffer, up: Tensor, down: Tensor, *, mesh: DeviceMesh | None = None, is_bounded: bool = False
-    ) -> None:
+    def __init__(self, buffer: Buffer, up: Tensor, down: Tensor, *, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.num_ranks, self.is_bounded = buffer.group_size, is_bounded
+        self.num_ranks = buffer.group_size
         self.ranks = [0] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
         self.mesh = _mesh_of(buffer, mesh)
         if self.mesh is not None:
@@ -88,21 +86,24 @@ class Experts(nn.Module):
         local: Tensor = _MeanOverRanks.apply(parameter.to_local(), self.num_ranks)  # type: ignore[no-untyped-call]
         return local
 
-    def forward(self, tokens: DispatchedTokens, up: Tensor | None = None, down: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: DispatchedTokens | GroupedTokens, up: Tensor | None = None, down: Tensor | None = None
+    ) -> Tensor:
         """Applies experts to received rows; a row's experts are weighted and summed in at least float32.
 
         Args:
-            tokens: received; `topk_idx` counts the slots of this rank.
+            tokens: received; experts are the slots of this rank. Of `GroupedTokens`, no shape
+                depends on a value; in bf16, two grouped matrix products compute all.
             up: ``[slots, ffn_hidden, H]``; None = of this rank's experts.
             down: ``[slots, H, ffn_hidden]``; likewise.
 
         Returns:
-            ``[N, H]``, of the dtype of the rows.
+            ``[N, H]`` (``[P, H]``), of the dtype of the rows.
         """
         if up is None or down is None:
             up, down = self.weights()
-        apply = _in_place if self.is_bounded else _gathered
-        return apply(tokens, up, down).to(tokens.x.dtype)
+        total = (_by_group if isinstance(tokens, GroupedTokens) else _gathered)(tokens, up, down)  # type: ignore[arg-type]
+        return total.to(tokens.x.dtype)
 
 
 def _gathered(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
@@ -116,15 +117,15 @@ def _gathered(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
     return total
 
 
-def _in_place(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
-    """Each expert computes all rows, those of others with the weight 0: no shape depends on a value."""
-    is_row = (tokens.topk_idx >= 0).any(1, keepdim=True)
-    rows = torch.where(is_row, tokens.x, 0).to(up.dtype)
-    total = torch.zeros(rows.shape, dtype=_sum_dtype(up), device=rows.device)
-    for expert in range(up.shape[0]):
-        weight = torch.where(tokens.topk_idx == expert, tokens.topk_weights, 0).sum(1, keepdim=True)
-        total = total + _expert(rows, up[expert], down[expert]) * weight
-    return total
+def _by_group(tokens: GroupedTokens, up: Tensor, down: Tensor) -> Tensor:
+    """All experts in one grouped matrix product for each of their two layers."""
+    kind = tokens.x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.dtype
+    hidden = F.gelu(grouped_linear(tokens.x.to(dtype), up.to(dtype), tokens.ends))
+    rows = grouped_linear(hidden, down.to(dtype), tokens.ends)
+    # What stands after the last row is undefined.
+    is_row = (torch.arange(len(rows), device=rows.device) < tokens.ends[-1]).unsqueeze(1)
+    return torch.where(is_row, rows, 0) * torch.where(is_row, tokens.weights.unsqueeze(1), 0)
 
 
 def _expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ trains, under the wrappers of torch too.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_tensor
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
-from hybrid_ep.nn.modules import MoECombine, MoEDispatch, require_buffer
+from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer
 from hybrid_ep.nn.replicas import make_balancer
 
 __all__ = ["MoELayer"]
@@ -41,10 +43,15 @@ class MoELayer(nn.Module):
             same on all ranks. Parameters are those of home experts with every policy.
         layer: of the placement.
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
+        weight_buffer: another buffer of the same ranks, which moves the weights of replicas on its communication
+            stream, beside the dispatch, and their gradients beside the backward pass of it. None: `buffer` does, before
+            the dispatch.
         mesh: a DeviceMesh of one dimension and the buffer's ranks, for the experts' DTensors; None = one is made. Give
             ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
-        num_worst_tokens: > 0: at most so many rows arrive at a rank. No shape depends on the routing then, as
-            `torch.compile(fullgraph=True)` needs; each expert computes all rows.
+        num_rows: > 0: at most so many copies of tokens arrive at a rank, one for each of a token's experts there. No
+            shape depends on the routing then, as `torch.compile(fullgraph=True)` needs, and on the cuda engine the
+            forward pass never waits for the GPU. With S tokens on the fullest rank, S × K is enough for ``"online"`` in
+            one domain with as many spare slots as experts; S × K × ranks always is.
 
     Attributes:
         router: ``[E, H]``, a parameter.
@@ -77,11 +84,13 @@ class MoELayer(nn.Module):
         balance: ExpertPlacement | str | None = None,
         layer: int = 0,
         num_spare: int = 2,
+        weight_buffer: Buffer | None = None,
         mesh: DeviceMesh | None = None,
-        num_worst_tokens: int = 0,
+        num_rows: int = 0,
     ) -> None:
         super().__init__()
         require_buffer(buffer)
+        require_int("num_rows", num_rows, minimum=0)
         require_int("seed", seed, minimum=-MAX_INT)
         require_int("hidden", hidden, minimum=1)
         require_int("ffn_hidden", ffn_hidden, minimum=1)
@@ -90,15 +99,26 @@ class MoELayer(nn.Module):
         require(require_int("topk", topk, minimum=1) <= limit, "topk", topk, f"1 … {limit}")
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
         self._balance_is_off = balance is None
-        self._balancer = make_balancer(buffer, num_experts, balance, layer=layer, num_spare=num_spare)
-        self.dispatch = MoEDispatch(buffer, self._balancer.num_slots * buffer.group_size, num_worst_tokens)
+        self._balancer = make_balancer(
+            buffer, num_experts, balance, layer=layer, num_spare=num_spare, weight_buffer=weight_buffer
+        )
+        num_slots = self._balancer.num_slots
+        self.dispatch: MoEDispatch | MoEGroupedDispatch
+        if num_rows:
+            self.dispatch = MoEGroupedDispatch(buffer, num_slots * buffer.group_size, num_rows)
+        else:
+            self.dispatch = MoEDispatch(buffer, num_slots * buffer.group_size)
         self.combine = MoECombine(buffer)
         self.router = nn.Parameter(_normal(seed, (num_experts, hidden), hidden))
         num_local = num_experts // buffer.group_size
         mine = range(buffer.rank * num_local, (buffer.rank + 1) * num_local)
         up = torch.stack([_normal(seed + 1 + e, (ffn_hidden, hidden), hidden) for e in mine])
         down = torch.stack([_normal(-seed - 1 - e, (hidden, ffn_hidden), ffn_hidden) for e in mine])
-        self.experts = Experts(buffer, up, down, mesh=mesh, is_bounded=num_worst_tokens > 0)
+        self.experts = Experts(buffer, up, down, mesh=mesh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The balance loss has a graph, which no copy can have.
+        return {name: value for name, value in self.__dict__.items() if name != "balance_loss"}
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[…, H]`` tokens of this rank to as many of the same shape and dtype. Collective.
@@ -108,7 +128,7 @@ class MoELayer(nn.Module):
 
         Raises:
             ConfigError: dtype or hidden does not fit.
-            OverflowError: more than `num_worst_tokens` rows arrived.
+            OverflowError: more than `num_rows` copies arrived; on the cuda engine from a later call of the buffer.
             TimeoutError, TransportError: a rank was lost.
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)
@@ -124,6 +144,7 @@ class MoELayer(nn.Module):
         else:
             routed = self._balancer.route(topk_idx, *self.experts.weights())
             received = self.dispatch(rows, routed.slots, topk_weights)
+            routed.ready.current_stream_wait()
             computed = self.experts(received, *routed.weights)
         combined: Tensor = self.combine(computed, received.handle)
         return combined.to(x.dtype).view(x.shape)

@@ -2,6 +2,8 @@
 
 tokens = dispatch(x, topk_idx, topk_weights)          # gradients flow to x and topk_weights
 y = combine(experts(tokens), tokens.handle)           # gradients flow to the experts
+
+`MoEGroupedDispatch` gives rows by expert and of a fixed number, for a grouped matrix product; `MoECombine` takes them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ from hybrid_ep.core.checks import require, require_int, require_tensor
 from hybrid_ep.engine.calls import DispatchHandle
 from hybrid_ep.nn.ops import hold, number_of
 
-__all__ = ["DispatchedTokens", "MoECombine", "MoEDispatch", "Route"]
+__all__ = ["DispatchedTokens", "GroupedTokens", "MoECombine", "MoEDispatch", "MoEGroupedDispatch", "Route"]
 
 
 def require_buffer(buffer: Buffer) -> Buffer:
     """Returns `buffer` if it is one."""
     require(isinstance(buffer, Buffer), "buffer", type(buffer).__name__, "a hybrid_ep.Buffer")
     return buffer
+
+
+def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+    require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+    require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
+    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None))
 
 
 class Route(NamedTuple):
@@ -56,6 +64,23 @@ class DispatchedTokens(NamedTuple):
     topk_idx: Tensor
     topk_weights: Tensor
     num_tokens_per_expert: list[int]
+    handle: Route
+
+
+class GroupedTokens(NamedTuple):
+    """What a rank receives, by expert.
+
+    Attributes:
+        x: ``[P, H]`` bf16: a row for each expert of a token that is here, by local expert, then source rank, then
+            source token. Rows after the last are zero.
+        weights: ``[P]`` float32, of each row; undefined after the last.
+        ends: ``[LE]`` int32 on the device of `x`: where the rows of each local expert end.
+        handle: for `MoECombine`.
+    """
+
+    x: Tensor
+    weights: Tensor
+    ends: Tensor
     handle: Route
 
 
@@ -100,15 +125,58 @@ class MoEDispatch(nn.Module):
         Raises:
             ConfigError, OverflowError, TimeoutError, TransportError: as `Buffer.dispatch`.
         """
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
-        require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
-        require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None))
+        _check_tokens(x, topk_idx, topk_weights)
         bound = self.num_worst_tokens
         rows, experts, weights, counts, handle = torch.ops.hybrid_ep.dispatch(
             x, topk_idx, topk_weights, self._number, self.num_experts, bound
         )
         route = Route(handle, topk_idx.shape[0], topk_idx.shape[1])
         return DispatchedTokens(rows, experts, weights, [] if bound else counts.tolist(), route)
+
+
+class MoEGroupedDispatch(nn.Module):
+    """Dispatch to rows by expert, of a number that does not depend on the routing; with a backward pass.
+
+    Collective, forwards and backwards. On the cuda engine the host waits for nothing. It is the operator
+    ``torch.ops.hybrid_ep.dispatch_grouped``; its gradients have no gradients of their own.
+
+    Args:
+        buffer: moves the tokens.
+        num_experts: E, a multiple of the ranks.
+        num_rows: P, rows of the result; at least one for each expert of each token that is on this rank.
+
+    Raises:
+        ConfigError: an argument does not fit.
+
+    Example:
+        >>> x, topk_idx = torch.ones(2, 16, dtype=torch.bfloat16), torch.tensor([[0, 3], [3, 1]])
+        >>> with hybrid_ep.Buffer(None) as buffer:
+        ...     dispatch = hybrid_ep.nn.MoEGroupedDispatch(buffer, num_experts=4, num_rows=6)
+        ...     tokens = dispatch(x, topk_idx, torch.ones(2, 2))
+        ...     y = hybrid_ep.nn.MoECombine(buffer)(tokens.x, tokens.handle)
+        >>> tokens.x[:, 0].tolist(), tokens.ends.tolist(), y[:, 0].tolist()
+        ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], [1, 2, 2, 4], [2.0, 2.0])
+    """
+
+    def __init__(self, buffer: Buffer, num_experts: int, num_rows: int) -> None:
+        super().__init__()
+        self.buffer = require_buffer(buffer)
+        self.num_experts = require_int("num_experts", num_experts, minimum=1, multiple_of=buffer.group_size)
+        self.num_rows = require_int("num_rows", num_rows, minimum=1)
+        self._number = number_of(buffer)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> GroupedTokens:
+        """Sends tokens to the ranks of their experts; arguments as of `MoEDispatch`.
+
+        Raises:
+            ConfigError, TimeoutError, TransportError: as `Buffer.dispatch`.
+            OverflowError: more than `num_rows` rows arrived; on the cuda engine from a later call of the buffer.
+        """
+        _check_tokens(x, topk_idx, topk_weights)
+        rows, weights, ends, handle = torch.ops.hybrid_ep.dispatch_grouped(
+            x, topk_idx, topk_weights, self._number, self.num_experts, self.num_rows
+        )
+        return GroupedTokens(rows, weights, ends, Route(handle, topk_idx.shape[0], topk_idx.shape[1]))
 
 
 class MoECombine(nn.Module):
@@ -137,11 +205,11 @@ class MoECombine(nn.Module):
         self._number = number_of(buffer)
 
     def forward(self, x: Tensor, handle: Route | DispatchHandle) -> Tensor:
-        """Brings the experts' rows ``[N, H]`` bf16 back and sums them: ``[T, H]`` bf16.
+        """Brings the experts' rows ``[N, H]`` (``[P, H]``) bf16 back and sums them: ``[T, H]`` bf16.
 
         Args:
             x: the rows.
-            handle: of `MoEDispatch`, or of `Buffer.dispatch`.
+            handle: of `MoEDispatch`, of `MoEGroupedDispatch`, or of `Buffer.dispatch`.
 
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.combine`.

@@ -1,8 +1,9 @@
 """Dispatch and combine as operators of torch, so that compiled, exported and checkpointed code keeps them whole.
 
-    hybrid_ep::dispatch   x, topk_idx, topk_weights → rows, their experts, weights and counts, and a handle
-    hybrid_ep::combine    rows, weights, handle → the sums of each token
-    hybrid_ep::redispatch x, handle → rows along the same routes
+    hybrid_ep::dispatch         x, topk_idx, topk_weights → rows, their experts, weights and counts, and a handle
+    hybrid_ep::dispatch_grouped x, topk_idx, topk_weights → rows by expert, their weights, where groups end, a handle
+    hybrid_ep::combine          rows, weights, handle → the sums of each token
+    hybrid_ep::redispatch       x, handle → rows along the same routes
 
 An operator takes tensors and numbers only. So a buffer goes by its number among those that modules of this process
 were given, and a handle is a tensor that holds a number. The handle lives as long as the storage of that tensor:
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybrid_ep.buffers.base import check_rows
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import require, require_tensor
-from hybrid_ep.engine.calls import DispatchHandle
+from hybrid_ep.core.checks import packed, require, require_tensor
+from hybrid_ep.engine.calls import CombineRequest, DispatchHandle, DispatchRequest, PermuteHandle, Routing, Rows
 from hybrid_ep.errors import ClosedError
 
 __all__ = ["handle_of", "hold", "number_of"]
@@ -33,7 +35,7 @@ _buffer_numbers = itertools.count()
 class _Held(bytearray):
     """The memory of a handle's tensor, and the handle."""
 
-    handle: DispatchHandle
+    handle: DispatchHandle | PermuteHandle
 
 
 _HELD: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
@@ -50,7 +52,7 @@ def number_of(buffer: Buffer) -> int:
     return number
 
 
-def hold(handle: DispatchHandle) -> Tensor:
+def hold(handle: DispatchHandle | PermuteHandle) -> Tensor:
     """``[1]`` int64 on the CPU that stands for a handle and keeps it."""
     number = next(_handle_numbers)
     held = _Held(number.to_bytes(8, "little"))
@@ -59,7 +61,7 @@ def hold(handle: DispatchHandle) -> Tensor:
     return torch.frombuffer(held, dtype=torch.int64)
 
 
-def handle_of(token: Tensor) -> DispatchHandle:
+def handle_of(token: Tensor) -> DispatchHandle | PermuteHandle:
     """The handle that a tensor of `hold` stands for.
 
     Raises:
@@ -68,9 +70,19 @@ def handle_of(token: Tensor) -> DispatchHandle:
     require_tensor("handle", token, dtypes=(torch.int64,), shape=(1,), device=torch.device("cpu"))
     held = _HELD.get(int(token))
     if held is None:
-        require(False, "handle", f"number {int(token)}, which is gone", "the tensor that MoEDispatch returned, no copy")
+        require(False, "handle", f"number {int(token)}, which is gone", "the tensor that dispatch returned, no copy")
     assert held is not None
     return held.handle
+
+
+def _keep(ctx: Any, token: Tensor, *saved: Tensor) -> None:
+    """Saves a handle's tensor and others for the backward pass.
+
+    Hooks of saved tensors may replace one by a copy, as those do that offload activations. So the handle is kept beside
+    it. Compilers trace with tensors that hold no number.
+    """
+    ctx.save_for_backward(token, *saved)
+    ctx.held = _HELD.get(int(token)) if type(token) is Tensor else None
 
 
 def _buffer(number: int) -> Buffer:
@@ -103,15 +115,48 @@ def _dispatch(
     return recv_x, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64), hold(handle)
 
 
+def _dispatch_grouped(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mover = _buffer(buffer)
+    engine = mover.engine
+    check_rows("x", x, None, device=engine.device)
+    mover._check_topk(topk_idx, topk_weights, num_experts, x.device)
+    require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
+    routing = Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+    num_sms = Buffer._num_sms_without_config
+    received = engine.dispatch_permuted(
+        DispatchRequest(Rows(x.contiguous()), routing, num_rows, num_sms, pad_multiple=1)
+    )
+    if engine.name == "torch":  # kernels report it in a later call, without a host sync here
+        engine.raise_on_overflow(received.handle)
+    assert received.probs is not None
+    ends = received.num_tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
+    return received.rows.data, received.probs, ends, hold(received.handle)
+
+
 def _combine(
     x: Tensor, weights: Tensor | None, handle: Tensor, buffer: int, num_tokens: int, num_topk: int
 ) -> tuple[Tensor, Tensor]:
-    combined, summed, _ = _buffer(buffer).combine(x, handle_of(handle), topk_weights=weights)
+    mover, held = _buffer(buffer), handle_of(handle)
+    if isinstance(held, PermuteHandle):
+        engine = mover.engine
+        check_rows("x", x, None, device=engine.device)
+        mover._check_geometry(held.dispatch.grid)
+        require(x.shape[0] == held.num_permuted, "rows of x", x.shape[0], f"{held.num_permuted}, as received")
+        request = CombineRequest(x.contiguous(), packed(weights), num_sms=Buffer._num_sms_without_config)
+        combined, summed = engine.combine_permuted(request, held)
+    else:
+        combined, summed, _ = mover.combine(x, held, topk_weights=weights)
     return combined, x.new_empty(num_tokens, 0, dtype=torch.float32) if summed is None else summed
 
 
 def _redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:
-    received, *_ = _buffer(buffer).dispatch(x, handle=handle_of(handle))
+    mover, held = _buffer(buffer), handle_of(handle)
+    if isinstance(held, PermuteHandle):
+        rows = Rows(x.contiguous())
+        return mover.engine.dispatch_permuted_cached(rows, held, num_sms=Buffer._num_sms_without_config).data
+    received, *_ = mover.dispatch(x, handle=held)
     assert isinstance(received, Tensor)
     return received
 
@@ -131,6 +176,17 @@ def _fake_dispatch(
     )
 
 
+def _fake_dispatch_grouped(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(num_rows, x.shape[1]),
+        topk_weights.new_empty(num_rows),
+        x.new_empty(num_experts // _buffer(buffer).group_size, dtype=torch.int32),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+    )
+
+
 def _fake_combine(
     x: Tensor, weights: Tensor | None, handle: Tensor, buffer: int, num_tokens: int, num_topk: int
 ) -> tuple[Tensor, Tensor]:
@@ -146,23 +202,36 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, topk_idx, _, ctx.buffer, _, _ = inputs
     _, recv_idx, _, _, handle = output
     ctx.num_tokens, ctx.num_topk = topk_idx.shape
-    ctx.save_for_backward(recv_idx, handle)
+    _keep(ctx, handle, recv_idx)
 
 
 @once_differentiable
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     grad_x, _, grad_weights = grads[:3]
-    recv_idx, handle = ctx.saved_tensors
+    handle, recv_idx = ctx.saved_tensors
     # A weight that is reported as 0 because its expert lives elsewhere does not depend on its source.
     grad_weights = torch.where(recv_idx >= 0, grad_weights, 0.0)
     x, weights = torch.ops.hybrid_ep.combine(grad_x, grad_weights, handle, ctx.buffer, ctx.num_tokens, ctx.num_topk)
     return x, None, weights, None, None, None
 
 
+def _keep_dispatch_grouped(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, topk_idx, _, ctx.buffer, _, _ = inputs
+    ctx.num_tokens, ctx.num_topk = topk_idx.shape
+    _keep(ctx, output[3])
+
+
+@once_differentiable
+def _dispatch_grouped_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    (handle,) = ctx.saved_tensors
+    x, weights = torch.ops.hybrid_ep.combine(grads[0], grads[1], handle, ctx.buffer, ctx.num_tokens, ctx.num_topk)
+    return x, None, weights, None, None, None
+
+
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, handle, ctx.buffer, _, _ = inputs
     ctx.num_recv = x.shape[0]
-    ctx.save_for_backward(handle)
+    _keep(ctx, handle)
 
 
 @once_differentiable
@@ -182,6 +251,13 @@ def _define() -> None:
             _fake_dispatch,
         ),
         (
+            "dispatch_grouped",
+            "(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int num_experts, SymInt num_rows) -> "
+            "(Tensor, Tensor, Tensor, Tensor)",
+            _dispatch_grouped,
+            _fake_dispatch_grouped,
+        ),
+        (
             "combine",
             "(Tensor x, Tensor? weights, Tensor handle, int buffer, SymInt num_tokens, SymInt num_topk) -> "
             "(Tensor, Tensor)",
@@ -199,6 +275,8 @@ def _define() -> None:
         operator.register_fake(fake)
         if name == "dispatch":
             operator.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
+        elif name == "dispatch_grouped":
+            operator.register_autograd(_dispatch_grouped_backward, setup_context=_keep_dispatch_grouped)
         elif name == "combine":
             operator.register_autograd(_combine_backward, setup_context=_keep_combine)
 

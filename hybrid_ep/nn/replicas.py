@@ -16,6 +16,7 @@ from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.load_balance import add_gradients, copy_weights, gather_counts
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Routed", "make_balancer"]
@@ -26,11 +27,14 @@ class Routed(NamedTuple):
 
     Attributes:
         slots: ``[T, K]`` int64: the slot of each copy, for a dispatch to `Balancer.num_slots` slots of each rank.
-        weights: for each parameter, ``[slots of this rank, *shape]``.
+        weights: for each parameter, ``[slots of this rank, *shape]``; complete once the current stream has waited for
+            `ready`.
+        ready: of the weights.
     """
 
     slots: Tensor
     weights: tuple[Tensor, ...]
+    ready: EventOverlap
 
 
 class Balancer(Protocol):
@@ -48,18 +52,28 @@ class Balancer(Protocol):
 
 
 def make_balancer(
-    buffer: Buffer, num_experts: int, balance: ExpertPlacement | str | None, *, layer: int, num_spare: int
+    buffer: Buffer,
+    num_experts: int,
+    balance: ExpertPlacement | str | None,
+    *,
+    layer: int,
+    num_spare: int,
+    weight_buffer: Buffer | None,
 ) -> Balancer:
     """Makes the policy that `balance` names; arguments as of `MoELayer`."""
+    if weight_buffer is not None:
+        require(isinstance(weight_buffer, Buffer), "weight_buffer", type(weight_buffer).__name__, "a hybrid_ep.Buffer")
+        require(weight_buffer is not buffer, "weight_buffer", "the same as buffer", "another buffer of these ranks")
+        buffer._check_geometry(weight_buffer.grid)
     num_local = num_experts // buffer.group_size
     if balance is None:
         return _AtHome(num_local)
     if isinstance(balance, ExpertPlacement):
-        return _Placed(buffer, num_experts, balance, layer)
+        return _Placed(buffer, num_experts, balance, layer, weight_buffer)
     if balance != "online":
         raise ConfigError(f"balance is {balance!r}; allowed: None, an ExpertPlacement or 'online'")
     require_int("num_spare", num_spare, minimum=0)
-    return _Online(buffer, num_experts, num_spare)
+    return _Online(buffer, num_experts, num_spare, weight_buffer)
 
 
 class _AtHome:
@@ -69,35 +83,39 @@ class _AtHome:
         self.num_slots = num_slots
 
     def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
-        return Routed(topk_idx, weights)
+        return Routed(topk_idx, weights, EventOverlap())
 
 
 class _Placed:
     """A placement that was made before."""
 
-    def __init__(self, buffer: Buffer, num_experts: int, placement: ExpertPlacement, layer: int) -> None:
+    def __init__(
+        self, buffer: Buffer, num_experts: int, placement: ExpertPlacement, layer: int, weight_buffer: Buffer | None
+    ) -> None:
         require_int("layer", layer, minimum=0, maximum=placement.num_layers - 1)
         found = (placement.num_experts, placement.num_ranks, placement.num_ranks_per_domain)
         wanted = (num_experts, buffer.group_size, buffer.grid.num_ranks_per_domain)
         require(found == wanted, "experts, ranks and ranks per domain of balance", found, str(wanted))
         self.num_slots = placement.num_slots
         self._buffer, self._layer, self._placement = buffer, layer, placement
+        self._weight_buffer = weight_buffer
         self._mapper = placement.on("cpu", buffer.rank)
 
     def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
         if self._mapper.phy2log.device != topk_idx.device:
             self._mapper = self._placement.on(topk_idx.device, self._buffer.rank)
         mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
-        placed = _Replicate.apply(self._buffer, mapping, False, *weights)  # type: ignore[no-untyped-call]
-        return Routed(self._mapper.map_topk(self._layer, topk_idx), placed)
+        placed, ready = _replicate(self._buffer, self._weight_buffer, mapping, False, weights)
+        return Routed(self._mapper.map_topk(self._layer, topk_idx), placed, ready)
 
 
 class _Online:
     """Replicas for this micro-batch, in spare slots behind the home experts."""
 
-    def __init__(self, buffer: Buffer, num_experts: int, num_spare: int) -> None:
+    def __init__(self, buffer: Buffer, num_experts: int, num_spare: int, weight_buffer: Buffer | None) -> None:
         self.num_slots = num_experts // buffer.group_size + num_spare
         self._buffer, self._num_experts, self._num_spare = buffer, num_experts, num_spare
+        self._weight_buffer = weight_buffer
 
     def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
         chosen = topk_idx.flatten()
@@ -105,8 +123,23 @@ class _Online:
         counts = gather_counts(self._buffer, mine)
         per_domain = self._buffer.grid.num_ranks_per_domain
         plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare)
-        placed = _Replicate.apply(self._buffer, plan.spare, True, *weights)  # type: ignore[no-untyped-call]
-        return Routed(map_online(plan, counts, topk_idx, self._buffer.rank), placed)
+        placed, ready = _replicate(self._buffer, self._weight_buffer, plan.spare, True, weights)
+        return Routed(map_online(plan, counts, topk_idx, self._buffer.rank), placed, ready)
+
+
+def _replicate(
+    buffer: Buffer, weight_buffer: Buffer | None, mapping: Tensor, keeps_home: bool, weights: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], EventOverlap]:
+    """`_Replicate`, and its event. A buffer of its own moves the weights on its communication stream.
+
+    Autograd runs the backward pass on the stream of the forward pass, so that gradients go home beside the backward
+    pass of the dispatch.
+    """
+    is_apart = weight_buffer is not None
+    mover = buffer if weight_buffer is None else weight_buffer
+    with mover._comm_stream.scope(None, is_apart):
+        placed = _Replicate.apply(mover, mapping, keeps_home, *weights)  # type: ignore[no-untyped-call]
+    return placed, mover._comm_stream.finish(None, is_apart, (mapping, *weights, *placed))
 
 
 class _Replicate(torch.autograd.Function):
@@ -118,9 +151,11 @@ class _Replicate(torch.autograd.Function):
         ctx.save_for_backward(mapping)
         placed = []
         for home in weights:
-            replicas = home.new_zeros(mapping.shape[1], *home.shape[1:])
-            copy_weights(buffer, replicas, home.contiguous(), mapping, 0)
-            placed.append(torch.cat([home, replicas]) if keeps_home else replicas)
+            num_home = ctx.num_local if keeps_home else 0
+            slots = home.new_zeros(num_home + mapping.shape[1], *home.shape[1:])
+            slots[:num_home] = home[:num_home]
+            copy_weights(buffer, slots[num_home:], home.contiguous(), mapping, 0)
+            placed.append(slots)
         return tuple(placed)
 
     @staticmethod

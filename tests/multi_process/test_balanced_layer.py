@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 
 import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.nn import MoELayer
+from hybrid_ep.nn import DispatchedTokens, GroupedTokens, MoELayer
 from tests.conftest import RunRanks
 
 BF16_STEP = 2.0**-8  # half the distance between neighbouring bf16 values, relative
 NUM_RANKS, HIDDEN, WIDTH, EXPERTS, TOPK, TOKENS = 4, 32, 48, 8, 2, 40
 SIZES = {"hidden": HIDDEN, "ffn_hidden": WIDTH, "num_experts": EXPERTS, "topk": TOPK, "seed": 3}
+MEAN = 3 * TOKENS * TOPK // NUM_RANKS  # copies of a rank; one rank has no tokens
 LOADS = torch.tensor([[9.0, 1, 1, 1, 8, 1, 1, 1], [1.0] * 8])
 
 
@@ -33,10 +35,21 @@ POLICIES: dict[str, tuple[int, dict[str, Any]]] = {
     "placement of layer 1": (4, {"balance": placement(4), "layer": 1}),
     "placement, two domains": (2, {"balance": placement(2)}),
     "online, 2 spare slots": (4, {"balance": "online"}),
+    "online, weights beside the dispatch": (4, {"balance": "online", "has_weight_buffer": True}),
+    "placement, weights beside the dispatch": (2, {"balance": placement(2), "has_weight_buffer": True}),
     "online, 1 spare slot": (4, {"balance": "online", "num_spare": 1}),
     "online, no spare slot": (4, {"balance": "online", "num_spare": 0}),
     "online, more spare slots than experts": (4, {"balance": "online", "num_spare": 3}),
     "online, two domains": (2, {"balance": "online"}),
+    "none, static shapes": (4, {"num_rows": 4 * TOKENS * TOPK}),
+    "placement, static shapes": (4, {"balance": placement(4), "num_rows": 4 * TOKENS * TOPK}),
+    "placement, two domains, static shapes": (2, {"balance": placement(2), "num_rows": 4 * TOKENS * TOPK}),
+    # As many as the mean: not one row is left over.
+    "online, static shapes": (4, {"balance": "online", "num_rows": MEAN}),
+    "online, no spare slot, static shapes": (4, {"balance": "online", "num_spare": 0, "num_rows": 4 * TOKENS * TOPK}),
+    "none, static shapes, bf16": (4, {"num_rows": 4 * TOKENS * TOPK, "dtype": torch.bfloat16}),
+    "online, static shapes, bf16": (4, {"balance": "online", "num_rows": MEAN, "dtype": torch.bfloat16}),
+    "online, two domains, static shapes": (2, {"balance": "online", "num_rows": 4 * TOKENS * TOPK}),
 }
 
 
@@ -55,9 +68,17 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
     rank = dist.get_rank()
     x = tokens(rank).requires_grad_()
     received = []
-    with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
+    options = dict(options)
+    dtype = options.pop("dtype", torch.float32)
+    with (
+        hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer,
+        hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as other,
+    ):
+        if options.pop("has_weight_buffer", False):
+            options["weight_buffer"] = other
         layer = MoELayer(buffer, **SIZES, **options)
-        layer.dispatch.register_forward_hook(lambda module, given, got: received.append(int((got.topk_idx >= 0).sum())))
+        layer.experts.to(dtype)
+        layer.dispatch.register_forward_hook(lambda module, given, got: received.append(_num_copies(got)))
         y = layer(x)
         (y * pull(rank)).sum().backward()
         again = layer(x.detach())
@@ -65,6 +86,10 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
     grads = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
     shapes = {name: tuple(_local(value).shape) for name, value in layer.state_dict().items()}
     return {"y": y.detach(), "x": x.grad, "copies": received[0], "shapes": shapes, **grads}
+
+
+def _num_copies(got: DispatchedTokens | GroupedTokens) -> int:
+    return int(got.ends[-1] if isinstance(got, GroupedTokens) else (got.topk_idx >= 0).sum())
 
 
 def _local(tensor: Any) -> Tensor:
@@ -95,11 +120,13 @@ def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> 
     per_domain, options = POLICIES[policy]
     results = run_ranks(NUM_RANKS, _run, per_domain, options)
     truth = dense()
+    # In bf16, what is between an expert's two layers is rounded, too, and so are its gradients.
+    steps = 16 if "dtype" in options else 8
     for name in ("y", "x", "experts.up", "experts.down"):
         got, want = torch.cat([result[name] for result in results]).double(), truth[name]
-        assert ((got - want).norm() / want.norm()).item() < 8 * BF16_STEP, name
+        assert ((got - want).norm() / want.norm()).item() < steps * BF16_STEP, name
     router = sum(result["router"] for result in results).double()
-    assert ((router - truth["router"]).norm() / truth["router"].norm()).item() < 8 * BF16_STEP
+    assert ((router - truth["router"]).norm() / truth["router"].norm()).item() < steps * BF16_STEP
     num_local = EXPERTS // NUM_RANKS
     shapes = {
         "router": (EXPERTS, HIDDEN),
@@ -110,20 +137,57 @@ def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> 
 
 
 def test_online_gives_ranks_equal_work_where_a_skewed_router_does_not(run_ranks: RunRanks) -> None:
-    mean = 3 * TOKENS * TOPK / NUM_RANKS
     most = {
         policy: max(result["copies"] for result in run_ranks(NUM_RANKS, _run, *POLICIES[policy]))
-        for policy in ("none", "online, 2 spare slots")
+        for policy in ("none", "online, 2 spare slots", "online, static shapes")
     }
-    assert most["none"] > 1.5 * mean
-    assert most["online, 2 spare slots"] == mean
+    assert most["none"] > 1.5 * MEAN
+    assert most["online, 2 spare slots"] == most["online, static shapes"] == MEAN
 
 
-@pytest.mark.parametrize("options", [{"balance": "online"}, {"balance": placement(4)}], ids=["online", "placement"])
+@pytest.mark.parametrize(
+    "options",
+    [{"balance": "online"}, {"balance": placement(4)}, {"balance": "online", "num_rows": MEAN}],
+    ids=["online", "placement", "online, static shapes"],
+)
 def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str, Any]) -> None:
     first, again = (run_ranks(NUM_RANKS, _run, 4, options) for _ in range(2))
     for a, b in zip(first, again, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in ("y", "x", "experts.up", "experts.down", "router"))
+
+
+@pytest.mark.parametrize("has_weight_buffer", [False, True])
+def test_weights_move_beside_the_dispatch_and_experts_wait(
+    monkeypatch: pytest.MonkeyPatch, has_weight_buffer: bool
+) -> None:
+    steps: list[str] = []
+    with hybrid_ep.Buffer(None) as buffer, hybrid_ep.Buffer(None) as other:
+        options = {"weight_buffer": other} if has_weight_buffer else {}
+        layer = MoELayer(buffer, **SIZES, balance="online", **options)  # type: ignore[arg-type]
+        mover, wait = other if has_weight_buffer else buffer, EventOverlap.current_stream_wait
+
+        def copy(given: hybrid_ep.Buffer, *args: Any) -> None:
+            assert given is mover
+            steps.append("copy")
+
+        def note_wait(event: EventOverlap) -> Any:
+            steps.append("wait for the copies" if event.event is not None else "nothing to wait for")
+            return wait(event)
+
+        monkeypatch.setattr("hybrid_ep.nn.replicas.copy_weights", copy)
+        monkeypatch.setattr(EventOverlap, "current_stream_wait", note_wait)
+        layer.dispatch.register_forward_pre_hook(lambda *given: steps.append("dispatch"))
+        layer.experts.register_forward_pre_hook(lambda *given: steps.append("experts"))
+        layer(tokens(0))
+    waits = "wait for the copies" if has_weight_buffer else "nothing to wait for"
+    assert steps == ["copy", "copy", "dispatch", waits, "experts"]
+
+
+def test_a_weight_buffer_is_another_one_of_these_ranks() -> None:
+    with hybrid_ep.Buffer(None) as buffer:
+        for wrong, words in ((buffer, "the same as buffer"), ("other", "str")):
+            with pytest.raises(ConfigError, match=f"weight_buffer is {words}; allowed: "):
+                MoELayer(buffer, **SIZES, balance="online", weight_buffer=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +195,7 @@ def test_gradients_are_the_same_each_time(run_ranks: RunRanks, options: dict[str
     [
         ({"balance": "offline"}, "balance is 'offline'"),
         ({"balance": "online", "num_spare": -1}, "num_spare is -1"),
+        ({"num_rows": -1}, "num_rows is -1"),
         ({"balance": placement(4)}, "experts, ranks and ranks per domain of balance"),
         ({"balance": ExpertPlacement.contiguous(1, EXPERTS, 1), "layer": 1}, "layer is 1"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,8 +218,34 @@ def test_a_handle_of_the_buffer_combines() -> None:
         assert torch.equal(MoECombine(buffer)(recv_x, handle), x)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_rows": 8}], ids=["by source", "by expert"])
+def test_saved_tensors_may_be_copied(options: dict[str, int]) -> None:
+    """As hooks do that offload activations into pinned memory."""
+    with Buffer(None) as buffer:
+        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=4, topk=2, **options)  # type: ignore[arg-type]
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+        layer(x).square().sum().backward()
+        grads = [parameter.grad for parameter in layer.parameters()]
+        layer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            y = layer(x)
+        y.square().sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), grads, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_layer_that_has_run_can_be_copied() -> None:
+    with Buffer(None) as buffer:
+        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1)
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+        y = layer(x)
+        copied = copy.deepcopy(layer)
+        assert torch.equal(copied(x), y)
+        copied(x).sum().backward()
+        assert layer.experts.up.grad is None
+
+
 def test_a_bound_that_is_too_small_is_told() -> None:
     with Buffer(None) as buffer:
-        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1, num_worst_tokens=3)
+        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1, num_rows=3)
         with pytest.raises(hybrid_ep.OverflowError, match="4 rows arrived at rank 0; allowed by the bound: 3"):
             layer(torch.ones(4, 16))

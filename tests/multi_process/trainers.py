@@ -171,7 +171,7 @@ def under_checkpoint(buffer: hybrid_ep.Buffer, how: str) -> dict[str, Tensor]:
 
 
 def compiled(buffer: hybrid_ep.Buffer, backend: str) -> dict[str, Tensor]:
-    model = Model(buffer, num_worst_tokens=TOKENS * dist.get_world_size())
+    model = Model(buffer, num_rows=TOKENS * TOPK * dist.get_world_size())
     y = torch.compile(model, fullgraph=True, backend=backend)(tokens(dist.get_rank()))
     loss_of(y, dist.get_rank()).backward()
     average_by_hand(model)
@@ -204,10 +204,10 @@ def on_each_rank(trainer: Callable[..., dict[str, Tensor]], *args: Any) -> dict[
 def exported() -> float:
     """The largest difference between the exported layer and the layer."""
     with hybrid_ep.Buffer() as buffer, torch.no_grad():
-        model, x = Model(buffer, num_worst_tokens=TOKENS * dist.get_world_size()), tokens(dist.get_rank())
+        model, x = Model(buffer, num_rows=TOKENS * TOPK * dist.get_world_size()), tokens(dist.get_rank())
         program = torch.export.export(model, (x,), strict=False)
         called = [node.target for node in program.graph.nodes]
-        assert torch.ops.hybrid_ep.dispatch.default in called
+        assert torch.ops.hybrid_ep.dispatch_grouped.default in called
         assert torch.ops.hybrid_ep.combine.default in called
         other = tokens(7 + dist.get_rank())
         return float((program.module()(other) - model(other)).abs().max())

@@ -1,0 +1,39 @@
+"""A linear layer of many experts at once: rows by group, and one matrix for each group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["grouped_linear"]
+
+_ALIGNMENT = 16  # bytes of a row of each operand, as torch wants them
+
+
+def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies the rows of each group with the matrix of the group. No shape depends on `ends`, nor does the host.
+
+    In bf16 it is torch's grouped product, where torch has one (2.10). Otherwise every group is computed for all rows.
+
+    Args:
+        rows: ``[P, in]``, by group.
+        weights: ``[G, out, in]``, of the dtype of the rows.
+        ends: ``[G]`` int32 on the device of the rows: where the rows of each group end.
+
+    Returns:
+        ``[P, out]``; undefined after the last end.
+    """
+    if _has_product(rows, weights):
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    group = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
+    total = rows.new_zeros(len(rows), weights.shape[1])
+    for i, weight in enumerate(weights):
+        total = total + torch.where((group == i).unsqueeze(1), F.linear(rows, weight), 0)
+    return total
+
+
+def _has_product(rows: Tensor, weights: Tensor) -> bool:
+    # In other dtypes torch cannot compile it, and on a GPU reads the ends on the host.
+    is_aligned = all(size * rows.dtype.itemsize % _ALIGNMENT == 0 for size in weights.shape[1:])
+    return hasattr(F, "grouped_mm") and rows.dtype == torch.bfloat16 and is_aligned
