@@ -23,7 +23,15 @@ from torch.autograd.function import once_differentiable
 from hybrid_ep.buffers.base import check_rows
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import packed, require, require_tensor
-from hybrid_ep.engine.calls import CombineRequest, DispatchHandle, DispatchRequest, PermuteHandle, Routing, Rows
+from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    CombineRequest,
+    DispatchHandle,
+    DispatchRequest,
+    PermuteHandle,
+    Routing,
+    Rows,
+)
 from hybrid_ep.errors import ClosedError
 
 __all__ = ["handle_of", "hold", "number_of"]
@@ -154,8 +162,8 @@ def _combine(
 def _redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:
     mover, held = _buffer(buffer), handle_of(handle)
     if isinstance(held, PermuteHandle):
-        rows = Rows(x.contiguous())
-        return mover.engine.dispatch_permuted_cached(rows, held, num_sms=Buffer._num_sms_without_config).data
+        request = CachedDispatchRequest(Rows(x.contiguous()), Buffer._num_sms_without_config)
+        return mover.engine.dispatch_permuted_cached(request, held).data
     received, *_ = mover.dispatch(x, handle=held)
     assert isinstance(received, Tensor)
     return received
