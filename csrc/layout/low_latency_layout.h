@@ -61,7 +61,7 @@ struct LowLatencyProgress {
 
 // Where experts signal that their rows are written. A counter for each block of rows of an expert, or one for all.
 struct ExpertSignals {
-  const uint32_t* raised;  // [LE, B]; loaded with acquire at GPU scope
+  const uint32_t* raised;  // [LE, B]; loaded with acquire at system scope
   uint32_t expected;       // of a counter: from this value on, its rows are written
   int num_per_expert;      // B
   int rows_per_signal;
