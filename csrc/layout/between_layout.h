@@ -76,15 +76,18 @@ struct BetweenLayout {
   // acquire
   int64_t rows_pushed;
   // Written by this rank.
-  int64_t decisions;    // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch
-  int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call
-  int64_t read_chunks;  // uint64 [D] of the stream from each peer, before this call
-  int64_t rows_read;    // uint32 [D][S] rows read of the chunk in the slot
-  int64_t slots_read;   // uint32 [D][S] slots read of each group, in this lap
+  // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch. By the first CTA, polled by the others: of
+  // dispatch relaxed, because the word holds all that is decided; of combine with release at system scope, and a fence
+  // behind the load, so that all CTAs see what the first has acquired
+  int64_t decisions;
+  int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call; stored plainly by the last CTA
+  int64_t read_chunks;  // uint64 [D] of the stream from each peer, likewise
+  int64_t rows_read;    // uint32 [D][S] rows read of the chunk in the slot: acq_rel additions at GPU scope
+  int64_t slots_read;   // uint32 [D][S] slots read of each group, in this lap: the same
   // uint32 [kMaxTokens] epoch of the combine that has last summed each chunk of this domain's rows: release, acquire at
   // GPU scope
   int64_t own_epoch;
-  int64_t items;   // uint32 [D] next work index towards each domain, 0 between kernels
+  int64_t items;   // uint32 [D] next work index towards each domain, 0 between kernels: relaxed at GPU scope
   int64_t pushed;  // uint32 [D][G] chunks of partial rows published to their rank, 0 between kernels: release, acquire
   int64_t num_bytes;
 

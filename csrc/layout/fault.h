@@ -50,8 +50,8 @@ constexpr bool is_of_send(WaitTag tag) {
 constexpr int kSendTimeoutDivisor = 2;
 
 struct FaultRecord {
-  uint32_t claimed;  // the first fault takes the record; later ones are dropped
-  uint32_t written;  // 1 once the fields below can be read
+  uint32_t claimed;  // by an atomic at system scope: the first fault takes the record, later ones are dropped
+  uint32_t written;  // 1 once the fields below can be read: stored with release at system scope
   FaultKind kind;
   KernelName kernel;
   WaitTag tag;  // of kOtherCall, the CallField in which the peer's call differs

@@ -55,13 +55,13 @@ static_assert(sizeof(RoutePart) == 16 && kMaxExperts <= RoutePart::kNoExpert);
 
 // What the kernels of one kind have done with one buffer.
 struct LowLatencyProgress {
-  uint32_t epoch;          // of the last call that has ended
-  uint32_t finished_ctas;  // 0 between kernels
+  uint32_t epoch;          // of the last call that has ended; stored plainly by the last CTA
+  uint32_t finished_ctas;  // 0 between kernels; relaxed additions at GPU scope, between fences where rows are sent
 };
 
 // Where experts signal that their rows are written. A counter for each block of rows of an expert, or one for all.
 struct ExpertSignals {
-  const uint32_t* raised;  // [LE, B]
+  const uint32_t* raised;  // [LE, B]; loaded with acquire at system scope
   uint32_t expected;       // of a counter: from this value on, its rows are written
   int num_per_expert;      // B
   int rows_per_signal;
@@ -92,13 +92,16 @@ struct LowLatencyChannel {
   uint32_t free_epoch[kMaxRanks];
   // Written by this rank.
   LowLatencyProgress send, receive;
-  uint32_t no_signal;  // of a combine: kNoSignalBit and the index of a signal that did not come; 0 between kernels
-  uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics)
+  // Of a combine: kNoSignalBit and the index of a signal that did not come; 0 between kernels. Set by atomics, read by
+  // the last CTA behind the fences of finish_send.
+  uint32_t no_signal;
+  uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics); by atomics
 };
 
 struct LowLatencyControl {
   LowLatencyChannel channels[2][kLowLatencyBuffers];  // by LowLatencyKind
-  int32_t masked[kMaxRanks];                          // by the host, and by a kernel that gave a rank up
+  // By the host, and by a kernel that gave a rank up. Plain: a CTA that sees it late waits for the rank once more.
+  int32_t masked[kMaxRanks];
 };
 
 // Sizes of one call, equal at all ranks.

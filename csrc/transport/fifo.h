@@ -27,10 +27,10 @@ struct alignas(128) FifoCursor {
 
 // One rank's FIFOs, as kernels and the proxy see them.
 struct FifoView {
-  PackedCommand* commands;  // [num_fifos][kFifoSlots], pinned
-  FifoCursor* done;         // [num_fifos], pinned: commands that the proxy has read
-  FifoCursor* heads;        // [num_fifos], GPU: indices taken
-  FifoCursor* known_done;   // [num_fifos], GPU: what a writer has last read of `done`
+  PackedCommand* commands;  // [num_fifos][kFifoSlots], pinned: release (or a fence, then relaxed), acquire
+  FifoCursor* done;         // [num_fifos], pinned: commands that the proxy has read; release, acquire at system scope
+  FifoCursor* heads;        // [num_fifos], GPU: indices taken; relaxed, compare and swap at GPU scope
+  FifoCursor* known_done;   // [num_fifos], GPU: what a writer has last read of `done`; release, acquire at GPU scope
   int num_fifos;
 };
 

@@ -16,7 +16,7 @@ HYBRID_EP_HOST_DEVICE constexpr uint32_t failure_word(int peer) { return static_
 struct LinkView {
   LinkLayout layout;
   uint8_t* window;          // this rank's; GPU memory or pinned host memory, as the transport chose
-  uint64_t* words;          // this rank's flags and credits; written by peers, read by kernels
+  uint64_t* words;          // this rank's flags and credits; written by peers, loaded by kernels with acquire
   const uint32_t* failure;  // pinned: failure_word; the host has the whole record
   FifoView fifos;
   // Peers' windows by domain, as this GPU maps them, each with its words behind it. Where is_mapped, kernels write them

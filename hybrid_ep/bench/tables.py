@@ -45,11 +45,11 @@ _SPARE_COLUMNS = (
 _NOTHING = "–"
 _ANY_WIDTH = 10_000
 _LEGEND = (
-    "Times are of the slowest rank in each run; host: until the call returned to the host, once after a barrier of the "
-    "ranks, and in a row, the latter also under torch.set_default_device. held: so many results of earlier calls are "
-    "alive. until done: by the clock, from the call until the idle device has done it. bytes: all rows that a rank "
-    "receives, its own included, mean over ranks; remote: only those from other ranks. GB/s: bytes over the median. of "
-    "the wire: what the wire alone takes for the same rows with as many SMs, over the median."
+    "Times are of the slowest rank in each run. Host: until the call returned to the host, once after a barrier of the "
+    "ranks, and of calls in a row; the latter also under torch.set_default_device. Held: that many results of earlier "
+    "calls are alive. Until done: by the clock, from the call until the device, idle before, has done it. Bytes: all "
+    "rows that a rank receives, its own included, mean over ranks. Remote: only rows of other ranks. GB/s: bytes over "
+    "the median. Of the wire: the time of the wire alone for the same rows with as many SMs, over the median."
 )
 
 

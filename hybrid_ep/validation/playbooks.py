@@ -109,7 +109,7 @@ def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: fl
     try:
         store = TCPStore(address, port, 2, rank == 0, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
     except RuntimeError as error:
-        raise TransportError("NIC to NIC", rank, 1 - rank, f"no meeting at {address} port {port}: {error}") from None
+        raise TransportError("NIC to NIC", rank, 1 - rank, f"no rendezvous at {address} port {port}: {error}") from None
     result = measure_between(rank, store, address, topology, gid_index, limit_s)
     if rank == 0:  # it holds the store
         exchange(store, "end", 0, (0, 1), b"", limit_s, where="NIC to NIC")

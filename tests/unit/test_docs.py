@@ -16,7 +16,13 @@ from hybrid_ep.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ansible/*.md"), ROOT / "benchmarks/results/README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("ansible/*.md"),
+        *ROOT.glob("tests/**/*.md"),
+        ROOT / "benchmarks/results/README.md",
+    ]
 )
 MAKEFILE = (ROOT / "Makefile").read_text()
 VARIABLES = {variable.name for variable in env.VARIABLES}

@@ -427,4 +427,4 @@ def test_nic_bandwidth_whose_first_rank_does_not_come_names_the_place() -> None:
     command.append("--limit-s=1")
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **rank, **meet})
     assert done.returncode == 1
-    assert "NIC to NIC: rank 1 lost rank 0: no meeting at 127.0.0.1 port 9: " in done.stderr
+    assert "NIC to NIC: rank 1 lost rank 0: no rendezvous at 127.0.0.1 port 9: " in done.stderr
