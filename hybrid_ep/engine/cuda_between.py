@@ -2,8 +2,8 @@
 
 A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it; a combine
 goes the same way back (docs/internals/between_domains.md). Both are a launch on the current stream; ahead of it
-a dispatch finds where its tokens go. Permuted calls are a dispatch and a permutation by torch, and low-latency calls
-are the torch engine's: they have no kernels between domains.
+a dispatch finds where its tokens go. Permuted calls are a dispatch and a permutation by torch. Low-latency calls are
+the torch engine's, unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for kernels (cuda_low_latency_between.py).
 
 A call with a bound never waits for the device. One without waits for the host
 counts; where a rank's capacity is too small, all ranks learn it from the same counts, grow, and start again.
@@ -24,8 +24,20 @@ from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import one_at_a_time
-from hybrid_ep.engine.calls import Combined, CombineRequest, Dispatched, DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.calls import (
+    Combined,
+    CombineRequest,
+    Dispatched,
+    DispatchHandle,
+    DispatchRequest,
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+    Rows,
+)
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
+from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
     DispatchShape,
@@ -114,16 +126,9 @@ class CudaBetween(TorchEngine):
         self._communicator = _cuda.Communicator(
             rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
-        self._map_peers = _map_peers(_roll_call(group, grid.rank, grid.peers, timeout_s, number), self.device)
-        self._link = open_link(
-            group,
-            grid,
-            [Ring(*_cuda.between_ring(num_domains=grid.num_domains))],
-            device=self.device,
-            timeout_s=timeout_s,
-            native=_cuda,
-            map_symmetric=self._map_peers,
-        )
+        self._group, self._timeout_s = group, timeout_s
+        self._peers = _roll_call(group, grid.rank, grid.peers, timeout_s, number)
+        self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
             domain=self._communicator, rank=grid.rank, num_domains=grid.num_domains, proxy=self._link.proxy
@@ -134,11 +139,24 @@ class CudaBetween(TorchEngine):
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
+        self._low_latency_kernels: LowLatencyBetween | None = None
+        if env.LOW_LATENCY_BETWEEN.get() == "cuda":
+            self._low_latency_kernels = LowLatencyBetween(
+                roll_call,
+                grid,
+                self.device,
+                self._communicator,
+                self._order,
+                open_link=self._open_link,
+                error_of=self._error_of,
+            )
+            self._low_latency_kernels.lost = self.lost
         super().barrier()
 
     @property
     def memory_bytes(self) -> int:
-        return self._control.local.nbytes + self._arena.num_bytes
+        kernels = self._low_latency_kernels
+        return self._control.local.nbytes + self._arena.num_bytes + (0 if kernels is None else kernels.num_bytes)
 
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
@@ -346,6 +364,23 @@ class CudaBetween(TorchEngine):
         self._end_launch()
         return Combined(out, out_weights)
 
+    def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        # Masks are the torch engine's: without its peer a rank reaches nobody in that domain.
+        kernels = self._low_latency_kernels
+        if kernels is None or self.takes_masks or not kernels.serves(request):
+            return super().low_latency_dispatch(request)
+        return kernels.dispatch(request)
+
+    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        kernels = self._low_latency_kernels
+        if kernels is None or not kernels.has_made(handle):
+            return super().low_latency_combine(request, handle)
+        return kernels.combine(request, handle)
+
+    def low_latency_memory(self) -> Tensor:
+        kernels = self._low_latency_kernels
+        return super().low_latency_memory() if kernels is None else kernels.rows_memory()
+
     def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""
         num_tokens, hidden = rows.data.shape
@@ -423,6 +458,14 @@ class CudaBetween(TorchEngine):
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         self.raise_pending()
+        kernels = self._low_latency_kernels
+        if kernels is None:
+            super().barrier()
+            return
+        kernels.drain()
+        super().barrier()
+        kernels.reset()
+        torch.cuda.synchronize(self.device)
         super().barrier()
 
     def raise_pending(self) -> None:
@@ -431,6 +474,8 @@ class CudaBetween(TorchEngine):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+        if self._low_latency_kernels is not None:
+            self._low_latency_kernels.close()
         self._link.close(_CLOSE_TIMEOUT_S)
         super().close()
         self._raise_unnamed()
@@ -499,9 +544,13 @@ class CudaBetween(TorchEngine):
 
     def _take_fault(self) -> HybridEPError | None:
         """What a kernel has found wrong since the last call."""
+        if self._low_latency_kernels is not None:
+            return self._low_latency_kernels.take_fault()
         fault = self._communicator.take_fault()
-        if fault is None:
-            return None
+        return None if fault is None else self._error_of(fault)
+
+    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
+        """The error for a fault of a call that is not one of low latency."""
         if fault.kind != _cuda.FaultKind.TRANSPORT:
             return as_error(fault, self.grid)
         where = f"{fault.kernel}: {fault.tag}"
@@ -510,6 +559,21 @@ class CudaBetween(TorchEngine):
         except TransportError as error:
             return error
         return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
+
+    def _open_link(self, rings: list[Ring]) -> OpenedLink:
+        """Opens a link to the peers; collective."""
+        device = torch.device("cuda", self._index)
+        map_peers = _map_peers(self._peers, device)
+        link = open_link(
+            self._group,
+            self.grid,
+            rings,
+            device=device,
+            timeout_s=self._timeout_s,
+            native=_cuda,
+            map_symmetric=map_peers,
+        )
+        return OpenedLink(link, map_peers)
 
 
 def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep import env
 from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
 from hybrid_ep.core.quantize import (
     Fp8Format,
@@ -88,9 +89,10 @@ def expected_combine(
 ) -> Tensor:
     """Σ_k weight × row in float32, in top-k order, rounded once.
 
-    Of enough tokens, terms of experts on one rank that has no hook are first summed and rounded. `cross` is what
-    becomes of a bf16 row on its way.
+    Of enough tokens, terms of experts on one rank of the own domain that has no hook are first summed and rounded.
+    `cross` is what becomes of a bf16 row on its way.
     """
+    per_domain = case.num_ranks_per_domain or env.NUM_RANKS_PER_DOMAIN.get() or case.num_ranks
     inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
     has_enough = inputs.x.shape[0] >= MIN_TOKENS_TO_SUM
     result = torch.zeros(inputs.x.shape, dtype=torch.bfloat16)
@@ -101,7 +103,8 @@ def expected_combine(
                 row = expert_row(case, Copy(rank, token, column, expert))
                 term = row, inputs.topk_weights[token, column]
                 owner = expert // num_local
-                group = ("rank", owner) if has_enough and not is_hooked(owner) else ("column", column)
+                is_sum = has_enough and not is_hooked(owner) and owner // per_domain == rank // per_domain
+                group = ("rank", owner) if is_sum else ("column", column)
                 groups.setdefault(group, []).append(term)
         total = torch.zeros(case.hidden)
         for terms in groups.values():

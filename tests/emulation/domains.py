@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
+from hybrid_ep.errors import TransportError
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_auto", "check_in_domains", "check_link_alone", "check_over"]
+__all__ = ["check_auto", "check_by_kernels", "check_in_domains", "check_link_alone", "check_missing_signal", "check_over", "lose_a_rank"]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
@@ -30,6 +31,26 @@ def check_over(transport: str, check: str, *args: Any) -> None:
     module, name = check.rsplit(".", 1)
     with mock.patch.dict(os.environ, {"HYBRID_EP_TRANSPORT": transport, "HYBRID_EP_TCP_ADDRESS": "127.0.0.1"}):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def check_by_kernels(check: str, *args: Any) -> None:
+    """Runs a check of tests/ whose low-latency calls the kernels between domains serve."""
+    from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
+
+    module, name = check.rsplit(".", 1)
+    with (
+        mock.patch.dict(os.environ, {"HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda"}),
+        mock.patch.object(LowLatencyBetween, "dispatch", autospec=True, side_effect=LowLatencyBetween.dispatch) as sent,
+    ):
+        getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+    assert sent.call_count > 0
+
+
+def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
+    """The kernels between domains serve no buffer that may shrink."""
+    from tests.battery import signals
+
+    signals.check_missing_signal(timeout_s, device, shrinks=False)
 
 
 def check_auto() -> None:
@@ -53,3 +74,16 @@ def check_link_alone(case: Case) -> None:
             assert torch.equal(again, want)
             combined, *_ = buffer.combine(want, handle)
             assert torch.equal(combined, buffer.combine(again, handle)[0])
+
+
+def lose_a_rank() -> int:
+    """As `multi_gpu.lost_ranks.call_until_lost`; over tcp, the transport may notice the loss first."""
+    from tests.multi_gpu import lost_ranks
+
+    peer: int | None
+    try:
+        return lost_ranks.call_until_lost()
+    except TransportError as error:
+        peer = error.peer
+    assert peer is not None
+    return peer
