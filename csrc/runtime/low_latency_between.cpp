@@ -28,6 +28,8 @@ LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicato
     require(link_.layout.rings[ring].num_slots == kLowLatencyBuffers && link_.layout.rings[ring].slots_per_credit == 1,
             "slots of a ring", link_.layout.rings[ring].num_slots, "one for each buffer, each with a credit");
   }
+  const DeviceGuard guard(device_);
+  prepare_low_latency_between_dispatch();
   domain_.rank = grid.rank;
   domain_.num_ranks = grid.num_ranks();
   for (int r = 0; r < domain_.num_ranks; ++r) {

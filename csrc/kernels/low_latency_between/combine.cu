@@ -14,7 +14,6 @@
 
 #include "device/logfmt.cuh"
 #include "device/ptx/launch.cuh"
-#include "kernels/launch.h"
 #include "kernels/low_latency_between/peer_chunk.cuh"
 
 namespace hybrid_ep {
@@ -89,7 +88,7 @@ __device__ void copy_row(const uint8_t* row, uint8_t* record, int hidden, bool i
 }
 
 template <typename Link>
-__global__ void __launch_bounds__(kThreads) ship_rows_kernel(const __grid_constant__ ShipRowsParams params) {
+__global__ void __launch_bounds__(kThreads, 1) ship_rows_kernel(const __grid_constant__ ShipRowsParams params) {
   __shared__ bool is_free[kMaxDomains];
   __shared__ int num_rows[kMaxDomains];
   __shared__ Runs runs;
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) ship_rows_kernel(const __grid_consta
 }
 
 template <typename Link>
-__global__ void __launch_bounds__(kThreads) forward_rows_kernel(const __grid_constant__ ForwardRowsParams params) {
+__global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_constant__ ForwardRowsParams params) {
   __shared__ uint32_t num_records[kMaxDomains], values[kMaxDomains], waited_us[kMaxDomains];
   __shared__ bool came[kMaxDomains];
   ptx::wait_for_previous_kernel();
@@ -229,13 +228,13 @@ __global__ void __launch_bounds__(kThreads) forward_rows_kernel(const __grid_con
 
 void launch_ship_rows(const ShipRowsParams& params, int num_device_sms, cudaStream_t stream) {
   const auto kernel = params.link.is_mapped ? ship_rows_kernel<MappedLink> : ship_rows_kernel<ProxyLink>;
-  launch_kernel(LaunchKind::kEarly, kernel, params, num_device_sms, kThreads, 0, stream);
+  launch_kernel(launch_kind(params.link), kernel, params, num_device_sms, kThreads, 0, stream);
 }
 
 void launch_forward_rows(const ForwardRowsParams& params, int num_device_sms, cudaStream_t stream) {
   const auto kernel = params.link.is_mapped ? forward_rows_kernel<MappedLink> : forward_rows_kernel<ProxyLink>;
   // The last CTA waits for ranks.
-  launch_kernel(LaunchKind::kEarly, kernel, params, num_device_sms, kThreads, 0, stream);
+  launch_kernel(launch_kind(params.link), kernel, params, num_device_sms, kThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep

@@ -14,7 +14,6 @@
 
 #include "device/ptx/launch.cuh"
 #include "device/route_part.cuh"
-#include "kernels/launch.h"
 #include "kernels/low_latency_between/peer_chunk.cuh"
 #include "layout/expert_map.h"
 
@@ -38,7 +37,7 @@ __device__ void copy_slot(const uint8_t* slot, const LowLatencyMessage& message,
 }
 
 template <typename Link>
-__global__ void __launch_bounds__(kThreads) ship_tokens_kernel(const __grid_constant__ ShipTokensParams params) {
+__global__ void __launch_bounds__(kThreads, 1) ship_tokens_kernel(const __grid_constant__ ShipTokensParams params) {
   __shared__ bool is_free[kMaxDomains];
   __shared__ Copies copies;
   ptx::wait_for_previous_kernel();
@@ -154,7 +153,7 @@ __device__ void forward_routes(const ForwardTokensParams& params, const uint8_t*
 }
 
 template <typename Link>
-__global__ void __launch_bounds__(kThreads) forward_tokens_kernel(const __grid_constant__ ForwardTokensParams params) {
+__global__ void __launch_bounds__(kThreads, 1) forward_tokens_kernel(const __grid_constant__ ForwardTokensParams params) {
   __shared__ PeerHeader headers[kMaxDomains];
   __shared__ uint32_t waited_us[kMaxDomains];
   __shared__ bool came[kMaxDomains];
@@ -224,9 +223,16 @@ __global__ void __launch_bounds__(kThreads) forward_tokens_kernel(const __grid_c
 
 }  // namespace
 
+void prepare_low_latency_between_dispatch() {
+  prefer_shared_memory(ship_tokens_kernel<MappedLink>);
+  prefer_shared_memory(ship_tokens_kernel<ProxyLink>);
+  prefer_shared_memory(forward_tokens_kernel<MappedLink>);
+  prefer_shared_memory(forward_tokens_kernel<ProxyLink>);
+}
+
 void launch_ship_tokens(const ShipTokensParams& params, int num_device_sms, cudaStream_t stream) {
   const auto kernel = params.link.is_mapped ? ship_tokens_kernel<MappedLink> : ship_tokens_kernel<ProxyLink>;
-  launch_kernel(LaunchKind::kEarly, kernel, params, std::clamp(params.num_tokens, 1, num_device_sms), kThreads, 0,
+  launch_kernel(launch_kind(params.link), kernel, params, std::clamp(params.num_tokens, 1, num_device_sms), kThreads, 0,
                 stream);
 }
 
@@ -234,7 +240,8 @@ void launch_forward_tokens(const ForwardTokensParams& params, int num_device_sms
   const auto kernel = params.link.is_mapped ? forward_tokens_kernel<MappedLink> : forward_tokens_kernel<ProxyLink>;
   const int most = params.shape.max_tokens * (params.peers.grid.num_domains - 1);
   // The last CTA waits for ranks.
-  launch_kernel(LaunchKind::kEarly, kernel, params, 1 + std::clamp(most, 1, num_device_sms - 1), kThreads, 0, stream);
+  launch_kernel(launch_kind(params.link), kernel, params, 1 + std::clamp(most, 1, num_device_sms - 1), kThreads, 0,
+                stream);
 }
 
 }  // namespace hybrid_ep

@@ -50,6 +50,10 @@ struct ForwardRowsParams : AcrossDomainsParams {
   int64_t* wait_stats;  // [R] or nullptr
 };
 
+// Sets up the kernels of a dispatch on the current device, so that they run beside those of one domain; once for each
+// device, before they are launched.
+void prepare_low_latency_between_dispatch();
+
 // Each launches on the stream and returns; throws CudaError if the launch is refused. Each waits for the kernels before
 // it. A kernel behind one that forwards may start early.
 void launch_ship_tokens(const ShipTokensParams& params, int num_device_sms, cudaStream_t stream);

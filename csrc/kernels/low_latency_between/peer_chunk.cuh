@@ -7,6 +7,7 @@
 
 #include "device/lanes.cuh"
 #include "device/low_latency.cuh"
+#include "kernels/launch.h"
 #include "kernels/low_latency_between/low_latency_between.h"
 #include "transport/link.cuh"
 
@@ -117,6 +118,10 @@ __device__ inline bool is_last_cta(LowLatencyBetweenChannel& own, unsigned num_c
   __syncthreads();
   return is_last;
 }
+
+// How a kernel of this folder starts. In a captured graph a host function stands ahead of it where a proxy carries the
+// commands.
+inline LaunchKind launch_kind(const LinkView& link) { return link.is_mapped ? LaunchKind::kEarly : LaunchKind::kPlain; }
 
 // Collective over the last CTA, as its last step: ends the proxy's call.
 template <typename Link>
