@@ -48,7 +48,7 @@ from hybrid_ep.engine.cuda_plan import (
     shape_of,
 )
 from hybrid_ep.engine.cuda_route import Chunk, HostCounts, RouteMemory, address, aligned, aligned_rows
-from hybrid_ep.engine.roll_call import RollCall
+from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
@@ -118,7 +118,7 @@ class CudaBetween(TorchEngine):
         super().__init__(group, grid, timeout_s, number)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
-        roll_call = _roll_call(group, grid.rank, grid.domain, timeout_s, number)
+        roll_call = roll_call_among(group, grid.rank, grid.domain, timeout_s, number)
         between_bytes = _cuda.between_control_bytes(
             num_domains=grid.num_domains, ranks_per_domain=grid.num_ranks_per_domain
         )
@@ -127,7 +127,7 @@ class CudaBetween(TorchEngine):
             rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
         self._group, self._timeout_s = group, timeout_s
-        self._peers = _roll_call(group, grid.rank, grid.peers, timeout_s, number)
+        self._peers = roll_call_among(group, grid.rank, grid.peers, timeout_s, number)
         self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
@@ -585,15 +585,6 @@ def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> Disp
 def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
     """The rows of a dispatch, in the dtype in which they were sent."""
     return Rows(output.rows if sent.scales is None else output.rows.view(sent.data.dtype), output.scales)
-
-
-def _roll_call(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
-    """Meetings of some ranks of `group`, this one among them; it makes a group of them. Collective over them."""
-    if len(ranks) == 1:
-        return RollCall(None, 0, timeout_s, number)
-    members = [dist.get_global_rank(group, member) for member in ranks]
-    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
-    return RollCall(made, ranks.index(rank), timeout_s, number)
 
 
 def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:

@@ -30,6 +30,7 @@ from tests.battery.normal import equal, make_buffer, on
 __all__ = [
     "FORMATS",
     "check_cleaned",
+    "check_dispatches_ahead",
     "check_late_rank",
     "check_late_rank_comes_back",
     "check_logfmt",
@@ -258,6 +259,34 @@ def check_overlapping_batches(case: Case, device: str = "cpu") -> None:
         hook_2()
         equal(out_1, expected_combine(case, rank, lambda _: True), "first batch")
         equal(out_2, expected_combine(case, rank, lambda _: True), "second batch")
+
+
+def check_dispatches_ahead(case: Case, device: str = "cpu") -> None:
+    """Each rank sends a dispatch ahead of the one that it receives, and the last rank receives late."""
+    rank = dist.get_rank()
+    pending: list[tuple[Case, object, tuple, Callable[[], None] | None]] = []
+
+    def receive() -> None:
+        drawn, received, handle, hook = pending.pop(0)
+        if rank == case.num_ranks - 1:
+            time.sleep(0.3)
+        assert hook is not None
+        hook()
+        sent = [drawn.inputs(r).x for r in range(case.num_ranks)]
+        _check_packed(drawn, expert_copies(drawn, rank), sent, received, handle)
+
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        for seed in range(6):
+            if len(pending) == 2:
+                receive()
+            drawn = replace(case, seed=seed)
+            inputs = on(device, drawn.inputs(rank))
+            received, _, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False, return_recv_hook=True
+            )
+            pending.append((drawn, received, handle, hook))
+        while pending:
+            receive()
 
 
 def check_cleaned(case: Case, device: str = "cpu") -> None:

@@ -16,7 +16,15 @@ from hybrid_ep.errors import TransportError
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_auto", "check_by_kernels", "check_in_domains", "check_link_alone", "check_missing_signal", "check_over", "lose_a_rank"]
+__all__ = [
+    "check_auto",
+    "check_by_kernels",
+    "check_in_domains",
+    "check_link_alone",
+    "check_missing_signal",
+    "check_over",
+    "lose_a_rank",
+]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:

@@ -97,6 +97,12 @@ def test_batches_overlap(run_by_kernels: RunByKernels, case: Case) -> None:
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_dispatches_ahead(run_by_kernels: RunByKernels, transport: str) -> None:
+    check = "battery.low_latency.check_dispatches_ahead"
+    run_by_kernels(4, "emulation.domains.check_over", transport, check, _BY_ID["2x2_holes"])
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
 def test_cleaned_buffers_forget(run_by_kernels: RunByKernels, transport: str) -> None:
     case = Case("cleaned", 4, 12, num_ranks_per_domain=2)
     run_by_kernels(4, "emulation.domains.check_over", transport, "battery.low_latency.check_cleaned", case)
@@ -107,9 +113,7 @@ def test_misuse_and_delay(run_by_kernels: RunByKernels, check: str) -> None:
     run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.low_latency.{check}")
 
 
-@pytest.mark.parametrize(
-    "check", ["check_other_low_latency_calls", "check_other_global_scales", "check_other_logfmt"]
-)
+@pytest.mark.parametrize("check", ["check_other_low_latency_calls", "check_other_global_scales", "check_other_logfmt"])
 def test_ranks_that_differ(run_by_kernels: RunByKernels, check: str) -> None:
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"battery.other_calls.{check}")
 

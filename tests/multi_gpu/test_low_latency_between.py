@@ -64,7 +64,9 @@ def test_case(run_ranks: RunRanks, case: Case, format_name: str) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("check", ["check_overlapping_batches", "check_mixed_hooks", "check_logfmt"])
+@pytest.mark.parametrize(
+    "check", ["check_overlapping_batches", "check_dispatches_ahead", "check_mixed_hooks", "check_logfmt"]
+)
 def test_hooks_and_logfmt(run_ranks: RunRanks, case: Case, check: str) -> None:
     run_ranks(case.num_ranks, check_by_kernels, f"battery.low_latency.{check}", case, "cuda")
 

@@ -153,7 +153,8 @@ __device__ void forward_routes(const ForwardTokensParams& params, const uint8_t*
 }
 
 template <typename Link>
-__global__ void __launch_bounds__(kThreads, 1) forward_tokens_kernel(const __grid_constant__ ForwardTokensParams params) {
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_tokens_kernel(const __grid_constant__ ForwardTokensParams params) {
   __shared__ PeerHeader headers[kMaxDomains];
   __shared__ uint32_t waited_us[kMaxDomains];
   __shared__ bool came[kMaxDomains];
