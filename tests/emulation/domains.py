@@ -7,21 +7,24 @@ import os
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
-from hybrid_ep.errors import TransportError
+from hybrid_ep.errors import ConfigError, TransportError
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
 __all__ = [
     "check_auto",
     "check_by_kernels",
+    "check_by_torch",
     "check_in_domains",
     "check_link_alone",
     "check_missing_signal",
+    "check_other_choice",
     "check_over",
     "lose_a_rank",
 ]
@@ -43,6 +46,16 @@ def check_over(transport: str, check: str, *args: Any) -> None:
 
 def check_by_kernels(check: str, *args: Any) -> None:
     """Runs a check of tests/ whose low-latency calls the kernels between domains serve."""
+    assert _num_by_kernels(check, *args) > 0
+
+
+def check_by_torch(check: str, *args: Any) -> None:
+    """The same of calls that the torch engine serves, although kernels were asked for."""
+    assert _num_by_kernels(check, *args) == 0
+
+
+def _num_by_kernels(check: str, *args: Any) -> int:
+    """Runs a check of tests/; returns how many dispatches the kernels have served."""
     from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
 
     module, name = check.rsplit(".", 1)
@@ -51,7 +64,17 @@ def check_by_kernels(check: str, *args: Any) -> None:
         mock.patch.object(LowLatencyBetween, "dispatch", autospec=True, side_effect=LowLatencyBetween.dispatch) as sent,
     ):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
-    assert sent.call_count > 0
+    num_calls: int = sent.call_count
+    return num_calls
+
+
+def check_other_choice() -> None:
+    """One rank asks for the kernels, the others do not."""
+    rank = dist.get_rank()
+    chosen = {"HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda" if rank == 1 else "torch"}
+    with mock.patch.dict(os.environ, chosen), pytest.raises(ConfigError, match=r"^low_latency_between is '") as told:
+        make_buffer(Case("choice", 2, 4, num_ranks_per_domain=1))
+    assert "allowed: the same on every rank" in str(told.value)
 
 
 def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
