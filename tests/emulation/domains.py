@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from typing import Any
 from unittest import mock
 
@@ -13,15 +14,17 @@ import torch.distributed as dist
 
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
-from hybrid_ep.errors import ConfigError, TransportError
+from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
+from tests.battery import low_latency, signals
 from tests.battery.cases import Case
-from tests.battery.normal import dispatch, make_buffer
+from tests.battery.normal import dispatch, equal, make_buffer
 
 __all__ = [
     "check_auto",
     "check_by_kernels",
     "check_by_torch",
     "check_in_domains",
+    "check_late_rank_is_named",
     "check_link_alone",
     "check_missing_signal",
     "check_other_choice",
@@ -77,10 +80,40 @@ def check_other_choice() -> None:
     assert "allowed: the same on every rank" in str(told.value)
 
 
+def check_late_rank_is_named(timeout_s: float) -> None:
+    """A rank comes too late for a dispatch; the others name it, all meet again, and the calls that follow are right."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("late", num_ranks, 12, num_experts=4 * num_ranks)
+    inputs, late = case.inputs(rank), num_ranks - 1
+    x = low_latency.expert_output(case, rank, case.max_tokens * num_ranks)
+    with make_buffer(case, timeout_s=timeout_s, low_latency_mode=True) as buffer:
+
+        def dispatch() -> tuple[Any, ...]:
+            return buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+
+        def check_step() -> None:
+            *_, handle, _, _ = dispatch()
+            combined, _, _ = buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle)
+            equal(combined, low_latency.expected_combine(case, rank, lambda _: False), "combined_x")
+
+        for num_steps in (1, 4):
+            for _ in range(num_steps):
+                check_step()
+            if rank == late:
+                time.sleep(1.5 * timeout_s)
+                dispatch()  # what the others have sent is there
+            else:
+                with pytest.raises(TimeoutError) as told:
+                    dispatch()
+                assert told.value.peer == late, told.value
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        check_step()
+
+
 def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
     """The kernels between domains serve no buffer that may shrink."""
-    from tests.battery import signals
-
     signals.check_missing_signal(timeout_s, device, shrinks=False)
 
 
