@@ -152,8 +152,11 @@ def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated) -> None:
 
 @pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2)])
 def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, seed: int) -> None:
-    """A rank is killed inside a call of 2 × 2 ranks: its peer, its neighbour and the third name it in their time."""
-    alive, lost = list(range(4)), seed % 4
+    """A rank is killed inside a call of 2 × 2 ranks: all name it in their time.
+
+    If it has sent and not forwarded, the other rank of its domain stalls first, and the other domain may name that one.
+    """
+    alive, lost, stalled = list(range(4)), seed % 4, seed % 4 ^ 1
     variables = {
         "HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2",
         "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
@@ -169,7 +172,9 @@ def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, see
         os.kill(cluster.process_id(lost), signal.SIGKILL)
         with pytest.raises(RankError):
             cluster.collect([lost], limit_s=LIMIT_S)
-        assert cluster.collect(alive, limit_s=LIMIT_S) == [lost] * 3
+        named = dict(zip(alive, cluster.collect(alive, limit_s=LIMIT_S), strict=True))
+        assert named.pop(stalled) == lost
+        assert set(named.values()) <= {lost, stalled}
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "fp8"])
