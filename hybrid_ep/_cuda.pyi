@@ -335,6 +335,9 @@ low_latency_channel_bytes: int
 def low_latency_call_fields(words: int) -> dict[str, int]: ...
 
 low_latency_channel_offsets: dict[str, int]
+low_latency_between_bytes: int
+low_latency_session_offset: int
+low_latency_max_chunk_bytes: int
 
 class ScaleFormat(Enum):
     NONE = ...
@@ -359,6 +362,9 @@ class LowLatencyPlan:
     def capacity(self) -> LowLatencyCapacity: ...
     @property
     def num_ints(self) -> int: ...
+    @property
+    def num_ints_between(self) -> int: ...
+    def peer_chunk_bytes(self, ranks_per_domain: int) -> tuple[int, int]: ...
     def tensors(
         self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -430,4 +436,16 @@ class LowLatencyRegion:
         use_logfmt: bool,
         wait_stats: int,
         stream: int,
+    ) -> None: ...
+
+class LowLatencyBetweenRegion(LowLatencyRegion):
+    def __init__(
+        self,
+        *,
+        communicator: Communicator,
+        rank: int,
+        num_domains: int,
+        memory: list[int],
+        capacity: LowLatencyCapacity,
+        proxy: Proxy,
     ) -> None: ...

@@ -26,6 +26,7 @@ __all__ = [
     "LOCAL_RANK",
     "LOG_LEVEL",
     "LOST_RANKS",
+    "LOW_LATENCY_BETWEEN",
     "MASTER_ADDR",
     "MASTER_PORT",
     "MAX_TIMEOUT_S",
@@ -177,6 +178,14 @@ LOST_RANKS = Variable(
     "What a low-latency call of a buffer with `enable_shrink` does when it loses a rank, which it masks in any case: "
     "`raise` an error, or only `mask`, for callers that ask `low_latency_query_mask_buffer`. A buffer's `lost_ranks` "
     "overrides it.",
+)
+LOW_LATENCY_BETWEEN = Variable(
+    "HYBRID_EP_LOW_LATENCY_BETWEEN",
+    "torch",
+    _choice("torch", "cuda"),
+    "torch or cuda",
+    "What serves low-latency calls of several domains where the cuda engine serves the others. `cuda` takes kernels "
+    "that no GPU has run yet, for buffers without `enable_shrink`. The same on every rank.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "HYBRID_EP_NUM_RANKS_PER_DOMAIN",
@@ -405,6 +414,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
     LOST_RANKS,
+    LOW_LATENCY_BETWEEN,
     NUM_RANKS_PER_DOMAIN,
     POOL_SLOTS,
     ELASTIC_BUFFER,

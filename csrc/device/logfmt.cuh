@@ -121,4 +121,23 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const LogCodes& co
   }
 }
 
+// Sends a segment, which begins so many bytes into a bf16 row, as LogFMT to where the row goes. Collective over the
+// warp.
+__device__ inline void send_as_logfmt(const uint8_t* segment, const LogRow& target, int begin, int num_bytes) {
+  const int lane = threadIdx.x % 32, num_vectors = num_bytes / 16;
+#pragma unroll 1
+  for (int first = 0; first < num_vectors; first += 32) {
+    const bool is_there = first + lane < num_vectors;
+    const auto* vectors = reinterpret_cast<const uint4*>(segment) + first;
+    LogHeader header;
+    const LogCodes codes = cast_to_logfmt(is_there ? vectors[lane] : make_uint4(0, 0, 0, 0), header);
+    if (!is_there) continue;
+    const int vector = begin / 16 + first + lane;
+    *target.lower(vector) = codes.lower;
+    *target.upper(vector) = static_cast<uint16_t>(codes.upper);
+    if (lane % kVectorsPerHeader == 0) *target.header(vector) = make_float2(header.low, header.step);
+  }
+  __syncwarp();
+}
+
 }  // namespace hybrid_ep

@@ -5,6 +5,7 @@
 #include "common/check.h"
 #include "common/cuda_check.h"
 #include "common/device_guard.h"
+#include "runtime/proxy_call.h"
 
 namespace hybrid_ep {
 namespace {
@@ -35,17 +36,6 @@ BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid,
 }
 
 BetweenDomain BetweenCommunicator::between_domain() const { return {grid_, domain_.domain(), layout_, link_}; }
-
-void BetweenCommunicator::begin_call(cudaStream_t stream) {
-  if (link_.is_mapped) return;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  if (status == cudaStreamCaptureStatusNone) {
-    proxy_.begin_call();
-  } else {
-    check_cuda(cudaLaunchHostFunc(stream, &Proxy::begin_call_of, &proxy_), "cudaLaunchHostFunc");
-  }
-}
 
 int BetweenCommunicator::num_sms(int asked) const {
   return std::min({asked > 0 ? asked : kDefaultSms, domain_.num_device_sms(), kMaxCtas});
@@ -92,7 +82,7 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
                          plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
                         stream);
   }
-  begin_call(stream);
+  begin_proxy_call(proxy_, link_, stream);
   launch_dispatch_between(params, num_sms(plan.num_sms), stream);
   return params.counts_epoch;
 }
@@ -102,7 +92,7 @@ void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, in
   require(chunk_bytes > 0 && chunk_bytes <= kChunkSlotBytes && chunk_bytes % kRowAlignBytes == 0, "bytes of a chunk",
           chunk_bytes, "multiples of 16 up to 262144");
   const DeviceGuard guard(domain_.device());
-  begin_call(stream);
+  begin_proxy_call(proxy_, link_, stream);
   launch_stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
 }
 
@@ -130,7 +120,7 @@ void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineT
   params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
-  begin_call(stream);
+  begin_proxy_call(proxy_, link_, stream);
   launch_combine_between(params, num_sms(plan.num_sms), stream);
 }
 

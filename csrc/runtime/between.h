@@ -43,8 +43,6 @@ class BetweenCommunicator {
 
  private:
   BetweenDomain between_domain() const;
-  // Opens a call of the proxy, now or, while the stream is captured, at every replay.
-  void begin_call(cudaStream_t stream);
   int num_sms(int asked) const;
 
   Communicator& domain_;

@@ -44,7 +44,7 @@ LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::
           "one for each rank");
   domain_.rank = domain.rank;
   domain_.num_ranks = domain.num_ranks;
-  domain_.timeout_ns = domain.timeout_ns;
+  domain_.timeout_ns = receive_timeout_ns_ = domain.timeout_ns;
   domain_.fault = domain.fault;
   for (int r = 0; r < domain.num_ranks; ++r) domain_.region[r] = reinterpret_cast<uint8_t*>(memory[r]);
 }
@@ -79,7 +79,7 @@ void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, 
   params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
   params.shape = plan.shape;
   params.rows = rows.rows;
-  params.row_of = rows.results + plan.results.row_of;
+  params.row_of = tables_of(plan, rows.results).row_of;
   params.num_too_many = rows.results + plan.results.num_too_many;
   params.topk_weights = rows.topk_weights;
   params.num_tokens = rows.num_tokens;
@@ -109,6 +109,7 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
   const DeviceGuard guard(device_);
   ReceiveTokensParams params{};
   fill(params, plan, buffer_idx, stream);
+  params.domain.timeout_ns = receive_timeout_ns_;
   params.rows = rows;
   params.scales = scales;
   params.count = results + plan.results.counts;
@@ -127,7 +128,7 @@ void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, c
   const DeviceGuard guard(device_);
   ReturnRowsParams params{};
   fill(params, plan, buffer_idx, rows, stream);
-  params.num_received = rows.results + plan.results.num_received;
+  params.num_received = tables_of(plan, rows.results).num_received;
   params.wait_stats = wait_stats;
   params.min_tokens_to_sum = min_tokens_to_sum;
   launch_return_rows(params, num_device_sms_, stream);
@@ -152,6 +153,7 @@ void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, cons
   const DeviceGuard guard(device_);
   SumRowsParams params{};
   params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.domain.timeout_ns = receive_timeout_ns_;
   params.shape = plan.shape;
   params.topk_idx = topk_idx;
   params.topk_weights = topk_weights;

@@ -42,10 +42,15 @@ struct LowLatencyPlan {
 // Rows of experts that go home, and whose they are. `results` are those of the dispatch.
 struct RowsHome {
   const uint8_t* rows;
-  const int32_t* results;
+  int32_t* results;
   const float* topk_weights;
   int num_tokens;
   bool use_logfmt;
+};
+
+// What a kernel that sends rows home looks up: as in SendHomeParams and ReturnRowsParams.
+struct RowTables {
+  const int32_t *row_of, *num_received;
 };
 
 class LowLatencyRegion {
@@ -54,8 +59,9 @@ class LowLatencyRegion {
   // makes its first call. The communicator lives longer than the region.
   LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                    const LowLatencyCapacity& capacity);
+  virtual ~LowLatencyRegion() = default;
 
-  bool covers(const LowLatencyPlan& plan) const { return capacity_.covers(plan.capacity); }
+  virtual bool covers(const LowLatencyPlan& plan) const { return capacity_.covers(plan.capacity); }
 
   // Whether a captured stream used the region, so that a graph has its addresses.
   bool was_captured() const { return was_captured_; }
@@ -63,28 +69,35 @@ class LowLatencyRegion {
   // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
   // kernels/low_latency/low_latency.h has the shapes of the rest. Wait statistics, scales and the global scale may be
   // nullptr.
-  void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
-                   int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);
-  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
-                      int64_t* wait_stats, bool follows_send, cudaStream_t stream);
-  void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
-                   int64_t* wait_stats, cudaStream_t stream);
+  virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
+                           int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);
+  virtual void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
+                              int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream);
+  virtual void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
+                           int64_t* wait_stats, cudaStream_t stream);
   // The same on num_sms SMs, while experts still write rows, of which none are summed.
-  void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                             const ExpertSignals& signals, int num_sms, cudaStream_t stream);
-  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
-                uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream);
+  virtual void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                     const ExpertSignals& signals, int num_sms, cudaStream_t stream);
+  virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
+                        uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream);
 
- private:
-  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
-  void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-            cudaStream_t stream);
+ protected:
+  virtual RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const {
+    return {results + plan.results.row_of, results + plan.results.num_received};
+  }
   // How a launch on the stream sees the ranks and one buffer.
   LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
 
   LowLatencyDomain domain_{};
   LowLatencyCapacity capacity_;
   int device_, num_device_sms_;
+  uint64_t receive_timeout_ns_;  // of kernels that receive
+
+ private:
+  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
+  void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+            cudaStream_t stream);
+
   bool was_captured_ = false;
 };
 

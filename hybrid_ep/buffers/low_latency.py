@@ -249,7 +249,8 @@ class LowLatencyCalls(BaseBuffer):
             async_finish: return before the current stream has waited for the result.
             return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`. Without
                 it, the rows that this rank's experts have of one token are summed and rounded to bf16 before they
-                cross, if the token's rank has 32 tokens or more; the send waits for that rank's weights.
+                cross, if the token's rank has 32 tokens or more and is in this domain; the send waits for that rank's
+                weights.
             out: ``[T, H]`` bf16 to write to.
             combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
             overlap: start while the experts still write `x`, on another stream. Rows of a block are sent once its

@@ -110,6 +110,7 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
+    takes_masks: bool = False  # callers may mask ranks, or go on without lost ones
     only_masks_lost: bool = False  # whether ranks that low-latency kernels give up stay masked without an error
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 

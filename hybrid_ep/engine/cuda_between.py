@@ -2,8 +2,9 @@
 
 A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it. A combine
 goes the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. Before a dispatch
-comes a small launch that numbers the tokens for each destination. There are no other kernels between domains: permuted
-calls are a dispatch and a permutation by torch, and low-latency calls run on the torch engine.
+comes a small launch that numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by
+torch. Low-latency calls run on the torch engine, unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for kernels
+(cuda_low_latency_between.py).
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
@@ -31,9 +32,14 @@ from hybrid_ep.engine.calls import (
     Dispatched,
     DispatchHandle,
     DispatchRequest,
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
     Rows,
 )
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
+from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
     DispatchShape,
@@ -44,7 +50,7 @@ from hybrid_ep.engine.cuda_plan import (
     shape_of,
 )
 from hybrid_ep.engine.cuda_route import Chunk, HostCounts, RouteMemory, address, aligned, aligned_rows
-from hybrid_ep.engine.roll_call import RollCall
+from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
@@ -114,7 +120,7 @@ class CudaBetween(TorchEngine):
         super().__init__(group, grid, timeout_s, number)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
-        roll_call = _roll_call(group, grid.rank, grid.domain, timeout_s, number)
+        roll_call = roll_call_among(group, grid.rank, grid.domain, timeout_s, number)
         between_bytes = _cuda.between_control_bytes(
             num_domains=grid.num_domains, ranks_per_domain=grid.num_ranks_per_domain
         )
@@ -122,16 +128,9 @@ class CudaBetween(TorchEngine):
         self._communicator = _cuda.Communicator(
             rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
-        self._map_peers = _map_peers(_roll_call(group, grid.rank, grid.peers, timeout_s, number), self.device)
-        self._link = open_link(
-            group,
-            grid,
-            [Ring(*_cuda.between_ring(num_domains=grid.num_domains))],
-            device=self.device,
-            timeout_s=timeout_s,
-            native=_cuda,
-            map_symmetric=self._map_peers,
-        )
+        self._group, self._timeout_s = group, timeout_s
+        self._peers = roll_call_among(group, grid.rank, grid.peers, timeout_s, number)
+        self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
             domain=self._communicator, rank=grid.rank, num_domains=grid.num_domains, proxy=self._link.proxy
@@ -142,11 +141,24 @@ class CudaBetween(TorchEngine):
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
+        self._low_latency_kernels: LowLatencyBetween | None = None
+        if env.LOW_LATENCY_BETWEEN.get() == "cuda":
+            self._low_latency_kernels = LowLatencyBetween(
+                roll_call,
+                grid,
+                self.device,
+                self._communicator,
+                self._order,
+                open_link=self._open_link,
+                error_of=self._error_of,
+            )
+            self._low_latency_kernels.lost = self.lost
         super().barrier()
 
     @property
     def memory_bytes(self) -> int:
-        return self._control.local.nbytes + self._arena.num_bytes
+        kernels = self._low_latency_kernels
+        return self._control.local.nbytes + self._arena.num_bytes + (0 if kernels is None else kernels.num_bytes)
 
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
@@ -354,6 +366,23 @@ class CudaBetween(TorchEngine):
         self._end_launch()
         return Combined(out, out_weights)
 
+    def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        # Masks are the torch engine's: without its peer a rank reaches nobody in that domain.
+        kernels = self._low_latency_kernels
+        if kernels is None or self.takes_masks or not kernels.serves(request):
+            return super().low_latency_dispatch(request)
+        return kernels.dispatch(request)
+
+    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        kernels = self._low_latency_kernels
+        if kernels is None or not kernels.has_made(handle):
+            return super().low_latency_combine(request, handle)
+        return kernels.combine(request, handle)
+
+    def low_latency_memory(self) -> Tensor:
+        kernels = self._low_latency_kernels
+        return super().low_latency_memory() if kernels is None else kernels.rows_memory()
+
     def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""
         num_tokens, hidden = rows.data.shape
@@ -431,6 +460,14 @@ class CudaBetween(TorchEngine):
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         self.raise_pending()
+        kernels = self._low_latency_kernels
+        if kernels is None:
+            super().barrier()
+            return
+        kernels.drain()
+        super().barrier()
+        kernels.reset()
+        torch.cuda.synchronize(self.device)
         super().barrier()
 
     def raise_pending(self) -> None:
@@ -439,6 +476,8 @@ class CudaBetween(TorchEngine):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+        if self._low_latency_kernels is not None:
+            self._low_latency_kernels.close()
         self._link.close(_CLOSE_TIMEOUT_S)
         super().close()
         self._raise_unnamed()
@@ -507,9 +546,13 @@ class CudaBetween(TorchEngine):
 
     def _take_fault(self) -> HybridEPError | None:
         """What a kernel has found wrong since the last call."""
+        if self._low_latency_kernels is not None:
+            return self._low_latency_kernels.take_fault()
         fault = self._communicator.take_fault()
-        if fault is None:
-            return None
+        return None if fault is None else self._error_of(fault)
+
+    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
+        """The error for a fault of a call that is not one of low latency."""
         if fault.kind != _cuda.FaultKind.TRANSPORT:
             return as_error(fault, self.grid)
         where = f"{fault.kernel}: {fault.tag}"
@@ -518,6 +561,21 @@ class CudaBetween(TorchEngine):
         except TransportError as error:
             return error
         return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
+
+    def _open_link(self, rings: list[Ring]) -> OpenedLink:
+        """Opens a link to the peers; collective."""
+        device = torch.device("cuda", self._index)
+        map_peers = _map_peers(self._peers, device)
+        link = open_link(
+            self._group,
+            self.grid,
+            rings,
+            device=device,
+            timeout_s=self._timeout_s,
+            native=_cuda,
+            map_symmetric=map_peers,
+        )
+        return OpenedLink(link, map_peers)
 
 
 def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
@@ -529,15 +587,6 @@ def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> Disp
 def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
     """The rows of a dispatch, in the dtype in which they were sent."""
     return Rows(output.rows if sent.scales is None else output.rows.view(sent.data.dtype), output.scales)
-
-
-def _roll_call(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
-    """The roll call of some ranks of `group`, this one among them. Makes a group of them; collective over them."""
-    if len(ranks) == 1:
-        return RollCall(None, 0, timeout_s, number)
-    members = [dist.get_global_rank(group, member) for member in ranks]
-    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
-    return RollCall(made, ranks.index(rank), timeout_s, number)
 
 
 def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:

@@ -35,14 +35,14 @@ from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError
 
-__all__ = ["CudaLowLatency", "set_last_call"]
+__all__ = ["MAX_PLANS", "CudaLowLatency", "Plan", "Region", "plan_of", "set_last_call"]
 
-_MAX_PLANS = 1024
+MAX_PLANS = 1024
 _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What calls of one size and format have in common: made by the first of them, looked up by those that follow.
 
     Attributes:
@@ -58,10 +58,10 @@ class _Plan(NamedTuple):
     num_ints: int
 
 
-@functools.lru_cache(_MAX_PLANS)
-def _plan(
+@functools.lru_cache(MAX_PLANS)
+def plan_of(
     num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
-) -> _Plan:
+) -> Plan:
     """Plans calls of this size.
 
     Raises:
@@ -89,7 +89,7 @@ def _plan(
         format=_cuda.ScaleFormat(format_code(fmt)),
     )
     packed = PackedLayout.of(num_experts // num_ranks, max_tokens * num_ranks, hidden, fmt)
-    return _Plan(native, num_topk, packed, native.num_ints)
+    return Plan(native, num_topk, packed, native.num_ints)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _State:
         is_received: whether its `finish` has run.
     """
 
-    plan: _Plan
+    plan: Plan
     num_tokens: int
     chunk: Chunk
     results: int
@@ -134,18 +134,20 @@ class _Buffers:
         self.in_flight[idx] = False
 
 
-class _Region(NamedTuple):
-    """Symmetric memory, and the calls that go through it."""
+@dataclass(frozen=True)
+class Region:
+    """Symmetric memory, and the calls of so many ranks that go through it."""
 
     memory: SymmetricMemory
     capacity: _cuda.LowLatencyCapacity
     native: _cuda.LowLatencyRegion
+    num_ranks: int
 
     @property
     def masks(self) -> Tensor:
         """``[R]`` int32, 1 = the kernels leave the rank out."""
         begin = _cuda.low_latency_masks_offset
-        end = begin + len(self.memory.addresses) * torch.int32.itemsize
+        end = begin + self.num_ranks * torch.int32.itemsize
         return self.memory.local[begin:end].view(torch.int32)
 
 
@@ -198,6 +200,7 @@ class CudaLowLatency:
     ) -> None:
         self._roll_call, self._grid, self._device = roll_call, grid, device
         self._communicator, self._order = communicator, order
+        self._numbering = grid  # by which faults of these calls number ranks
         self.refusal: HybridEPError | None = None
         self._index: int = device.index
         self.masked: set[int] = set()
@@ -209,15 +212,15 @@ class CudaLowLatency:
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._num_cleanings = 0
         self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
-        self._regions: list[_Region] = []  # the last is in use; graphs have the addresses of those before
+        self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
-        self._last_plan: _Plan | None = None  # which the region in use covers
+        self._last_plan: Plan | None = None  # which the region in use covers
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
-        plan = _plan(self._grid.num_ranks, num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
+        plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
         region, native = self._region_for(plan), plan.native
         rows = plan.packed.empty(self._device)
         buffers = self._dispatches
@@ -319,6 +322,10 @@ class CudaLowLatency:
 
         return finish
 
+    def has_made(self, handle: LowLatencyHandle) -> bool:
+        """Whether a dispatch of this class has returned the handle."""
+        return isinstance(handle.state, _State)
+
     def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
         """Returns what a kernel has found wrong, but the loss of a rank that is left out already or `known` to be lost.
 
@@ -341,7 +348,7 @@ class CudaLowLatency:
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         if fault.tag != "shape":
-            return as_error(fault, self._grid)
+            return as_error(fault, self._numbering)
         mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
@@ -491,7 +498,7 @@ class CudaLowLatency:
             self.upload_masks()
         return self._order.begin_low_latency()
 
-    def _region_for(self, plan: _Plan) -> _cuda.LowLatencyRegion:
+    def _region_for(self, plan: Plan) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
         if plan is not self._last_plan:
             if not self._regions or not self._regions[-1].native.covers(plan.native):
@@ -512,9 +519,20 @@ class CudaLowLatency:
             )
         # A peer may still be writing to what is replaced here: the ranks meet before it is.
         torch.cuda.synchronize(self._device)
+        region = self._make_region(capacity)
+        if self._regions and not self._regions[-1].native.was_captured:
+            self._drop_region()
+        self._regions.append(region)
+        self._dispatches, self._combines = _Buffers(), _Buffers()
+
+    def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)
         native = _cuda.LowLatencyRegion(communicator=self._communicator, memory=memory.addresses, capacity=capacity)
-        if self._regions and not self._regions[-1].native.was_captured:
-            self._regions.pop()
-        self._regions.append(_Region(memory, capacity, native))
-        self._dispatches, self._combines = _Buffers(), _Buffers()
+        return Region(memory, capacity, native, self._grid.num_ranks)
+
+    def _drop_region(self) -> None:
+        """Frees the last region, which no rank uses any more."""
+        self._regions.pop()
+
+    def _plan_of(self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None) -> Plan:
+        return plan_of(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)

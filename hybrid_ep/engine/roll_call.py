@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
 from hybrid_ep.errors import TimeoutError, TransportError
 
-__all__ = ["RollCall"]
+__all__ = ["RollCall", "roll_call_among"]
 
 _MIN_TIMEOUT_S = 1.0  # processes that come together do not come at the same millisecond
 
@@ -66,3 +66,12 @@ class RollCall:
             self.lost.add(missing[0])
             raise TimeoutError(where, self.rank, missing[0], detail, timeout_s=self._timeout_s)
         return [joined.texts[rank] for rank in ranks]
+
+
+def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
+    """The roll call of some ranks of `group`, this one among them. Makes a group of them; collective over them."""
+    if len(ranks) == 1:
+        return RollCall(None, 0, timeout_s, number)
+    members = [dist.get_global_rank(group, member) for member in ranks]
+    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+    return RollCall(made, ranks.index(rank), timeout_s, number)

@@ -122,6 +122,7 @@ class _Vote(NamedTuple):
     Attributes:
         engine: as it was asked for.
         num_ranks_per_domain: likewise.
+        low_latency_between: likewise.
         choice: what the rank could serve with; None where that is nothing.
         refusal: why it is nothing.
         host: that it runs on.
@@ -131,6 +132,7 @@ class _Vote(NamedTuple):
 
     engine: str
     num_ranks_per_domain: int | None
+    low_latency_between: str
     choice: Choice | None
     refusal: str
     host: str
@@ -140,10 +142,11 @@ class _Vote(NamedTuple):
     @classmethod
     def of(cls, fields: list[Any]) -> _Vote:
         """Returns the vote that JSON has made a list of."""
-        engine, num_ranks_per_domain, choice, refusal, host, transport, transports = fields
+        engine, num_ranks_per_domain, low_latency_between, choice, refusal, host, transport, transports = fields
         return cls(
             engine,
             num_ranks_per_domain,
+            low_latency_between,
             None if choice is None else Choice(*choice),
             refusal,
             host,
@@ -163,7 +166,8 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
         refusal = str(error)
     could_join = choice is not None and choice.name == "cuda"
     transports = survey() if could_join else ()
-    return _Vote(asked, num_ranks_per_domain, choice, refusal, host_name(), env.TRANSPORT.get(), transports)
+    kernels = env.LOW_LATENCY_BETWEEN.get()
+    return _Vote(asked, num_ranks_per_domain, kernels, choice, refusal, host_name(), env.TRANSPORT.get(), transports)
 
 
 def _ranks_per_host(hosts: list[str]) -> int:
@@ -193,7 +197,7 @@ def _agree(
     if group is not None and num_ranks > 1:
         votes, number = _exchange_votes(Board.of(group), mine, rank, num_ranks, timeout_s)
     for rank, other in enumerate(votes):
-        for name in ("engine", "num_ranks_per_domain"):
+        for name in ("engine", "num_ranks_per_domain", "low_latency_between"):
             ours, theirs = getattr(mine, name), getattr(other, name)
             if ours != theirs:
                 raise ConfigError(

@@ -182,7 +182,8 @@ class TorchLowLatency:
                 if their_minimum < 0:
                     waited_s = self._timeout_s / SEND_TIMEOUT_DIVISOR
                     raise missing_signal(grid.rank, r, -1 - their_minimum, waited_s)
-                if topk_idx.shape[0] >= their_minimum:
+                # Rows of other domains come as they are: weights would have to cross before them.
+                if topk_idx.shape[0] >= their_minimum and r in grid.domain:
                     copies, weights = _sum_rows_of(copies, weights, owner == r)
             # As if each row had crossed so; here it has crossed as bf16.
             terms = cast_from_logfmt(*cast_to_logfmt(copies)) if use_logfmt else copies

@@ -29,7 +29,9 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     group = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
     total = rows.new_zeros(len(rows), weights.shape[1])
     for i, weight in enumerate(weights):
-        total = total + torch.where((group == i).unsqueeze(1), F.linear(rows, weight), 0)
+        # Masked twice: rows of no group may be NaN forwards, and their gradients backwards.
+        is_own = (group == i).unsqueeze(1)
+        total = total + torch.where(is_own, F.linear(torch.where(is_own, rows, 0), weight), 0)
     return total
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep import env
 from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
 from hybrid_ep.core.quantize import (
     Fp8Format,
@@ -29,6 +30,7 @@ from tests.battery.normal import equal, make_buffer, on
 __all__ = [
     "FORMATS",
     "check_cleaned",
+    "check_dispatches_ahead",
     "check_late_rank",
     "check_late_rank_comes_back",
     "check_logfmt",
@@ -88,9 +90,10 @@ def expected_combine(
 ) -> Tensor:
     """Σ_k weight × row in float32, in top-k order, rounded once.
 
-    Of enough tokens, terms of experts on one rank that has no hook are first summed and rounded. `cross` is what
-    becomes of a bf16 row on its way.
+    Of enough tokens, terms of experts on one rank of the own domain that has no hook are first summed and rounded.
+    `cross` is what becomes of a bf16 row on its way.
     """
+    per_domain = case.num_ranks_per_domain or env.NUM_RANKS_PER_DOMAIN.get() or case.num_ranks
     inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
     has_enough = inputs.x.shape[0] >= MIN_TOKENS_TO_SUM
     result = torch.zeros(inputs.x.shape, dtype=torch.bfloat16)
@@ -101,7 +104,8 @@ def expected_combine(
                 row = expert_row(case, Copy(rank, token, column, expert))
                 term = row, inputs.topk_weights[token, column]
                 owner = expert // num_local
-                group = ("rank", owner) if has_enough and not is_hooked(owner) else ("column", column)
+                is_sum = has_enough and not is_hooked(owner) and owner // per_domain == rank // per_domain
+                group = ("rank", owner) if is_sum else ("column", column)
                 groups.setdefault(group, []).append(term)
         total = torch.zeros(case.hidden)
         for terms in groups.values():
@@ -255,6 +259,34 @@ def check_overlapping_batches(case: Case, device: str = "cpu") -> None:
         hook_2()
         equal(out_1, expected_combine(case, rank, lambda _: True), "first batch")
         equal(out_2, expected_combine(case, rank, lambda _: True), "second batch")
+
+
+def check_dispatches_ahead(case: Case, device: str = "cpu") -> None:
+    """Each rank sends a dispatch ahead of the one that it receives, and the last rank receives late."""
+    rank = dist.get_rank()
+    pending: list[tuple[Case, object, tuple, Callable[[], None] | None]] = []
+
+    def receive() -> None:
+        drawn, received, handle, hook = pending.pop(0)
+        if rank == case.num_ranks - 1:
+            time.sleep(0.3)
+        assert hook is not None
+        hook()
+        sent = [drawn.inputs(r).x for r in range(case.num_ranks)]
+        _check_packed(drawn, expert_copies(drawn, rank), sent, received, handle)
+
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        for seed in range(6):
+            if len(pending) == 2:
+                receive()
+            drawn = replace(case, seed=seed)
+            inputs = on(device, drawn.inputs(rank))
+            received, _, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False, return_recv_hook=True
+            )
+            pending.append((drawn, received, handle, hook))
+        while pending:
+            receive()
 
 
 def check_cleaned(case: Case, device: str = "cpu") -> None:

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
+from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
+from tests.battery import low_latency, signals
 from tests.battery.cases import Case
-from tests.battery.normal import dispatch, make_buffer
+from tests.battery.normal import dispatch, equal, make_buffer
 
-__all__ = ["check_auto", "check_in_domains", "check_link_alone", "check_over"]
+__all__ = [
+    "check_auto",
+    "check_by_kernels",
+    "check_by_torch",
+    "check_in_domains",
+    "check_late_rank_is_named",
+    "check_link_alone",
+    "check_missing_signal",
+    "check_other_choice",
+    "check_over",
+    "lose_a_rank",
+]
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
@@ -30,6 +45,76 @@ def check_over(transport: str, check: str, *args: Any) -> None:
     module, name = check.rsplit(".", 1)
     with mock.patch.dict(os.environ, {"HYBRID_EP_TRANSPORT": transport, "HYBRID_EP_TCP_ADDRESS": "127.0.0.1"}):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def check_by_kernels(check: str, *args: Any) -> None:
+    """Runs a check of tests/ whose low-latency calls the kernels between domains serve."""
+    assert _num_by_kernels(check, *args) > 0
+
+
+def check_by_torch(check: str, *args: Any) -> None:
+    """The same of calls that the torch engine serves, although kernels were asked for."""
+    assert _num_by_kernels(check, *args) == 0
+
+
+def _num_by_kernels(check: str, *args: Any) -> int:
+    """Runs a check of tests/; returns how many dispatches the kernels have served."""
+    from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
+
+    module, name = check.rsplit(".", 1)
+    with (
+        mock.patch.dict(os.environ, {"HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda"}),
+        mock.patch.object(LowLatencyBetween, "dispatch", autospec=True, side_effect=LowLatencyBetween.dispatch) as sent,
+    ):
+        getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+    num_calls: int = sent.call_count
+    return num_calls
+
+
+def check_other_choice() -> None:
+    """One rank asks for the kernels, the others do not."""
+    rank = dist.get_rank()
+    chosen = {"HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda" if rank == 1 else "torch"}
+    with mock.patch.dict(os.environ, chosen), pytest.raises(ConfigError, match=r"^low_latency_between is '") as told:
+        make_buffer(Case("choice", 2, 4, num_ranks_per_domain=1))
+    assert "allowed: the same on every rank" in str(told.value)
+
+
+def check_late_rank_is_named(timeout_s: float) -> None:
+    """A rank comes too late for a dispatch; the others name it, all meet again, and the calls that follow are right."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("late", num_ranks, 12, num_experts=4 * num_ranks)
+    inputs, late = case.inputs(rank), num_ranks - 1
+    x = low_latency.expert_output(case, rank, case.max_tokens * num_ranks)
+    with make_buffer(case, timeout_s=timeout_s, low_latency_mode=True) as buffer:
+
+        def dispatch() -> tuple[Any, ...]:
+            return buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+
+        def check_step() -> None:
+            *_, handle, _, _ = dispatch()
+            combined, _, _ = buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle)
+            equal(combined, low_latency.expected_combine(case, rank, lambda _: False), "combined_x")
+
+        for num_steps in (1, 4):
+            for _ in range(num_steps):
+                check_step()
+            if rank == late:
+                time.sleep(1.5 * timeout_s)
+                dispatch()  # what the others have sent is there
+            else:
+                with pytest.raises(TimeoutError) as told:
+                    dispatch()
+                assert told.value.peer == late, told.value
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        check_step()
+
+
+def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
+    """The kernels between domains serve no buffer that may shrink."""
+    signals.check_missing_signal(timeout_s, device, shrinks=False)
 
 
 def check_auto() -> None:
@@ -53,3 +138,16 @@ def check_link_alone(case: Case) -> None:
             assert torch.equal(again, want)
             combined, *_ = buffer.combine(want, handle)
             assert torch.equal(combined, buffer.combine(again, handle)[0])
+
+
+def lose_a_rank() -> int:
+    """As `multi_gpu.lost_ranks.call_until_lost`; over tcp, the transport may notice the loss first."""
+    from tests.multi_gpu import lost_ranks
+
+    peer: int | None
+    try:
+        return lost_ranks.call_until_lost()
+    except TransportError as error:
+        peer = error.peer
+    assert peer is not None
+    return peer

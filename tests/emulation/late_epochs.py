@@ -12,7 +12,11 @@ from tests.battery.cases import Case
 from tests.battery.low_latency import check_low_latency, check_mixed_hooks
 from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, round_trip
 
-__all__ = ["check_low_latency_past_the_last_number", "check_past_the_last_number"]
+__all__ = [
+    "check_low_latency_between_past_the_last_number",
+    "check_low_latency_past_the_last_number",
+    "check_past_the_last_number",
+]
 
 _LAST_CALL = -3  # 2³² − 3: every kind of call is made at least eight times
 
@@ -71,6 +75,28 @@ def check_low_latency_past_the_last_number() -> None:
 
     case = Case("late", 2, 40, hidden=256, topk=4, num_experts=8)
     with mock.patch.object(cuda_low_latency.SymmetricMemory, "allocate", late):
+        check_low_latency(case, "bf16")
+        for _ in range(3):
+            check_mixed_hooks(case)
+
+
+def check_low_latency_between_past_the_last_number() -> None:
+    """The same between domains."""
+    import torch.distributed as dist
+
+    from hybrid_ep.engine.cuda_low_latency import Region, set_last_call
+    from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
+
+    make_region = LowLatencyBetween._make_region
+
+    def late(*args: Any) -> Region:
+        region = make_region(*args)
+        set_last_call(region.memory.local, (1 << 32) - 2)
+        dist.barrier()
+        return region
+
+    case = Case("late", 4, 40, hidden=256, num_ranks_per_domain=2)
+    with mock.patch.object(LowLatencyBetween, "_make_region", late):
         check_low_latency(case, "bf16")
         for _ in range(3):
             check_mixed_hooks(case)

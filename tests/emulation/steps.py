@@ -21,6 +21,8 @@ _EXCHANGE = "kernels/dispatch_between/exchange.cuh"
 _DISPATCH = "kernels/dispatch_between/dispatch_between.cu"
 _ROWS = "kernels/combine_between/rows.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
+_PEER = "kernels/low_latency_between/peer_chunk.cuh"
+_HOME = "kernels/low_latency_between/combine.cu"
 
 _ROUND_TRIP = "battery.normal.check_round_trip"
 _MANY = (2, _ROUND_TRIP, Case("many_chunks", 2, (4400, 3), hidden=16, num_ranks_per_domain=1))
@@ -28,11 +30,17 @@ _FOUR = (4, _ROUND_TRIP, Case("2x2", 4, 40, num_ranks_per_domain=2))
 _ONE_SIDED = Case("rows_for_one_rank", 2, 140, hidden=8192, topk=1, routing="hot", num_ranks_per_domain=1)
 _SLOW = "emulation.faulty_links.check_on_slow_link"
 _SLOW_MANY = (2, _SLOW, *_MANY[1:2], 0, *_MANY[2:])
+_MIXED_HOOKS = "battery.low_latency.check_mixed_hooks"
+_TWO_BY_TWO = Case("2x2", 4, 36, num_ranks_per_domain=2)
 _SLOW_FOUR = (4, _SLOW, *_FOUR[1:2], 0, *_FOUR[2:])
 
 
 def _in_domains(check: str, *args: Any) -> tuple[Any, ...]:
     return 2, "emulation.domains.check_in_domains", 1, check, *args
+
+
+def _by_kernels(num_ranks: int, check: str, *args: Any) -> tuple[Any, ...]:
+    return num_ranks, "emulation.domains.check_by_kernels", check, *args
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,62 @@ STEPS = [
         "kControlChunks + num_chunks(params.route[params.parts.num_records + d])",
         "0",
         _FOUR,
+    ),
+    Step(
+        "wait for a peer's chunk",
+        _PEER,
+        "link_.poll(ring_, domain_, slot()) == peer_word(epoch_, session_)",
+        "true",
+        _by_kernels(4, _SLOW, _MIXED_HOOKS, 0, _TWO_BY_TWO),
+    ),
+    Step(
+        "wait until a peer has forwarded",
+        _PEER,
+        "has_reached_epoch(static_cast<uint32_t>(credit >> 32), previous_epoch(epoch_))",
+        "true",
+        _by_kernels(2, "battery.low_latency.check_dispatches_ahead", Case("2x1", 2, 20, num_ranks_per_domain=1)),
+    ),
+    Step(
+        "credit of a peer's chunk",
+        _PEER,
+        "link_.credit(ring_, domain_, slot(), peer_word(epoch_, session_), gives_up())",
+        "true",
+        _by_kernels(4, _MIXED_HOOKS, _TWO_BY_TWO),
+    ),
+    Step(
+        "number of the last barrier",
+        _PEER,
+        "between_control(params, params.domain.rank).session",
+        "0u",
+        _by_kernels(4, _SLOW, "battery.low_latency.check_cleaned", 0, Case("2x2", 4, 12, num_ranks_per_domain=2)),
+    ),
+    Step(
+        "own memory is free again",
+        _PEER,
+        "own.free_epoch[r] = epoch;",
+        ";",
+        _by_kernels(4, _MIXED_HOOKS, _TWO_BY_TWO),
+    ),
+    Step(
+        "rows that stay in the domain",
+        _HOME,
+        "is_own(i / per_rank) ? params.row_of[i] : -1",
+        "params.row_of[i]",
+        _by_kernels(4, _MIXED_HOOKS, _TWO_BY_TWO),
+    ),
+    Step(
+        "rows that were too many",
+        _HOME,
+        "value = kTooManyRowsBit | num_too_many;",
+        ";",
+        _by_kernels(4, "emulation.domains.check_in_domains", 2, "battery.low_latency.check_too_many_rows"),
+    ),
+    Step(
+        "a signal that was not raised",
+        _HOME,
+        "value = of_own;",
+        ";",
+        _by_kernels(2, "emulation.domains.check_in_domains", 1, "emulation.domains.check_missing_signal", 8.0),
     ),
 ]
 

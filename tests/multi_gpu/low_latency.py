@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
+from hybrid_ep import env
 from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
 from tests.battery.normal import equal
@@ -41,6 +42,8 @@ __all__ = [
     "lose_a_rank",
     "lose_a_rank_between_its_flags",
     "lose_a_rank_between_replays",
+    "make_shared_buffer",
+    "use_without_peer",
 ]
 
 MAX_TOKENS = 64
@@ -58,8 +61,9 @@ def _draw(seed: int, tokens: list[int] | None = None, hidden: int = 1024, topk: 
 def _expected_sum(sent: Tokens, rank: int, lost: int | None = None, *, hooked: bool = False) -> Tensor:
     """Σ_k weight × token in fp32, in top-k order, without the experts of a lost rank.
 
-    Without a hook, and of enough tokens, terms of experts on one rank are first summed and rounded.
+    Without a hook, and of enough tokens, terms of experts on one rank of the own domain are first summed and rounded.
     """
+    per_domain = env.NUM_RANKS_PER_DOMAIN.get() or dist.get_world_size()
     owner, x = sent.owner(rank), sent.x[rank].float()
     counts = owner >= 0
     if lost is not None:
@@ -68,7 +72,8 @@ def _expected_sum(sent: Tokens, rank: int, lost: int | None = None, *, hooked: b
     total = torch.zeros_like(x)
     for k in range(owner.shape[1]):
         same = (owner == owner[:, k : k + 1]) & counts
-        is_sum = (same.sum(1) > 1) & (not hooked and len(x) >= MIN_TOKENS_TO_SUM)
+        is_near = owner[:, k] // per_domain == rank // per_domain
+        is_sum = (same.sum(1) > 1) & is_near & (not hooked and len(x) >= MIN_TOKENS_TO_SUM)
         partial = torch.zeros_like(x)
         for j in range(owner.shape[1]):
             partial += torch.where(same[:, j : j + 1], terms[:, j], 0.0)
@@ -560,3 +565,23 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     flag = memory[begin:][: 4 * _cuda.max_ranks].view(torch.int32)[peer]
     assert int(flag) == 1
     flag += 1
+
+
+_shared: dict[str, hybrid_ep.Buffer] = {}
+
+
+def make_shared_buffer(timeout_s: float) -> None:
+    """Makes a buffer that later calls of this process use."""
+    _shared["buffer"] = _buffer(timeout_s=timeout_s)
+    _round_trip(_shared["buffer"], _draw(0))
+
+
+def use_without_peer(timeout_s: float) -> int | None:
+    """A rank has died since; returns whom the error names, which is told in its time."""
+    rank, sent, begin = dist.get_rank(), _draw(0), time.monotonic()
+    with pytest.raises((hybrid_ep.TimeoutError, hybrid_ep.TransportError)) as told:  # noqa: PT012
+        for _ in range(2):  # the second tells what the first has found
+            _shared["buffer"].low_latency_dispatch(sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
+            torch.cuda.synchronize()
+    assert time.monotonic() - begin < 10 * timeout_s
+    return told.value.peer

@@ -67,6 +67,11 @@ def test_low_latency(run_ranks: RunRanks, case: Case, format_name: str) -> None:
     run_ranks(case.num_ranks, low_latency.check_low_latency, case, format_name)
 
 
+@pytest.mark.parametrize("check", [low_latency.check_mixed_hooks, low_latency.check_logfmt])
+def test_low_latency_sums_rows_inside_a_domain_only(run_ranks: RunRanks, check: Callable[[Case], None]) -> None:
+    run_ranks(4, check, Case("two_domains", 4, 40, num_ranks_per_domain=2))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -98,6 +103,10 @@ def test_low_latency_logfmt(run_ranks: RunRanks, case: Case) -> None:
 
 def test_low_latency_batches_overlap(run_ranks: RunRanks) -> None:
     run_ranks(4, low_latency.check_overlapping_batches, Case("overlap", 4, 12))
+
+
+def test_low_latency_dispatches_ahead(run_ranks: RunRanks) -> None:
+    run_ranks(4, low_latency.check_dispatches_ahead, Case("ahead", 4, 12))
 
 
 def test_cleaned_low_latency_buffers_forget(run_ranks: RunRanks) -> None:

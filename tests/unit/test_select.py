@@ -37,7 +37,7 @@ def _choice(hosts: str, size: int, transports: list[str] | None = None, asked: s
     pytest.importorskip("hybrid_ep._cuda")
     verbs = TransportState("verbs", True, None, "mlx5_0")
     votes = [
-        _Vote(asked, None, CUDA, "", name, transport, (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK))
+        _Vote(asked, None, "torch", CUDA, "", name, transport, (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK))
         for name, transport in zip(hosts, transports or ["auto"] * len(hosts), strict=True)
     ]
     return _choose([CUDA] * len(hosts), votes, RankGrid(0, len(hosts), size), asked)

@@ -7,6 +7,7 @@
 
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/dlpack.h"
+#include "runtime/low_latency_between.h"
 
 namespace hybrid_ep::bindings {
 namespace {
@@ -30,6 +31,26 @@ py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uin
 
 RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, int num_tokens, bool use_logfmt) {
   return {pointer<uint8_t>(rows), pointer<int32_t>(results), pointer<float>(topk_weights), num_tokens, use_logfmt};
+}
+
+// Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
+py::tuple peer_chunk_bytes(const LowLatencyPlan& plan, int ranks_per_domain) {
+  const PeerChunkBytes bytes = PeerChunkBytes::of(plan.shape, ranks_per_domain);
+  return py::make_tuple(bytes.tokens, bytes.rows);
+}
+
+void add_between_domains(py::module_& module) {
+  module.attr("low_latency_between_bytes") = sizeof(LowLatencyBetweenControl);
+  module.attr("low_latency_session_offset") = offsetof(LowLatencyBetweenControl, session);
+  module.attr("low_latency_max_chunk_bytes") = kMaxPeerChunkBytes;
+  py::class_<LowLatencyBetweenRegion, LowLatencyRegion>(module, "LowLatencyBetweenRegion")
+      .def(py::init([](const Communicator& communicator, int rank, int num_domains,
+                       const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, Proxy& proxy) {
+             const Grid grid{rank, num_domains, communicator.domain().num_ranks};
+             return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, memory, capacity, proxy);
+           }),
+           py::kw_only(), py::arg("communicator"), py::arg("rank"), py::arg("num_domains"), py::arg("memory"),
+           py::arg("capacity"), py::arg("proxy"), py::keep_alive<1, 2>(), py::keep_alive<1, 7>());
 }
 
 }  // namespace
@@ -87,6 +108,9 @@ void add_low_latency(py::module_& module) {
            py::arg("max_tokens"), py::arg("format"))
       .def_readonly("capacity", &LowLatencyPlan::capacity)
       .def_property_readonly("num_ints", [](const LowLatencyPlan& plan) { return plan.results.num_ints; })
+      .def_property_readonly("num_ints_between",
+                             [](const LowLatencyPlan& plan) { return OwnTables::of(plan).num_ints; })
+      .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("ranks_per_domain"))
       .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
       .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&>(), py::kw_only(),
@@ -146,6 +170,7 @@ void add_low_latency(py::module_& module) {
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("out"),
           py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"));
+  add_between_domains(module);
 }
 
 }  // namespace hybrid_ep::bindings

@@ -148,25 +148,6 @@ __device__ void note_waits(const ReturnRowsParams& params, const int* num_receiv
   params.wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
 }
 
-// Sends a segment, which begins so many bytes into a bf16 row, as LogFMT to where the row goes. Collective over the
-// warp.
-__device__ void send_as_logfmt(const uint8_t* segment, const LogRow& target, int begin, int num_bytes) {
-  const int lane = threadIdx.x % 32, num_vectors = num_bytes / 16;
-#pragma unroll 1
-  for (int first = 0; first < num_vectors; first += 32) {
-    const bool is_there = first + lane < num_vectors;
-    const auto* vectors = reinterpret_cast<const uint4*>(segment) + first;
-    LogHeader header;
-    const LogCodes codes = cast_to_logfmt(is_there ? vectors[lane] : make_uint4(0, 0, 0, 0), header);
-    if (!is_there) continue;
-    const int vector = begin / 16 + first + lane;
-    *target.lower(vector) = codes.lower;
-    *target.upper(vector) = static_cast<uint16_t>(codes.upper);
-    if (lane % kVectorsPerHeader == 0) *target.header(vector) = make_float2(header.low, header.step);
-  }
-  __syncwarp();
-}
-
 // Sends a unit's rows as they are, or their sum into the first column; lane i has the weight of the i-th row. The first
 // rows are being loaded already. If the source was given up, rows are dropped. Collective over the warp.
 template <bool kLogFmt>

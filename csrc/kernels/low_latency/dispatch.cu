@@ -17,6 +17,7 @@
 #include "device/low_latency.cuh"
 #include "device/nvfp4.cuh"
 #include "device/ptx/launch.cuh"
+#include "device/route_part.cuh"
 #include "device/row_ring.cuh"
 #include "kernels/launch.h"
 #include "kernels/low_latency/low_latency.h"
@@ -52,19 +53,6 @@ constexpr int kVectorsIn = kRows == Rows::kPlain ? 1
 template <Rows kRows>
 constexpr int kMaxScaleWords =
     kMaxRowBytes / 2 / (kRows == Rows::kNvfp4 ? kChannelsPerBlock * kScalesPerWord : kChannelsPerScale);
-
-__device__ void set_column(RoutePart& part, int column, uint32_t expert) {
-  const int word = RoutePart::kBits * column / 32, shift = RoutePart::kBits * column % 32;
-  part.experts[word] |= expert << shift;
-  if (shift + RoutePart::kBits > 32) part.experts[word + 1] |= expert >> (32 - shift);
-}
-
-__device__ int column_of(const RoutePart& part, int column) {
-  const int word = RoutePart::kBits * column / 32, shift = RoutePart::kBits * column % 32;
-  uint32_t expert = part.experts[word] >> shift;
-  if (shift + RoutePart::kBits > 32) expert |= part.experts[word + 1] << (32 - shift);
-  return static_cast<int>(expert & RoutePart::kNoExpert);
-}
 
 // Where one token goes.
 struct Targets {

@@ -1,0 +1,129 @@
+// Low-latency calls of several domains: the chunk of a call to each peer, and control memory behind each rank's region.
+//
+//     of a dispatch: header │ routes [T, parts] │ token of each record [n] │ records [n], each a slot: row and scales
+//     of a combine:  header │ place of each record [n]                     │ records [n], each a row
+//
+// A call has one chunk and one flag for each peer. The link has a ring for each kind of call, with a slot for each
+// buffer, so that a buffer's chunk is free when the call before in that buffer has been forwarded. Words of the link
+// hold the call's number in the buffer and the session, which is the number of the last barrier: numbers of calls begin
+// again after a barrier, and words of the link are never reset.
+// Legend: T tokens of the sender, M most tokens of a rank, K top-k, G ranks of a domain.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/grid.h"
+#include "layout/link_layout.h"
+#include "layout/low_latency_layout.h"
+
+namespace hybrid_ep {
+
+constexpr int kHeaderBytes = 128;
+constexpr int64_t kMaxPeerChunkBytes = 1ll << 30;  // what every transport takes in one put
+// By how much longer a rank waits for what another one of its domain forwards than that one waits for it, and a kernel
+// that receives than the kernel ahead of it.
+constexpr uint64_t kForwardNs = 1'000'000'000;
+
+inline int ring_of(LowLatencyKind kind) { return static_cast<int>(kind); }
+
+// Of a chunk.
+struct alignas(16) PeerHeader {
+  LowLatencyBegun begun;  // of a dispatch
+  uint32_t num_records;
+  uint32_t value;  // of a combine: that of LowLatencyChannel::sent
+};
+static_assert(sizeof(PeerHeader) <= kHeaderBytes);
+
+// Words of the link: neither is 0, for no call's number is.
+HYBRID_EP_HOST_DEVICE uint64_t peer_word(uint32_t epoch, uint32_t session) {
+  return static_cast<uint64_t>(epoch) << 32 | session;
+}
+
+// Where a record of a combine goes, at the domain of its source.
+struct RowPlace {
+  static constexpr int kTokenBits = 16, kColumnBits = 5;
+  int domain_rank, column, token;
+
+  HYBRID_EP_HOST_DEVICE uint32_t pack() const {
+    return static_cast<uint32_t>(domain_rank) << (kTokenBits + kColumnBits) |
+           static_cast<uint32_t>(column) << kTokenBits | static_cast<uint32_t>(token);
+  }
+  static HYBRID_EP_HOST_DEVICE RowPlace unpack(uint32_t bits) {
+    return {static_cast<int>(bits >> (kTokenBits + kColumnBits)),
+            static_cast<int>(bits >> kTokenBits & ((1u << kColumnBits) - 1)),
+            static_cast<int>(bits & ((1u << kTokenBits) - 1))};
+  }
+};
+static_assert(kMaxLowLatencyTokens < 1 << RowPlace::kTokenBits && kMaxTopk <= 1 << RowPlace::kColumnBits);
+
+HYBRID_EP_HOST_DEVICE int64_t align_records(int64_t offset) { return (offset + 127) / 128 * 128; }
+
+// Offsets in a chunk of a dispatch; the routes follow the header.
+struct TokenChunk {
+  int64_t tokens, records;
+
+  static HYBRID_EP_HOST_DEVICE TokenChunk of(const LowLatencyMessage& message, int num_tokens) {
+    const int64_t tokens = kHeaderBytes + static_cast<int64_t>(num_tokens) * message.num_route_parts * 16;
+    return {tokens, align_records(tokens + 4ll * num_tokens)};
+  }
+};
+
+// Offset of the records in a chunk of a combine; the places follow the header.
+HYBRID_EP_HOST_DEVICE int64_t rows_begin(int num_records) { return align_records(kHeaderBytes + 4ll * num_records); }
+
+// Bytes of a row of a combine as it crosses.
+HYBRID_EP_HOST_DEVICE int crossing_bytes(int hidden, bool is_logfmt) {
+  return is_logfmt ? (hidden + hidden / 4 + hidden / 16 + 15) / 16 * 16 : 2 * hidden;
+}
+
+// Bytes of the largest chunk of each kind, whatever the format.
+struct PeerChunkBytes {
+  int64_t tokens, rows;
+
+  static PeerChunkBytes of(const LowLatencyShape& shape, int ranks_per_domain) {
+    const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone);
+    const int64_t num_rows = static_cast<int64_t>(ranks_per_domain) * shape.max_tokens * shape.num_topk;
+    return {
+        TokenChunk::of(message, shape.max_tokens).records + static_cast<int64_t>(shape.max_tokens) * message.slot_bytes,
+        align_records(kHeaderBytes + 4 * num_rows) + align_records(num_rows * 2 * shape.hidden)};
+  }
+};
+
+// What a rank tells the others of its domain about a chunk that it forwards.
+struct Forwarded {
+  static constexpr int kTimeBits = 28;
+  FaultKind why;       // it did not come; kNone: it did
+  uint32_t waited_us;  // for it
+
+  HYBRID_EP_HOST_DEVICE uint32_t pack() const {
+    constexpr uint32_t kMostUs = (1u << kTimeBits) - 1;
+    return static_cast<uint32_t>(why) << kTimeBits | (waited_us < kMostUs ? waited_us : kMostUs);
+  }
+  static HYBRID_EP_HOST_DEVICE Forwarded unpack(uint32_t bits) {
+    return {static_cast<FaultKind>(bits >> kTimeBits), bits & ((1u << kTimeBits) - 1)};
+  }
+};
+
+// One buffer of one kind.
+struct LowLatencyBetweenChannel {
+  // By the rank of the domain that forwards rank i's chunks: Forwarded << 32 | epoch. Stored relaxed, compared for
+  // equality.
+  uint64_t forwarded[kMaxRanks];
+  // Written by this rank.
+  uint32_t num_records[kMaxDomains];  // of a dispatch that ships; 0 between kernels
+  uint32_t finished_ctas;             // 0 between kernels
+};
+
+// Behind each region.
+struct LowLatencyBetweenControl {
+  LowLatencyBetweenChannel channels[2][kLowLatencyBuffers];  // by LowLatencyKind
+  uint32_t session;                                          // by the host
+};
+
+// What kernels that ship and forward take beside the ranks: where the domains are, and what joins them.
+struct LowLatencyPeers {
+  Grid grid;
+  int64_t control_begin;  // in each region, bytes
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,151 @@
+#include "runtime/low_latency_between.h"
+
+#include "common/check.h"
+#include "common/device_guard.h"
+#include "runtime/proxy_call.h"
+
+namespace hybrid_ep {
+
+OwnTables OwnTables::of(const LowLatencyPlan& plan) {
+  OwnTables tables{};
+  tables.row_of = plan.results.num_ints;
+  tables.num_received =
+      tables.row_of + static_cast<int64_t>(plan.num_ranks) * plan.shape.max_tokens * plan.shape.num_topk;
+  tables.num_ints = (tables.num_received + plan.num_ranks + 1) / 2 * 2;
+  return tables;
+}
+
+LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid,
+                                                 const std::vector<uintptr_t>& memory,
+                                                 const LowLatencyCapacity& capacity, Proxy& proxy)
+    : LowLatencyRegion(communicator, memory, capacity), grid_(grid), proxy_(proxy), link_(proxy.view()) {
+  require(grid.num_domains >= 2 && grid.num_domains <= kMaxDomains, "domains", grid.num_domains, "2 … 64");
+  require(grid.num_ranks() <= kMaxRanks, "ranks", grid.num_ranks(), "up to 72");
+  require(grid.ranks_per_domain == domain_.num_ranks, "ranks of a domain", grid.ranks_per_domain,
+          "those of the communicator");
+  require(link_.layout.num_rings == 2, "rings", link_.layout.num_rings, "one for each kind of call");
+  for (int ring = 0; ring < 2; ++ring) {
+    require(link_.layout.rings[ring].num_slots == kLowLatencyBuffers && link_.layout.rings[ring].slots_per_credit == 1,
+            "slots of a ring", link_.layout.rings[ring].num_slots, "one for each buffer, each with a credit");
+  }
+  const DeviceGuard guard(device_);
+  prepare_low_latency_between_dispatch();
+  domain_.rank = grid.rank;
+  domain_.num_ranks = grid.num_ranks();
+  for (int r = 0; r < domain_.num_ranks; ++r) {
+    const bool is_own = r / grid.ranks_per_domain == grid.domain_idx();
+    domain_.region[r] = reinterpret_cast<uint8_t*>(memory[is_own ? r % grid.ranks_per_domain : grid.domain_rank()]);
+  }
+  receive_timeout_ns_ = domain_.timeout_ns + 2 * kForwardNs;
+}
+
+bool LowLatencyBetweenRegion::covers(const LowLatencyPlan& plan) const {
+  const PeerChunkBytes needed = PeerChunkBytes::of(plan.shape, grid_.ranks_per_domain);
+  return LowLatencyRegion::covers(plan) &&
+         needed.tokens <= link_.layout.rings[ring_of(LowLatencyKind::kDispatch)].slot_bytes &&
+         needed.rows <= link_.layout.rings[ring_of(LowLatencyKind::kCombine)].slot_bytes;
+}
+
+RowTables LowLatencyBetweenRegion::tables_of(const LowLatencyPlan& plan, const int32_t* results) const {
+  const OwnTables tables = OwnTables::of(plan);
+  return {results + tables.row_of, results + tables.num_received};
+}
+
+void LowLatencyBetweenRegion::fill(AcrossDomainsParams& params, const LowLatencyPlan& plan, LowLatencyKind kind,
+                                   int buffer_idx, cudaStream_t stream) {
+  params.domain = begin(plan, kind, buffer_idx, stream);
+  params.peers = {grid_, capacity_.region_bytes()};
+  params.shape = plan.shape;
+  params.link = link_;
+}
+
+void LowLatencyBetweenRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
+                                          const int64_t* topk_idx, int num_tokens, const float* global_scale,
+                                          int32_t* results, cudaStream_t stream) {
+  LowLatencyRegion::send_tokens(plan, buffer_idx, rows, topk_idx, num_tokens, global_scale, results, stream);
+  const DeviceGuard guard(device_);
+  ShipTokensParams params{};
+  fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  params.message = plan.message;
+  params.topk_idx = topk_idx;
+  params.num_tokens = num_tokens;
+  begin_proxy_call(proxy_, link_, stream);
+  launch_ship_tokens(params, num_device_sms_, stream);
+}
+
+void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows,
+                                             uint32_t* scales, int32_t* results, int64_t* wait_stats, bool,
+                                             cudaStream_t stream) {
+  {
+    const DeviceGuard guard(device_);
+    ForwardTokensParams params{};
+    fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+    params.message = plan.message;
+    params.call = LowLatencyCall::of(plan.shape, plan.format);
+    params.wait_stats = wait_stats;
+    begin_proxy_call(proxy_, link_, stream);
+    launch_forward_tokens(params, num_device_sms_, stream);
+  }
+  // Beside the kernel that forwards, unless both would count the same waits.
+  const bool is_early = wait_stats == nullptr && plan.shape.max_tokens > 0;
+  LowLatencyRegion::receive_tokens(plan, buffer_idx, rows, scales, results, wait_stats, is_early, stream);
+}
+
+ShipRowsParams LowLatencyBetweenRegion::ship_rows_params(const LowLatencyPlan& plan, int buffer_idx,
+                                                         const RowsHome& rows, cudaStream_t stream) {
+  ShipRowsParams params{};
+  fill(params, plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  const LowLatencyResults& results = plan.results;
+  params.rows = rows.rows;
+  params.row_of = rows.results + results.row_of;
+  params.src_info = rows.results + results.src_info;
+  params.layout_range = reinterpret_cast<const int64_t*>(rows.results + results.layout_range);
+  params.num_received = rows.results + results.num_received;
+  params.num_too_many = rows.results + results.num_too_many;
+  params.use_logfmt = rows.use_logfmt;
+  const OwnTables tables = OwnTables::of(plan);
+  params.own_row_of = rows.results + tables.row_of;
+  params.own_num_received = rows.results + tables.num_received;
+  params.ships = true;
+  return params;
+}
+
+void LowLatencyBetweenRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                          int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+  {
+    const DeviceGuard guard(device_);
+    begin_proxy_call(proxy_, link_, stream);
+    launch_ship_rows(ship_rows_params(plan, buffer_idx, rows, stream), num_device_sms_, stream);
+  }
+  LowLatencyRegion::return_rows(plan, buffer_idx, rows, min_tokens_to_sum, wait_stats, stream);
+}
+
+void LowLatencyBetweenRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                                    const ExpertSignals& signals, int num_sms, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  ShipRowsParams params = ship_rows_params(plan, buffer_idx, rows, stream);
+  params.ships = false;
+  launch_ship_rows(params, num_device_sms_, stream);
+  LowLatencyRegion::return_signalled_rows(plan, buffer_idx, rows, signals, num_sms, stream);
+  // That kernel has waited for the signals of all rows.
+  params.own_row_of = params.own_num_received = nullptr;
+  params.ships = params.follows_own = true;
+  begin_proxy_call(proxy_, link_, stream);
+  launch_ship_rows(params, num_device_sms_, stream);
+}
+
+void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
+                                       const float* topk_weights, uint8_t* out, int num_tokens, bool use_logfmt,
+                                       int64_t* wait_stats, cudaStream_t stream) {
+  {
+    const DeviceGuard guard(device_);
+    ForwardRowsParams params{};
+    fill(params, plan, LowLatencyKind::kCombine, buffer_idx, stream);
+    params.wait_stats = wait_stats;
+    begin_proxy_call(proxy_, link_, stream);
+    launch_forward_rows(params, num_device_sms_, stream);
+  }
+  LowLatencyRegion::sum_rows(plan, buffer_idx, topk_idx, topk_weights, out, num_tokens, use_logfmt, nullptr, stream);
+}
+
+}  // namespace hybrid_ep

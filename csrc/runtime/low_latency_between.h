@@ -1,0 +1,59 @@
+// The low-latency calls of several domains over one region of symmetric memory and one link to the peers.
+//
+// Every call is that of one domain, which takes all ranks for its own, with a launch beside it that ships to the peers
+// or forwards what has come from them: docs/internals/low_latency_between.md.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/low_latency_between/low_latency_between.h"
+#include "runtime/low_latency.h"
+#include "transport/proxy.h"
+
+namespace hybrid_ep {
+
+// What a dispatch leaves for the combine of the own domain, behind its other results, in int32 from their begin.
+struct OwnTables {
+  int64_t row_of;        // [R, M, K]
+  int64_t num_received;  // [R]
+  int64_t num_ints;      // of all results; a multiple of 2
+
+  static OwnTables of(const LowLatencyPlan& plan);
+};
+
+class LowLatencyBetweenRegion final : public LowLatencyRegion {
+ public:
+  // `memory` are the regions of the own domain's ranks, of capacity.region_bytes() with LowLatencyBetweenControl behind
+  // it. The link has two rings, of two slots each: LowLatencyKind numbers them. Communicator and proxy live longer than
+  // the region.
+  LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, const std::vector<uintptr_t>& memory,
+                          const LowLatencyCapacity& capacity, Proxy& proxy);
+
+  bool covers(const LowLatencyPlan& plan) const override;
+  void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
+                   int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream) override;
+  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
+                      int64_t* wait_stats, bool follows_send, cudaStream_t stream) override;
+  void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
+                   int64_t* wait_stats, cudaStream_t stream) override;
+  void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                             const ExpertSignals& signals, int num_sms, cudaStream_t stream) override;
+  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
+                uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream) override;
+
+ protected:
+  RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const override;
+
+ private:
+  void fill(AcrossDomainsParams& params, const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
+            cudaStream_t stream);
+  ShipRowsParams ship_rows_params(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                  cudaStream_t stream);
+
+  const Grid grid_;
+  Proxy& proxy_;
+  const LinkView link_;
+};
+
+}  // namespace hybrid_ep

@@ -1,0 +1,197 @@
+"""Low-latency calls of the cuda engine for several domains; docs/internals/low_latency_between.md describes them.
+
+Every call is that of one domain, with a launch beside it that ships rows to the peers or forwards theirs. So only the
+region differs: it has a link.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_ep import _cuda
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.quantize import RowFormat
+from hybrid_ep.engine.calls import LowLatencyDispatchRequest
+from hybrid_ep.engine.cuda_low_latency import MAX_PLANS, CudaLowLatency, Plan, Region, plan_of
+from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.roll_call import RollCall
+from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.errors import HybridEPError, TransportError
+from hybrid_ep.transport import DomainLink, Ring
+
+__all__ = ["LowLatencyBetween", "OpenedLink"]
+
+_SLOT_ALIGN_BYTES = 128
+_CLOSE_TIMEOUT_S = 5.0  # for what is still on its way
+
+
+class OpenedLink(NamedTuple):
+    """A link, and what its memory lives as long as."""
+
+    link: DomainLink
+    keep: Any
+
+
+@dataclass(frozen=True)
+class _RegionWithLink(Region):
+    """A region of the ranks of this domain, and the link to the peers.
+
+    Attributes:
+        opened: the link.
+        chunk_bytes: of a slot of its rings: of a dispatch, and of a combine.
+    """
+
+    opened: OpenedLink
+    chunk_bytes: tuple[int, int]
+
+
+@functools.lru_cache(MAX_PLANS)
+def _plan_between(
+    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
+) -> Plan:
+    plan = plan_of(num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
+    return plan._replace(num_ints=plan.native.num_ints_between)
+
+
+class LowLatencyBetween(CudaLowLatency):
+    """The low-latency calls over one region and one link, which are made by the first call and grow.
+
+    Args:
+        roll_call: of the ranks of this domain.
+        grid: of all ranks.
+        device, communicator, order: as of `CudaLowLatency`; the communicator is that of the domain.
+        open_link: opens a link with rings. Collective over all ranks.
+        error_of: the error for a fault of a call that is not one of low latency.
+    """
+
+    def __init__(
+        self,
+        roll_call: RollCall,
+        grid: RankGrid,
+        device: torch.device,
+        communicator: _cuda.Communicator,
+        order: LaunchOrder,
+        *,
+        open_link: Callable[[list[Ring]], OpenedLink],
+        error_of: Callable[[_cuda.Fault], HybridEPError],
+    ) -> None:
+        super().__init__(roll_call, grid, device, communicator, order)
+        self._open_link, self._other_error_of = open_link, error_of
+        self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
+        self._num_sessions = 0
+        self._asked: Plan | None = None  # that a region is made for
+
+    def serves(self, request: LowLatencyDispatchRequest) -> bool:
+        """Whether the kernels take calls of this size; the same at every rank."""
+        grid, hidden = self._grid, request.data.shape[1]
+        row_bytes = hidden * torch.bfloat16.itemsize
+        fits = (
+            grid.num_ranks <= _cuda.max_ranks
+            and 0 < row_bytes <= _cuda.max_row_bytes
+            and row_bytes % _cuda.row_align_bytes == 0
+            and request.num_experts <= _cuda.max_experts
+            and request.num_max_tokens_per_rank <= _cuda.low_latency_max_tokens
+        )
+        if not fits:
+            return False
+        plan = self._plan_of(
+            request.num_experts,
+            request.topk_idx.shape[1],
+            hidden,
+            request.num_max_tokens_per_rank,
+            request.fmt,
+        )
+        return max(_chunk_bytes(plan, grid)) <= _cuda.low_latency_max_chunk_bytes
+
+    def drain(self) -> None:
+        """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work."""
+        for region in self._regions:
+            _link_of(region).proxy.drain(_CLOSE_TIMEOUT_S)
+
+    def rows_memory(self) -> Tensor:
+        memory = super().rows_memory()
+        return memory[: max(0, len(memory) - _cuda.low_latency_between_bytes)]
+
+    def close(self) -> None:
+        links = [_link_of(region) for region in self._regions]
+        super().close()
+        for link in links:
+            link.close(_CLOSE_TIMEOUT_S)
+
+    def _plan_of(self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None) -> Plan:
+        return _plan_between(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
+
+    def _region_for(self, plan: Plan) -> _cuda.LowLatencyRegion:
+        self._asked = plan
+        return super()._region_for(plan)
+
+    def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
+        assert self._asked is not None
+        tokens_bytes, rows_bytes = _chunk_bytes(self._asked, self._grid)
+        self.drain()
+        if self._regions:
+            before = self._regions[-1]
+            assert isinstance(before, _RegionWithLink)
+            tokens_bytes, rows_bytes = map(max, zip((tokens_bytes, rows_bytes), before.chunk_bytes, strict=True))
+        num_bytes = capacity.region_bytes + _cuda.low_latency_between_bytes
+        memory = SymmetricMemory.allocate(num_bytes, self._roll_call, self._device)
+        num_slots = _cuda.low_latency_buffers
+        opened = self._open_link([Ring(tokens_bytes, num_slots, 1), Ring(rows_bytes, num_slots, 1)])
+        native = _cuda.LowLatencyBetweenRegion(
+            communicator=self._communicator,
+            rank=self._grid.rank,
+            num_domains=self._grid.num_domains,
+            memory=memory.addresses,
+            capacity=capacity,
+            proxy=opened.link.proxy,
+        )
+        return _RegionWithLink(memory, capacity, native, self._grid.num_ranks, opened, (tokens_bytes, rows_bytes))
+
+    def _drop_region(self) -> None:
+        # No peer uses it any more: all have met to open the link of the next.
+        link = _link_of(self._regions[-1])
+        super()._drop_region()
+        link.close(_CLOSE_TIMEOUT_S)
+
+    def _forget_calls(self) -> None:
+        super()._forget_calls()
+        self._num_sessions += 1
+        for region in self._regions:
+            control = region.memory.local[region.capacity.region_bytes :]
+            control.zero_()
+            offset = _cuda.low_latency_session_offset
+            control[offset : offset + 4].view(torch.int32).fill_(self._num_sessions & 0x7FFFFFFF)
+
+    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
+        if not fault.kernel.startswith("low_latency"):
+            return self._other_error_of(fault)
+        if fault.kind != _cuda.FaultKind.TRANSPORT:
+            return super()._error_of(fault)
+        where = f"{fault.kernel}: {fault.tag}"
+        try:
+            for region in self._regions:
+                _link_of(region).check(where)
+        except TransportError as error:
+            return error
+        return TransportError(where, self._grid.rank, fault.peer, "the transport has failed")
+
+
+def _chunk_bytes(plan: Plan, grid: RankGrid) -> tuple[int, int]:
+    """Slots of the rings: for chunks of a dispatch, and of a combine."""
+    tokens, rows = plan.native.peer_chunk_bytes(grid.num_ranks_per_domain)
+    return _aligned(tokens), _aligned(rows)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
+
+
+def _link_of(region: Region) -> DomainLink:
+    assert isinstance(region, _RegionWithLink)
+    return region.opened.link

@@ -1,0 +1,199 @@
+"""Low-latency calls between domains by the cuda engine, on emulated warps: every bit is the torch engine's."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
+from tests.battery.cases import Case
+from tests.battery.low_latency import FORMATS
+from tests.emulation.engine import run
+from tests.rank_pool import RankPool
+
+CASES = [
+    Case("2x1", 2, 40, num_ranks_per_domain=1),
+    Case("2x2", 4, 36, num_ranks_per_domain=2),
+    Case("3x2_duplicates", 6, 34, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
+    Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
+    Case("4x1_groups", 4, 33, routing="groups", num_ranks_per_domain=1),
+    Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
+    Case("2x2_hot", 4, 40, routing="hot", num_ranks_per_domain=2),
+    Case("2x2_empty", 4, 9, routing="empty", num_ranks_per_domain=2),
+    Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
+    Case("2x2_nothing_crosses", 4, 21, routing="local", num_ranks_per_domain=2),
+    Case("2x1_hidden_7168", 2, 33, hidden=7168, num_experts=36, topk=8, num_ranks_per_domain=1),
+    Case("2x2_top_32", 4, 11, topk=32, num_experts=64, num_ranks_per_domain=2),
+]
+_BY_ID = {case.id: case for case in CASES}
+TIMEOUT_S = 12.0  # above the longest call of ranks that share two cores
+LIMIT_S = 100.0
+_FEW = [_BY_ID[name] for name in ("2x2_holes", "3x2_duplicates", "2x4_ragged")]
+
+
+class RunEmulated(Protocol):
+    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
+    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
+
+    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
+        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
+
+    yield run_check
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def run_by_kernels(run_emulated: RunEmulated) -> RunEmulated:
+    """Returns `run(num_ranks, check, *args, seed)`: runs a check whose low-latency calls the kernels serve."""
+
+    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
+        run_emulated(num_ranks, "emulation.domains.check_by_kernels", check, *args, seed=seed)
+
+    return run_check
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_rows(run_by_kernels: RunEmulated, case: Case) -> None:
+    run_by_kernels(case.num_ranks, "battery.low_latency.check_low_latency", case, "bf16")
+    run_by_kernels(case.num_ranks, "battery.low_latency.check_mixed_hooks", case)
+
+
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "bf16"])
+@pytest.mark.parametrize("case_id", ["2x2_holes", "3x2_duplicates"])
+def test_quantised(run_by_kernels: RunEmulated, case_id: str, format_name: str) -> None:
+    case = _BY_ID[case_id]
+    run_by_kernels(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
+
+
+@pytest.mark.parametrize("case_id", ["2x2_holes", "3x2_duplicates"])
+def test_logfmt(run_by_kernels: RunEmulated, case_id: str) -> None:
+    case = _BY_ID[case_id]
+    run_by_kernels(case.num_ranks, "battery.low_latency.check_logfmt", case)
+
+
+@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("format_name", ["bf16", "fp8"])
+def test_over_a_proxy(run_by_kernels: RunEmulated, case: Case, format_name: str) -> None:
+    check = "battery.low_latency.check_low_latency"
+    run_by_kernels(case.num_ranks, "emulation.domains.check_over", "tcp", check, case, format_name)
+
+
+@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("seed", range(2))
+def test_chunks_that_overtake_each_other(run_by_kernels: RunEmulated, case: Case, seed: int) -> None:
+    check = "battery.low_latency.check_low_latency"
+    run_by_kernels(
+        case.num_ranks, "emulation.faulty_links.check_on_slow_link", check, seed, case, "fp8_ue8m0", seed=seed
+    )
+    check = "battery.low_latency.check_overlapping_batches"
+    run_by_kernels(case.num_ranks, "emulation.faulty_links.check_on_slow_link", check, seed, case, seed=seed)
+
+
+@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
+def test_batches_overlap(run_by_kernels: RunEmulated, case: Case) -> None:
+    run_by_kernels(case.num_ranks, "battery.low_latency.check_overlapping_batches", case)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_dispatches_ahead(run_by_kernels: RunEmulated, transport: str) -> None:
+    check = "battery.low_latency.check_dispatches_ahead"
+    run_by_kernels(4, "emulation.domains.check_over", transport, check, _BY_ID["2x2_holes"])
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_cleaned_buffers_forget(run_by_kernels: RunEmulated, transport: str) -> None:
+    case = Case("cleaned", 4, 12, num_ranks_per_domain=2)
+    run_by_kernels(4, "emulation.domains.check_over", transport, "battery.low_latency.check_cleaned", case)
+
+
+@pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank", "check_too_many_rows"])
+def test_misuse_and_delay(run_by_kernels: RunEmulated, check: str) -> None:
+    run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.low_latency.{check}")
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transport: str) -> None:
+    in_domains, check = "emulation.domains.check_in_domains", "emulation.domains.check_late_rank_is_named"
+    run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)
+
+
+@pytest.mark.parametrize("check", ["check_other_low_latency_calls", "check_other_global_scales", "check_other_logfmt"])
+def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str) -> None:
+    run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"battery.other_calls.{check}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
+)
+def test_combine_beside_experts(run_by_kernels: RunEmulated, kind: str, use_logfmt: bool) -> None:
+    run_by_kernels(2, "emulation.domains.check_in_domains", 1, "battery.signals.check_signals", kind, use_logfmt)
+
+
+def test_missing_signal(run_by_kernels: RunEmulated) -> None:
+    run_by_kernels(2, "emulation.domains.check_in_domains", 1, "emulation.domains.check_missing_signal", 8.0)
+
+
+def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated) -> None:
+    check = "emulation.late_epochs.check_low_latency_between_past_the_last_number"
+    run_by_kernels(4, check)
+
+
+@pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2)])
+def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, seed: int) -> None:
+    """A rank is killed inside a call of 2 × 2 ranks: all name it in their time.
+
+    If it has sent and not forwarded, the other rank of its domain stalls first, and the other domain may name that one.
+    """
+    alive, lost, stalled = list(range(4)), seed % 4, seed % 4 ^ 1
+    variables = {
+        "HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2",
+        "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
+        "HYBRID_EP_TRANSPORT": transport,
+        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+    }
+    run_here = functools.partial(run, str(emulated_module), seed)
+    with VirtualCluster(4, variables=variables) as cluster:
+        cluster.run(run_here, "multi_gpu.lost_ranks.join", alive, True, False, TIMEOUT_S, limit_s=LIMIT_S)
+        cluster.start(run_here, "emulation.domains.lose_a_rank")
+        time.sleep(0.5 + 0.3 * seed)
+        alive.remove(lost)
+        os.kill(cluster.process_id(lost), signal.SIGKILL)
+        with pytest.raises(RankError):
+            cluster.collect([lost], limit_s=LIMIT_S)
+        named = dict(zip(alive, cluster.collect(alive, limit_s=LIMIT_S), strict=True))
+        assert named.pop(stalled) == lost
+        assert set(named.values()) <= {lost, stalled}
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "fp8"])
+def test_the_torch_engine_serves_unless_kernels_are_asked_for(run_emulated: RunEmulated, format_name: str) -> None:
+    run_emulated(4, "battery.low_latency.check_low_latency", _BY_ID["2x2"], format_name)
+
+
+def test_the_torch_engine_serves_rows_that_the_kernels_do_not_move(run_emulated: RunEmulated) -> None:
+    case = Case("hidden_12", 4, 36, hidden=12, num_ranks_per_domain=2)
+    check = "battery.low_latency.check_low_latency"
+    run_emulated(4, "emulation.domains.check_by_torch", check, case, "bf16")
+
+
+def test_the_torch_engine_serves_buffers_that_may_shrink(run_emulated: RunEmulated) -> None:
+    in_domains = "emulation.domains.check_in_domains"
+    run_emulated(
+        3, "emulation.domains.check_by_torch", in_domains, 1, "battery.low_latency.check_late_rank_comes_back", 8.0
+    )
+
+
+def test_ranks_that_choose_differently_are_told_so(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.domains.check_other_choice")

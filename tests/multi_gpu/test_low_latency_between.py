@@ -1,0 +1,116 @@
+"""Low-latency calls between domains by their kernels on real GPUs, bit for bit: domains of one host.
+
+They decide whether `HYBRID_EP_LOW_LATENCY_BETWEEN=cuda` may become the default.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hybrid_ep.testing.cluster import VirtualCluster
+from tests.battery.cases import Case
+from tests.battery.low_latency import FORMATS
+from tests.emulation.domains import check_by_kernels, check_in_domains
+from tests.multi_gpu import low_latency
+from tests.rank_pool import RankPool
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
+
+# Ranks share the GPUs where there are more of them.
+CASES = [
+    Case("2x1", 2, 40, num_ranks_per_domain=1),
+    Case("2x1_hidden_7168", 2, 128, hidden=7168, num_experts=64, topk=8, num_ranks_per_domain=1),
+    Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
+    Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
+    Case("3x2_duplicates", 6, 34, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
+    Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
+    Case("2x1_top_32", 2, 33, topk=32, num_experts=64, num_ranks_per_domain=1),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="two domains with a GPU each need 2 GPUs")
+
+RunRanks = Callable[..., object]
+
+
+def _variables(transport: str) -> dict[str, str]:
+    return {
+        "HYBRID_EP_ENGINE": "cuda",
+        "HYBRID_EP_TIMEOUT_S": "30",
+        "HYBRID_EP_TRANSPORT": transport,
+        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+        "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
+    }
+
+
+@pytest.fixture(scope="module", params=["loopback", "tcp"])
+def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
+    """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the kernels forced."""
+    pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
+    yield pool.run
+    pool.close()
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@every_case
+def test_case(run_ranks: RunRanks, case: Case, format_name: str) -> None:
+    check = "battery.low_latency.check_low_latency"
+    run_ranks(case.num_ranks, check_by_kernels, check, case, format_name, "cuda")
+
+
+@every_case
+@pytest.mark.parametrize(
+    "check", ["check_overlapping_batches", "check_dispatches_ahead", "check_mixed_hooks", "check_logfmt"]
+)
+def test_hooks_and_logfmt(run_ranks: RunRanks, case: Case, check: str) -> None:
+    run_ranks(case.num_ranks, check_by_kernels, f"battery.low_latency.{check}", case, "cuda")
+
+
+def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
+    case = Case("cleaned", 4, 12, num_ranks_per_domain=2)
+    run_ranks(4, check_by_kernels, "battery.low_latency.check_cleaned", case, "cuda")
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        ("battery.low_latency.check_unreceived", ("cuda",)),
+        ("battery.low_latency.check_late_rank", ("cuda",)),
+        ("battery.low_latency.check_too_many_rows", ("cuda",)),
+        ("battery.other_calls.check_other_low_latency_calls", ("cuda",)),
+        ("battery.other_calls.check_other_global_scales", ("cuda",)),
+        ("battery.other_calls.check_other_logfmt", ("cuda",)),
+        ("battery.signals.check_signals", ("comp_signal", False, "cuda")),
+        ("battery.signals.check_signals", ("comp_signal", True, "cuda")),
+        ("battery.signals.check_signals", ("src_signals", False, "cuda")),
+        ("emulation.domains.check_missing_signal", (4.0, "cuda")),
+        ("multi_gpu.low_latency.check_sizes", ()),
+        ("multi_gpu.low_latency.check_two_batches", ()),
+        ("multi_gpu.low_latency.check_three_on_their_way", ()),
+        ("multi_gpu.low_latency.check_bad_expert", ()),
+        ("multi_gpu.low_latency.check_error_in_a_capture", ()),
+        ("multi_gpu.low_latency.check_other_number_of_tokens", ()),
+        ("multi_gpu.low_latency.check_refused_launch", ()),
+        ("multi_gpu.low_latency.check_replays", (1000,)),
+    ],
+    ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "_".join(map(str, value)),
+)
+def test_behaviour(run_ranks: RunRanks, check: str, args: tuple[object, ...]) -> None:
+    run_ranks(2, check_in_domains, 1, "emulation.domains.check_by_kernels", check, *args)
+
+
+@needs_two
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_killed_rank(transport: str) -> None:
+    """The peer is killed between two calls; the survivor names it within its time."""
+    variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    with VirtualCluster(2, device="cuda", variables=variables) as cluster:
+        cluster.run(low_latency.make_shared_buffer, 4.0, limit_s=60)
+        os.kill(cluster.process_id(1), signal.SIGKILL)
+        assert cluster.run(low_latency.use_without_peer, 4.0, ranks=[0], limit_s=60) == [1]
