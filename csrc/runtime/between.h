@@ -1,7 +1,7 @@
-// One rank's end of a group of several domains: its domain's communicator, and the link to its peers.
+// Launches the kernels between domains of one rank: with the communicator of its domain, and the link to its peers.
 //
-// Calls are collective over all domains and otherwise as those of a Communicator, whose host counts, fault record,
-// arena and control blocks they use.
+// Calls are collective over all domains. Otherwise they are like those of the Communicator, and use its host counts,
+// fault record, arena and control blocks.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// One rank's end of a domain on the GPU: whose memory is where, the pinned host counts and fault record, and the
-// launches.
+// Launches the kernels of one rank in its domain. Holds the addresses of all ranks' memory, the pinned host counts and
+// the fault record.
 //
 // Calls are collective and in the same order at all ranks; one communicator runs one call at a time, which the caller
 // ensures by stream order. Nothing here allocates device memory or synchronises the device.

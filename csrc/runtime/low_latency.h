@@ -1,8 +1,8 @@
 // One region of symmetric memory, and the low-latency calls that go through it.
 //
-// Calls are collective, in the same order at all ranks and on one stream at a time, which the caller ensures; between
-// the two launches of a call there may be others. What calls of one size have in common is a plan, made by the first of
-// them and kept by the caller. Nothing here allocates memory or synchronises the device.
+// Calls are collective, in the same order at all ranks and on one stream at a time; the caller ensures that. Other
+// calls may come between the two launches of a call. The first call of a size makes a plan, which the caller keeps for
+// later calls. Nothing here allocates memory or synchronises the device.
 #pragma once
 
 #include <cstdint>

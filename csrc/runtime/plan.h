@@ -1,5 +1,5 @@
-// What calls of one shape have in common. The first such call makes it, the caller keeps it, and later calls read it,
-// so that a call passes only its addresses.
+// Plans: what calls of one shape have in common. The first call of a shape makes the plan, the caller keeps it, and
+// later calls pass only their addresses beside it.
 #pragma once
 
 #include <cstdint>

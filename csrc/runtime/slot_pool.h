@@ -1,4 +1,4 @@
-// The receive arena as a pool of equal slots: which results hold each, and when it may be used again.
+// The receive arena as a pool of equal slots: which results hold a slot, and when it may be used again.
 //
 // The rows of a dispatch arrive in a slot, and its results are tensors that hold the slot. When the last hold is
 // released, an event is recorded on the current stream and the slot is free; its next user waits for the event. No

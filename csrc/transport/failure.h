@@ -12,9 +12,9 @@
 namespace hybrid_ep {
 
 struct LinkFailure {
-  int peer;            // domain index of the peer that is to blame; −1 where no single one is
-  std::string device;  // the NIC, socket or copy engine that noticed
-  std::string detail;  // in its own words
+  int peer;            // domain index of the peer that was lost; −1 if no single peer is the cause
+  std::string device;  // the NIC or socket that reported it
+  std::string detail;  // its message
 };
 
 class FailureReport {

@@ -4,8 +4,8 @@
 //
 //   counts ── sum over sources ──► home ── 32 maxima ──► moves of each warp ── best ──► spare, quota, loads
 //
-// A rank that gives is above the maximum and so has received nothing, and the experts of all others stay as they are.
-// So the largest experts of a rank are looked for once, and again only when it has given.
+// A rank that gives copies is above the maximum, so it has received none, and the experts of other ranks do not change.
+// So the largest experts of a rank are searched once, and again only after it has given.
 #include <cuda_runtime.h>
 
 #include "device/lanes.cuh"

@@ -2,10 +2,10 @@
 //
 //     result ─► per segment, sources in order: bulk load ─► stage ─► fp32 sum ─► one rounding ─► its row
 //
-// Bulk loads keep more bytes in flight than a thread has registers. Each warp has its own ring, so no warp waits for
-// another. The sum is then bound by the instructions per segment. So segments are the longest that fit registers, and
-// each has one descriptor, so that sources are walked once. partial_rows.cuh and expert_rows.cuh define what is summed
-// and where it goes.
+// Bulk loads keep more bytes in flight than registers could hold. Each warp has its own ring, so no warp waits for
+// another. The sum is then bound by the instructions for each segment. So segments are as long as registers allow, and
+// one descriptor for each segment saves a second walk over the sources. partial_rows.cuh and expert_rows.cuh define
+// what is summed and where it goes.
 #pragma once
 
 #include "device/bf16.cuh"

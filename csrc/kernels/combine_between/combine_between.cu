@@ -1,5 +1,5 @@
-// Combine between domains: push to the rank that has forwarded a record, sum there, send home, sum again, in one
-// persistent launch.
+// Combine between domains, in one persistent launch: push rows to the rank that has forwarded the token, sum there,
+// send the sum to the token's home rank, sum again.
 //
 //     y ─ bulk copy ─► arena of the rank that sums ─ rows_pushed ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
 //     out[t] part of this domain: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums

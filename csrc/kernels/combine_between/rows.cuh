@@ -1,5 +1,5 @@
-// What a combine between domains sums: at the rank that has forwarded a record, its partial rows of this domain; at
-// home, the sums of all domains.
+// The two sums of a combine between domains: at the rank that has forwarded a token, the partial rows of this domain;
+// at the token's home rank, the sums of all domains.
 //
 //     arena, y ─ partial rows of a record, ranks ascending ─► fp32 ─► bf16 ─► record of a chunk home, or own_sums[t]
 //     chunks, own_sums[t] ─ the sum of each domain, domains ascending ─► fp32 ─► + bias ─► out[t]

@@ -3,10 +3,10 @@
 //     x[t] ─────────► this domain: a bulk store per rank ─────────────────────────────────► row of every receiver
 //     x[t], top-k ─► records ─► chunk ─ link ─► peer: records ─ a bulk store per rank ──► row of every receiver
 //
-// A token crosses to another domain once. Its record has its destinations: a rank and the index among its source's
-// tokens there, so that the peer forwards a record without knowing any other. Warps that forward never wait for warps
-// that send, so that no credit waits for itself. The indices come from index_tokens.cu. Legend: T tokens, K top-k, D
-// domains, G ranks of a domain.
+// A token crosses to another domain once. Its record has its destinations: a rank, and the token's index among those
+// that its source sends there. So the peer can forward each record alone. Warps that forward never wait for warps that
+// send, so a rank always returns credits. The indices come from index_tokens.cu. Legend: T tokens, K top-k, D domains,
+// G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"

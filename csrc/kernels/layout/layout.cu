@@ -1,5 +1,5 @@
-// Counts for `get_dispatch_layout`: a launch over all tokens, some of them to a warp, sums in shared memory first. A
-// small one before it clears the totals while the other counts.
+// Counts for `get_dispatch_layout`. Each warp counts some tokens; a CTA sums in shared memory first. A small launch
+// before clears the totals, and overlaps with the counting.
 #include <cuda_runtime.h>
 
 #include <algorithm>

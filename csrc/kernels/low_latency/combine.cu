@@ -8,11 +8,10 @@
 // source, token and column.
 //
 // Partial sums: if a token has several experts on one rank, their rows are summed before they cross, into the first
-// column. That needs the source's weights, which only combine has, so every rank sends them first. Rows that are not
-// summed leave meanwhile. Two kinds of rows are never summed: those of a source with few tokens, whose weights would
-// cost more time than the bytes save, and those of a rank whose receive is a launch of its own, because such a send may
-// not wait for another rank. Each rank decides alone. Its flag holds the number of tokens from which on its rows are
-// sums.
+// column. That needs the source's weights, so every rank first sends them. Other rows leave at once. Rows are never
+// summed in two cases: the source has few tokens, and waiting for weights would take longer than the saved bytes; or
+// the receive is a separate launch, because such a send may not wait for another rank. Each rank decides alone. Its
+// flag holds the number of tokens from which on its rows are sums.
 //
 // Signalled rows: an expert's kernel that still runs signals each block of its rows when it has written them. A send
 // of its own, on few SMs, goes through the packed rows in their order and waits for the signal of each block. Rows
