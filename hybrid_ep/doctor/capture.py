@@ -62,7 +62,10 @@ _EXCERPTS = {
 _FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nvidia_peermem", "/sys/devices/system/node/node*")
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
-_LOG_WORDS = ("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core")
+_LOG_WORDS = (
+    *("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core"),
+    *("EDAC MC", "Memory failure:", "[Hardware Error]"),
+)
 _LOG_LINES_KEPT = 400
 _ASKED_BY_TOPOLOGY = (
     *("name", "uuid", "pci_address", "memory_bytes", "fabric.state", "fabric.status"),

@@ -108,14 +108,45 @@ def meeting(address: str, kind: str) -> str:
     )
 
 
-def mpi(command: str, more: str = "", name: str = "mpi") -> str:
+def served(port: str) -> str:
+    container = "{name: a, image: 'a:1', ports: [{name: http, containerPort: 1}]}"
+    pods = f"{{metadata: {{labels: {{app: a}}}}, spec: {{containers: [{container}]}}}}"
+    spec = f"{{selector: {{matchLabels: {{app: a}}}}, template: {pods}}}"
+    head = service(f"selector: {{app: a}}, ports: [{{port: 80, targetPort: {port}}}]")
+    return f"{head}\n---\n{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: a}}, spec: {spec}}}"
+
+
+def bound(role: str, namespace: str) -> str:
+    group = "rbac.authorization.k8s.io"
+    return (
+        "{apiVersion: v1, kind: ServiceAccount, metadata: {name: runner, namespace: gpu}}\n---\n"
+        f"{{apiVersion: {group}/v1, kind: ClusterRole, metadata: {{name: reader}}, rules: []}}\n---\n"
+        f"{{apiVersion: {group}/v1, kind: ClusterRoleBinding, metadata: {{name: b}}, "
+        f"roleRef: {{apiGroup: {group}, kind: ClusterRole, name: {role}}}, "
+        f"subjects: [{{kind: ServiceAccount, name: runner, namespace: {namespace}}}]}}"
+    )
+
+
+def jobset(policy: str) -> str:
+    pod = "{spec: {template: {spec: {restartPolicy: Never, containers: [{name: a, image: 'a:1'}]}}}}"
+    return (
+        "{apiVersion: jobset.x-k8s.io/v1alpha2, kind: JobSet, metadata: {name: a}, "
+        f"spec: {{{policy}, replicatedJobs: [{{name: launcher, template: {pod}}}]}}}}"
+    )
+
+
+def held(kind: str, data: str) -> str:
+    return f"{{apiVersion: v1, kind: {kind}, metadata: {{name: a}}, {data}}}"
+
+
+def mpi(command: str, more: str = "", name: str = "mpi", scheduling: str = "{}") -> str:
     launcher = f"{{template: {{spec: {{containers: [{{name: l, image: 'a:1', command: {command}}}]}}}}}}"
     worker = (
         "{replicas: 2, template: {spec: {containers: [{name: w, image: 'a:1', command: [/usr/sbin/sshd, -De], "
         "readinessProbe: {tcpSocket: {port: 22}}, volumeMounts: [{name: shm, mountPath: /dev/shm}]}], "
         "volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 1Gi}}]}}}"
     )
-    policy = "{cleanPodPolicy: Running, backoffLimit: 1, activeDeadlineSeconds: 60}"
+    policy = f"{{cleanPodPolicy: Running, backoffLimit: 1, activeDeadlineSeconds: 60, schedulingPolicy: {scheduling}}}"
     return (
         f"{{apiVersion: kubeflow.org/v2beta1, kind: MPIJob, metadata: {{name: {name}}}, spec: {{slotsPerWorker: 4, "
         f"launcherCreationPolicy: WaitForWorkersReady, runPolicy: {policy}{more}, "
@@ -343,6 +374,24 @@ EXAMPLES = [
     ),
     Example("reference-key", f"{C}.env[0].valueFrom.configMapKeyRef.key", map_variable("a"), map_variable("a.sh")),
     Example("service", "$.spec.serviceName", stateful("rank"), stateful("ranks")),
+    Example("service-port", "$.spec.ports[0].targetPort", served("https"), served("http")),
+    Example("role-binding", "$.roleRef.name", bound("readers", "gpu"), bound("reader", "gpu")),
+    Example("role-binding", "$.subjects[0].namespace", bound("reader", "default"), bound("view", "gpu")),
+    Example(
+        "jobset-names",
+        "$.spec.successPolicy.targetReplicatedJobs",
+        jobset("successPolicy: {operator: All, targetReplicatedJobs: [launchr]}"),
+        jobset("successPolicy: {operator: All, targetReplicatedJobs: [launcher]}"),
+    ),
+    Example("data-keys", "$.data['a b']", held("ConfigMap", "data: {a b: x}"), held("ConfigMap", "data: {a_b.c: x}")),
+    Example("data-keys", "$.data.k", held("Secret", "data: {k: plain!}"), held("Secret", "stringData: {k: plain!}")),
+    Example(
+        "mpijob-gang",
+        "$.spec.runPolicy.schedulingPolicy.minAvailable",
+        mpi(MPIRUN.format(8), scheduling="{minAvailable: 4}"),
+        mpi(MPIRUN.format(8), scheduling="{minAvailable: 3}"),
+    ),
+    Example("schema", "$.spec.securityContext.runAsUser", "securityContext: {runAsUser: -1}", "{}"),
     Example(
         "rank-address",
         "$.spec.template.spec.containers[0].command",

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from hybrid_ep import env
@@ -349,6 +350,23 @@ def test_kernel_log_is_kept_for_a_doctor_that_may_not_read_it(tmp_path: Path) ->
         Node(tmp_path, kernel_log=place).kernel_log()
     with pytest.raises(Unreadable, match=r"nowhere"):
         Node(tmp_path, kernel_log=tmp_path / "nowhere").kernel_log()
+
+
+def test_every_line_that_is_a_fault_is_kept(tmp_path: Path) -> None:
+    """Scenarios have a line for each kind of fault."""
+    scenarios = yaml.safe_load((Path(__file__).parents[1] / "sim" / "scenarios.yaml").read_text())
+    logs = [
+        each["files"]["/dev/kmsg"]
+        for each in scenarios
+        if "/dev/kmsg" in each.get("files", {}) and each.get("finds") in ("gpu.xid", "host.kernel_log")
+    ]
+    lines = [line.partition(";")[2] for log in logs for line in log.splitlines()[1:]]
+    (tmp_path / "dev").mkdir()
+    records = [f"4,{i + 1},{i},-;{line}\n" for i, line in enumerate(lines)]
+    (tmp_path / "dev" / "kmsg").write_text("".join(["6,0,0,-;Linux\n", *records]))
+    keep_kernel_log(Node(tmp_path), tmp_path / "kept")
+    kept = [line.message for line in Node(tmp_path, kernel_log=tmp_path / "kept").kernel_log()]
+    assert [line for line in lines if line not in kept] == []
 
 
 def test_command_that_keeps_the_kernel_log_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

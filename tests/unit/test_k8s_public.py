@@ -49,7 +49,9 @@ FOUND = {
         "hint reference",
         "hint shared-memory",
     },
+    "jobset-torchrun": {"warning image-pinned", "hint shared-memory"},
     "llm-d": set(),
+    "lws-sglang": set(),
 }
 
 

@@ -18,6 +18,8 @@ from hybrid_ep.doctor.xid import read_incidents
 
 # Fields and reasons by NVML's names, so that no threshold can meet the wrong field.
 _RECOVERY_ACTION = int(pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)
+# A GPU that lacks a field, and a driver that is older than the field.
+_NO_SUCH_FIELD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 _RECOVERY_ACTIONS = {
     int(getattr(pynvml, name)): name.removeprefix("NVML_GPU_RECOVERY_ACTION_").lower()
     for name in dir(pynvml)
@@ -218,7 +220,7 @@ def gpu_recovery_action(node: Node, profile: Profile) -> Finding:
         try:
             action = node.nvml.field(gpu_idx, _RECOVERY_ACTION)
         except Unreadable as error:
-            if error.nvml_code != pynvml.NVML_ERROR_NOT_SUPPORTED or not _is_optional(profile, "gpu.recovery_action"):
+            if error.nvml_code not in _NO_SUCH_FIELD or not _is_optional(profile, "gpu.recovery_action"):
                 raise
             return None
         return _RECOVERY_ACTIONS.get(action, f"action {action}") if action else None

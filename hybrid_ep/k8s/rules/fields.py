@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import re
 from collections.abc import Iterator
@@ -297,3 +298,20 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+@rule("data-keys", Level.ERROR)
+def _data_keys(manifest: Manifest) -> Found:
+    """Keys of ConfigMaps and Secrets are letters, digits and -_. alone, and a Secret's data are base64."""
+    if manifest.kind not in ("ConfigMap", "Secret"):
+        return
+    for part in ("data", "binaryData", "stringData"):
+        for key, value in (manifest.content.get(part) or {}).items():
+            path = json_path(f"$.{part}", [str(key)])
+            if not re.fullmatch(r"[-._A-Za-z0-9]{1,253}", str(key)) or str(key) in (".", ".."):
+                yield Finding(path, f"{key!r}; allowed: up to 253 letters, digits and -_.")
+            if part == "binaryData" or (manifest.kind == "Secret" and part == "data"):
+                try:
+                    base64.b64decode("".join(str(value or "").split()), validate=True)
+                except ValueError as error:
+                    yield Finding(path, f"is no base64: {error}; allowed: base64, or plain text in stringData")

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import amount, gpus, main, option, runs, spec_of, words
+from hybrid_ep.k8s.rules.parts import amount, gpus, items, main, option, runs, spec_of, words
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 
@@ -81,6 +81,28 @@ def _job_fields(manifest: Manifest) -> Found:
         if spec.get("podFailurePolicy") and spec_of(template).get("restartPolicy") != "Never":
             seen = spec_of(template).get("restartPolicy")
             yield Finding(f"{template.path}.spec.restartPolicy", f"{seen!r} with podFailurePolicy; allowed: 'Never'")
+
+
+@rule("jobset-names", Level.ERROR)
+def _jobset_names(manifest: Manifest) -> Found:
+    """Policies and dependencies of a JobSet name its own replicatedJobs: it waits for ever for another."""
+    if manifest.kind != "JobSet":
+        return
+    spec = manifest.content["spec"]
+    jobs = items(spec, "replicatedJobs")
+    names = [str(job.get("name")) for job in jobs]
+    asked = [
+        ("$.spec.successPolicy.targetReplicatedJobs", (spec.get("successPolicy") or {}).get("targetReplicatedJobs"))
+    ]
+    for i, each in enumerate(items(spec.get("failurePolicy"), "rules")):
+        asked.append((f"$.spec.failurePolicy.rules[{i}].targetReplicatedJobs", each.get("targetReplicatedJobs")))
+    for i, job in enumerate(jobs):
+        needed = [each.get("name") for each in items(job, "dependsOn")]
+        asked.append((f"$.spec.replicatedJobs[{i}].dependsOn", needed))
+    for path, given in asked:
+        for name in given or []:
+            if name not in names:
+                yield Finding(path, f"{name!r}; allowed: {', '.join(names)}")
 
 
 def _job_of(manifest: Manifest, template: PodTemplate) -> tuple[str, dict[str, Any]]:

@@ -219,3 +219,14 @@ def _ranks(manifest: Manifest) -> Found:
     if asked and int(asked[1]) > slots and "oversubscribe" not in text.lower():
         message = f"{asked[1]} ranks, and {workers} workers have {slots} slots; allowed: up to {slots}"
         yield Finding(f"{path}.{'args' if 'args' in container else 'command'}", message)
+
+
+@rule("mpijob-gang", Level.ERROR)
+def _gang(manifest: Manifest) -> Found:
+    """The gang scheduler waits for no more Pods than the job has, its workers and the launcher."""
+    if job := _Job.of(manifest):
+        policy = (job.spec.get("runPolicy") or {}).get("schedulingPolicy") or {}
+        pods, least = (job.worker.num_pods or 0) + 1, policy.get("minAvailable")
+        if least is not None and least > pods:
+            path = "$.spec.runPolicy.schedulingPolicy.minAvailable"
+            yield Finding(path, f"{least}, and the job has {pods} Pods; allowed: up to {pods}")

@@ -160,6 +160,53 @@ def _service(build: Build) -> BuildFound:
             yield service, Finding("$.spec.selector", message, Level.WARNING)
 
 
+@build_rule("service-port", Level.ERROR)
+def _service_port(build: Build) -> BuildFound:
+    """A Service's targetPort, where it is a name, is a port of a Pod that its selector fits."""
+    templates = [template for manifest in build for template in manifest.pod_templates()]
+    for service in build:
+        selector = (service.content.get("spec") or {}).get("selector") or {}
+        fit = [template for template in templates if _fits(selector, template)] if service.kind == "Service" else []
+        names = {
+            str(port["name"])
+            for template in fit
+            for _, container in containers(template, init=True)
+            for port in items(container, "ports")
+            if port.get("name")
+        }
+        for i, port in enumerate(items(service.content.get("spec"), "ports")) if selector and fit else ():
+            target = port.get("targetPort")
+            if isinstance(target, str) and target not in names:
+                allowed = ", ".join(sorted(names)) or "a number, as no port has a name"
+                yield service, Finding(f"$.spec.ports[{i}].targetPort", f"{target!r}; allowed: {allowed}")
+
+
+@build_rule("role-binding", Level.ERROR)
+def _role_binding(build: Build) -> BuildFound:
+    """A binding names a role of the build or of the cluster, not nearly one, and a service account of the build by its
+    namespace.
+    """
+    roles = {(manifest.kind, str(manifest.metadata.get("name"))) for manifest in build}
+    accounts = {
+        str(manifest.metadata.get("name")): manifest.metadata.get("namespace")
+        for manifest in build
+        if manifest.kind == "ServiceAccount"
+    }
+    for manifest in build:
+        if manifest.kind not in ("RoleBinding", "ClusterRoleBinding"):
+            continue
+        role = manifest.content.get("roleRef") or {}
+        kind, name = str(role.get("kind")), str(role.get("name"))
+        close = difflib.get_close_matches(name, [given for of, given in roles if of == kind], 1, 0.75)
+        if close and close[0] != name:
+            message = f"there is no {kind} {name!r}; allowed: {close[0]!r}, which the build has"
+            yield manifest, Finding("$.roleRef.name", message)
+        for i, subject in enumerate(items(manifest.content, "subjects")):
+            there = accounts.get(str(subject.get("name")))
+            if subject.get("kind") == "ServiceAccount" and there and subject.get("namespace", there) != there:
+                yield manifest, Finding(f"$.subjects[{i}].namespace", f"{subject['namespace']!r}; allowed: {there!r}")
+
+
 def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, str]:
     """The Service that gives the Pods their names, and the JSON path to it; None where none does."""
     if manifest.kind == "StatefulSet":
