@@ -7,7 +7,7 @@ entries. A rank that reads its own number has been left out, and appends nothing
 
 from __future__ import annotations
 
-from hybrid_ep.engine.board import Board, StoreLostError
+from hybrid_ep.core.board import Board, StoreLostError
 from hybrid_ep.errors import TransportError
 
 __all__ = ["LossLog", "Losses"]
