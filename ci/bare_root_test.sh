@@ -3,7 +3,8 @@
 #
 # A small root is made once with mmdebstrap from this machine's own apt mirror. Each run unpacks it anew, clones the last
 # commit in it, and has the settings of pip of this machine. CI is passed on.
-#   short  `make setup`, `hybrid-ep info`, the system packages, `make setup` again, and every prerequisite of the tests
+#   short  `make setup`, `hybrid-ep info`, the system packages, `make setup` again, and every prerequisite of the tests; with CI=true
+#          the kernels are built, too
 #   full   `make demo`, then `make test`
 # As root what tests need is installed; as user tests that need it are skipped. Logs are .work/bare/MODE-USER.log.
 set -euo pipefail

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep import env
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import require_loads
+from hybrid_ep.core.board import Board, rendezvous_all
 from hybrid_ep.core.checks import require, require_int, require_tensor
 from hybrid_ep.errors import ConfigError
 
@@ -111,16 +113,46 @@ class LoadMonitor:
         """``[layers, E]`` int64 on the monitor's device: tokens that this rank received in the window. Local."""
         return self._steps.sum(0)
 
-    def loads(self, group: dist.ProcessGroup | None = None) -> Tensor:
+    def loads(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> Tensor:
         """``[layers, E]`` int64: tokens that all ranks received in the window, the same on every rank. Collective.
 
         Args:
             group: the ranks; None = the default group, or this rank alone where there is none.
+            timeout_s: how long to wait for ranks; None = ``HYBRID_EP_TIMEOUT_S``. One that is lost while the sum is
+                made is the group's own to tell.
+
+        Raises:
+            ConfigError: ranks have monitors of different layers or experts.
+            TimeoutError: a rank has not come in time.
+            TransportError: the store of the process group cannot be reached.
         """
         total = self.local_loads()
         if dist.is_initialized():
+            group = dist.group.WORLD if group is None else group
+            assert group is not None
+            self._meet(group, env.TIMEOUT_S.get() if timeout_s is None else timeout_s)
             dist.all_reduce(total, group=group)
         return total
+
+    def _meet(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        """Waits for the other ranks: a sum would wait for one that is lost without end."""
+        rank, what = dist.get_rank(group), "sum of loads"
+        shapes, _ = rendezvous_all(
+            Board.of(group),
+            what,
+            rank,
+            dist.get_world_size(group),
+            str(list(self._shape)),
+            timeout_s=timeout_s,
+            where=what,
+            missed="it has not called loads",
+        )
+        for other, shape in enumerate(shapes):
+            if shape != shapes[rank]:
+                raise ConfigError(
+                    f"layers and experts of the monitor are {shapes[rank]} at rank {rank} and {shape} at rank {other}; "
+                    "allowed: the same on every rank"
+                )
 
     def prometheus(self) -> str:
         """The window of this rank in Prometheus' text format; the sum over ranks is what `loads` gives. Local."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from hybrid_ep.engine.board import Board
+from hybrid_ep.core.board import Board
 
 __all__ = ["Lineage", "abandon", "follow", "job_of", "lineage_of", "make_group", "root_board"]
 

@@ -27,11 +27,11 @@ from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.core.board import Board, StoreLostError, rendezvous
 from hybrid_ep.core.checks import require
 from hybrid_ep.core.host import host_name
 from hybrid_ep.elastic.group import Lineage, abandon, follow, lineage_of, make_group, root_board
 from hybrid_ep.elastic.succession import Roster, arrange, succeed
-from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
 __all__ = ["LoadExpert", "Recovered", "Report", "join", "recover", "waiting"]

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 
-from hybrid_ep.engine.board import Board, StoreLostError
+from hybrid_ep.core.board import Board, StoreLostError
 
 __all__ = ["Blame"]
 

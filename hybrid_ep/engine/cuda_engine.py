@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
+from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.board import Board
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Combined,

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.board import Board, Rendezvous, StoreLostError, rendezvous
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, require_agreement
 from hybrid_ep.engine.base import Traffic
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.board import Board, Rendezvous, StoreLostError, rendezvous
 from hybrid_ep.engine.link import Link, uses_gloo
 from hybrid_ep.errors import TimeoutError, TransportError
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hybrid_ep.engine.board import Board
+from hybrid_ep.core.board import Board
 
 __all__ = ["Link", "uses_gloo"]
 

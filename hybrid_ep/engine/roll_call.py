@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
+from hybrid_ep.core.board import Board, StoreLostError, rendezvous
 from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["RollCall", "roll_call_among"]

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.core.board import Board, rendezvous_all
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.board import Board, StoreLostError, rendezvous
 from hybrid_ep.engine.torch_engine import TorchEngine
-from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
+from hybrid_ep.errors import ConfigError
 from hybrid_ep.transport.choice import TransportState, agree_on_transport, survey
 
 __all__ = ["Choice", "choose_engine", "make_engine"]
@@ -215,25 +215,12 @@ def _agree(
 
 
 def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeout_s: float) -> tuple[list[_Vote], int]:
-    """Returns the votes of all ranks for one buffer, and its number: the ranks' first that none of them has given up.
-
-    Through the store, where a rank that makes no buffer can be named; a collective would wait for it without end.
-    """
+    """Returns the votes of all ranks for one buffer, and its number."""
     where, timeout_s = "making a buffer", max(timeout_s, _MIN_MEETING_S)
-    try:
-        while True:
-            number = board.count(f"buffers of rank {rank}") - 1
-            joined = rendezvous(
-                board.at(f"buffer {number}/votes"), rank, range(num_ranks), mine.as_json(), timeout_s=timeout_s
-            )
-            missing = sorted(set(range(num_ranks)) - set(joined.members))
-            if rank not in joined.members:
-                continue  # the others have given this one up before this rank came
-            if missing:
-                raise TimeoutError(where, rank, missing[0], "it has made none", timeout_s=timeout_s)
-            return [_Vote.of(json.loads(joined.texts[r])) for r in range(num_ranks)], number
-    except StoreLostError as error:
-        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
+    texts, number = rendezvous_all(
+        board, "buffer", rank, num_ranks, mine.as_json(), timeout_s=timeout_s, where=where, missed="it has made none"
+    )
+    return [_Vote.of(json.loads(text)) for text in texts], number
 
 
 def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked: str) -> Choice:

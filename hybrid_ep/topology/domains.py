@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid_ep import env
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.topology.model import Topology
 
@@ -34,6 +36,16 @@ class DomainMember:
     nvlink_peer_uuids: frozenset[str]
     fabric_id: tuple[str, int] | None
 
+    def to_json(self) -> str:
+        """All fields as text."""
+        return json.dumps([*asdict(self).values()], default=sorted)
+
+    @classmethod
+    def from_json(cls, text: str) -> DomainMember:
+        """Returns the member that `to_json` has made a text of."""
+        rank, node_id, gpu_uuid, peers, fabric_id = json.loads(text)
+        return cls(rank, node_id, gpu_uuid, frozenset(peers), None if fabric_id is None else tuple(fabric_id))
+
 
 def find_domains(members: Sequence[DomainMember]) -> tuple[tuple[int, ...], ...]:
     """Groups ranks into domains.
@@ -58,18 +70,25 @@ def _connected(a: DomainMember, b: DomainMember) -> bool:
     return a.node_id == b.node_id and (a.gpu_uuid == b.gpu_uuid or b.gpu_uuid in a.nvlink_peer_uuids)
 
 
-def gather_domains(topology: Topology, gpu_idx: int, group: ProcessGroup | None = None) -> tuple[tuple[int, ...], ...]:
+def gather_domains(
+    topology: Topology, gpu_idx: int, group: ProcessGroup | None = None, *, timeout_s: float | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Finds the domains of a process group; collective.
 
     Args:
         topology: of this rank's node.
         gpu_idx: this rank's GPU.
         group: None = the default group.
+        timeout_s: how long to wait for ranks; None = ``HYBRID_EP_TIMEOUT_S``.
 
     Raises:
         TopologyError: the node has no such GPU.
+        TimeoutError: a rank has not come in time.
+        TransportError: the store of the process group cannot be reached.
     """
     import torch.distributed as dist
+
+    from hybrid_ep.core.board import Board, rendezvous_all
 
     by_idx = {gpu.gpu_idx: gpu for gpu in topology.gpus}
     if gpu_idx not in by_idx:
@@ -83,6 +102,16 @@ def gather_domains(topology: Topology, gpu_idx: int, group: ProcessGroup | None 
         nvlink_peer_uuids=frozenset(by_idx[peer].uuid for peer in gpu.nvlink_peers if peer in by_idx),
         fabric_id=(fabric.cluster_uuid, fabric.clique) if fabric else None,
     )
-    members: list[DomainMember | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(members, mine, group=group)
-    return find_domains([member for member in members if member is not None])
+    world = dist.group.WORLD if group is None else group
+    assert world is not None
+    texts, _ = rendezvous_all(
+        Board.of(world),
+        "search for domains",
+        mine.rank,
+        dist.get_world_size(world),
+        mine.to_json(),
+        timeout_s=env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
+        where="domains",
+        missed="it does not look for its own",
+    )
+    return find_domains([DomainMember.from_json(text) for text in texts])

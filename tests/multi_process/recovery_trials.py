@@ -28,8 +28,8 @@ from torch import Tensor
 
 from hybrid_ep import Buffer, HybridEPBuffer, TransportError
 from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.core.board import Board, rendezvous
 from hybrid_ep.elastic import recover
-from hybrid_ep.engine.board import Board, rendezvous
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
 __all__ = ["Job", "Outcome", "Trial", "run", "step"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import Buffer, ClosedError, ConfigError, ElasticBuffer, TimeoutError, TransportError
+from hybrid_ep import Buffer, ClosedError, ConfigError, ElasticBuffer, HybridEPBuffer, TimeoutError, TransportError
 from hybrid_ep.engine import exchange, link
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -133,6 +133,24 @@ def test_a_handle_of_an_elastic_buffer_is_copied_and_not_pickled() -> None:
             assert torch.equal(buffer.combine(received, copied)[0], x)
         with pytest.raises(ConfigError, match="EPHandle cannot be pickled; allowed: the process that dispatched"):
             pickle.dumps(handle)
+
+
+def test_handles_are_copied_and_pickled() -> None:
+    """A copy of a handle combines what the handle does."""
+    x, topk_idx = torch.ones(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4)
+    weights = torch.ones(4, 2)
+    with Buffer(None, low_latency_mode=True) as buffer, HybridEPBuffer(None, 128, 4, 2) as hybrid:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 2)
+        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        received, _, _, _, normal_handle, _ = buffer.dispatch(x, topk_idx=topk_idx, **layout)
+        blocks, _, latency_handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, 2, use_fp8=False)
+        rows, *_, permute_handle = hybrid.dispatch_with_permute(
+            hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=2
+        )
+        for again in (copy.copy, copy.deepcopy, lambda handle: pickle.loads(pickle.dumps(handle))):
+            assert torch.equal(buffer.combine(received, again(normal_handle))[0], x)
+            assert torch.equal(buffer.low_latency_combine(blocks, topk_idx, weights, again(latency_handle))[0], 2 * x)
+            assert torch.equal(hybrid.combine_with_unpermute(hidden=rows, handle=again(permute_handle))[0], 2 * x)
 
 
 def _sync_late(timeout_s: float) -> tuple[str, float]:

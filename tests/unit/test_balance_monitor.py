@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement, LoadMonitor, load_trace, save_trace
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, TimeoutError
 from tests.conftest import RunRanks
 
 
@@ -99,6 +100,33 @@ def test_loads_are_those_of_all_ranks(run_ranks: RunRanks) -> None:
     want = torch.tensor([chosen for _, chosen in results]).sum(0).tolist()
     for loads, _ in results:
         assert loads == [want]
+
+
+def _sum_without_a_rank() -> tuple[str, float, str, list[list[int]]]:
+    """Rank 1 does not come; then ranks differ; then all is well."""
+    rank, told, took = dist.get_rank(), "", 0.0
+    kept = monitor(rank=rank)
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError) as missed:
+            kept.loads(timeout_s=1)
+        told, took = str(missed.value), time.monotonic() - began
+    else:
+        time.sleep(3)
+    other = monitor(rank=rank, num_experts=(4, 8)[rank])
+    with pytest.raises(ConfigError) as differ:
+        other.loads()
+    kept.record(0, [1, 2])
+    return told, took, str(differ.value), kept.loads().tolist()
+
+
+def test_a_rank_that_does_not_come_to_the_sum_is_named(run_ranks: RunRanks) -> None:
+    (told, took, differ, loads), (_, _, differ_there, loads_there) = run_ranks(2, _sum_without_a_rank)
+    assert told == "sum of loads: rank 0 waited 1 s for rank 1: it has not called loads"
+    assert took < 3
+    assert differ.startswith("layers and experts of the monitor are [2, 4] at rank 0 and [2, 8] at rank 1; allowed")
+    assert differ_there.startswith("layers and experts of the monitor are [2, 8] at rank 1 and [2, 4] at rank 0")
+    assert loads == loads_there == [[1, 2, 1, 2], [0] * 4]
 
 
 def test_a_trace_goes_to_a_file_and_back(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hybrid_ep.engine.board import Board, StoreLostError
+from hybrid_ep.core.board import Board, StoreLostError
 from hybrid_ep.engine.losses import Losses, LossLog
 
 

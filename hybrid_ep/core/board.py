@@ -19,7 +19,9 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous"]
+from hybrid_ep.errors import TimeoutError, TransportError
+
+__all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous", "rendezvous_all"]
 
 T = TypeVar("T")
 _boards: dict[str, Board] = {}  # of groups whose ranks processes number differently, by the name of the group
@@ -176,6 +178,43 @@ def rendezvous(
     members: list[int] = json.loads(outcome)
     _look(board, members, came)
     return Rendezvous(members, {member: came[member][0] for member in members})
+
+
+def rendezvous_all(
+    board: Board, what: str, rank: int, num_ranks: int, text: str, *, timeout_s: float, where: str, missed: str
+) -> tuple[list[str], int]:
+    """Meets all ranks of a group, so that one that does not come is named; a collective would wait for it without end.
+
+    Args:
+        board: of the group.
+        what: they meet for, of the same name at all ranks.
+        rank, num_ranks: of the group.
+        text: of this rank.
+        timeout_s: how long to wait.
+        where: the step that the errors name.
+        missed: what a rank that has not come has left undone.
+
+    Returns:
+        The texts by rank, and the meeting's number: the ranks' first for `what` that none of them has given up.
+
+    Raises:
+        TimeoutError: a rank has not come.
+        TransportError: the store cannot be reached.
+    """
+    try:
+        while True:
+            number = board.count(f"{what}s of rank {rank}") - 1
+            meeting = rendezvous(
+                board.at(f"{what} {number}/meeting"), rank, range(num_ranks), text, timeout_s=timeout_s
+            )
+            missing = sorted(set(range(num_ranks)) - set(meeting.members))
+            if rank not in meeting.members:
+                continue  # the others have given this one up before this rank came
+            if missing:
+                raise TimeoutError(where, rank, missing[0], missed, timeout_s=timeout_s)
+            return [meeting.texts[r] for r in range(num_ranks)], number
+    except StoreLostError as error:
+        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
 
 
 def _look(board: Board, ranks: Iterable[int], came: dict[int, tuple[str, list[int]]]) -> None:
