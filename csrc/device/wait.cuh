@@ -142,7 +142,7 @@ class Waiter {
   // itself, and others that wait for this rank name it rightly. Returns false.
   __device__ bool lose(uint32_t lost, int peer, WaitTag tag, uint32_t expected) const {
     if (!claim()) return false;
-    if (lost >= 2) publish_missed(control_, num_ranks_, rank_, static_cast<int>(lost) - 2);
+    if (lost >= 2) post_missed(control_, num_ranks_, rank_, static_cast<int>(lost) - 2);
     report_fault(record_, FaultKind::kTransport, kernel_, tag, rank_, lost >= 2 ? static_cast<int>(lost) - 2 : peer,
                  expected, 0);
     return false;
@@ -198,7 +198,7 @@ class Waiter {
   }
 
   // Publishes that this rank waits for `peer` in vain, or has lost it, unless it has published another before.
-  static __device__ __noinline__ void publish_missed(ControlBlock* const* control, int num_ranks, int rank, int peer) {
+  static __device__ __noinline__ void post_missed(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     const uint32_t word = static_cast<uint32_t>(peer) + 1;
     if (control == nullptr || atomicCAS(&control[rank]->missed[rank], 0u, word) != 0u) return;
     for (int r = 0; r < num_ranks; ++r) {
@@ -208,7 +208,7 @@ class Waiter {
 
   // Publishes that this rank waits for `peer`. Then follows what the others publish, until kListenNs is over.
   static __device__ __noinline__ int find_culprit(ControlBlock* const* control, int num_ranks, int rank, int peer) {
-    publish_missed(control, num_ranks, rank, peer);
+    post_missed(control, num_ranks, rank, peer);
     const uint32_t* missed = control[rank]->missed;
     const uint64_t end = ptx::clock_ns() + kListenNs;
     int culprit = peer;
