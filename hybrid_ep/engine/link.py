@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -69,9 +70,11 @@ class Link:
             # A forked child cannot close them: it would wait for threads that only its parent has.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
             return
+        if sys.is_finalizing():
+            return  # the process closes them; a thread that is started now never runs, and its start would wait for it
         # A socket that is closed while something unread is in it, as gloo's acknowledgements may be, is reset, and what
         # the peer has not read by then is lost.
-        with contextlib.suppress(RuntimeError):  # an interpreter that ends starts no threads
+        with contextlib.suppress(RuntimeError):  # an interpreter that is about to end starts no threads
             timer = threading.Timer(_LINGER_S, _let_go, [self._gloo])
             timer.daemon = True
             timer.start()
