@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -30,6 +31,7 @@ __all__ = ["Link", "uses_gloo"]
 _UNUSED_TAG = (1 << 30) + 1
 _MIN_CONNECT_S = 1.0  # processes do not begin to connect at the same millisecond
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
+_MORE_S = 0.5  # for gloo to report by itself that it could not connect
 _LINGER_S = 3.0  # for how long connections outlive their link, so that a peer can read what is on its way
 
 
@@ -60,8 +62,7 @@ class Link:
         self._gloo: Any = None  # a ProcessGroupGloo; torch declares none of its methods
         if uses_gloo(group):
             limit_s = max(timeout_s, _MIN_CONNECT_S)
-            limit = timedelta(seconds=limit_s)
-            self._gloo = dist.ProcessGroupGloo(_Addresses(board, limit_s), self._index[rank], len(members), limit)
+            self._gloo = _connected(_Addresses(board, limit_s), self._index[rank], len(members), limit_s)
 
     def __del__(self) -> None:
         if self._gloo is None:
@@ -70,9 +71,11 @@ class Link:
             # A forked child cannot close them: it would wait for threads that only its parent has.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
             return
+        if sys.is_finalizing():
+            return  # the process closes them; a thread that is started now never runs, and its start would wait for it
         # A socket that is closed while something unread is in it, as gloo's acknowledgements may be, is reset, and what
         # the peer has not read by then is lost.
-        with contextlib.suppress(RuntimeError):  # an interpreter that ends starts no threads
+        with contextlib.suppress(RuntimeError):  # an interpreter that is about to end starts no threads
             timer = threading.Timer(_LINGER_S, _let_go, [self._gloo])
             timer.daemon = True
             timer.start()
@@ -121,6 +124,31 @@ class Link:
         peers = [*sends, *receives]
         works = dist.batch_isend_irecv(ops)
         return [(peers[min(i, len(peers) - 1)], work) for i, work in enumerate(works)]
+
+
+def _connected(addresses: Store, index: int, num_members: int, limit_s: float) -> Any:
+    """Connects over gloo, in a thread that is abandoned if gloo does not keep to the limit.
+
+    Where a peer dies while it connects, gloo tries again, each time up to the limit.
+
+    Raises:
+        RuntimeError: they could not be connected.
+    """
+    made: list[Any] = []
+    failed: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            made.append(dist.ProcessGroupGloo(addresses, index, num_members, timedelta(seconds=limit_s)))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="hybrid_ep connects")
+    thread.start()
+    thread.join(limit_s + _MORE_S)
+    if made:
+        return made.pop()  # the last reference closes them
+    raise failed[0] if failed else RuntimeError(f"gloo has not connected within {limit_s:g} s")
 
 
 class _Addresses(Store):

@@ -7,6 +7,8 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -85,6 +87,48 @@ def test_a_forked_child_is_told_so(two: VirtualCluster) -> None:
         assert told.startswith(f"Buffer of rank {rank} was made in process")
         assert "allowed: a process group and a buffer made in the child" in told
         assert goes_on
+
+
+_NEVER_CLOSED = """
+import sys
+import torch
+import torch.distributed as dist
+import hybrid_ep
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+buffer = hybrid_ep.HybridEPBuffer(None, 16, 4, num_local_experts=1)
+x, topk_idx = torch.ones(4, 16).bfloat16(), torch.tensor([[0, 1]] * 4)
+rows, *_ = buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, num_of_experts=2)
+dist.barrier()
+print(len(rows), flush=True)
+"""
+
+
+def test_a_program_ends_that_has_never_closed_its_buffer() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", _NEVER_CLOSED, str(store.port)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            printed, errors = rank.communicate(timeout=90)
+            assert (rank.returncode, printed) == (0, "8\n"), errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_connecting_ends_where_gloo_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does when a peer dies while it connects: several times, each for the whole limit."""
+    monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *given: time.sleep(4 * given[-1].total_seconds()))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="gloo has not connected within 1 s"):
+        link._connected(dist.HashStore(), 0, 2, 1.0)
+    assert time.monotonic() - begin < 3
 
 
 def _two_threads() -> tuple[str, bool]:
