@@ -30,7 +30,7 @@ _ACCESS_S = 5.0  # a store that does not answer for so long is lost
 
 
 class StoreLostError(Exception):
-    """The store does not answer: the process that holds is lost or stopped."""
+    """The store does not answer: the process that holds it is lost or stopped."""
 
 
 class Board:

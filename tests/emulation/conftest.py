@@ -1,13 +1,17 @@
-"""The module that every test here runs is built once."""
+"""The module that every test here runs is built once, and the ranks that run its checks are kept for a file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
 from tests.emulation.build import build
+from tests.emulation.engine import run
 from tests.prerequisites import require_programs
+from tests.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +19,19 @@ def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of `_cuda` for the CPU."""
     require_programs("g++")
     return build(tmp_path_factory.mktemp("emulation"))
+
+
+class RunEmulated(Protocol):
+    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
+    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
+
+    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
+        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
+
+    yield run_check
+    pool.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 from hybrid_ep.testing.cluster import RankError
 from tests.battery.cases import Case
+from tests.emulation.conftest import RunEmulated
 from tests.emulation.engine import run
 from tests.emulation.steps import STEPS, Step
 from tests.rank_pool import RankPool
@@ -31,22 +32,6 @@ CASES = [
     Case("2x1_more_chunks_than_slots", 2, (2100, 70), hidden=16, num_ranks_per_domain=1),
 ]
 _FEW = [case for case in CASES if case.id in ("2x2_holes", "3x2_duplicates", "2x1_more_chunks_than_slots")]
-
-
-class RunEmulated(Protocol):
-    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
-    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
-    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
-
-    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
-        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
-
-    yield run_check
-    pool.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

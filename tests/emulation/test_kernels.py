@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Protocol
-
 import pytest
 
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
-from tests.emulation.engine import run
-from tests.rank_pool import RankPool
+from tests.emulation.conftest import RunEmulated
 
 # More ranks take long, for they share two cores; of eight there is the case with the most different ones.
 _CASES = [case for case in select(CASES, one_domain=True) if case.num_ranks <= 4 or case.id == "ragged"]
 _LOW_LATENCY_CASES = select(LOW_LATENCY_CASES, num_ranks=4)
-
-
-class RunEmulated(Protocol):
-    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
-    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
-    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
-
-    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
-        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
-
-    yield run_check
-    pool.close()
 
 
 def _cases(*names: str) -> pytest.MarkDecorator:

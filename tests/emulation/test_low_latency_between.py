@@ -6,17 +6,16 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
+from tests.emulation.conftest import RunEmulated
 from tests.emulation.engine import run
-from tests.rank_pool import RankPool
 
 CASES = [
     Case("2x1", 2, 40, num_ranks_per_domain=1),
@@ -36,22 +35,6 @@ _BY_ID = {case.id: case for case in CASES}
 TIMEOUT_S = 12.0  # above the longest call of ranks that share two cores
 LIMIT_S = 100.0
 _FEW = [_BY_ID[name] for name in ("2x2_holes", "3x2_duplicates", "2x4_ragged")]
-
-
-class RunEmulated(Protocol):
-    def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def run_emulated(emulated_module: Path) -> Iterator[RunEmulated]:
-    """Returns `run(num_ranks, check, *args, seed)`: runs a check with its arguments on so many ranks."""
-    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"}, one_at_a_time=True)
-
-    def run_check(num_ranks: int, check: str, *args: Any, seed: int = 0) -> None:
-        pool.run(num_ranks, run, str(emulated_module), seed, check, *args)
-
-    yield run_check
-    pool.close()
 
 
 @pytest.fixture(scope="module")
