@@ -181,11 +181,11 @@ LOST_RANKS = Variable(
 )
 LOW_LATENCY_BETWEEN = Variable(
     "HYBRID_EP_LOW_LATENCY_BETWEEN",
-    "torch",
+    "cuda",
     _choice("torch", "cuda"),
     "torch or cuda",
-    "What serves low-latency calls of several domains where the cuda engine serves the others. `cuda` takes kernels "
-    "that no GPU has run yet, for buffers without `enable_shrink`. The same on every rank.",
+    "What serves low-latency calls of several domains where the cuda engine serves the others: `cuda` kernels, or "
+    "`torch`. Buffers with `enable_shrink` are served by torch in any case. The same on every rank.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "HYBRID_EP_NUM_RANKS_PER_DOMAIN",

@@ -3,8 +3,8 @@
 A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it. A combine
 goes the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. Before a dispatch
 comes a small launch that numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by
-torch. Low-latency calls run on the torch engine, unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for kernels
-(cuda_low_latency_between.py).
+torch. Low-latency calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for
+the torch engine.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
