@@ -38,8 +38,8 @@ __device__ bool reads_own_rows_in_place(const CombineBetweenParams& params) {
 }
 
 // Sums, for sum_rows, the partial rows of what the peers have sent here and of this rank's own tokens that stay. A warp
-// claims chunk after chunk, of any domain, but only one whose slot is free. So it holds no rows while it waits for a
-// credit, which may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
+// claims chunk after chunk, of any domain whose next slot is free. It holds no rows while it waits for a credit, which
+// may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
 // looks ahead over the end of a chunk.
 template <typename Link>
 class DomainSums {
@@ -66,6 +66,7 @@ class DomainSums {
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
     while (next_index_ < chunk_end_ || claim()) {
+      if (!slot_is_free()) return false;
       const int destination = destination_here(next_destination_);
       if (!rows_are_here(destination)) return false;
       const uint8_t* rows[1] = {find_row(domain_, destination, params_.rows, params_.slot.rows, params_.row_bytes)};
@@ -140,7 +141,7 @@ class DomainSums {
       int blocked = -1;
       if (claim_free_chunk(blocked)) return true;
       if (all_claimed_ || num_open_ > 0) return false;
-      if (blocked < 0) continue;  // another warp was faster
+      if (blocked < 0) continue;  // other warps have claimed the last chunks of a domain
       const ChunkStream<Link> waits_for = stream(blocked);
       const int peer = kRankElsewhere + params_.between.grid.peer_in(blocked);
       const bool is_free = threadIdx.x % 32 > 0 || waiter_.until([&] { return has_free_chunk(); }, waits_for.lost(),
@@ -151,7 +152,8 @@ class DomainSums {
   }
 
   // Claims the next chunk of the first domain, from the warp's turn on, that has one with a free slot. `blocked` is a
-  // domain whose slot is not free. Collective.
+  // domain whose slot is not free. If other warps claim at the same time, the warp gets a later chunk, whose slot may
+  // not be free yet. Collective.
   __device__ bool claim_free_chunk(int& blocked) {
     const int num_domains = params_.between.grid.num_domains, per_chunk = params_.record.per_chunk;
     bool is_left = false;
@@ -163,12 +165,12 @@ class DomainSums {
       is_left |= __ballot_sync(kAllLanes, has_chunk) != 0;
       for (unsigned left = __ballot_sync(kAllLanes, can_claim); left != 0; left &= left - 1) {
         const int holder = __ffs(left) - 1;
-        const auto expected = static_cast<uint32_t>(chunk);
-        const bool is_claimed = static_cast<int>(threadIdx.x % 32) == holder &&
-                                atomicCAS(chunks_ + domain, expected, expected + 1) == expected;
-        if (__ballot_sync(kAllLanes, is_claimed) == 0) continue;
-        begin_chunk(__shfl_sync(kAllLanes, domain, holder), __shfl_sync(kAllLanes, chunk, holder) * per_chunk,
-                    __shfl_sync(kAllLanes, end, holder));
+        const bool claims = static_cast<int>(threadIdx.x % 32) == holder;
+        const int claimed = claims ? static_cast<int>(ptx::increment_relaxed_gpu(chunks_ + domain)) : 0;
+        const int first_record = __shfl_sync(kAllLanes, claimed, holder) * per_chunk;
+        const int num_records = __shfl_sync(kAllLanes, end, holder);
+        if (first_record >= num_records) continue;
+        begin_chunk(__shfl_sync(kAllLanes, domain, holder), first_record, num_records);
         return true;
       }
       const unsigned without_slot = __ballot_sync(kAllLanes, has_chunk && !can_claim);
@@ -184,7 +186,20 @@ class DomainSums {
     chunk_end_ = min(first + params_.record.per_chunk, num_records);
     turn_ = domain + 1;
     next_destination_ = load_destination(domain, first);
-    note_pushed();  // its __syncwarp also passes on what the claiming lane has acquired with the credit
+    has_slot_ = false;
+    note_pushed();
+  }
+
+  // Whether the slot of the warp's chunk is free; waits for it if the warp holds no rows. Collective.
+  __device__ bool slot_is_free() {
+    if (has_slot_) return true;
+    const int chunk = next_index_ / params_.record.per_chunk;
+    has_slot_ = __all_sync(kAllLanes, is_free(domain_, chunk));
+    if (has_slot_ || num_open_ > 0) return has_slot_;
+    ok_ = __all_sync(kAllLanes, threadIdx.x % 32 > 0 || stream(domain_).wait_free(kControlChunks + chunk));
+    __syncwarp();  // passes on what lane 0 has acquired
+    has_slot_ = ok_;
+    return ok_;
   }
 
   // Whether some domain has a chunk with a free slot, or none has one that is not claimed. One thread.
@@ -313,6 +328,7 @@ class DomainSums {
   int row_ = -1, stored_row_ = -1;
   uint8_t* result_ = nullptr;  // of the row that was last stored to
   int num_open_ = 0;           // rows that are not summed yet
+  bool has_slot_ = false;      // the chunk's slot is free
   bool all_claimed_ = false, ok_ = true;
 };
 
