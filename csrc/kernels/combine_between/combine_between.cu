@@ -21,7 +21,7 @@ namespace hybrid_ep {
 namespace {
 
 // Of a CTA. A warp that has no rows left in its role goes on to the next role: push, sum for each domain, sum at home.
-constexpr int kPushWarps = 2, kDomainWarps = 6, kHomeWarps = 4;
+constexpr int kPushWarps = 2, kDomainWarps = 4, kHomeWarps = 6;
 constexpr int kWarps = kPushWarps + kDomainWarps + kHomeWarps;
 constexpr int kThreads = kWarps * 32;
 constexpr int kPushRows = 16;         // that a warp pushes at once
