@@ -17,6 +17,7 @@ namespace {
 class ExpertRows {
  public:
   static constexpr int kSourcesPerLane = 1;
+  static constexpr bool kCopies = false;
 
   // The warp takes each `stride`-th row from `first` on, in sending order.
   __device__ ExpertRows(const CombineParams& params, const CombineRoutes& routes, uint32_t epoch, int first, int stride)

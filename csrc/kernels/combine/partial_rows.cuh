@@ -19,6 +19,7 @@ template <int kRanksPerLane, bool kFromExperts>
 class PartialRows {
  public:
   static constexpr int kSourcesPerLane = kRanksPerLane;
+  static constexpr bool kCopies = false;
 
   __device__ PartialRows(const CombineParams& params, const CombineRoutes& routes, const Waiter& waiter, uint32_t epoch,
                          int num_warps)

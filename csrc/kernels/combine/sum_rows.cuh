@@ -166,6 +166,8 @@ __device__ void store_nothing(Rows& rows, int row) {
 //   row(), begin(), end()     of that result, and which of its bytes; parts of a row are whole segments
 //   store(row, offset, sum)   takes the sums of a lane's vectors, from byte `offset` on and 512 bytes apart
 //   finish(row)               once all of a result is stored
+//   kCopies                   whether a result may have a single source, which needs no arithmetic. Then is_copy(row)
+//                             says so, and copy(row, offset, stage, num_bytes) moves a segment by a bulk store
 template <typename Rows>
 __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
   const int lane = threadIdx.x % 32;
@@ -176,6 +178,15 @@ __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
   while (num_ahead > 0) {
     const auto* vectors = reinterpret_cast<const uint4*>(ring.wait()) + lane;
     const Segment segment = segments[ring.stage()];
+    if constexpr (Rows::kCopies) {
+      if (Rows::is_copy(segment.row)) {
+        rows.copy(segment.row, segment.begin, reinterpret_cast<const uint8_t*>(vectors - lane), segment.num_bytes);
+        ring.release();
+        if (!loads.fetch()) --num_ahead;
+        if (segment.ends) rows.finish(segment.row);
+        continue;
+      }
+    }
 #pragma unroll
     for (int v = 0; v < kSumVectorsPerLane / 2; ++v) add_bf16(sum[v], vectors[v * 32]);
     if (segment.num_bytes > kSumSegmentBytes / 2) {  // a row's last one may be short

@@ -20,13 +20,15 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a CTA.
-constexpr int kPushWarps = 2, kDomainWarps = 6, kHomeWarps = 4;
-constexpr int kSumWarps = kDomainWarps + kHomeWarps;
-constexpr int kThreads = (kPushWarps + kSumWarps) * 32;
+// Of a CTA. A warp that has no rows left in its role goes on to the next role: push, sum for each domain, sum at home.
+constexpr int kPushWarps = 2, kDomainWarps = 4, kHomeWarps = 6;
+constexpr int kWarps = kPushWarps + kDomainWarps + kHomeWarps;
+constexpr int kThreads = kWarps * 32;
 constexpr int kPushRows = 16;         // that a warp pushes at once
-constexpr int kMaxTokensPerTurn = 8;  // that a warp at home takes at once
-constexpr int kRingsBytes = kPushWarps * RowMover::kRingBytes + kSumWarps * kSumRingBytes;
+constexpr int kMaxTokensPerTurn = 4;  // that a warp at home takes at once
+constexpr int kPushRingBytes = RowMover::kRingBytes;
+static_assert(kPushRingBytes >= kSumRingBytes, "a warp that has pushed sums in the same shared memory");
+constexpr int kRingsBytes = kPushWarps * kPushRingBytes + (kWarps - kPushWarps) * kSumRingBytes;
 
 // What a rank publishes to its peers ahead of its records.
 struct CombineHeader {
@@ -205,19 +207,19 @@ __device__ bool push_rows(const CombineBetweenParams& params, const CombineTable
   return true;
 }
 
-// Sums all rows of a warp in a role.
+// Sums all rows of a warp in a role. Returns false if some do not come.
 template <typename Rows>
-__device__ void sum_all(Rows& rows, uint8_t* stages, uint64_t* barriers, Segment* segments) {
-  RowRing<0> ring(stages, barriers, kSumStages, kSumSegmentBytes, threadIdx.x % 32);
+__device__ bool sum_all(Rows& rows, RowRing<0>& ring, Segment* segments) {
   while (!rows.is_done()) sum_rows(rows, ring, segments);
+  return rows.ok();
 }
 
 template <typename Link>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_between_kernel(const __grid_constant__ CombineBetweenParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ uint64_t push_barriers[kPushWarps][RowMover::kStages], sum_barriers[kSumWarps][kSumStages];
-  __shared__ Segment segments[kSumWarps][kSumStages];
+  __shared__ uint64_t push_barriers[kPushWarps][RowMover::kStages], sum_barriers[kWarps][kSumStages];
+  __shared__ Segment segments[kWarps][kSumStages];
   __shared__ int shared_status;
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
@@ -251,25 +253,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // Push, sum for each domain, and sum at home, each warp in its role.
-  const int sum_warp = warp - kPushWarps;
-  uint8_t* sum_stages = shared + kPushWarps * RowMover::kRingBytes + sum_warp * kSumRingBytes;
-  const bool sends = shared_status == kSent;
-  if (sends && warp < kPushWarps) {
-    RowMover mover(shared + warp * RowMover::kRingBytes, push_barriers[warp]);
-    ok = push_rows(params, tables, own_waiter, epoch, mover);
-  } else if (sends && sum_warp < kDomainWarps) {
-    const int number = blockIdx.x * kDomainWarps + sum_warp;
-    DomainSums<Link> rows(params, tables, waiter, link, epoch, number % grid.num_domains);
-    sum_all(rows, sum_stages, sum_barriers[sum_warp], segments[sum_warp]);
-    ok = rows.ok();
-  } else if (sends) {
-    const int num_warps = kHomeWarps * gridDim.x;
-    const int per_turn = min(max(params.num_tokens / (2 * num_warps), 1), kMaxTokensPerTurn);
-    HomeSums<Link> rows(params, waiter, own_waiter, link, epoch, per_turn);
-    sum_all(rows, sum_stages, sum_barriers[sum_warp], segments[sum_warp]);
-    rows.return_reads();
-    ok = rows.ok();
+  // Push, sum for each domain, and sum at home, each warp from its role on.
+  if (shared_status == kSent) {
+    uint8_t* stages = shared + min(warp, kPushWarps) * kPushRingBytes + max(warp - kPushWarps, 0) * kSumRingBytes;
+    if (warp < kPushWarps) {
+      RowMover mover(stages, push_barriers[warp]);
+      ok = push_rows(params, tables, own_waiter, epoch, mover);
+    }
+    RowRing<0> ring(stages, sum_barriers[warp], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
+    if (ok && warp < kPushWarps + kDomainWarps) {
+      const int number = blockIdx.x * (kPushWarps + kDomainWarps) + warp;
+      DomainSums<Link> rows(params, tables, waiter, link, epoch, number % grid.num_domains);
+      ok = sum_all(rows, ring, segments[warp]);
+    }
+    if (ok) {
+      const int num_warps = kWarps * gridDim.x;
+      const int per_turn = min(max(params.num_tokens / (2 * num_warps), 1), kMaxTokensPerTurn);
+      HomeSums<Link> rows(params, tables, waiter, own_waiter, link, epoch, per_turn);
+      sum_all(rows, ring, segments[warp]);
+      rows.return_reads();
+      ok = rows.ok();
+    }
   }
 
   // The last CTA advances the streams and resets the counters.

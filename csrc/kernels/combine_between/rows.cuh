@@ -4,6 +4,9 @@
 //     arena, y ─ partial rows of a record, ranks ascending ─► fp32 ─► bf16 ─► record of a chunk home, or own_sums[t]
 //     chunks, own_sums[t] ─ the sum of each domain, domains ascending ─► fp32 ─► + bias ─► out[t]
 //
+// A single partial row is its own sum, and is copied: the sum at home turns −0 into 0, as a sum of one row would. Where
+// this rank is alone in its domain, its own tokens have one partial row each, in y, and the sum at home reads it there.
+//
 // Legend: T tokens, K top-k, W columns of weights, R ranks, D domains, G ranks of a domain.
 #pragma once
 
@@ -29,14 +32,20 @@ __device__ int count_of(const CombineBetweenParams& params, int source, int doma
       .route[params.parts.counts + static_cast<int64_t>(source) * params.between.grid.ranks_per_domain + domain_rank];
 }
 
+// Whether the sum at home reads this rank's own rows in y: they are the only partial rows of their domain.
+__device__ bool reads_own_rows_in_place(const CombineBetweenParams& params) {
+  return params.between.grid.ranks_per_domain == 1;
+}
+
 // Sums, for sum_rows, the partial rows of what the peers have sent here and of this rank's own tokens that stay. A warp
-// claims chunk after chunk, of any domain, but only one whose slot is free. So it holds no rows while it waits for a
-// credit, which may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
+// claims chunk after chunk, of any domain whose next slot is free. It holds no rows while it waits for a credit, which
+// may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
 // looks ahead over the end of a chunk.
 template <typename Link>
 class DomainSums {
  public:
   static constexpr int kSourcesPerLane = 1;
+  static constexpr bool kCopies = true;
 
   __device__ DomainSums(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
                         const Link& link, uint32_t epoch, int first_domain)
@@ -57,10 +66,12 @@ class DomainSums {
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
     while (next_index_ < chunk_end_ || claim()) {
+      if (!slot_is_free()) return false;
       const int destination = destination_here(next_destination_);
       if (!rows_are_here(destination)) return false;
       const uint8_t* rows[1] = {find_row(domain_, destination, params_.rows, params_.slot.rows, params_.row_bytes)};
       row_ = domain_ << kIndexBits | next_index_++;
+      if (__popc(__ballot_sync(kAllLanes, rows[0] != nullptr)) == 1) row_ |= kIsCopy;
       ++num_open_;
       if (next_index_ < chunk_end_) next_destination_ = load_destination(domain_, next_index_);
       walk = SourceWalk<1, uint8_t>(rows);
@@ -77,6 +88,18 @@ class DomainSums {
     store_vectors(result_, params_.row_bytes, offset, sum);
   }
 
+  static __device__ bool is_copy(int row) { return (row & kIsCopy) != 0; }
+
+  // Copies bytes of the only partial row from shared memory, which may be overwritten when it returns.
+  __device__ void copy(int row, int offset, const uint8_t* stage, int num_bytes) {
+    if (row != stored_row_) result_ = result_of(row);
+    stored_row_ = row;
+    if (threadIdx.x % 32 > 0) return;
+    ptx::bulk_store(result_ + offset, stage, num_bytes);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+  }
+
   // NOTE: the warp may have looked ahead to later rows, so everything here is computed from the row.
   __device__ void finish(int row) {
     const int domain = domain_of(row), index = index_of(row), per_chunk = params_.record.per_chunk;
@@ -84,6 +107,7 @@ class DomainSums {
     if (params_.num_weights > 0) sum_weights_of(row);
     const int chunk = index / per_chunk, num_rows = min(per_chunk, num_records(domain) - chunk * per_chunk);
     if (index < chunk * per_chunk + num_rows - 1) return;
+    ptx::bulk_wait_written<0>();
     __syncwarp();
     if (is_own(domain)) {
       auto* own_epoch = own_part<uint32_t>(params_.between, params_.between.layout.own_epoch);
@@ -95,14 +119,15 @@ class DomainSums {
   }
 
  private:
-  static constexpr int kIndexBits = 16;
-  static_assert(kMaxTokens <= 1 << kIndexBits);
+  static constexpr int kIndexBits = 16, kIsCopy = 1 << 30;
+  static_assert(kMaxTokens <= 1 << kIndexBits && kMaxDomains << kIndexBits <= kIsCopy);
 
-  static __device__ int domain_of(int row) { return row >> kIndexBits; }
+  static __device__ int domain_of(int row) { return (row & ~kIsCopy) >> kIndexBits; }
   static __device__ int index_of(int row) { return row & ((1 << kIndexBits) - 1); }
 
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
   __device__ int num_records(int domain) const {
+    if (is_own(domain) && reads_own_rows_in_place(params_)) return 0;
     return params_.route[(is_own(domain) ? params_.parts.domain_counts : params_.parts.num_records) + domain];
   }
   __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
@@ -116,7 +141,7 @@ class DomainSums {
       int blocked = -1;
       if (claim_free_chunk(blocked)) return true;
       if (all_claimed_ || num_open_ > 0) return false;
-      if (blocked < 0) continue;  // another warp was faster
+      if (blocked < 0) continue;  // other warps have claimed the last chunks of a domain
       const ChunkStream<Link> waits_for = stream(blocked);
       const int peer = kRankElsewhere + params_.between.grid.peer_in(blocked);
       const bool is_free = threadIdx.x % 32 > 0 || waiter_.until([&] { return has_free_chunk(); }, waits_for.lost(),
@@ -127,7 +152,8 @@ class DomainSums {
   }
 
   // Claims the next chunk of the first domain, from the warp's turn on, that has one with a free slot. `blocked` is a
-  // domain whose slot is not free. Collective.
+  // domain whose slot is not free. If other warps claim at the same time, the warp gets a later chunk, whose slot may
+  // not be free yet. Collective.
   __device__ bool claim_free_chunk(int& blocked) {
     const int num_domains = params_.between.grid.num_domains, per_chunk = params_.record.per_chunk;
     bool is_left = false;
@@ -139,12 +165,12 @@ class DomainSums {
       is_left |= __ballot_sync(kAllLanes, has_chunk) != 0;
       for (unsigned left = __ballot_sync(kAllLanes, can_claim); left != 0; left &= left - 1) {
         const int holder = __ffs(left) - 1;
-        const auto expected = static_cast<uint32_t>(chunk);
-        const bool is_claimed = static_cast<int>(threadIdx.x % 32) == holder &&
-                                atomicCAS(chunks_ + domain, expected, expected + 1) == expected;
-        if (__ballot_sync(kAllLanes, is_claimed) == 0) continue;
-        begin_chunk(__shfl_sync(kAllLanes, domain, holder), __shfl_sync(kAllLanes, chunk, holder) * per_chunk,
-                    __shfl_sync(kAllLanes, end, holder));
+        const bool claims = static_cast<int>(threadIdx.x % 32) == holder;
+        const int claimed = claims ? static_cast<int>(ptx::increment_relaxed_gpu(chunks_ + domain)) : 0;
+        const int first_record = __shfl_sync(kAllLanes, claimed, holder) * per_chunk;
+        const int num_records = __shfl_sync(kAllLanes, end, holder);
+        if (first_record >= num_records) continue;
+        begin_chunk(__shfl_sync(kAllLanes, domain, holder), first_record, num_records);
         return true;
       }
       const unsigned without_slot = __ballot_sync(kAllLanes, has_chunk && !can_claim);
@@ -160,7 +186,20 @@ class DomainSums {
     chunk_end_ = min(first + params_.record.per_chunk, num_records);
     turn_ = domain + 1;
     next_destination_ = load_destination(domain, first);
-    note_pushed();  // its __syncwarp also passes on what the claiming lane has acquired with the credit
+    has_slot_ = false;
+    note_pushed();
+  }
+
+  // Whether the slot of the warp's chunk is free; waits for it if the warp holds no rows. Collective.
+  __device__ bool slot_is_free() {
+    if (has_slot_) return true;
+    const int chunk = next_index_ / params_.record.per_chunk;
+    has_slot_ = __all_sync(kAllLanes, is_free(domain_, chunk));
+    if (has_slot_ || num_open_ > 0) return has_slot_;
+    ok_ = __all_sync(kAllLanes, threadIdx.x % 32 > 0 || stream(domain_).wait_free(kControlChunks + chunk));
+    __syncwarp();  // passes on what lane 0 has acquired
+    has_slot_ = ok_;
+    return ok_;
   }
 
   // Whether some domain has a chunk with a free slot, or none has one that is not claimed. One thread.
@@ -289,6 +328,7 @@ class DomainSums {
   int row_ = -1, stored_row_ = -1;
   uint8_t* result_ = nullptr;  // of the row that was last stored to
   int num_open_ = 0;           // rows that are not summed yet
+  bool has_slot_ = false;      // the chunk's slot is free
   bool all_claimed_ = false, ok_ = true;
 };
 
@@ -299,10 +339,12 @@ template <typename Link>
 class HomeSums {
  public:
   static constexpr int kSourcesPerLane = (kMaxDomains + 31) / 32;
+  static constexpr bool kCopies = false;
 
-  __device__ HomeSums(const CombineBetweenParams& params, const Waiter& waiter, const Waiter& own_waiter,
-                      const Link& link, uint32_t epoch, int tokens_per_turn)
+  __device__ HomeSums(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
+                      const Waiter& own_waiter, const Link& link, uint32_t epoch, int tokens_per_turn)
       : params_(params),
+        own_begin_(tables.send_begin[params.between.grid.rank]),
         waiter_(waiter),
         own_waiter_(own_waiter),
         link_(link),
@@ -340,6 +382,13 @@ class HomeSums {
         rows[q] = nullptr;
         weights[q] = nullptr;
         if (index < 0) continue;
+        if (is_in_place(domain)) {
+          const int64_t row = own_begin_ + index;
+          if (row >= params_.num_rows) continue;
+          rows[q] = params_.rows + row * params_.row_bytes;
+          weights[q] = params_.weights + row * params_.num_weights;
+          continue;
+        }
         if (is_own(domain)) {
           rows[q] = params_.own_sums + static_cast<int64_t>(next_token_) * params_.row_bytes;
           weights[q] = params_.own_weights + static_cast<int64_t>(next_token_) * params_.num_weights;
@@ -392,6 +441,7 @@ class HomeSums {
 
  private:
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
+  __device__ bool is_in_place(int domain) const { return is_own(domain) && reads_own_rows_in_place(params_); }
   __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
   __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
 
@@ -413,6 +463,7 @@ class HomeSums {
 
   // Whether a chunk of sums has arrived. Acquires for the calling thread.
   __device__ bool is_here(int domain, int chunk) const {
+    if (is_in_place(domain)) return true;
     if (is_own(domain)) return ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_;
     return stream(domain).is_here(kControlChunks + chunk);
   }
@@ -476,6 +527,7 @@ class HomeSums {
   }
 
   const CombineBetweenParams& params_;
+  const int own_begin_;  // first row of y that belongs to this rank
   const Waiter &waiter_, &own_waiter_;
   const Link& link_;
   const uint32_t epoch_;
