@@ -34,6 +34,7 @@ class Blame:
         timeout_s: the whole time of a wait and of the search that follows.
         group_board: of all buffers of the group; None: there is no other.
         number: of this buffer on the group.
+        grace_s: how long to look for a new note of a rank; None: as the timeout allows.
 
     Attributes:
         grace_s: how long to look for a new note of a rank.
@@ -48,11 +49,12 @@ class Blame:
         *,
         group_board: Board | None = None,
         number: int = 0,
+        grace_s: float | None = None,
     ) -> None:
         self._board, self._rank = board, rank
         self._group_board, self._number = group_board, number
         self._seen: dict[int, str | None] = {}  # the first note about its buffer that each peer had in a wait for it
-        self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s)
+        self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s) if grace_s is None else grace_s
         self.wait_s = timeout_s - 1.5 * self.grace_s  # reading the notes of one or two ranks takes time, too
         self._lock = threading.Lock()
         self._peer: int | None = None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
+from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT
@@ -149,6 +150,7 @@ class CudaBetween(TorchEngine):
                 self.device,
                 self._communicator,
                 self._order,
+                board=Board.of(group).at(f"buffer {number}/low latency"),
                 open_link=self._open_link,
                 error_of=self._error_of,
             )

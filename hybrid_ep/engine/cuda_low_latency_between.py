@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
+from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import LowLatencyDispatchRequest
 from hybrid_ep.engine.cuda_low_latency import MAX_PLANS, CudaLowLatency, Plan, Region, plan_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -29,6 +31,9 @@ __all__ = ["LowLatencyBetween", "OpenedLink"]
 
 _SLOT_ALIGN_BYTES = 128
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way
+# By how much later than this rank another one may give up a call: receiving kernels of a domain wait for each other for
+# two seconds longer (csrc/runtime/low_latency_between.cpp), and ranks do not begin a call at once.
+_GRACE_S = 3.0
 
 
 class OpenedLink(NamedTuple):
@@ -66,6 +71,7 @@ class LowLatencyBetween(CudaLowLatency):
         roll_call: of the ranks of this domain.
         grid: of all ranks.
         device, communicator, order: as of `CudaLowLatency`; the communicator is that of the domain.
+        board: of these calls.
         open_link: opens a link with rings. Collective over all ranks.
         error_of: the error for a fault of a call that is not one of low latency.
     """
@@ -78,13 +84,15 @@ class LowLatencyBetween(CudaLowLatency):
         communicator: _cuda.Communicator,
         order: LaunchOrder,
         *,
+        board: Board,
         open_link: Callable[[list[Ring]], OpenedLink],
         error_of: Callable[[_cuda.Fault], HybridEPError],
     ) -> None:
         super().__init__(roll_call, grid, device, communicator, order)
         self._open_link, self._other_error_of = open_link, error_of
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
-        self._num_sessions = 0
+        self._board, self._num_sessions = board, 0
+        self._blame = self._new_blame()
         self._asked: Plan | None = None  # that a region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
@@ -162,6 +170,7 @@ class LowLatencyBetween(CudaLowLatency):
     def _forget_calls(self) -> None:
         super()._forget_calls()
         self._num_sessions += 1
+        self._blame = self._new_blame()
         for region in self._regions:
             control = region.memory.local[region.capacity.region_bytes :]
             control.zero_()
@@ -171,8 +180,11 @@ class LowLatencyBetween(CudaLowLatency):
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         if not fault.kernel.startswith("low_latency"):
             return self._other_error_of(fault)
-        if fault.kind != _cuda.FaultKind.TRANSPORT:
-            return super()._error_of(fault)
+        failed = fault.kind == _cuda.FaultKind.TRANSPORT
+        error = self._transport_error(fault) if failed else super()._error_of(fault)
+        return self._of_culprit(error) if isinstance(error, TransportError) else error
+
+    def _transport_error(self, fault: _cuda.Fault) -> TransportError:
         where = f"{fault.kernel}: {fault.tag}"
         try:
             for region in self._regions:
@@ -180,6 +192,21 @@ class LowLatencyBetween(CudaLowLatency):
         except TransportError as error:
             return error
         return TransportError(where, self._grid.rank, fault.peer, "the transport has failed")
+
+    def _of_culprit(self, error: TransportError) -> TransportError:
+        """Returns the error for the rank that has caused this one: the peer may have lost another before."""
+        if error.peer is None:
+            return error
+        self._blame.write_lost(error.peer)
+        culprit = self._blame.find(error.peer)
+        if culprit == error.peer:
+            return error
+        self._blame.write_lost(culprit)
+        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
+
+    def _new_blame(self) -> Blame:
+        board = self._board.at(f"session {self._num_sessions}")
+        return Blame(board, self._grid.rank, 0.0, grace_s=_GRACE_S)
 
 
 def _chunk_bytes(plan: Plan, grid: RankGrid) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Ranks are processes forked by `run_ranks`; each calls the extension module with addresses of plain memory. `Rank` makes
 what `CudaBetween` makes, and `check_round` compares every received row and every sum with what the routing asks for.
-Values are small integers, so that sums of bf16 are exact.
+`bare_low_latency` has the ranks of low-latency calls. Values are small integers, so that sums of bf16 are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.errors import HybridEPError, TimeoutError
 from hybrid_ep.transport import DomainLink, Ring, choose_transport, connect_link
 
-__all__ = ["Rank", "Shape", "load_module", "run_ranks"]
+__all__ = ["End", "Memory", "Rank", "Shape", "bf16", "load_module", "run_ranks", "values_of"]
 
 _ABSENT = -1  # hybrid_ep.engine.agreement.ABSENT, whose module imports torch
 _CPU: Any = SimpleNamespace(type="cpu", index=None)
@@ -67,7 +67,11 @@ class Shape:
 
     def row(self, rank: int, token: int, seed: int) -> bytes:
         """The bf16 row of a token: integers from 0 to 15."""
-        return _bf16([(rank * 11 + token * 7 + i * 3 + seed) % 16 for i in range(self.hidden)])
+        return bf16([(rank * 11 + token * 7 + i * 3 + seed) % 16 for i in range(self.hidden)])
+
+    def weight(self, rank: int, column: int) -> float:
+        """Of a column of each token."""
+        return rank + column / 4
 
     def ranks_of(self, rank: int, token: int, seed: int) -> list[int]:
         """The ranks that a token goes to, ascending."""
@@ -107,12 +111,10 @@ class FolderStore:
         return self._folder / key.replace("/", "-")
 
 
-class Rank:
-    """One rank's end: communicator, link, arena of two slots."""
+class End:
+    """One rank's end: communicator, and link."""
 
-    def __init__(
-        self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float, prefix: str
-    ) -> None:
+    def __init__(self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float) -> None:
         self.native, self.shape = native, shape
         self.grid = RankGrid(rank, shape.num_ranks, shape.ranks_per_domain)
         domain = self.grid.domain
@@ -122,23 +124,69 @@ class Rank:
             device=0,
             timeout_s=timeout_s,
         )
-        self.arena = shared.arena[rank]
-        self.communicator.set_arena([shared.arena[r].address for r in domain], _SLOT_BYTES)
         store: Any = FolderStore(shared.folder)
         self.link: DomainLink = connect_link(
             choose_transport(asked=transport),
             store,
-            prefix,
+            "link",
             self.grid,
-            [Ring(*native.between_ring(num_domains=shape.num_domains))],
+            self.rings(),
             device=_CPU,
             timeout_s=timeout_s,
             native=native,
         )
+
+    def rings(self) -> list[Ring]:
+        """Of the link."""
+        raise NotImplementedError
+
+    def check_round(self, seed: int) -> None:
+        """One dispatch and one combine; every row and every sum is compared."""
+        raise NotImplementedError
+
+    def raise_fault(self) -> None:
+        """Raises what a kernel has found wrong, as the engine does."""
+        fault = self.communicator.take_fault()
+        if fault is None:
+            return
+        where = f"{fault.kernel}: {fault.tag}"
+        if fault.kind == self.native.FaultKind.TRANSPORT:
+            self.link.check(where)
+        raise TimeoutError(where, self.grid.rank, self.rank_of(fault.peer), f"{fault.kind}", timeout_s=fault.waited_s)
+
+    def rank_of(self, peer: int) -> int:
+        """The rank that a fault names."""
+        first: int = self.native.rank_elsewhere
+        return peer - first if peer >= first else self.grid.domain[peer]
+
+    def inputs(self, seed: int) -> tuple[Memory, Memory, Memory]:
+        """Rows, topk_idx and weights of this rank's tokens."""
+        shape, rank = self.shape, self.grid.rank
+        tokens = range(shape.num_tokens)
+        rows = b"".join(shape.row(rank, token, seed) for token in tokens)
+        experts = array.array("q", [e for token in tokens for e in shape.topk_idx(rank, token, seed)])
+        weights = array.array("f", [shape.weight(rank, k) for _ in tokens for k in range(shape.num_topk)])
+        given = []
+        for data in (rows, experts.tobytes(), weights.tobytes()):
+            given.append(Memory(len(data)))
+            given[-1].write(data)
+        return given[0], given[1], given[2]
+
+
+class Rank(End):
+    """An end of normal calls, with an arena of two slots."""
+
+    def __init__(self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float) -> None:
+        super().__init__(native, rank, shape, shared, transport, timeout_s)
+        self.arena = shared.memory[rank]
+        self.communicator.set_arena([shared.memory[r].address for r in self.grid.domain], _SLOT_BYTES)
         self.between = native.BetweenCommunicator(
             domain=self.communicator, rank=rank, num_domains=shape.num_domains, proxy=self.link.proxy
         )
         self._num_dispatches = 0
+
+    def rings(self) -> list[Ring]:
+        return [Ring(*self.native.between_ring(num_domains=self.shape.num_domains))]
 
     def check_round(self, seed: int) -> None:
         """Dispatch, experts that add their rank to each row, combine; every bit is compared."""
@@ -171,7 +219,7 @@ class Rank:
             refused_value=0,
             max_tokens=native.max_tokens,
         )
-        rows, topk_idx, weights = self._inputs(seed)
+        rows, topk_idx, weights = self.inputs(seed)
         num_ints = native.between_route_ints(
             num_domains=shape.num_domains,
             ranks_per_domain=shape.ranks_per_domain,
@@ -211,7 +259,7 @@ class Rank:
             num_sms=_NUM_SMS,
         )
         returned = Memory(2 * shape.hidden * max(num_recv, 1))
-        returned.write(b"".join(_bf16([value + rank for value in _values(row)]) for row in received))
+        returned.write(b"".join(bf16([value + rank for value in values_of(row)]) for row in received))
         self.between.combine(
             plan=combine,
             rows=returned.address,
@@ -230,34 +278,10 @@ class Rank:
         row_bytes = 2 * shape.hidden
         for token in range(shape.num_tokens):
             ranks = shape.ranks_of(rank, token, seed)
-            sent = _values(shape.row(rank, token, seed))
+            sent = values_of(shape.row(rank, token, seed))
             want = [len(ranks) * value + sum(ranks) for value in sent]
-            found = _values(out.map[row_bytes * token : row_bytes * (token + 1)])
+            found = values_of(out.map[row_bytes * token : row_bytes * (token + 1)])
             assert found == want, f"sum of token {token} of rank {rank}: {found}, expected {want}"
-
-    def raise_fault(self) -> None:
-        """Raises what a kernel has found wrong, as `CudaBetween` does."""
-        fault = self.communicator.take_fault()
-        if fault is None:
-            return
-        where = f"{fault.kernel}: {fault.tag}"
-        if fault.kind == self.native.FaultKind.TRANSPORT:
-            self.link.check(where)
-        first = self.native.rank_elsewhere
-        peer = fault.peer - first if fault.peer >= first else self.grid.domain[fault.peer]
-        raise TimeoutError(where, self.grid.rank, peer, f"{fault.kind}", timeout_s=fault.waited_s)
-
-    def _inputs(self, seed: int) -> tuple[Memory, Memory, Memory]:
-        shape, rank = self.shape, self.grid.rank
-        tokens = range(shape.num_tokens)
-        rows = b"".join(shape.row(rank, token, seed) for token in tokens)
-        experts = array.array("q", [e for token in tokens for e in shape.topk_idx(rank, token, seed)])
-        weights = array.array("f", [rank + k / 4 for _ in tokens for k in range(shape.num_topk)])
-        given = []
-        for data in (rows, experts.tobytes(), weights.tobytes()):
-            given.append(Memory(len(data)))
-            given[-1].write(data)
-        return given[0], given[1], given[2]
 
     def _check_received(self, num_recv: int, seed: int) -> list[bytes]:
         """Compares rows, local experts and their weights with what was sent, by source and token; returns the rows."""
@@ -289,7 +313,7 @@ class Rank:
             ]
             assert list(struct.unpack(f"{num_topk}q", experts)) == local, f"experts of {place}"
             for k, weight in enumerate(struct.unpack(f"{num_topk}f", weights)):
-                assert local[k] < 0 or weight == source + k / 4, f"weights of {place}"
+                assert local[k] < 0 or weight == shape.weight(source, k), f"weights of {place}"
             received.append(row)
         return received
 
@@ -299,7 +323,7 @@ class Shared:
     """What ranks have in common: memory of each, made before they are forked, and a folder for their store."""
 
     control: list[Memory]
-    arena: list[Memory]
+    memory: list[Memory]
     folder: Path
 
     @classmethod
@@ -332,6 +356,7 @@ def run_ranks(
     num_rounds: int,
     variables_of: Callable[[int], dict[str, str]],
     meanwhile: Callable[[Path], None] | None = None,
+    end: type[End] = Rank,
 ) -> list[dict[str, Any]]:
     """Runs rounds on ranks that are forked here, and returns what each of them says.
 
@@ -344,6 +369,7 @@ def run_ranks(
         num_rounds: after which a rank ends, unless it has lost another.
         variables_of: environment of a rank, as ``HYBRID_EP_NICS``.
         meanwhile: runs here once rank 0 has made a round; gets the folder.
+        end: what makes the calls.
 
     Returns:
         By rank: ``rounds`` that were right; ``link``, its description; ``closed``, whether it closed in order;
@@ -354,7 +380,8 @@ def run_ranks(
     for rank in range(shape.num_ranks):
         pids.append(os.fork())
         if pids[-1] == 0:
-            _run_rank(native, rank, shape, shared, transport, timeout_s, num_rounds, variables_of(rank))
+            arguments = native, rank, shape, shared, transport, timeout_s
+            _run_rank(end, arguments, num_rounds, variables_of(rank))
     if meanwhile is not None:
         while not any((folder / name).exists() for name in ("begun", "said-0")):
             time.sleep(0.02)
@@ -368,20 +395,17 @@ def run_ranks(
 
 
 def _run_rank(
-    native: Any,
-    rank: int,
-    shape: Shape,
-    shared: Shared,
-    transport: str,
-    timeout_s: float,
+    make_end: type[End],
+    arguments: tuple[Any, int, Shape, Shared, str, float],
     num_rounds: int,
     variables: dict[str, str],
 ) -> None:
     """A forked child: it never returns."""
     said: dict[str, Any] = {"rounds": 0}
+    _, rank, _, shared, *_ = arguments
     try:
         os.environ.update(variables)
-        end = Rank(native, rank, shape, shared, transport, timeout_s, "link")
+        end = make_end(*arguments)
         said["link"] = end.link.description
         try:
             for seed in range(num_rounds):
@@ -399,10 +423,10 @@ def _run_rank(
     os._exit(0)
 
 
-def _bf16(values: Sequence[int]) -> bytes:
-    """Integers below 256, which bf16 holds exactly."""
+def bf16(values: Sequence[float]) -> bytes:
+    """Values that bf16 holds exactly, as integers below 256."""
     return b"".join(struct.pack("<f", value)[2:] for value in values)
 
 
-def _values(row: bytes) -> list[float]:
+def values_of(row: bytes) -> list[float]:
     return [struct.unpack("<f", bytes(2) + row[i : i + 2])[0] for i in range(0, len(row), 2)]

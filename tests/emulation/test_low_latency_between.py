@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,29 +137,44 @@ def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated) -> None:
 
 @pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2)])
 def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, seed: int) -> None:
-    """A rank is killed inside a call of 2 × 2 ranks: all name it in their time.
+    """A rank is killed inside a call of 2 × 2 ranks: all name it in their time."""
+    lost = seed % 4
+    with _two_by_two(emulated_module, transport, seed) as (cluster, run_here):
+        cluster.start(run_here, "emulation.domains.lose_a_rank")
+        time.sleep(0.5 + 0.3 * seed)
+        os.kill(cluster.process_id(lost), signal.SIGKILL)
+        assert _named_by_survivors(cluster, lost) == [lost] * 3
 
-    If it has sent and not forwarded, the other rank of its domain stalls first, and the other domain may name that one.
-    """
-    alive, lost, stalled = list(range(4)), seed % 4, seed % 4 ^ 1
+
+@pytest.mark.parametrize(("transport", "lost"), [("loopback", 2), ("tcp", 1)])
+def test_survivors_name_a_rank_that_has_not_forwarded(emulated_module: Path, transport: str, lost: int) -> None:
+    """And not the rank that it has stalled."""
+    with _two_by_two(emulated_module, transport, 0) as (cluster, run_here):
+        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_that_has_not_forwarded", lost)
+        assert _named_by_survivors(cluster, lost) == [lost] * 3
+
+
+@contextlib.contextmanager
+def _two_by_two(module: Path, transport: str, seed: int) -> Iterator[tuple[VirtualCluster, Callable[..., Any]]]:
+    """2 × 2 ranks that have made calls over a transport, and what runs a function of tests/ on them."""
     variables = {
         "HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2",
         "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
         "HYBRID_EP_TRANSPORT": transport,
         "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
     }
-    run_here = functools.partial(run, str(emulated_module), seed)
+    run_here = functools.partial(run, str(module), seed)
     with VirtualCluster(4, variables=variables) as cluster:
-        cluster.run(run_here, "multi_gpu.lost_ranks.join", alive, True, False, TIMEOUT_S, limit_s=LIMIT_S)
-        cluster.start(run_here, "emulation.domains.lose_a_rank")
-        time.sleep(0.5 + 0.3 * seed)
-        alive.remove(lost)
-        os.kill(cluster.process_id(lost), signal.SIGKILL)
-        with pytest.raises(RankError):
-            cluster.collect([lost], limit_s=LIMIT_S)
-        named = dict(zip(alive, cluster.collect(alive, limit_s=LIMIT_S), strict=True))
-        assert named.pop(stalled) == lost
-        assert set(named.values()) <= {lost, stalled}
+        cluster.run(run_here, "multi_gpu.lost_ranks.join", list(range(4)), True, False, TIMEOUT_S, limit_s=LIMIT_S)
+        yield cluster, run_here
+
+
+def _named_by_survivors(cluster: VirtualCluster, lost: int) -> list[int]:
+    """What the ranks but one return; that one is killed."""
+    with pytest.raises(RankError):
+        cluster.collect([lost], limit_s=LIMIT_S)
+    named: list[int] = cluster.collect([rank for rank in range(4) if rank != lost], limit_s=LIMIT_S)
+    return named
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "fp8"])

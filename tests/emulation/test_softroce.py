@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from hybrid_ep import _C
+from tests.emulation.bare_low_latency import LowLatencyEnd
+from tests.emulation.bare_ranks import Rank
 from tests.prerequisites import require
-from tests.sim.softroce_kernels import LOST_TIMEOUT_S, NUM_ROUNDS
+from tests.sim.softroce_kernels import LOST_TIMEOUT_S, num_rounds
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,22 +44,33 @@ def results(emulated_module: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    ("step", "num_ranks", "num_pairs"), [("two", 2, 2), ("two-pairs", 2, 4), ("four", 4, 1), ("two-by-two", 4, 2)]
+    ("step", "num_ranks", "num_pairs"),
+    [
+        ("two", 2, 2),
+        ("two-pairs", 2, 4),
+        ("four", 4, 1),
+        ("two-by-two", 4, 2),
+        ("low-latency-two", 2, 2),
+        ("low-latency-two-by-two", 4, 2),
+        ("low-latency-fp8", 4, 2),
+    ],
 )
 def test_rows_and_sums_over_verbs(results: dict[str, Any], step: str, num_ranks: int, num_pairs: int) -> None:
     """Every rank has found each received row and each sum right, in every round."""
     link = f"verbs on rxe{{}} port 1 (GID 1), {num_pairs} queue pairs a peer, rings in pinned host memory"
-    want = [{"rounds": NUM_ROUNDS, "link": link.format(rank), "closed": True} for rank in range(num_ranks)]
+    rounds = _rounds_of(step)
+    want = [{"rounds": rounds, "link": link.format(rank), "closed": True} for rank in range(num_ranks)]
     assert results[step] == want
 
 
-def test_a_port_that_goes_down(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("step", ["port-down", "low-latency-port-down"])
+def test_a_port_that_goes_down(results: dict[str, Any], step: str) -> None:
     """Port of rank 1. A rank whose write fails names the peer, its NIC and the verbs status.
 
     Which ranks have a write on its way depends on the moment. Without one, rank 1 reports its port, and rank 0 that
     nothing has come from rank 1.
     """
-    found = results["port-down"]
+    found = results[step]
     ranks = found["ranks"]
     failed_writes = [
         _reports(said, "TransportError", 1 - rank, rf"rxe{rank} port 1: .* \(status \d+, ")
@@ -85,10 +98,11 @@ def test_chunks_over_tcp_that_loses_packets(results: dict[str, Any]) -> None:
     assert (links["failures"], links["closed"]) == ([None] * 2, [True] * 2)
 
 
-def test_rows_and_sums_over_tcp_that_loses_packets(results: dict[str, Any]) -> None:
-    found = results["lossy"]
+@pytest.mark.parametrize("step", ["lossy", "low-latency-lossy"])
+def test_rows_and_sums_over_tcp_that_loses_packets(results: dict[str, Any], step: str) -> None:
+    found = results[step]
     assert found["lost"] > 0
-    assert [(said["rounds"], said["closed"]) for said in found["ranks"]] == [(NUM_ROUNDS, True)] * 2
+    assert [(said["rounds"], said["closed"]) for said in found["ranks"]] == [(_rounds_of(step), True)] * 2
 
 
 def test_a_network_that_goes_silent(results: dict[str, Any]) -> None:
@@ -98,3 +112,7 @@ def test_a_network_that_goes_silent(results: dict[str, Any]) -> None:
         assert (said["error"], said["peer"]) == ("TransportError", 1 - rank), said
         assert "tcp to 127.0.0.1" in said["text"]
     assert max(found["seconds"]) < LIMIT_S
+
+
+def _rounds_of(step: str) -> int:
+    return num_rounds(LowLatencyEnd if step.startswith("low-latency") else Rank)

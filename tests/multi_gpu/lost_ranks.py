@@ -7,14 +7,24 @@ docs/cuda_engine.md asks of them, unless the buffer can go on without the lost r
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple, NoReturn
+import os
+import signal
+import time
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from tests.multi_gpu.exact import RoundTrip, check_round_trip, draw_exact, finish_round_trip, start_round_trip
+from tests.multi_gpu.exact import (
+    MAX_TOKENS,
+    RoundTrip,
+    check_round_trip,
+    draw_exact,
+    finish_round_trip,
+    start_round_trip,
+)
 from tests.multi_gpu.random_routings import (
     Tokens,
     check_received,
@@ -24,7 +34,15 @@ from tests.multi_gpu.random_routings import (
     draw_tokens,
 )
 
-__all__ = ["call_until_lost", "go_on_together", "go_on_without", "join", "lose_one_that_reached_some", "meet_again"]
+__all__ = [
+    "call_until_lost",
+    "go_on_together",
+    "go_on_without",
+    "join",
+    "lose_one_that_has_not_forwarded",
+    "lose_one_that_reached_some",
+    "meet_again",
+]
 
 NUM_DRAWS = 3
 CALLS_IN_A_ROW = 50
@@ -153,6 +171,35 @@ def lose_one_that_reached_some(members: list[int]) -> str:
             _check_gpu()
             return str(error)
     return "no error"
+
+
+def lose_one_that_has_not_forwarded(lost: int) -> int | None:
+    """A rank of two domains of two is killed when all that it sends in a low-latency dispatch has left.
+
+    It has not forwarded then. So the other rank of its domain lacks rows, and cannot begin the combine. The peers of
+    both wait in vain there, and the peer of the stalled rank gives up first. Returns whom the error names.
+    """
+    team = _teams.pop()
+    buffer, sent, rank = team.buffer, team.pool[0], team.buffer.rank
+    with buffer:
+        if rank == lost:
+            x, topk_idx = sent.x[rank], sent.topk_idx[rank]
+            buffer.low_latency_dispatch(x, topk_idx, MAX_TOKENS, sent.num_experts, use_fp8=False, return_recv_hook=True)
+            engine: Any = buffer.engine
+            torch.cuda.synchronize()
+            engine._low_latency_kernels.drain()
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            started = start_round_trip(buffer, sent)
+            if rank == lost ^ 2:
+                time.sleep(1)
+            finish_round_trip(buffer, sent, started)
+            torch.cuda.synchronize()
+            _low_latency_calls(team, 1)
+        except hybrid_ep.TransportError as error:
+            _check_gpu()
+            return error.peer
+    raise AssertionError
 
 
 def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:

@@ -14,46 +14,55 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.emulation.bare_ranks import Shape, load_module, run_ranks
+from tests.emulation.bare_low_latency import Fp8End, LowLatencyEnd, low_latency_shape
+from tests.emulation.bare_ranks import End, Rank, Shape, load_module, run_ranks
 from tests.sim.softroce_links import over_tcp
 
 TIMEOUT_S = 200.0  # an emulated machine answers late
 LOST_TIMEOUT_S = 20.0
-NUM_ROUNDS = 2
 DELAY = "delay 10ms 4ms"
 LINK_LOSS = "loss 2%"
 KERNEL_LOSS = "loss 20%"  # small calls have few packets, and some of them must be lost
+PORT_DOWN = "ip link set nic1 down", "ip link set nic1 up"
+SILENT = "tc qdisc add dev lo root netem loss 100%", "tc qdisc del dev lo root"
 FOLDER = Path("/tmp/ranks")
+
+
+def num_rounds(end: type[End]) -> int:
+    """Low-latency calls use each of two buffers twice."""
+    return 2 if end is Rank else 4
 
 
 def run(command: str) -> None:
     subprocess.run(command.split(), check=True)
 
 
-def verbs(native: Any, num_domains: int, ranks_per_domain: int, queue_pairs: int) -> list[dict[str, Any]]:
+def verbs(native: Any, shape: Shape, queue_pairs: int = 2, end: type[End] = Rank) -> list[dict[str, Any]]:
     """Rounds over the NICs."""
     return run_ranks(
         native,
-        Shape(num_domains, ranks_per_domain),
-        FOLDER / f"verbs-{num_domains}-{ranks_per_domain}-{queue_pairs}",
+        shape,
+        FOLDER / f"verbs-{end.__name__}-{shape.num_domains}-{shape.ranks_per_domain}-{queue_pairs}",
         transport="verbs",
         timeout_s=TIMEOUT_S,
-        num_rounds=NUM_ROUNDS,
+        num_rounds=num_rounds(end),
         variables_of=lambda rank: {"HYBRID_EP_NICS": f"rxe{rank}", "HYBRID_EP_QUEUE_PAIRS": str(queue_pairs)},
+        end=end,
     )
 
 
-def tcp(native: Any, num_domains: int, ranks_per_domain: int) -> dict[str, Any]:
+def tcp(native: Any, shape: Shape, end: type[End] = Rank) -> dict[str, Any]:
     """Rounds over a network that loses and delays packets, and how many it has lost."""
     run(f"tc qdisc add dev lo root netem {DELAY} {KERNEL_LOSS}")
     said = run_ranks(
         native,
-        Shape(num_domains, ranks_per_domain),
-        FOLDER / f"tcp-{num_domains}-{ranks_per_domain}",
+        shape,
+        FOLDER / f"tcp-{end.__name__}",
         transport="tcp",
         timeout_s=TIMEOUT_S,
-        num_rounds=NUM_ROUNDS,
+        num_rounds=num_rounds(end),
         variables_of=lambda _: {"HYBRID_EP_TCP_ADDRESS": "127.0.0.1"},
+        end=end,
     )
     return {"ranks": said, "lost": end_netem()}
 
@@ -64,7 +73,7 @@ def lossy_links() -> dict[str, Any]:
     return {"links": over_tcp(), "lost": end_netem()}
 
 
-def lost(native: Any, transport: str, harm: str, mend: str) -> dict[str, Any]:
+def lost(native: Any, shape: Shape, transport: str, harm: str, mend: str, end: type[End] = Rank) -> dict[str, Any]:
     """What the ranks say where the network goes away in the middle, and after how long."""
     harmed: list[float] = []
 
@@ -75,13 +84,14 @@ def lost(native: Any, transport: str, harm: str, mend: str) -> dict[str, Any]:
 
     said = run_ranks(
         native,
-        Shape(2, 1),
-        FOLDER / f"lost-{transport}",
+        shape,
+        FOLDER / f"lost-{transport}-{end.__name__}",
         transport=transport,
         timeout_s=LOST_TIMEOUT_S,
         num_rounds=100_000,
         variables_of=lambda rank: {"HYBRID_EP_NICS": f"rxe{rank}", "HYBRID_EP_TCP_ADDRESS": "127.0.0.1"},
         meanwhile=begin,
+        end=end,
     )
     run(mend)
     return {"ranks": said, "seconds": [rank["at"] - harmed[0] for rank in said]}
@@ -97,15 +107,22 @@ def end_netem() -> int:
 
 def main(module: str) -> None:
     native = load_module(module)
+    two = Shape(2, 1)
+    low_latency_two, low_latency_two_by_two = (low_latency_shape(LowLatencyEnd, 2, size) for size in (1, 2))
     steps: dict[str, Callable[[], Any]] = {
-        "two": lambda: verbs(native, 2, 1, 2),
-        "two-pairs": lambda: verbs(native, 2, 1, 4),
-        "four": lambda: verbs(native, 4, 1, 1),
-        "two-by-two": lambda: verbs(native, 2, 2, 2),
-        "port-down": lambda: lost(native, "verbs", "ip link set nic1 down", "ip link set nic1 up"),
+        "two": lambda: verbs(native, two),
+        "two-pairs": lambda: verbs(native, two, queue_pairs=4),
+        "four": lambda: verbs(native, Shape(4, 1), queue_pairs=1),
+        "two-by-two": lambda: verbs(native, Shape(2, 2)),
+        "low-latency-two": lambda: verbs(native, low_latency_two, end=LowLatencyEnd),
+        "low-latency-two-by-two": lambda: verbs(native, low_latency_two_by_two, end=LowLatencyEnd),
+        "low-latency-fp8": lambda: verbs(native, low_latency_shape(Fp8End, 2, 2), end=Fp8End),
+        "port-down": lambda: lost(native, two, "verbs", *PORT_DOWN),
+        "low-latency-port-down": lambda: lost(native, low_latency_two, "verbs", *PORT_DOWN, end=LowLatencyEnd),
         "lossy-links": lossy_links,
-        "lossy": lambda: tcp(native, 2, 1),
-        "silent": lambda: lost(native, "tcp", "tc qdisc add dev lo root netem loss 100%", "tc qdisc del dev lo root"),
+        "lossy": lambda: tcp(native, two),
+        "low-latency-lossy": lambda: tcp(native, low_latency_two, end=LowLatencyEnd),
+        "silent": lambda: lost(native, two, "tcp", *SILENT),
     }
     results = {}
     for name, step in steps.items():

@@ -177,18 +177,11 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   const Waiter waiter(ranks.fault, KernelName::kLowLatencyCombine, ranks.rank, ranks.timeout_ns);
   const Link link(params.link, blockIdx.x);
   const auto chunk_of = [&](int d) { return PeerChunk<Link>(params, waiter, link, epoch, d); };
-  if (tid < grid.num_domains) {
-    const uint64_t started = ptx::clock_ns();
-    came[tid] = tid != grid.domain_idx() && chunk_of(tid).wait();
-    waited_us[tid] = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
-    if (came[tid]) {
-      const auto& header = *reinterpret_cast<const PeerHeader*>(chunk_of(tid).in());
-      const auto most = static_cast<uint32_t>(grid.ranks_per_domain * shape.max_tokens * shape.num_topk);
-      num_records[tid] = min(header.num_records, most);
-      values[tid] = header.value;
-    }
-  }
-  __syncthreads();
+  wait_for_chunks(grid, came, waited_us, chunk_of, [&](int d, const PeerHeader& header) {
+    const auto most = static_cast<uint32_t>(grid.ranks_per_domain * shape.max_tokens * shape.num_topk);
+    num_records[d] = min(header.num_records, most);
+    values[d] = header.value;
+  });
   const int row_bytes = 2 * shape.hidden;
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains;

@@ -179,13 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Waiter waiter(ranks.fault, KernelName::kLowLatencyDispatch, ranks.rank, ranks.timeout_ns);
   const Link link(params.link, blockIdx.x);
   const auto chunk_of = [&](int d) { return PeerChunk<Link>(params, waiter, link, epoch, d); };
-  if (tid < grid.num_domains) {
-    const uint64_t started = ptx::clock_ns();
-    came[tid] = tid != grid.domain_idx() && chunk_of(tid).wait();
-    waited_us[tid] = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
-    if (came[tid]) headers[tid] = *reinterpret_cast<const PeerHeader*>(chunk_of(tid).in());
-  }
-  __syncthreads();
+  wait_for_chunks(grid, came, waited_us, chunk_of, [&](int d, const PeerHeader& header) { headers[d] = header; });
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains, source = grid.peer_in(d);
     if (!came[d]) continue;

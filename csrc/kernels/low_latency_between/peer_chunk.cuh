@@ -105,6 +105,20 @@ class PeerChunk {
   const int ring_, domain_, peer_;
 };
 
+// Collective over the CTA: waits for the chunk of each other domain, a thread for each. Writes whether it has come, and
+// how long it was waited for. `read(d, header)` runs in that thread if it has.
+template <typename ChunkOf, typename Read>
+__device__ void wait_for_chunks(const Grid& grid, bool* came, uint32_t* waited_us, ChunkOf&& chunk_of, Read&& read) {
+  const int d = threadIdx.x;
+  if (d < grid.num_domains) {
+    const uint64_t started = ptx::clock_ns();
+    came[d] = d != grid.domain_idx() && chunk_of(d).wait();
+    waited_us[d] = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
+    if (came[d]) read(d, *reinterpret_cast<const PeerHeader*>(chunk_of(d).in()));
+  }
+  __syncthreads();
+}
+
 // Collective over the CTA. Makes what it has written visible at system scope. True in the last of so many CTAs, which
 // then sees what all have written.
 __device__ inline bool is_last_cta(LowLatencyBetweenChannel& own, unsigned num_ctas) {

@@ -11,6 +11,7 @@ inline uint8_t round_to_e4m3(float value) {
   const float magnitude = std::fabs(value);
   if (std::isnan(value)) return sign | 0x7f;
   if (magnitude >= 448.0f) return sign | 0x7e;
+  if (magnitude == 0.0f) return sign;
   int exponent;
   std::frexp(magnitude, &exponent);
   const int scale = std::max(exponent - 1, -6) - 3;  // of the last of three bits
