@@ -35,8 +35,11 @@ struct LowLatencyPlan {
   LowLatencyWeights weights;
   LowLatencyCapacity capacity;
   LowLatencyResults results;
+  LowLatencyCall call;
 
   static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
+  // The plan of a call that sends nothing, because this rank has so many tokens.
+  LowLatencyPlan refused(int num_tokens) const;
 };
 
 // Rows of experts that go home, and whose they are. `results` are those of the dispatch.

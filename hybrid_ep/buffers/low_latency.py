@@ -149,7 +149,8 @@ class LowLatencyCalls(BaseBuffer):
             of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
-            ConfigError: an argument does not fit, ranks differ, or the buffer is not in low-latency mode.
+            ConfigError: an argument does not fit, ranks differ, or the buffer is not in low-latency mode. T > M at one
+                rank is raised at every rank, by the hook where there is one.
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at every rank. The
                 cuda engine raises it in the combine, or by `raise_pending` where the expert is.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
@@ -182,7 +183,7 @@ class LowLatencyCalls(BaseBuffer):
             most = MAX_INT // (num_local * self.group_size)
             if max_tokens > most:  # packed rows are counted in 32 bits
                 require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
-            self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt)
+            self._check_dispatched(x, topk_idx, topk_weights, num_experts, fmt)
             self._check_global_scale(x_global_scale, use_nvfp4, x.device)
             self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
@@ -464,14 +465,12 @@ class LowLatencyCalls(BaseBuffer):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None,
-        max_tokens: int,
         num_experts: int,
         fmt: RowFormat | None,
     ) -> None:
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
         require_no_grad("x", x)
         num_tokens, hidden = x.shape
-        require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
         if isinstance(fmt, Fp8Format):
             allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
             require(hidden % CHANNELS_PER_SCALE == 0, "hidden of x", hidden, allowed)

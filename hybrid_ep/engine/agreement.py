@@ -170,9 +170,10 @@ def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> Conf
     )
 
 
-def too_many_tokens(rank: int, num_tokens: int, most: int) -> str:
+def too_many_tokens(rank: int, num_tokens: int, most: int, *, is_low_latency: bool = False) -> str:
     """Says that a rank has more tokens than its buffer or call allows, in the same words at every rank."""
-    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ num_max_tokens_per_rank = {most}"
+    name = FIELDS["max_tokens"].name if is_low_latency else "num_max_tokens_per_rank"
+    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ {name} = {most}"
 
 
 def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequence[int]]) -> None:
@@ -193,4 +194,6 @@ def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequ
             raise disagreement(key, mine[_PLACE[key]], rank, theirs[_PLACE[key]], peer)
     for peer, theirs in sorted(headers.items()):
         if theirs[_PLACE[_TOO_MANY]] != ABSENT:
-            raise ConfigError(too_many_tokens(peer, *divmod(theirs[_PLACE[_TOO_MANY]], 1 << 32)))
+            is_low_latency = theirs[_PLACE["call"]] == CALLS.index("low_latency_dispatch")
+            num_tokens, most = divmod(theirs[_PLACE[_TOO_MANY]], 1 << 32)
+            raise ConfigError(too_many_tokens(peer, num_tokens, most, is_low_latency=is_low_latency))

@@ -20,7 +20,7 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code
+from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code, too_many_tokens
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
@@ -221,7 +221,11 @@ class CudaLowLatency:
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
         plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
-        region, native = self._region_for(plan), plan.native
+        region, native, refusal = self._region_for(plan), plan.native, None
+        if num_tokens > num_max_tokens_per_rank:
+            # The call is made without tokens, so that every rank is told and all stay in step.
+            refusal = self._too_many_tokens(self._grid.rank, num_tokens, num_max_tokens_per_rank)
+            native, num_tokens = native.refused(num_tokens), 0
         rows = plan.packed.empty(self._device)
         buffers = self._dispatches
         idx = buffers.next("low_latency_dispatch")
@@ -258,8 +262,10 @@ class CudaLowLatency:
                 stream,
             )
             buffers.note_received(idx)
-            state.is_received = True
             self._order.end()
+            if refusal is not None:
+                raise refusal
+            state.is_received = True
             # The combine reports an overflow to all ranks; they would wait for this rank's.
             self.raise_fault(holds_overflow=True)
 
@@ -332,7 +338,7 @@ class CudaLowLatency:
         The receive of a low-latency call may have begun to wait for a rank before its send gave that rank up, and tell
         it again.
         """
-        fault = self._communicator.take_fault()
+        fault = self._take_fault()
         if fault is None:
             overflow, self._overflow = self._overflow, None
             return overflow
@@ -346,12 +352,25 @@ class CudaLowLatency:
             self.lost.add(error.peer)
         return error
 
+    def _take_fault(self) -> _cuda.Fault | None:
+        """Takes what a kernel has found, but that calls of others differ from one that this rank has refused."""
+        fault = self._communicator.take_fault()
+        if fault is not None and fault.tag == "shape" and _cuda.low_latency_call_fields(fault.expected)["num_too_many"]:
+            return None
+        return fault
+
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         if fault.tag != "shape":
             return as_error(fault, self._numbering)
         mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
+        if theirs["num_too_many"]:
+            return self._too_many_tokens(fault.peer, theirs["num_too_many"], mine["max_tokens"])
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
+
+    @staticmethod
+    def _too_many_tokens(rank: int, num_tokens: int, most: int) -> ConfigError:
+        return ConfigError(too_many_tokens(rank, num_tokens, most, is_low_latency=True))
 
     def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
         """Raises it; where `holds_overflow`, rows beyond an expert's capacity only in the next call that does not."""
@@ -375,7 +394,7 @@ class CudaLowLatency:
 
         The host does not wait for any.
         """
-        fault = self._communicator.take_fault()
+        fault = self._take_fault()
         if fault is None:
             overflow, self._overflow = self._overflow, None
             if overflow is not None:

@@ -95,6 +95,8 @@ class TorchLowLatency:
                 "masked": exchange.mask_bits(),
                 "scale_format": format_code(fmt),
             }
+            if data.shape[0] > num_max_tokens_per_rank:
+                same["too_many_tokens"] = data.shape[0] << 32 | num_max_tokens_per_rank
             if global_scale is not None:
                 # As the kernels send it: the upper half of its bits.
                 same["global_scale"] = int(global_scale.view(torch.int32)) >> 16 & 0xFFFF
