@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "layout/call_fields.h"
 #include "layout/fault.h"
@@ -32,14 +33,32 @@ struct RowFormat {
   RowWidths widths() const { return {rows.bytes(), experts.bytes(), weights.bytes(), scales.bytes()}; }
 };
 
+// The experts that a rank reports.
+struct ExpertRange {
+  int first, end;
+};
+
+// A dispatch as the engine asks for it. DispatchShape in hybrid_ep/engine/cuda_plan.py has the same fields, and says
+// what they are. Types of elements are numbered as hybrid_ep/engine/agreement.py does it.
+struct DispatchRequest {
+  int num_tokens, hidden, dtype;
+  int num_scales, scale_dtype;  // scale_dtype: kAbsent without scales
+  int num_topk, num_experts;
+  bool has_topk, has_weights;
+  std::optional<ExpertRange> expert_range;
+  int pad_multiple;
+  std::optional<int> bound, common_bound, num_sms, max_tokens;
+};
+
 // What ranks publish of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
 struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
   int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
-  FaultKind refusal;       // what this rank's host has found wrong with its arguments; then no rank sends
+  FaultKind refusal;       // what is wrong with this rank's arguments, which only its host sees; then no rank sends
   int refused_value;       // the argument
+  int allowed;             // its largest value
   int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens
 };
 
@@ -59,12 +78,16 @@ struct DispatchShape {
   bool waits_for_counts;
   int num_sms;  // 0: the default
   DispatchCall call;
+
+  static DispatchShape of(const DispatchRequest& request, int rank, int num_ranks);
 };
 
 // A dispatch inside a domain.
 struct DispatchPlan : DispatchShape {
   RouteLayout route;
   int num_ranks;
+
+  static DispatchPlan of(const DispatchRequest& request, int rank, int num_ranks);
 };
 
 // The addresses of one dispatch; nullptr for what it does not have.
