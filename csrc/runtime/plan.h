@@ -1,5 +1,5 @@
-// Plans: what calls of one shape have in common. The first call of a shape makes the plan, the caller keeps it, and
-// later calls pass only their addresses beside it.
+// Plans: what calls of one shape have in common. The first call of a shape makes the plan and the caller keeps it.
+// Later calls pass the plan and their addresses.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct ElementType {
 };
 constexpr uint8_t kInt = 0, kFloat = 2;  // codes
 
-// Columns of a tensor that has a row for each token, and their type. None: no such tensor.
+// The columns of a tensor with a row for each token, and their type. num = 0: there is no such tensor.
 struct Columns {
   int num;
   ElementType type;
@@ -62,19 +62,19 @@ struct DispatchCall {
   int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens
 };
 
-// Writes what ranks must agree on to kNumDispatchFields words; `handle` is kAbsent where the call makes its route,
-// `capacity` what a slot holds.
+// Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
+// kAbsent where the call makes its route. `capacity`: rows that a slot holds.
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
                   bool is_bounded, int capacity, int pad_multiple, int handle);
 
-// What is sent and published, inside a domain and between domains.
+// The plan of a dispatch: what is sent and published, inside a domain and between domains.
 struct DispatchShape {
   RowFormat format;  // as rows land
-  bool makes_route;  // false: it is read
+  bool makes_route;  // false: the dispatch goes along the route of an earlier one
   int num_tokens, num_topk, num_experts;
   int range_first, range_step, range_size;
   int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have arrived
-  int row_limit;     // where the host does not wait for counts
+  int row_limit;     // rows of the result, where the host does not wait for counts
   bool waits_for_counts;
   int num_sms;  // 0: the default
   DispatchCall call;
@@ -90,7 +90,7 @@ struct DispatchPlan : DispatchShape {
   static DispatchPlan of(const DispatchRequest& request, int rank, int num_ranks);
 };
 
-// The addresses of one dispatch; nullptr for what it does not have.
+// The addresses of one dispatch; nullptr for what the call does not have.
 struct DispatchTensors {
   const uint8_t* rows;
   const int64_t* topk_idx;
@@ -109,7 +109,7 @@ inline KeptRows kept_rows(int32_t* memory, int num_recv, int num_topk) {
   return {memory, reinterpret_cast<uint32_t*>(memory + static_cast<int64_t>(num_recv) * num_topk)};
 }
 
-// The addresses of what completes expert-major rows; nullptr for what it does not have.
+// The addresses for the kernel that completes expert-major rows; nullptr for what the call does not have.
 struct DuplicateTensors {
   const int32_t* route;
   int32_t* kept;  // what the handle keeps (KeptRows): written by a call that makes its route, otherwise read
@@ -124,7 +124,7 @@ struct CombinePlan {
   int num_topk, num_expert_rows, num_expert_sms;
 };
 
-// The addresses of one combine; nullptr for what it does not have.
+// The addresses of one combine; nullptr for what the call does not have.
 struct CombineTensors {
   uint8_t* rows;  // from experts: written, as are the weights
   float* weights;
@@ -134,7 +134,7 @@ struct CombineTensors {
   const int32_t* route;
 };
 
-// What a combine from experts has further.
+// Further addresses of a combine from experts.
 struct ExpertTensors {
   const uint8_t* rows;
   const float* probs;
