@@ -37,9 +37,10 @@ _MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 class HybridEPBuffer(HybridArguments):
     """Dispatch and combine with Hybrid-EP's interface.
 
-    Every call runs on the current stream. On the cuda engine the host waits in `dispatch` without `handle` and number
-    of rows, in `dispatch_with_permute` without `handle` and `non_blocking`, for a number given as a tensor of the GPU,
-    and, unless `non_blocking`, for a map of more than 32 experts. The torch engine may wait in every call.
+    Every call runs on the current stream. On the cuda engine the host waits for the GPU in these calls: `dispatch`
+    without `handle` and number of rows; `dispatch_with_permute` without `handle` and `non_blocking`; a call whose
+    number of rows is a tensor on the GPU; a call with a map of more than 32 experts, unless `non_blocking`. On the
+    torch engine the host may wait in every call.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -353,7 +354,7 @@ class HybridEPBuffer(HybridArguments):
             handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
                 a routing is given again, it must be the handle's; that is compared on a CPU only.
             non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
-            fuse_permute_dispatch: accepted for compatibility; the engine takes its fastest way.
+            fuse_permute_dispatch: accepted for compatibility, and without effect.
             use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
@@ -441,7 +442,7 @@ class HybridEPBuffer(HybridArguments):
         result = engine.dispatch_permuted(request)
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
-            # A token with more experts than the buffer was made for is reported as lost rows are.
+            # Reports a token with more experts than `max_experts_per_token` by the overflow flag.
             result.handle.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu")
@@ -467,7 +468,7 @@ class HybridEPBuffer(HybridArguments):
             probs: ``[P]`` float32.
             handle: of the dispatch; required.
             pad_multiple: checked against the handle.
-            fuse_unpermute_combine: accepted for compatibility; the engine takes its fastest way.
+            fuse_unpermute_combine: accepted for compatibility, and without effect.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
         Returns:
@@ -501,7 +502,7 @@ class HybridEPBuffer(HybridArguments):
         return data, _sum_of_parts(dense, num_parts)
 
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
-        """First and end of those that a plain dispatch reports."""
+        """(first, end) of the experts that a plain dispatch reports."""
         num_local = num_experts // self.group_size
         return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
 
@@ -518,14 +519,14 @@ def _num_sms(name: str, value: int | None) -> int | None:
 
 
 def _check_made_with(*given: tuple[str, int | None, int]) -> None:
-    """What is given again along a handle must be what the handle was made with."""
+    """Checks that arguments that are given again with a handle are those that it was made with."""
     for name, value, made_with in given:
         if value is not None and value != made_with:
             require(False, name, value, f"{made_with}, as with this handle")
 
 
 def _in_parts(rows: Rows, num_parts: int) -> Rows:
-    """Every row so often, one after the other."""
+    """Repeats each row, the copies one after the other."""
     if num_parts == 1:
         return rows
     data = rows.data.view(torch.uint8).repeat_interleave(num_parts, 0).view(rows.data.dtype)

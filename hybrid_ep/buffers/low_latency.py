@@ -79,8 +79,8 @@ class LowLatencyCalls(BaseBuffer):
     ) -> int:
         """Returns bytes of buffer that suffice for low-latency calls of this size, an upper bound.
 
-        What the cuda engine takes with bf16 and the largest top-k that there can be, min(E, 32), for the top-k is not
-        among the arguments (source: docs/low_latency.md, "Memory").
+        It is the memory of the cuda engine with bf16 rows and top-k = min(E, 32), the largest there is, because the
+        top-k is not among the arguments (source: docs/low_latency.md, "Memory").
 
         Args:
             num_max_dispatch_tokens_per_rank: M.
@@ -253,7 +253,7 @@ class LowLatencyCalls(BaseBuffer):
                 cross, if the token's rank has 32 tokens or more and is in this domain; the send waits for that rank's
                 weights.
             out: ``[T, H]`` bf16 to write to.
-            combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
+            combine_wait_recv_cost_stats: ``[R]`` int64; the microseconds of waiting for each rank are added to it.
             overlap: start while the experts still write `x`, on another stream. Rows of a block are sent once its
                 signal has been raised, and none are summed before they cross. `x` must be contiguous. Without it, the
                 arguments below have no effect. Signals count up and are not reset here: set them to zero before the
@@ -261,7 +261,7 @@ class LowLatencyCalls(BaseBuffer):
             src_signals: ``[LE]`` uint32 or int32, a counter for each local expert: all its rows are written once it has
                 reached `src_signal_expect_value`. With `overlap`: either this or `comp_signal`.
             src_signal_expect_value: ≥ 1.
-            packed_recv_count: ``[LE]`` int32, as dispatch returned it; accepted, and not needed.
+            packed_recv_count: ``[LE]`` int32, as dispatch returned it; accepted for compatibility.
             comp_signal: int32, a counter for each block of rows of a local expert, in the order of experts:
                 ``comp_signal[expert × ceil(M×R / block_m) + row // block_m]``. The rows of a block are written once
                 it has reached `threshold`. It may be longer.

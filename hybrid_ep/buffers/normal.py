@@ -4,7 +4,7 @@
     recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event = buffer.dispatch(x, topk_idx=topk_idx, …)
     combined_x, _, event = buffer.combine(expert_output, handle)
 
-Everything that moves a token is the engine's; this file checks what comes in and shapes what goes out.
+The engine moves the tokens. This file checks arguments and shapes results.
 """
 
 from __future__ import annotations
@@ -550,7 +550,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
-    # The peers have calls of their own between nodes; here one call serves any number of domains.
+    # DeepEP has separate calls between nodes. Here one call serves any number of domains.
     internode_dispatch = dispatch_pcie = dispatch
     internode_combine = combine_pcie = combine
 
