@@ -22,7 +22,7 @@ Memory allocate_device(size_t num_bytes);
 
 // A range of GPU memory, exported as a dma-buf for other devices.
 struct DmaBuf {
-  int file = -1;        // owned by whoever asked for it; −1: `reason` has why there is none
+  int file = -1;        // owned by the caller; −1: `reason` has why there is none
   uint64_t offset = 0;  // of the range in the file
   uint64_t address = 0, num_bytes = 0;
   std::string reason;

@@ -187,7 +187,7 @@ class ElasticCalls(LoadBalanceCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Returns bytes that callers hand in as `num_bytes`, a multiple of 2 MiB.
+        """Returns the bytes that callers pass as `num_bytes`, a multiple of 2 MiB.
 
         The most bytes that arrive at a rank in one dispatch or combine, with M tokens from every rank. The engine
         allocates what its calls need, whatever `num_bytes` is (docs/cuda_engine.md, "Memory").

@@ -181,7 +181,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
         With `use_rdma_buffer` in low-latency mode it is the memory in which rows of low-latency calls land, as far as
         there is one: the cuda engine makes it at the first call, the torch engine has none. Nothing is allocated for
-        it. Callers zero it before `low_latency_clean_mask_buffer`; nothing depends on what stands there between calls.
+        it. Callers zero it before `low_latency_clean_mask_buffer`; its contents between calls do not matter.
 
         Args:
             dtype: of the tensor.

@@ -536,7 +536,7 @@ class CudaLowLatency:
                 f"{asked}, while ranks {sorted(self.masked)} are masked or a hook has not been called; allowed: the "
                 "first call of a size with all ranks and no other call on its way"
             )
-        # A peer may still be writing to what is replaced here: the ranks meet before it is.
+        # A peer may still be writing to the old region. Making the new one begins with a rendezvous of the ranks.
         torch.cuda.synchronize(self._device)
         region = self._make_region(capacity)
         if self._regions and not self._regions[-1].native.was_captured:

@@ -52,8 +52,7 @@ class DispatchedTokens(NamedTuple):
     """What a rank receives.
 
     Attributes:
-        x: ``[N, H]`` bf16, by source rank, then source token. With a bound, what stands after the last row is
-            undefined.
+        x: ``[N, H]`` bf16, by source rank, then source token. With a bound, rows after the last are undefined.
         topk_idx: ``[N, K]`` int64, local expert or −1; −1 after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1.
         num_tokens_per_expert: LE counts; empty with a bound.

@@ -70,7 +70,7 @@ def hold(handle: DispatchHandle | PermuteHandle) -> Tensor:
 
 
 def handle_of(token: Tensor) -> DispatchHandle | PermuteHandle:
-    """The handle that a tensor of `hold` stands for.
+    """Returns the handle whose number a tensor of `hold` has.
 
     Raises:
         ConfigError: it is no such tensor, or a copy of one that is gone.
