@@ -97,6 +97,9 @@ class BaseBuffer:
             group: the ranks.
             num_ranks_per_domain: size of a domain.
             options: of another buffer of this class.
+
+        Raises:
+            ConfigError, TopologyError: an argument does not fit the group.
         """
         return cls(group, num_ranks_per_domain=num_ranks_per_domain, **options)
 
@@ -156,7 +159,13 @@ class BaseBuffer:
         self.engine.empty_cache()
 
     def close(self) -> None:
-        """Gives back what the buffer holds, and then raises as `raise_pending`. Local, harmless when called again."""
+        """Gives back what the buffer holds. Local; may be called again.
+
+        Results that are alive keep their memory.
+
+        Raises:
+            ConfigError, OverflowError, TimeoutError: as `raise_pending`, when everything has been given back.
+        """
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()

@@ -188,6 +188,14 @@ class ElasticBuffer(ElasticCalls):
         Raises:
             ConfigError: an argument does not fit.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.ElasticBuffer(None, num_max_tokens_per_rank=4) as buffer:
+            ...     rows, recv_idx, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)
+            ...     combined_x = buffer.combine(3 * rows, handle)[0]
+            >>> recv_idx.tolist(), combined_x[:, 0].tolist()
+            ([[0, 1], [1, -1], [-1, -1], [-1, -1]], [3.0, 3.0])
         """
         return self._dispatch(
             x,

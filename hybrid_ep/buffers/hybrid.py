@@ -225,6 +225,15 @@ class HybridEPBuffer(HybridArguments):
             ConfigError: an argument does not fit.
             OverflowError: more rows arrived than `num_dispatched_tokens`.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.HybridEPBuffer(None, 128, 2, num_local_experts=4) as buffer:
+            ...     rows, probs, _, handle = buffer.dispatch(
+            ...         x, topk_idx=topk_idx, topk_weights=torch.full((2, 2), 0.5), num_of_experts=4)
+            ...     combined_x, summed = buffer.combine(3 * rows, probs, handle)
+            >>> probs.tolist(), combined_x[:, 0].tolist(), summed.tolist() == probs.tolist()
+            ([[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]], [3.0, 3.0], True)
         """
         engine = self.engine
         if handle is not None:
@@ -368,6 +377,14 @@ class HybridEPBuffer(HybridArguments):
             ConfigError: an argument does not fit.
             OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.HybridEPBuffer(None, 128, 2, num_local_experts=2) as buffer:
+            ...     rows, _, _, counts, handle = buffer.dispatch_with_permute(
+            ...         hidden=x, topk_idx=topk_idx, num_permuted_tokens=8, pad_multiple=4, non_blocking=True)
+            >>> rows[:, 0].tolist(), counts.tolist(), handle[-1].item()
+            ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
         """
         engine = self.engine
         if use_host_meta is not None:

@@ -157,7 +157,14 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the SMs of default configurations and of calls without one, for all buffers of this process."""
+        """Sets the SMs of default configurations and of calls without one, for all buffers of this process.
+
+        Args:
+            new_num_sms: SMs of a call, ≥ 1; more than the GPU has counts as all.
+
+        Raises:
+            ConfigError: it is not a positive integer.
+        """
         Buffer.num_sms = Buffer._num_sms_without_config = require_int("new_num_sms", new_num_sms, minimum=1)
 
     @staticmethod

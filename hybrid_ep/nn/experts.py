@@ -99,6 +99,9 @@ class Experts(nn.Module):
 
         Returns:
             ``[N, H]`` (``[P, H]``), of the dtype of the rows.
+
+        Raises:
+            ConfigError: as `weights`.
         """
         if up is None or down is None:
             up, down = self.weights()

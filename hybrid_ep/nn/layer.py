@@ -150,7 +150,11 @@ class MoELayer(nn.Module):
         return combined.to(x.dtype).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns top-k experts ``[T, K]`` int64 and their weights ``[T, K]`` float32, which sum to 1."""
+        """Routes ``[T, H]`` tokens, and sets `balance_loss`. Local.
+
+        Returns:
+            Top-k experts ``[T, K]`` int64 and their weights ``[T, K]`` float32, which sum to 1 for each token.
+        """
         precise = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             probs = F.softmax(F.linear(x.to(precise), self.router.to(precise)), dim=-1)
