@@ -209,7 +209,7 @@ class HybridEPBuffer(HybridArguments):
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts: E, a multiple of the ranks; None = LE × ranks of the buffer.
             probs: ``[T, E]`` float32, with `routing_map`.
-            routing_map: ``[T, E]`` bool.
+            routing_map: ``[T, E]`` bool, at most 32 experts of a token; `dispatch_with_permute` takes more.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
                 with `handle`, which knows them, left alone.
             num_dispatched_tokens: the same as a number: the result has that many rows. Either on every rank, or none

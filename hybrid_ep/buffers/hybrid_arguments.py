@@ -117,7 +117,7 @@ class HybridArguments(BaseBuffer):
                     widest = int(widest_token(routing_map))
                 num_parts = max(1, -(-widest // MAX_TOPK)) if in_parts else 1
                 if not in_parts:
-                    allowed = f"≤ {MAX_TOPK} without permutation"
+                    allowed = f"≤ {MAX_TOPK}, or dispatch_with_permute"
                     require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, allowed)
             topk_idx, topk_weights = map_to_indices(routing_map, probs, num_parts)
             num_tokens *= num_parts
