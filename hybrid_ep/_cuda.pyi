@@ -23,6 +23,7 @@ from hybrid_ep._C import loopback_proxy as loopback_proxy
 from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
+from hybrid_ep.engine.cuda_plan import DispatchShape as PlannedShape
 
 version: str
 control_bytes: int
@@ -36,34 +37,11 @@ max_row_bytes: int
 row_align_bytes: int
 
 class DispatchShape:
-    def __init__(
-        self,
-        *,
-        makes_route: bool,
-        num_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        has_weights: bool,
-        hidden: int,
-        row_type: tuple[int, int],
-        num_scales: int,
-        scale_type: tuple[int, int],
-        range_first: int,
-        range_step: int,
-        range_size: int,
-        pad_multiple: int,
-        row_limit: int,
-        waits_for_counts: bool,
-        num_sms: int,
-        dtype: int,
-        scale_dtype: int,
-        has_topk: bool,
-        num_worst_tokens: int,
-        common_bound: int,
-        refusal: FaultKind,
-        refused_value: int,
-        max_tokens: int,
-    ) -> None: ...
+    def __init__(self, shape: PlannedShape, rank: int, num_ranks: int) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def refusal(self) -> tuple[FaultKind, int, int] | None: ...
     @property
     def record_bytes(self) -> int: ...
     @property
@@ -71,7 +49,6 @@ class DispatchShape:
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class DispatchPlan(DispatchShape):
-    def __init__(self, shape: DispatchShape, num_ranks: int) -> None: ...
     @property
     def num_local_experts(self) -> int: ...
     @property
@@ -364,6 +341,7 @@ class LowLatencyPlan:
     def num_ints(self) -> int: ...
     @property
     def num_ints_between(self) -> int: ...
+    def refused(self, num_tokens: int) -> LowLatencyPlan: ...
     def peer_chunk_bytes(self, ranks_per_domain: int) -> tuple[int, int]: ...
     def tensors(
         self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]

@@ -18,7 +18,7 @@ struct Fp8Scale {
   float scale, inverse;
 };
 
-// The same of those of the seven lanes that share the scale. Collective over the warp.
+// The largest magnitude of the 128 channels of the eight lanes that share a scale. Collective over the warp.
 __device__ __forceinline__ uint32_t find_amax_bits(const uint4 (&channels)[2]) {
   uint32_t most = find_amax_bits(channels[0], channels[1]);
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ __forceinline__ Fp8Scale make_scale(uint32_t amax_bits, bool power_of
   float amax = __uint_as_float(amax_bits << 16);
   amax = amax < kMinAmax ? kMinAmax : amax;  // not fmaxf, which would drop a NaN
   const float scale = __fdiv_rn(amax, kE4m3Max);
-  // NOTE: a number divided by a tensor is, in torch, its reciprocal times the number: two roundings.
+  // NOTE: torch computes number / tensor as reciprocal × number, which rounds twice. So does this.
   if (!power_of_two) return {scale, __fmul_rn(__frcp_rn(amax), kE4m3Max)};
   const float rounded = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
   return {rounded, __fdiv_rn(1.0f, rounded)};

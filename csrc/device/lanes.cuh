@@ -27,7 +27,8 @@ struct TokenLanes {
   }
 };
 
-// Lane i gets the i-th lowest of the lanes' values that are not −1, or −1. These differ. Collective over the warp.
+// Sorts the values of the lanes that are not −1, which all differ: lane i gets the i-th lowest, or −1 behind the last.
+// Collective over the warp.
 __device__ inline int sort_over_lanes(int value) {
   const unsigned present = __ballot_sync(kAllLanes, value >= 0);
   int order = 0, sorted = -1;

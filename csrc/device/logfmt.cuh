@@ -1,6 +1,7 @@
 // LogFMT-10 for rows of combine: bit for bit the arithmetic of hybrid_ep/core/logfmt.py, which defines it.
 //
-//     a row of H channels: lower bytes of the codes [H] │ a sign and a bit each, four to a byte [H/4] │ headers [H/128]
+//     a row of H channels: lower bytes of the codes [H] │ sign and top bit of each, four to a byte [H/4] │ headers
+//     [H/128]
 //
 // A lane has eight channels, and sixteen lanes a header.
 #pragma once
@@ -22,7 +23,7 @@ constexpr float kMaxLogRange = 32.0f;
 struct LogHeader {
   float low, step;
 };
-// Eight channels: lower bytes, and what is above them.
+// The codes of eight channels: their lower bytes, and their two upper bits.
 struct LogCodes {
   uint2 lower;
   uint32_t upper;  // 16 bits
@@ -62,7 +63,7 @@ __device__ __forceinline__ uint32_t channel_bits(const uint4& channels, int i) {
   return i % 2 == 0 ? word & 0xffffu : word >> 16;
 }
 
-// Collective over sixteen lanes, of a warp that is all here.
+// Collective over sixteen lanes; the whole warp must call it.
 __device__ inline LogCodes cast_to_logfmt(const uint4& channels, LogHeader& header) {
   constexpr float kSteps = kMaxLogCode - 1, kHalfwayPerStep = 0x1.62e430p-4f;
   constexpr uint32_t kLeastNormal = 0x80, kNotFinite = 0x7f80, kMagnitude = 0x7fff;
@@ -121,8 +122,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const LogCodes& co
   }
 }
 
-// Sends a segment, which begins so many bytes into a bf16 row, as LogFMT to where the row goes. Collective over the
-// warp.
+// Converts a segment of a bf16 row to LogFMT and stores it to the row's destination. `begin`: the segment's offset in
+// the bf16 row, in bytes. Collective over the warp.
 __device__ inline void send_as_logfmt(const uint8_t* segment, const LogRow& target, int begin, int num_bytes) {
   const int lane = threadIdx.x % 32, num_vectors = num_bytes / 16;
 #pragma unroll 1

@@ -8,7 +8,7 @@ namespace hybrid_ep {
 
 constexpr int kVectorsPerLane = 4;  // 16-byte vectors of a row that a lane moves at once
 constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
-constexpr int kMaxAnnouncements = 2 * kLowLatencyBuffers * kMaxRanks;  // that a kernel makes, each by a thread
+constexpr int kMaxAnnouncements = 2 * kLowLatencyBuffers * kMaxRanks;  // of free buffers by a kernel, a thread each
 
 __device__ inline LowLatencyControl& control_of(const LowLatencyDomain& domain, int rank) {
   return *reinterpret_cast<LowLatencyControl*>(domain.region[rank]);
@@ -16,7 +16,7 @@ __device__ inline LowLatencyControl& control_of(const LowLatencyDomain& domain, 
 __device__ inline LowLatencyChannel& channel_of(const LowLatencyDomain& domain, int rank) {
   return control_of(domain, rank).channels[static_cast<int>(domain.kind)][domain.buffer_idx];
 }
-// Parts of routes, of a dispatch.
+// The route parts of a dispatch buffer.
 __device__ inline uint4* routes_of(const LowLatencyDomain& domain, int rank) {
   return reinterpret_cast<uint4*>(domain.region[rank] + domain.routes_begin);
 }
@@ -28,8 +28,8 @@ __device__ inline uint8_t* buffer_of(const LowLatencyDomain& domain, int rank) {
   return domain.region[rank] + domain.buffer_begin;
 }
 
-// Waits for other ranks in a kernel that sends, for half the time of one that receives. So if it gives a rank up, its
-// own rows still come in time, and no other rank gives this one up.
+// The Waiter of a kernel that sends. Its deadline is half of the timeout, and that of a kernel that receives all of it.
+// So a sender that gives a rank up still sends in time, and the others do not give the sender up.
 __device__ inline Waiter waiter_of_send(const LowLatencyDomain& domain, KernelName kernel) {
   return {domain.fault, kernel, domain.rank, domain.timeout_ns / kSendTimeoutDivisor};
 }
@@ -63,8 +63,8 @@ __device__ inline void mask(const LowLatencyDomain& domain, int r) {
   if (r != domain.rank) mask_of(domain, r) = 1;
 }
 
-// Waits, by thread r, until rank r has raised its flag; `wait` does so and returns whether it came. Returns whether the
-// rank takes part.
+// Thread r runs `wait`, which waits for rank r and returns whether it came. A rank that did not come is masked. Returns
+// whether the rank takes part.
 template <typename Wait>
 __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
   if (is_masked(domain, r)) return false;
@@ -73,7 +73,7 @@ __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
   return false;
 }
 
-// Waits until rank r has read what the call before left in the buffer.
+// Waits until rank r has read the rows that the previous call left in the buffer.
 __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
   const uint32_t before = previous_epoch(epoch);
@@ -88,7 +88,7 @@ __device__ inline uint4* begun_of(const LowLatencyDomain& domain, int at, int fr
   return reinterpret_cast<uint4*>(&channel_of(domain, at).begun[from]);
 }
 
-// Waits until rank r has begun to send. If it takes part, writes what it has published.
+// Waits until rank r has begun to send. If it takes part, writes its LowLatencyBegun to *begun.
 __device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                         uint4* begun) {
   takes_part(domain, r,
@@ -108,9 +108,9 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kPartialRows, value); });
 }
 
-// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid signals every rank that takes
-// part that all rows have arrived, with what value() returns there. `has_lost`, of any thread: the CTA left a rank out
-// and sent it nothing. CTAs may differ in that, because each has its own deadline.
+// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid raises the flag `sent` at every
+// rank that takes part, with the value that value() returns in its thread 0. `has_lost` in any thread: this CTA left a
+// rank out and sent it nothing. CTAs may differ in that, because each has its own deadline.
 template <typename Value>
 __device__ void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, Value&& value,
                             bool has_lost) {

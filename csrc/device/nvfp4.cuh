@@ -12,7 +12,7 @@ namespace hybrid_ep {
 constexpr float kE2m1Max = 6.0f;
 constexpr uint32_t kE4m3Nan = 0x7f, kUe8m0Nan = 0xff;
 
-// The scale of a block: its byte, and what its channels are multiplied by.
+// The scale of a block: its byte, and the factor for its channels.
 struct BlockScale {
   uint32_t byte;
   float inverse;  // 0 where every channel becomes 0

@@ -1,4 +1,5 @@
-// What a dispatch finds wrong with its own arguments. It publishes that with its counts; then no rank sends.
+// Refusals: faults of a rank's own arguments. A rank publishes its refusal with its counts. Then no rank sends, and all
+// report the same fault.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,14 +9,14 @@
 
 namespace hybrid_ep {
 
-// Of a call with an index that is no expert's.
+// Refuses the call because of an expert index that is out of range.
 __device__ inline void refuse_expert(ControlBlock& own, int64_t expert) {
   const int64_t value = max(static_cast<int64_t>(INT32_MIN), min(static_cast<int64_t>(INT32_MAX), expert));
   atomicCAS(&own.refused, 0ull,
             static_cast<unsigned long long>(FaultKind::kBadExpert) << 32 | static_cast<uint32_t>(value));
 }
 
-// What the host has refused or, ahead of it, what a kernel has.
+// The kernel's refusal if there is one, else the host's (`kind` and `value`).
 struct Refusal {
   int kind, value;
 };
@@ -25,7 +26,7 @@ __device__ inline Refusal find_refusal(const ControlBlock& own, int kind, int va
   return {static_cast<int>(refused >> 32), static_cast<int>(refused)};
 }
 
-// Writes what rank `peer` has refused. `common_bound` is that of a bounded call, `max_tokens` what a rank may have.
+// Reports the refusal of rank `peer`. `common_bound`: of a bounded call. `max_tokens`: the most tokens of a rank.
 __device__ inline void report_refusal(FaultRecord* fault, KernelName kernel, FaultKind kind, int rank, int peer,
                                       int num_experts, int common_bound, int max_tokens, int value) {
   const int allowed = kind == FaultKind::kBadExpert  ? num_experts

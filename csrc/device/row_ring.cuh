@@ -3,9 +3,9 @@
 //
 //     fetch(row i + S − kInFlight) ─► stage ─► wait(i) ─► each lane stores to its destination ─► release(i)
 //
-// Lane 0 loads. Every lane may store, and waits for its own stores. A stage is loaded again once the stores of its row
-// have read it, which is known kInFlight rows later. So kInFlight rows leave while the others come in. With 0 there are
-// no stores.
+// Lane 0 loads. Every lane may store, and waits for its own stores. A stage is loaded again kInFlight rows later, when
+// the stores of its row have read it. So kInFlight rows are being stored while the others are being loaded. With 0
+// there are no stores.
 #pragma once
 
 #include "device/ptx/bulk_copy.cuh"
@@ -37,7 +37,7 @@ class RowRing {
   // Lane 0 begins to load a row; the others do nothing. At most num_ahead() rows may be fetched and not yet released.
   __device__ void fetch(const uint8_t* row) { fetch(row, row_bytes_); }
 
-  // The same for less than a stage.
+  // The same for num_bytes, at most a stage.
   __device__ void fetch(const uint8_t* from, int num_bytes) {
     if (lane_ == 0) {
       ptx::barrier_expect(barrier_of(load_stage_), num_bytes);

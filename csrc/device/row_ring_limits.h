@@ -5,7 +5,7 @@ namespace hybrid_ep {
 
 constexpr int kMaxStages = 32;  // of a warp
 
-// Rows of dispatch whose stores may still read their stages; a ring needs more stages than that.
+// Rows of dispatch whose bulk stores are in flight. A ring needs more stages than that.
 constexpr int kDispatchStoresInFlight = 3;
 
 }  // namespace hybrid_ep

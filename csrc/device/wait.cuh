@@ -18,7 +18,7 @@ namespace hybrid_ep {
 
 constexpr uint64_t kListenNs = 1'000'000'000;  // how long a rank that gives up reads the reports of others
 
-// Writes the record unless an earlier fault has. Any thread.
+// Writes the fault record, unless it already holds a fault. Any thread.
 __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelName kernel, WaitTag tag, int rank,
                                     int peer, int64_t expected, int64_t seen, int witness = -1) {
   if (atomicCAS_system(&record->claimed, 0u, 1u) != 0u) return;
@@ -33,13 +33,13 @@ __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelN
   ptx::store_release_system(&record->written, 1u);
 }
 
-// Writes that the peer's call differs in a field.
+// Reports that a field of the peer's call differs from this rank's.
 __device__ inline void report_other_call(FaultRecord* record, KernelName kernel, CallField field, int rank, int peer,
                                          int64_t mine, int64_t theirs) {
   report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
 }
 
-// The same for a combine: `word` is the word of ControlBlock::ready, which ranks compare before any row is sent.
+// The same for a combine: word 0 or 1 of ControlBlock::ready, which ranks compare before any row is sent, differs.
 __device__ inline void report_other_combine(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
                                             uint32_t mine, uint32_t theirs) {
   CallField field = CallField::kHandle;
@@ -57,7 +57,7 @@ __device__ inline void report_other_combine(FaultRecord* record, KernelName kern
 
 class Waiter {
  public:
-  // `control` are the blocks of all ranks. Through them ranks publish which rank they wait for; nullptr: they do not.
+  // `control`: the control blocks of all ranks, through which ranks publish whom they wait for. nullptr: they do not.
   __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns,
                     ControlBlock* const* control = nullptr, int num_ranks = 0)
       : record_(record),
@@ -124,8 +124,8 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_gpu(counter); }, is_complete, count, rank_, tag);
   }
 
-  // Waits until is_there() returns true. Gives up early if lost() is not 0, which is called now and then: `lost` of
-  // lose(). `expected` is for the record.
+  // Waits until is_there() returns true. Polls lost() every kLooksPerAsk turns; a value other than 0 ends the wait
+  // through lose(). `expected` goes into the record.
   template <typename IsThere, typename Lost>
   __device__ bool until(IsThere&& is_there, Lost&& lost, uint32_t expected, int peer, WaitTag tag) const {
     for (uint32_t i = 1; !is_there(); ++i) {
@@ -137,9 +137,9 @@ class Waiter {
     return true;
   }
 
-  // Gives up a wait for what a link does not bring any more, at once: `lost` is 2 + the rank that it has lost, as
-  // faults name it. It is published to all others, for they may wait for this rank next. With 1 the link has failed by
-  // itself, and others that wait for this rank name it rightly. Returns false.
+  // Gives up a wait at once, because the link has failed. `lost` is 2 + the lost rank as faults name it; it is
+  // published to all ranks of the domain, which may wait for this rank next. 1: the link failed without a lost peer, so
+  // that ranks that wait for this one rightly name this one. Returns false.
   __device__ bool lose(uint32_t lost, int peer, WaitTag tag, uint32_t expected) const {
     if (!claim()) return false;
     if (lost >= 2) post_missed(control_, num_ranks_, rank_, static_cast<int>(lost) - 2);
@@ -148,8 +148,8 @@ class Waiter {
     return false;
   }
 
-  // Waits until a counter that other kernels of this GPU, or its copy engines, add to has reached `count`. Acquires at
-  // system scope. Whoever waits for what follows reports that it has not: false.
+  // Waits until a counter has reached `count`, to which other kernels or copy engines of this GPU add. Acquires at
+  // system scope. Returns false at the deadline and reports nothing: the caller's next wait does.
   __device__ bool until_raised(const uint32_t* counter, uint32_t count) const {
     while (!has_been_raised(counter, count)) {
       if (expired()) return false;
@@ -157,12 +157,12 @@ class Waiter {
     return true;
   }
 
-  // Whether that is so already.
+  // Whether it has reached `count` already.
   static __device__ bool has_been_raised(const uint32_t* counter, uint32_t count) {
     return ptx::load_acquire_system(counter) >= count;
   }
 
-  // If `was_sent` is false, records that a command found its FIFO full. Returns `was_sent`.
+  // Reports a FIFO that stayed full if `was_sent` is false. Returns `was_sent`.
   __device__ bool sends(bool was_sent, int peer) const { return was_sent || give_up(peer, WaitTag::kCommands, 0, 0); }
 
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
@@ -170,7 +170,7 @@ class Waiter {
  private:
   static constexpr uint32_t kLooksPerAsk = 64;
 
-  // Loads until what it has seen is enough. `expected` is for the record.
+  // Loads until is_enough() accepts the value. `expected` goes into the record.
   template <typename Load, typename IsEnough>
   __device__ bool poll(Load&& load, IsEnough&& is_enough, uint32_t expected, int peer, WaitTag tag) const {
     while (true) {
@@ -180,7 +180,8 @@ class Waiter {
     }
   }
 
-  // Only one wait of a kernel reports: the host may take the record at once, and would then find the next one's.
+  // Only one wait of a kernel reports. Otherwise the host, which may clear the record at once, would find a second
+  // fault of the same call.
   __device__ bool claim() const { return control_ == nullptr || atomicCAS(&control_[rank_]->failed, 0u, 1u) == 0u; }
 
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
@@ -191,13 +192,13 @@ class Waiter {
     return false;
   }
 
-  // NOTE: code below does not run in a call that succeeds. It takes values, so that a Waiter stays in registers.
+  // NOTE: the functions below run only in a call that fails. They take values, so that a Waiter stays in registers.
   static __device__ __noinline__ void report_timeout(FaultRecord* record, KernelName kernel, WaitTag tag, int rank,
                                                      int peer, uint32_t expected, uint32_t seen, int witness) {
     report_fault(record, FaultKind::kTimeout, kernel, tag, rank, peer, expected, seen, witness);
   }
 
-  // Publishes that this rank waits for `peer` in vain, or has lost it, unless it has published another before.
+  // Publishes that this rank waits for `peer` in vain, or has lost it, unless it has already published a rank.
   static __device__ __noinline__ void post_missed(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     const uint32_t word = static_cast<uint32_t>(peer) + 1;
     if (control == nullptr || atomicCAS(&control[rank]->missed[rank], 0u, word) != 0u) return;
@@ -206,7 +207,7 @@ class Waiter {
     }
   }
 
-  // Publishes that this rank waits for `peer`. Then follows what the others publish, until kListenNs is over.
+  // Publishes that this rank waits for `peer`. Then follows the chain of published ranks from `peer`, for kListenNs.
   static __device__ __noinline__ int find_culprit(ControlBlock* const* control, int num_ranks, int rank, int peer) {
     post_missed(control, num_ranks, rank, peer);
     const uint32_t* missed = control[rank]->missed;

@@ -109,9 +109,11 @@ struct LowLatencyShape {
   int num_experts, num_topk, hidden, max_tokens;  // E, K, H, M
 };
 
-// A shape and a format as ranks publish them.
+// A shape and a format as ranks publish them. A rank with more tokens than the call allows publishes their number
+// instead, and sends none: it differs from all other calls, so no rank uses what any has sent.
 struct LowLatencyCall {
   static constexpr int kTokensBits = 16, kExpertsBits = 12, kTopkBits = 8;
+  static constexpr uint32_t kTooManyTokensBit = 1u << 31;  // of words[1]; words[0] is the number
   uint32_t words[kNumShapeWords];
 
   static LowLatencyCall of(const LowLatencyShape& shape, ScaleFormat format) {
@@ -119,7 +121,10 @@ struct LowLatencyCall {
              static_cast<uint32_t>(format) << (kExpertsBits + kTopkBits) |
                  static_cast<uint32_t>(shape.num_topk) << kExpertsBits | static_cast<uint32_t>(shape.num_experts)}};
   }
+  static LowLatencyCall too_many_tokens(uint32_t num_tokens) { return {{num_tokens, kTooManyTokensBit}}; }
 
+  // 0 of a call that is not refused.
+  uint32_t num_too_many() const { return words[1] == kTooManyTokensBit ? words[0] : 0; }
   uint32_t num_experts() const { return words[1] & ((1u << kExpertsBits) - 1); }
   uint32_t num_topk() const { return words[1] >> kExpertsBits & ((1u << kTopkBits) - 1); }
   uint32_t scale_format() const { return words[1] >> (kExpertsBits + kTopkBits); }

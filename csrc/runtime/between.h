@@ -17,7 +17,7 @@ struct BetweenCombinePlan {
   int num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms;
 };
 
-// What crosses for each token.
+// The record that crosses for each token.
 RecordLayout record_of(const DispatchShape& plan);
 RecordLayout record_of(const BetweenCombinePlan& plan);
 
@@ -38,7 +38,7 @@ class BetweenCommunicator {
                     int slot_idx, cudaStream_t stream);
   void combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own, int held_capacity,
                int handle, cudaStream_t stream);
-  // Sends so many chunks to each peer and takes as many from each, without rows: the link alone.
+  // Measures the link alone: sends num_chunks chunks without rows to each peer, and takes as many from each.
   void stream_chunks(int num_chunks, uint32_t chunk_bytes, int num_sms, cudaStream_t stream);
 
  private:

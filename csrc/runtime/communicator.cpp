@@ -87,25 +87,6 @@ T* pinned() {
 
 }  // namespace
 
-void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int capacity, int pad_multiple, int handle) {
-  const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };
-  write(CallField::kNumExperts, num_experts);
-  write(CallField::kNumTopk, num_topk);
-  write(CallField::kHasTopk, call.has_topk);
-  write(CallField::kHasWeights, format.weights.num > 0);
-  write(CallField::kHidden, format.rows.num);
-  write(CallField::kDtype, call.dtype);
-  write(CallField::kScaleDtype, call.scale_dtype);
-  write(CallField::kNumScales, format.scales.num);
-  write(CallField::kNumWorstTokens, call.num_worst_tokens);
-  write(CallField::kIsBounded, is_bounded);
-  // Bounds may differ between ranks as long as no slot must grow for one.
-  write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);
-  write(CallField::kPadMultiple, pad_multiple);
-  write(CallField::kHandle, handle);
-}
-
 Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int device, double timeout_s)
     : device_(device), timeout_s_(timeout_s) {
   const int num_ranks = static_cast<int>(control.size());

@@ -45,9 +45,9 @@ class Communicator {
   // SMs of a dispatch that does not ask for a number.
   int default_dispatch_sms() const;
 
-  // `handle` is the number of the handle's dispatch, kAbsent for one that makes its route. Returns the epoch that the
-  // host counts will have, or 0 if there is nothing to wait for: neither counts, nor a slot that must grow.
-  // `slots_wanted` goes to all ranks, which read it by slots_agreed(); kInGraph if the stream is captured.
+  // `handle` is the number of the handle's dispatch; kAbsent where the call makes its route. `slots_wanted` is
+  // published to all ranks, which read it by slots_agreed(); kInGraph if the stream is captured. Returns the epoch that
+  // the host counts will have, or 0 if the host need not wait: neither for counts, nor for a slot that must grow.
   uint32_t dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
                     int slots_wanted, cudaStream_t stream);
   static constexpr int kInGraph = -1;
@@ -58,8 +58,8 @@ class Communicator {
   // CudaError if the stream has failed.
   int slots_agreed(cudaStream_t stream) const;
 
-  // Completes the expert-major rows of a dispatch in place: copies num_recv rows to their further experts, zeroes the
-  // rest of num_rows, and writes the tensors. With num_sms 0 all SMs do that.
+  // Completes the expert-major rows of a dispatch in place: copies each of the num_recv rows to its other experts,
+  // zeroes padding up to num_rows, and writes `tensors`. num_sms = 0: all SMs.
   void duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows, int num_recv,
                  int num_sms, cudaStream_t stream);
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts, int handle,
@@ -72,7 +72,7 @@ class Communicator {
   // CudaError if the stream has failed.
   const HostCounts* wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const;
 
-  // For calls that are not the communicator's own, and write the host counts.
+  // For calls of the BetweenCommunicator, which write the same host counts.
   HostCounts* host_counts() const { return host_counts_; }
   uint32_t next_counts_epoch() { return counts_epoch_ = next_epoch(counts_epoch_); }
 

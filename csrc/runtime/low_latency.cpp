@@ -30,7 +30,15 @@ LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat form
           LowLatencyMessage::of(shape, format),
           LowLatencyWeights::of(shape),
           LowLatencyCapacity::of(shape, num_ranks),
-          LowLatencyResults::of(shape, num_ranks)};
+          LowLatencyResults::of(shape, num_ranks),
+          LowLatencyCall::of(shape, format)};
+}
+
+LowLatencyPlan LowLatencyPlan::refused(int num_tokens) const {
+  require(num_tokens > shape.max_tokens, "tokens of a refused call", num_tokens, "more than max_tokens");
+  LowLatencyPlan plan = *this;
+  plan.call = LowLatencyCall::too_many_tokens(num_tokens);
+  return plan;
 }
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
@@ -71,7 +79,7 @@ void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& 
   params.shape = plan.shape;
   params.message = plan.message;
   params.format = plan.format;
-  params.call = LowLatencyCall::of(plan.shape, plan.format);
+  params.call = plan.call;
 }
 
 void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,

@@ -35,11 +35,14 @@ struct LowLatencyPlan {
   LowLatencyWeights weights;
   LowLatencyCapacity capacity;
   LowLatencyResults results;
+  LowLatencyCall call;
 
   static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
+  // The plan of a call that sends nothing, because this rank has so many tokens.
+  LowLatencyPlan refused(int num_tokens) const;
 };
 
-// Rows of experts that go home, and whose they are. `results` are those of the dispatch.
+// The rows of experts that a combine sends back to their sources. `results` are those of the dispatch.
 struct RowsHome {
   const uint8_t* rows;
   int32_t* results;
@@ -48,7 +51,7 @@ struct RowsHome {
   bool use_logfmt;
 };
 
-// What a kernel that sends rows home looks up: as in SendHomeParams and ReturnRowsParams.
+// The tables of a dispatch that a combine looks up: as in SendHomeParams and ReturnRowsParams.
 struct RowTables {
   const int32_t *row_of, *num_received;
 };
@@ -63,7 +66,7 @@ class LowLatencyRegion {
 
   virtual bool covers(const LowLatencyPlan& plan) const { return capacity_.covers(plan.capacity); }
 
-  // Whether a captured stream used the region, so that a graph has its addresses.
+  // Whether a captured stream has used the region. Then a graph may hold its addresses.
   bool was_captured() const { return was_captured_; }
 
   // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
@@ -75,7 +78,7 @@ class LowLatencyRegion {
                               int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream);
   virtual void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
                            int64_t* wait_stats, cudaStream_t stream);
-  // The same on num_sms SMs, while experts still write rows, of which none are summed.
+  // Sends rows that experts still write, on num_sms SMs. No rows are summed before they cross.
   virtual void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                      const ExpertSignals& signals, int num_sms, cudaStream_t stream);
   virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
@@ -85,7 +88,7 @@ class LowLatencyRegion {
   virtual RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const {
     return {results + plan.results.row_of, results + plan.results.num_received};
   }
-  // How a launch on the stream sees the ranks and one buffer.
+  // Returns the domain as a launch on the stream gets it: for one buffer of one kind of call.
   LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
 
   LowLatencyDomain domain_{};

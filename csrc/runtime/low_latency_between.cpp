@@ -81,7 +81,7 @@ void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buf
     ForwardTokensParams params{};
     fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
     params.message = plan.message;
-    params.call = LowLatencyCall::of(plan.shape, plan.format);
+    params.call = plan.call;
     params.wait_stats = wait_stats;
     begin_proxy_call(proxy_, link_, stream);
     launch_forward_tokens(params, num_device_sms_, stream);

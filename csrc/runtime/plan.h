@@ -1,8 +1,9 @@
-// Plans: what calls of one shape have in common. The first call of a shape makes the plan, the caller keeps it, and
-// later calls pass only their addresses beside it.
+// Plans: what calls of one shape have in common. The first call of a shape makes the plan and the caller keeps it.
+// Later calls pass the plan and their addresses.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "layout/call_fields.h"
 #include "layout/fault.h"
@@ -17,7 +18,7 @@ struct ElementType {
 };
 constexpr uint8_t kInt = 0, kFloat = 2;  // codes
 
-// Columns of a tensor that has a row for each token, and their type. None: no such tensor.
+// The columns of a tensor with a row for each token, and their type. num = 0: there is no such tensor.
 struct Columns {
   int num;
   ElementType type;
@@ -32,42 +33,64 @@ struct RowFormat {
   RowWidths widths() const { return {rows.bytes(), experts.bytes(), weights.bytes(), scales.bytes()}; }
 };
 
+// The experts that a rank reports.
+struct ExpertRange {
+  int first, end;
+};
+
+// A dispatch as the engine asks for it. DispatchShape in hybrid_ep/engine/cuda_plan.py has the same fields, and says
+// what they are. Types of elements are numbered as hybrid_ep/engine/agreement.py does it.
+struct DispatchRequest {
+  int num_tokens, hidden, dtype;
+  int num_scales, scale_dtype;  // scale_dtype: kAbsent without scales
+  int num_topk, num_experts;
+  bool has_topk, has_weights;
+  std::optional<ExpertRange> expert_range;
+  int pad_multiple;
+  std::optional<int> bound, common_bound, num_sms, max_tokens;
+};
+
 // What ranks publish of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
 struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
   int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
-  FaultKind refusal;       // what this rank's host has found wrong with its arguments; then no rank sends
+  FaultKind refusal;       // what is wrong with this rank's arguments, which only its host sees; then no rank sends
   int refused_value;       // the argument
+  int allowed;             // its largest value
   int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens
 };
 
-// Writes what ranks must agree on to kNumDispatchFields words; `handle` is kAbsent where the call makes its route,
-// `capacity` what a slot holds.
+// Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
+// kAbsent where the call makes its route. `capacity`: rows that a slot holds.
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
                   bool is_bounded, int capacity, int pad_multiple, int handle);
 
-// What is sent and published, inside a domain and between domains.
+// The plan of a dispatch: what is sent and published, inside a domain and between domains.
 struct DispatchShape {
   RowFormat format;  // as rows land
-  bool makes_route;  // false: it is read
+  bool makes_route;  // false: the dispatch goes along the route of an earlier one
   int num_tokens, num_topk, num_experts;
   int range_first, range_step, range_size;
   int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have arrived
-  int row_limit;     // where the host does not wait for counts
+  int row_limit;     // rows of the result, where the host does not wait for counts
   bool waits_for_counts;
   int num_sms;  // 0: the default
   DispatchCall call;
+
+  static DispatchShape of(const DispatchRequest& request, int rank, int num_ranks);
 };
 
 // A dispatch inside a domain.
 struct DispatchPlan : DispatchShape {
   RouteLayout route;
   int num_ranks;
+
+  static DispatchPlan of(const DispatchRequest& request, int rank, int num_ranks);
 };
 
-// The addresses of one dispatch; nullptr for what it does not have.
+// The addresses of one dispatch; nullptr for what the call does not have.
 struct DispatchTensors {
   const uint8_t* rows;
   const int64_t* topk_idx;
@@ -86,7 +109,7 @@ inline KeptRows kept_rows(int32_t* memory, int num_recv, int num_topk) {
   return {memory, reinterpret_cast<uint32_t*>(memory + static_cast<int64_t>(num_recv) * num_topk)};
 }
 
-// The addresses of what completes expert-major rows; nullptr for what it does not have.
+// The addresses for the kernel that completes expert-major rows; nullptr for what the call does not have.
 struct DuplicateTensors {
   const int32_t* route;
   int32_t* kept;  // what the handle keeps (KeptRows): written by a call that makes its route, otherwise read
@@ -101,7 +124,7 @@ struct CombinePlan {
   int num_topk, num_expert_rows, num_expert_sms;
 };
 
-// The addresses of one combine; nullptr for what it does not have.
+// The addresses of one combine; nullptr for what the call does not have.
 struct CombineTensors {
   uint8_t* rows;  // from experts: written, as are the weights
   float* weights;
@@ -111,7 +134,7 @@ struct CombineTensors {
   const int32_t* route;
 };
 
-// What a combine from experts has further.
+// Further addresses of a combine from experts.
 struct ExpertTensors {
   const uint8_t* rows;
   const float* probs;

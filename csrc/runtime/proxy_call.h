@@ -1,4 +1,4 @@
-// How a launch opens its call of the proxy.
+// Opens the proxy for the commands of a kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,8 +7,8 @@
 
 namespace hybrid_ep {
 
-// Opens a call of the proxy, now or, while the stream is captured, at every replay. Ahead of the launch of each kernel
-// that gives commands.
+// Opens a call of the proxy: now, or at every replay if the stream is captured. To be called before the launch of each
+// kernel that gives commands.
 void begin_proxy_call(Proxy& proxy, const LinkView& link, cudaStream_t stream);
 
 }  // namespace hybrid_ep

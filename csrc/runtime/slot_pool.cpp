@@ -10,7 +10,7 @@
 namespace hybrid_ep {
 namespace {
 
-// Another thread's capture does not mind.
+// Allowed while another thread captures.
 bool has_passed(cudaEvent_t event) {
   const RelaxedCaptureMode relaxed;
   return is_done(cudaEventQuery(event), "cudaEventQuery");
@@ -85,10 +85,10 @@ int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
   return 0;
 }
 
-// Makes the stream wait for who has used the slot. Returns false where that cannot be done now.
+// Makes the stream wait for the last users of the slot. Returns false if that is not possible now.
 bool SlotPool::wait_for_users(Slot& slot, cudaStream_t stream) const {
   if (slot.has_unknown_users) {
-    // A device that is being captured elsewhere cannot be waited for.
+    // It fails while another thread captures a stream of the device.
     if (cudaDeviceSynchronize() != cudaSuccess) {
       cudaGetLastError();
       return false;
@@ -111,10 +111,11 @@ void SlotPool::release(int slot_idx) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (--slots_.at(slot_idx - 1).holders > 0) return;
-    slots_[slot_idx - 1].holders = 1;  // not free before its event is recorded
+    slots_[slot_idx - 1].holders = 1;  // until its event is recorded
   }
-  // NOTE: a stream that is being captured takes no event that others could wait for, and what it has held before may
-  // still run. A graph's slot is taken again only within its capture, which an event of that capture serves.
+  // NOTE: an event that is recorded in a captured stream belongs to the capture; streams outside cannot wait for it. So
+  // the users of a slot that was taken outside of the capture are unknown then. A slot of the graph is taken again only
+  // within the same capture, where the event serves.
   const bool recorded = record(slots_[slot_idx - 1].event, slots_[slot_idx - 1].capture_id);
   const std::lock_guard<std::mutex> lock(mutex_);
   slots_[slot_idx - 1].has_event = recorded;

@@ -21,7 +21,7 @@ namespace hybrid_ep {
 
 class SlotPool {
  public:
-  // Returns the calling thread's stream, or nothing where that is not known. Must not throw.
+  // Returns the current stream of the calling thread, or nothing if it is unknown. Must not throw.
   using CurrentStream = std::function<std::optional<cudaStream_t>()>;
 
   // `device` is the GPU of the arena, whatever GPU is current at a call.
@@ -38,10 +38,10 @@ class SlotPool {
   // Takes a slot and makes `stream` wait for its last users.
   Taken take(cudaStream_t stream);
 
-  // Must be called before a use of slot 0 by `stream` that `take` knows nothing of.
+  // Must be called before `stream` uses slot 0 without `take`.
   void note_use(cudaStream_t stream);
 
-  // Whether a captured stream used a slot, so that a graph has its address.
+  // Whether a captured stream has used a slot. Then a graph may hold its address.
   bool was_captured() const { return was_captured_; }
 
   // A taken slot is held once by its taker; the last release gives it back. Neither does anything for slot 0. Release
@@ -55,7 +55,7 @@ class SlotPool {
   struct Slot {
     int holders = 0;
     bool has_event = false;
-    bool has_unknown_users = false;  // it was released where no event could be recorded
+    bool has_unknown_users = false;  // no event could be recorded when it was released
     cudaEvent_t event = nullptr;
     unsigned long long capture_id = 0;  // of the graph that the slot belongs to; 0: it belongs to none
     GraphEnd graph_end;

@@ -12,20 +12,20 @@ namespace {
 
 constexpr int kDefaultSms = 16;
 constexpr int kFewSms = 8;
-// GB/s on Hopper: what an SM pushes, to its own GPU too, and what leaves a GPU.
+// GB/s on Hopper: what one SM stores (rows for its own GPU count too), and what leaves a GPU over NVLink.
 constexpr double kSmRate = 50, kWireRate = 340;
 constexpr int kDispatchSendWarps = 2;
-// What a sending warp loads ahead: enough for the time that a load takes beside the others of its SM. More would be
-// taken from other SMs, and one that is slow would have it still to send when these have ended.
+// What a sending warp loads ahead: enough to cover the latency of a load under full load. More would unbalance the SMs:
+// a slow one would still have its rows to send when the others have ended.
 constexpr int kBytesAhead = 48 * 1024, kMinRowsAhead = 2;
-constexpr double kExpertSmsPerCopy = 0.75;  // for an SM of a combine: what it takes in by what an SM of sums does
+constexpr double kExpertSmsPerCopy = 0.75;  // SMs that sum experts' rows, for each SM that sends the sums
 
 int num_sms(int asked, int its_default, int num_device_sms) {
   return std::min({asked > 0 ? asked : its_default, num_device_sms, kMaxCtas});
 }
 
-// The fewer ranks, the more of the rows stay on their GPU, and the more SMs it takes to fill the wire with the others.
-// More than fill it only crowd it.
+// With fewer ranks, more rows stay on their own GPU, and more SMs are needed to fill the wire with the others. SMs
+// beyond that slow the call down.
 int default_dispatch_sms(int num_ranks, bool is_hopper) {
   const double rate_that_fills_wire = kWireRate * num_ranks / (num_ranks - 1.0);
   return is_hopper && kFewSms * kSmRate >= rate_that_fills_wire ? kFewSms : kDefaultSms;

@@ -12,13 +12,13 @@ struct LaunchShape {
   int shared_bytes;
 };
 
-// `asked` is the caller's number of SMs, 0 for the default; more than the device has are cut down to what it has. The
-// rings lie behind a CTA's counters if both fit.
+// `asked` is the caller's number of SMs; 0: the default. More than the device has counts as all of them. The rings lie
+// behind a CTA's counters if both fit.
 LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
                            int num_device_sms);
 int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms);
 int combine_sms(int asked, int num_device_sms);
-// What a combine from experts takes beside these for the sums of its rows, with num_topk experts a token.
+// SMs that a combine from experts takes besides, to sum rows of up to num_topk experts a token.
 int expert_sms(int asked, int num_combine_sms, int num_topk, int num_ranks, int num_device_sms);
 
 }  // namespace hybrid_ep

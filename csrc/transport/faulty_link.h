@@ -1,5 +1,5 @@
-// A link whose network misbehaves, for tests of what uses links: it delays, reorders and loses what another link would
-// have sent at once, as a seed decides.
+// A link with a faulty network, for tests: it delays, reorders and loses commands at random, from a seed. Another link
+// carries out the rest.
 #pragma once
 
 #include <cstdint>

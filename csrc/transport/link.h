@@ -19,7 +19,7 @@
 
 namespace hybrid_ep {
 
-// A link cannot be made. `peer` is the domain index of who is to blame, or −1.
+// Thrown if a link cannot be made. `peer` is the domain index of the peer at fault; −1: none is.
 class LinkError : public std::runtime_error {
  public:
   LinkError(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
@@ -42,10 +42,10 @@ class Link {
   // Where kernels write the windows of their peers themselves: those of all domains, as this GPU maps them, each with
   // its words behind it. Then no command is given. Empty: the proxy carries out what kernels command.
   virtual std::vector<uint8_t*> mapped_windows() const { return {}; }
-  // What is used, for people: devices, kind of memory, connections.
+  // Describes for people what the link uses: devices, kind of memory, connections.
   virtual std::string describe() const = 0;
 
-  // What peers need to connect to this rank: bytes that mean something to this transport only.
+  // Returns what peers need to connect to this rank. Only the transport knows the format.
   virtual std::string address() const = 0;
   // Connects to every peer. `addresses` are those of all domains by index; this rank's is ignored.
   virtual void connect(const std::vector<std::string>& addresses, double timeout_s) = 0;
@@ -53,8 +53,8 @@ class Link {
   // Begins a put or credit, which has been checked against the layout. Returns false where its queue is full now: the
   // proxy calls again after progress(), with the same command.
   virtual bool post(const Command& command) = 0;
-  // Hands over what post() has gathered, takes completions and what has come. Never blocks. Returns whether anything
-  // happened.
+  // Sends what post() has queued, and processes completions and arrivals. Never blocks. Returns whether there was
+  // anything to do.
   virtual bool progress() = 0;
   // Whether everything that was posted is complete, so that nothing needs progress().
   virtual bool is_quiet() const = 0;

@@ -26,8 +26,8 @@ struct ChunkFigures {
 // Collective over the domains of the link; the writer's proxy has an open call.
 ChunkFigures run_chunks(HostWriter& writer, const FailureReport& failure, const ChunkRun& run);
 
-// Nanoseconds from a command in the FIFO until its work request is posted and the writer knows, the median of so many.
-// Sends flags without chunks to slot 0 of ring 0 of one peer.
+// Returns the median time in ns from a command in the FIFO until the writer sees that its work request is posted. Sends
+// flags without chunks to slot 0 of ring 0 of one peer.
 double median_post_ns(HostWriter& writer, int peer, int num);
 
 }  // namespace hybrid_ep

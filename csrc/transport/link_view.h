@@ -9,8 +9,8 @@
 
 namespace hybrid_ep {
 
-// A failure of a link in the word that kernels read: of the peer in a domain, or with −1 one without a
-// single peer as its cause. 0 is none.
+// The failure word of a link, which kernels read. `peer` is the domain index of the lost peer; −1: no single peer is
+// the cause. 0 is no failure.
 HYBRID_EP_HOST_DEVICE constexpr uint32_t failure_word(int peer) { return static_cast<uint32_t>(peer + 2); }
 
 struct LinkView {

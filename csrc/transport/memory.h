@@ -20,17 +20,17 @@ Memory allocate_pinned(size_t num_bytes);
 // Zeroed, on the calling thread's current GPU.
 Memory allocate_device(size_t num_bytes);
 
-// A range of GPU memory as other devices can import it.
+// A range of GPU memory, exported as a dma-buf for other devices.
 struct DmaBuf {
-  int file = -1;        // owned by whoever asked for it; −1: `reason` has why there is none
+  int file = -1;        // owned by the caller; −1: `reason` has why there is none
   uint64_t offset = 0;  // of the range in the file
   uint64_t address = 0, num_bytes = 0;
   std::string reason;
 };
 DmaBuf export_dmabuf(uintptr_t memory, size_t num_bytes);
 
-// Makes what NICs have written to the current GPU's memory, as the calling thread knows, visible to kernels of that GPU
-// that see what the thread writes next.
+// To be called after the calling thread has seen the completion of a NIC's write to the memory of the current GPU.
+// Kernels of that GPU that see what the thread writes next then see the NIC's write as well.
 void flush_gpu_direct_writes();
 
 // Makes a GPU the calling thread's current one.

@@ -17,7 +17,7 @@ struct FrameTarget {
   uint64_t* word;
 };
 
-// What becomes of a connection by a look at it.
+// The state of a connection after a turn.
 enum class SocketState { kOpen, kClosedInOrder, kLost };
 
 class TcpConnection {
@@ -30,7 +30,7 @@ class TcpConnection {
 
   int socket() const { return socket_; }
   int peer() const { return peer_; }
-  // Of the other end, with its port.
+  // The peer's address, with its port.
   const std::string& address() const { return address_; }
   // Why the connection is lost.
   const std::string& error() const { return error_; }
@@ -46,7 +46,7 @@ class TcpConnection {
   template <typename FindTarget>
   SocketState receive(FindTarget&& find_target, bool* has_worked);
 
-  // Says that no more frames will come. May be called again.
+  // Queues the closing message: no more frames will follow. May be called again.
   void say_goodbye();
 
  private:

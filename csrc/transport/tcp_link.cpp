@@ -26,9 +26,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxEvents = 64;
-constexpr auto kGoodbye = std::chrono::seconds(2);  // for peers to answer it
+constexpr auto kGoodbye = std::chrono::seconds(2);  // how long close() waits for peers to close too
 
-// The first bytes of a connection: who is there.
+// The first bytes of a connection: who connects.
 struct Hello {
   uint64_t secret;  // of the rank that listens
   uint32_t domain_idx, number;
@@ -74,7 +74,7 @@ struct Endpoint {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
 };
 
-// Waits for a socket; false: the time is over.
+// Waits for a socket. Returns false at the deadline.
 bool wait_for(int socket, short events, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -210,7 +210,7 @@ class TcpLink final : public Link {
 
   int wait_fd() const override { return epoll_.get(); }
 
-  // A socket that is closed with something unread takes away what it has sent: so each end waits for the other's.
+  // Closing a socket with unread bytes may discard what it has sent. So each end waits for the other's closing message.
   void close() override {
     size_t num_open = 0;
     for (const auto& of_peer : connections_) {

@@ -54,7 +54,7 @@ bool is_roce_v2(const std::string& device, int port, int idx) {
   return type == "RoCE v2";
 }
 
-// The better, the higher; −1: not to be used.
+// Rates an address: the highest is taken; −1: not usable.
 int rank_gid(const std::string& device, int port, int idx, const ibv_gid& gid, bool is_ethernet) {
   if (is_empty(gid)) return -1;
   if (!is_ethernet) return 0;

@@ -37,7 +37,7 @@ class BufferAllocator:
         self._planned: list[tuple[Tensor, int]] = []
 
     def allocate(self, shape: torch.Size | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Plans one tensor more.
+        """Adds a tensor to the plan.
 
         Args:
             shape: its shape.

@@ -1,4 +1,4 @@
-"""What every public buffer shares: its group, its engine, its communication stream, and its end."""
+"""`BaseBuffer`: the group, engine, communication stream and life cycle that all public buffers share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
 
 class BaseBuffer:
-    """A group's engine with a life time.
+    """The engine of a process group, from construction to `close()`.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -97,6 +97,9 @@ class BaseBuffer:
             group: the ranks.
             num_ranks_per_domain: size of a domain.
             options: of another buffer of this class.
+
+        Raises:
+            ConfigError, TopologyError: an argument does not fit the group.
         """
         return cls(group, num_ranks_per_domain=num_ranks_per_domain, **options)
 
@@ -133,8 +136,8 @@ class BaseBuffer:
     def raise_pending(self) -> None:
         """Raises the error of an earlier call that did not wait for the GPU, if the GPU has reported one by now. Local.
 
-        Every call begins with this. Where a CUDA graph is replayed no call is made: ask after replays whose stream has
-        been waited for.
+        Every call of the buffer does this first. Replays of a CUDA graph make no call: after replays, synchronise their
+        stream and call this.
 
         Raises:
             OverflowError: more rows arrived than the bound of a dispatch.
@@ -156,7 +159,13 @@ class BaseBuffer:
         self.engine.empty_cache()
 
     def close(self) -> None:
-        """Gives back what the buffer holds, and then raises as `raise_pending`. Local, harmless when called again."""
+        """Gives back what the buffer holds. Local; may be called again.
+
+        Results that are alive keep their memory.
+
+        Raises:
+            ConfigError, OverflowError, TimeoutError: as `raise_pending`, when everything has been given back.
+        """
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
@@ -184,7 +193,7 @@ class BaseBuffer:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A buffer is connections: a copy of a module that holds it shares it."""
+        """Returns the buffer itself: a buffer holds connections, so copies of a module share it."""
         return self
 
     def __copy__(self) -> Self:

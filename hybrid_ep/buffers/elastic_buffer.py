@@ -46,8 +46,8 @@ class ElasticBuffer(ElasticCalls):
         num_topk: K, for the size hint.
         use_fp8_dispatch: for the size hint; `x` of each call says whether its rows are e4m3.
         deterministic: accepted for compatibility; results always are.
-        allow_hybrid_mode: whether the logical domains are the NVLink domains; otherwise there is one of all ranks.
-            Rows take the same way.
+        allow_hybrid_mode: True: the logical domains are the NVLink domains. False: there is one logical domain, of all
+            ranks. It does not change how rows travel.
         allow_multiple_reduction: accepted for compatibility; rows of one token that are on one rank are summed and
             rounded to bf16 before they cross.
         prefer_overlap_with_compute: accepted for compatibility.
@@ -176,7 +176,7 @@ class ElasticBuffer(ElasticCalls):
                 no host waits (cuda engine), and results have the most rows that can arrive: M × R, with `do_expand`
                 M × R × K and the padding.
             do_expand: rows are sorted by local expert, a row for each expert of a token.
-            do_zero_padding: padding is zero; needs `do_expand`. It always is.
+            do_zero_padding: accepted for compatibility; padding is always zero. Needs `do_expand`.
             use_tma_aligned_col_major_sf: scales of the result are column-major, columns at multiples of 16 bytes.
 
         Returns:
@@ -188,6 +188,14 @@ class ElasticBuffer(ElasticCalls):
         Raises:
             ConfigError: an argument does not fit.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.ElasticBuffer(None, num_max_tokens_per_rank=4) as buffer:
+            ...     rows, recv_idx, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)
+            ...     combined_x = buffer.combine(3 * rows, handle)[0]
+            >>> recv_idx.tolist(), combined_x[:, 0].tolist()
+            ([[0, 1], [1, -1], [-1, -1], [-1, -1]], [3.0, 3.0])
         """
         return self._dispatch(
             x,
@@ -269,7 +277,7 @@ class EPBuffer(ElasticCalls):
             accepted for compatibility: `lb_prefetch_weights` and `lb_reduce_grads` take any tensors.
         sl_idx: as of `ElasticBuffer`, and None.
 
-    All else is that of `ElasticBuffer`, which has `num_cpu_bytes` more.
+    The other arguments are those of `ElasticBuffer`, without `num_cpu_bytes`.
 
     Attributes:
         num_lb_bytes: of the plan, or as given.

@@ -70,7 +70,7 @@ class DispatchOptions(NamedTuple):
 
 
 class _Absent:
-    """A call of DeepEP's that is not there: raises NotImplementedError, by its name."""
+    """A call of DeepEP that is not implemented: raises NotImplementedError, which names it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -187,10 +187,10 @@ class ElasticCalls(LoadBalanceCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Returns bytes that callers hand in as `num_bytes`, a multiple of 2 MiB.
+        """Returns the bytes that callers pass as `num_bytes`, a multiple of 2 MiB.
 
-        What one dispatch of M tokens from every rank, or one combine of them, lands at a rank at most. The engine takes
-        for itself what its calls need, whatever is handed in (docs/cuda_engine.md, "Memory").
+        The most bytes that arrive at a rank in one dispatch or combine, with M tokens from every rank. The engine
+        allocates what its calls need, whatever `num_bytes` is (docs/cuda_engine.md, "Memory").
 
         Args:
             group: the process group; None = the default group, or a single rank where there is none.
@@ -523,7 +523,7 @@ def _check_flags(options: DispatchOptions) -> None:
 
 
 def _flag(name: str, value: object) -> bool:
-    """A yes or no; callers hand in 1 and 0, too."""
+    """A bool; callers also pass 1 and 0."""
     return require_bool(name, bool(value) if value in (0, 1) else value)
 
 

@@ -106,7 +106,7 @@ class EPHandle:
     def __deepcopy__(self, memo: dict[int, Any]) -> EPHandle:
         copied = copy.copy(self)
         copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
-        if self._version == self._version_now():  # a copied tensor counts its writes anew
+        if self._version == self._version_now():  # the version counter of a copy begins again
             copied._version = copied._version_now()
         return copied
 

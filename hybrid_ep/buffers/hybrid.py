@@ -37,9 +37,10 @@ _MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 class HybridEPBuffer(HybridArguments):
     """Dispatch and combine with Hybrid-EP's interface.
 
-    Every call runs on the current stream. On the cuda engine the host waits in `dispatch` without `handle` and number
-    of rows, in `dispatch_with_permute` without `handle` and `non_blocking`, for a number given as a tensor of the GPU,
-    and, unless `non_blocking`, for a map of more than 32 experts. The torch engine may wait in every call.
+    Every call runs on the current stream. On the cuda engine the host waits for the GPU in these calls: `dispatch`
+    without `handle` and number of rows; `dispatch_with_permute` without `handle` and `non_blocking`; a call whose
+    number of rows is a tensor on the GPU; a call with a map of more than 32 experts, unless `non_blocking`. On the
+    torch engine the host may wait in every call.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -208,7 +209,7 @@ class HybridEPBuffer(HybridArguments):
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts: E, a multiple of the ranks; None = LE × ranks of the buffer.
             probs: ``[T, E]`` float32, with `routing_map`.
-            routing_map: ``[T, E]`` bool.
+            routing_map: ``[T, E]`` bool, at most 32 experts of a token; `dispatch_with_permute` takes more.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
                 with `handle`, which knows them, left alone.
             num_dispatched_tokens: the same as a number: the result has that many rows. Either on every rank, or none
@@ -224,6 +225,15 @@ class HybridEPBuffer(HybridArguments):
             ConfigError: an argument does not fit.
             OverflowError: more rows arrived than `num_dispatched_tokens`.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.HybridEPBuffer(None, 128, 2, num_local_experts=4) as buffer:
+            ...     rows, probs, _, handle = buffer.dispatch(
+            ...         x, topk_idx=topk_idx, topk_weights=torch.full((2, 2), 0.5), num_of_experts=4)
+            ...     combined_x, summed = buffer.combine(3 * rows, probs, handle)
+            >>> probs.tolist(), combined_x[:, 0].tolist(), summed.tolist() == probs.tolist()
+            ([[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]], [3.0, 3.0], True)
         """
         engine = self.engine
         if handle is not None:
@@ -353,7 +363,7 @@ class HybridEPBuffer(HybridArguments):
             handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
                 a routing is given again, it must be the handle's; that is compared on a CPU only.
             non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
-            fuse_permute_dispatch: accepted for compatibility; the engine takes its fastest way.
+            fuse_permute_dispatch: accepted for compatibility, and without effect.
             use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
@@ -367,6 +377,14 @@ class HybridEPBuffer(HybridArguments):
             ConfigError: an argument does not fit.
             OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
             TimeoutError, TransportError: a rank was lost.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.HybridEPBuffer(None, 128, 2, num_local_experts=2) as buffer:
+            ...     rows, _, _, counts, handle = buffer.dispatch_with_permute(
+            ...         hidden=x, topk_idx=topk_idx, num_permuted_tokens=8, pad_multiple=4, non_blocking=True)
+            >>> rows[:, 0].tolist(), counts.tolist(), handle[-1].item()
+            ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
         """
         engine = self.engine
         if use_host_meta is not None:
@@ -441,7 +459,7 @@ class HybridEPBuffer(HybridArguments):
         result = engine.dispatch_permuted(request)
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
-            # A token with more experts than the buffer was made for is reported as lost rows are.
+            # Reports a token with more experts than `max_experts_per_token` by the overflow flag.
             result.handle.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu")
@@ -467,7 +485,7 @@ class HybridEPBuffer(HybridArguments):
             probs: ``[P]`` float32.
             handle: of the dispatch; required.
             pad_multiple: checked against the handle.
-            fuse_unpermute_combine: accepted for compatibility; the engine takes its fastest way.
+            fuse_unpermute_combine: accepted for compatibility, and without effect.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
         Returns:
@@ -501,7 +519,7 @@ class HybridEPBuffer(HybridArguments):
         return data, _sum_of_parts(dense, num_parts)
 
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
-        """First and end of those that a plain dispatch reports."""
+        """(first, end) of the experts that a plain dispatch reports."""
         num_local = num_experts // self.group_size
         return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
 
@@ -518,14 +536,14 @@ def _num_sms(name: str, value: int | None) -> int | None:
 
 
 def _check_made_with(*given: tuple[str, int | None, int]) -> None:
-    """What is given again along a handle must be what the handle was made with."""
+    """Checks that arguments that are given again with a handle are those that it was made with."""
     for name, value, made_with in given:
         if value is not None and value != made_with:
             require(False, name, value, f"{made_with}, as with this handle")
 
 
 def _in_parts(rows: Rows, num_parts: int) -> Rows:
-    """Every row so often, one after the other."""
+    """Repeats each row, the copies one after the other."""
     if num_parts == 1:
         return rows
     data = rows.data.view(torch.uint8).repeat_interleave(num_parts, 0).view(rows.data.dtype)

@@ -34,7 +34,7 @@ class HybridArguments(BaseBuffer):
     _max_experts_per_token: int
 
     def _grow(self, hidden_dim: int | None, num_of_tokens_per_rank: int | None, num_local_experts: int | None) -> None:
-        """Notes sizes of a call; None = no other than before."""
+        """Raises the buffer's sizes to those of a call; None = unchanged."""
         config = self.configurer.buffer_config
         if hidden_dim is not None:
             config.hidden_dim = max(config.hidden_dim, require_int("hidden_dim", hidden_dim, minimum=1))
@@ -59,7 +59,7 @@ class HybridArguments(BaseBuffer):
         no_sync: bool = False,
         in_parts: bool = False,
     ) -> tuple[Rows, bool, Routing]:
-        """Checks what is sent, as `_rows` does, and where it goes, unless calls with the same traits have passed."""
+        """Checks rows, as `_rows` does, and routing; skipped if arguments with the same traits have passed before."""
         if num_experts is None:
             has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
             num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ class HybridArguments(BaseBuffer):
         return rows, as_bytes, routing
 
     def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
-        """Checks tokens; says whether they came as uint8, as they shall go out then."""
+        """Checks tokens. Also returns whether they are uint8, because results then are too."""
         data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
         rows = check_rows("hidden", data, scaling_factor, device=self.engine.device)
         num_tokens, size = rows.data.shape
@@ -117,7 +117,7 @@ class HybridArguments(BaseBuffer):
                     widest = int(widest_token(routing_map))
                 num_parts = max(1, -(-widest // MAX_TOPK)) if in_parts else 1
                 if not in_parts:
-                    allowed = f"≤ {MAX_TOPK} without permutation"
+                    allowed = f"≤ {MAX_TOPK}, or dispatch_with_permute"
                     require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, allowed)
             topk_idx, topk_weights = map_to_indices(routing_map, probs, num_parts)
             num_tokens *= num_parts
@@ -145,7 +145,8 @@ class HybridArguments(BaseBuffer):
     ) -> Tensor | None:
         """Weights to send along the routes of a handle, in the columns of its `known_idx`; None where there are none.
 
-        A routing given along must be the handle's. Its values are compared on a CPU only: a GPU would be waited for.
+        A routing that is given again must be the handle's. Its values are compared on a CPU only, so that no call waits
+        for a GPU.
         """
         if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
             return None

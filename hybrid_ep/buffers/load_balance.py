@@ -160,7 +160,7 @@ def _copy_part(
     first_rank: int,
     num_sms: int | None,
 ) -> None:
-    """The same with as many elements of each expert as one dispatch moves. `ranks` says where each expert goes."""
+    """Does so for as many elements of each expert as one dispatch moves. `ranks` says where each expert goes."""
     num_slots = spare.shape[0]
     rows, num_pieces = _as_rows(experts)
     arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, num_sms)
@@ -187,7 +187,7 @@ def add_gradients(
 def _add_part(
     buffer: BaseBuffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None
 ) -> None:
-    """The same with as many elements of each expert as one dispatch moves."""
+    """Does so for as many elements of each expert as one dispatch moves."""
     num_local = homes.shape[0]
     rows, num_pieces = _as_rows(spare)
     mine = mapping[buffer.rank - first_rank].to(rows.device)
@@ -218,7 +218,8 @@ def gather_counts(buffer: BaseBuffer, counts: Tensor) -> Tensor:
 def _send(buffer: BaseBuffer, rows: Tensor, ranks: Tensor, bound: int | None, num_sms: int | None) -> Tensor:
     """Sends each of ``[T, W]`` rows to the ranks that ``[T, R]`` names.
 
-    Returns what arrived, by source rank, then row; with `bound`, so many rows, of which the last may be of no use.
+    Returns the rows that arrived, by source rank, then row. With `bound` it returns so many rows; those after the last
+    that arrived are undefined.
     """
     num_ranks = buffer.group_size
     result = None

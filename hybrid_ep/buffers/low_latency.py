@@ -79,8 +79,8 @@ class LowLatencyCalls(BaseBuffer):
     ) -> int:
         """Returns bytes of buffer that suffice for low-latency calls of this size, an upper bound.
 
-        What the cuda engine takes with bf16 and the largest top-k that there can be, min(E, 32), for the top-k is not
-        among the arguments (source: docs/low_latency.md, "Memory").
+        It is the memory of the cuda engine with bf16 rows and top-k = min(E, 32), the largest there is, because the
+        top-k is not among the arguments (source: docs/low_latency.md, "Memory").
 
         Args:
             num_max_dispatch_tokens_per_rank: M.
@@ -149,7 +149,8 @@ class LowLatencyCalls(BaseBuffer):
             of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
-            ConfigError: an argument does not fit, ranks differ, or the buffer is not in low-latency mode.
+            ConfigError: an argument does not fit, ranks differ, or the buffer is not in low-latency mode. T > M at one
+                rank is raised at every rank, by the hook where there is one.
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at every rank. The
                 cuda engine raises it in the combine, or by `raise_pending` where the expert is.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
@@ -182,7 +183,7 @@ class LowLatencyCalls(BaseBuffer):
             most = MAX_INT // (num_local * self.group_size)
             if max_tokens > most:  # packed rows are counted in 32 bits
                 require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
-            self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt)
+            self._check_dispatched(x, topk_idx, topk_weights, num_experts, fmt)
             self._check_global_scale(x_global_scale, use_nvfp4, x.device)
             self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
@@ -252,7 +253,7 @@ class LowLatencyCalls(BaseBuffer):
                 cross, if the token's rank has 32 tokens or more and is in this domain; the send waits for that rank's
                 weights.
             out: ``[T, H]`` bf16 to write to.
-            combine_wait_recv_cost_stats: ``[R]`` int64, is added the microseconds that each rank was waited for.
+            combine_wait_recv_cost_stats: ``[R]`` int64; the microseconds of waiting for each rank are added to it.
             overlap: start while the experts still write `x`, on another stream. Rows of a block are sent once its
                 signal has been raised, and none are summed before they cross. `x` must be contiguous. Without it, the
                 arguments below have no effect. Signals count up and are not reset here: set them to zero before the
@@ -260,7 +261,7 @@ class LowLatencyCalls(BaseBuffer):
             src_signals: ``[LE]`` uint32 or int32, a counter for each local expert: all its rows are written once it has
                 reached `src_signal_expect_value`. With `overlap`: either this or `comp_signal`.
             src_signal_expect_value: ≥ 1.
-            packed_recv_count: ``[LE]`` int32, as dispatch returned it; accepted, and not needed.
+            packed_recv_count: ``[LE]`` int32, as dispatch returned it; accepted for compatibility.
             comp_signal: int32, a counter for each block of rows of a local expert, in the order of experts:
                 ``comp_signal[expert × ceil(M×R / block_m) + row // block_m]``. The rows of a block are written once
                 it has reached `threshold`. It may be longer.
@@ -464,14 +465,12 @@ class LowLatencyCalls(BaseBuffer):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None,
-        max_tokens: int,
         num_experts: int,
         fmt: RowFormat | None,
     ) -> None:
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
         require_no_grad("x", x)
         num_tokens, hidden = x.shape
-        require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
         if isinstance(fmt, Fp8Format):
             allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
             require(hidden % CHANNELS_PER_SCALE == 0, "hidden of x", hidden, allowed)

@@ -4,7 +4,7 @@
     recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event = buffer.dispatch(x, topk_idx=topk_idx, …)
     combined_x, _, event = buffer.combine(expert_output, handle)
 
-Everything that moves a token is the engine's; this file checks what comes in and shapes what goes out.
+The engine moves the tokens. This file checks arguments and shapes results.
 """
 
 from __future__ import annotations
@@ -157,7 +157,14 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the SMs of default configurations and of calls without one, for all buffers of this process."""
+        """Sets the SMs of default configurations and of calls without one, for all buffers of this process.
+
+        Args:
+            new_num_sms: SMs of a call, ≥ 1; more than the GPU has counts as all.
+
+        Raises:
+            ConfigError: it is not a positive integer.
+        """
         Buffer.num_sms = Buffer._num_sms_without_config = require_int("new_num_sms", new_num_sms, minimum=1)
 
     @staticmethod
@@ -181,7 +188,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
         With `use_rdma_buffer` in low-latency mode it is the memory in which rows of low-latency calls land, as far as
         there is one: the cuda engine makes it at the first call, the torch engine has none. Nothing is allocated for
-        it. Callers zero it before `low_latency_clean_mask_buffer`; nothing depends on what stands there between calls.
+        it. Callers zero it before `low_latency_clean_mask_buffer`; its contents between calls do not matter.
 
         Args:
             dtype: of the tensor.
@@ -550,7 +557,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
-    # The peers have calls of their own between nodes; here one call serves any number of domains.
+    # DeepEP has separate calls between nodes. Here one call serves any number of domains.
     internode_dispatch = dispatch_pcie = dispatch
     internode_combine = combine_pcie = combine
 

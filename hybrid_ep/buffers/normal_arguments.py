@@ -19,7 +19,7 @@ Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
 class Parts(NamedTuple):
-    """What a caller hands in as x."""
+    """The parts of the argument `x`."""
 
     data: Tensor
     scales: Tensor | None = None
@@ -40,7 +40,7 @@ class NormalArguments(BaseBuffer):
         num_tokens_per_rank: Tensor | None,
         num_tokens_per_expert: Tensor | None,
     ) -> tuple[Rows, Routing]:
-        """Checks what is sent and where it goes, unless calls with the same traits have passed."""
+        """Checks rows and routing; skipped if arguments with the same traits have passed before."""
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
         given = traits(*sent, topk_idx, topk_weights, *layout)
         if given in self._passed:
@@ -63,7 +63,7 @@ class NormalArguments(BaseBuffer):
         num_tokens_per_rank: Tensor | None,
         num_tokens_per_expert: Tensor | None,
     ) -> Routing:
-        """Checks what says where the tokens go, and brings it into the engine's form."""
+        """Checks the routing, and brings it into the engine's form."""
         num_tokens, device = rows.data.shape[0], rows.data.device
         int32 = (torch.int32,)
         if num_tokens_per_expert is None or is_token_in_rank is None or num_tokens_per_rank is None:
@@ -136,13 +136,13 @@ def checked(sent: Parts, device: torch.device | None) -> Rows:
 
 
 def rows_of(sent: Parts) -> Rows:
-    """The same of parts that have been checked."""
+    """Rows in the engine's form, of parts that have been checked."""
     data, scales, global_scale = sent
     return as_rows(data, scales if scales is None or global_scale is None else as_words(scales))
 
 
 def as_given(received: Rows, sent: Parts) -> Tokens:
-    """What has arrived, in as many parts as were sent."""
+    """Received rows in the form in which `x` was given."""
     data, scales = received
     if scales is None:
         return data

@@ -1,4 +1,4 @@
-"""What the ranks of a call must agree on: its fields, how they travel, and the error where they differ.
+"""What the ranks of a call must agree on: the fields, their encoding in a header, and the error where they differ.
 
 Ranks exchange one header per call, together with its counts where it has any. A header has one int64 per field; a field
 that a call does not have is `ABSENT` in it. Every engine takes the names and the wording from here, so that the same
@@ -32,7 +32,7 @@ __all__ = [
 
 ABSENT = -1
 
-# Kinds of calls, by the name that a user knows them by; the index in the list is what travels.
+# Kinds of calls, by the names that users know. A header holds the index.
 CALLS = (
     "dispatch",
     "dispatch along a handle",
@@ -44,7 +44,7 @@ CALLS = (
     "barrier",
     "sum over ranks",
 )
-# As the cuda engine numbers what low_latency_dispatch may be asked for.
+# Formats of low-latency rows, as csrc/layout/low_latency_layout.h numbers them (ScaleFormat).
 _FORMATS = (
     "bf16",
     "use_fp8",
@@ -95,7 +95,8 @@ class Field(NamedTuple):
     spell: Callable[[int], str]
 
 
-# In this order they travel and are compared: the first that differs is named. What explains the most comes first.
+# In the order of a header, and of comparison: the first field that differs is named. So fields that explain others come
+# first.
 FIELDS: dict[str, Field] = {
     "buffer": Field("number of the buffer on its group", _as_number),
     "call": Field("call", _as_call),
@@ -120,7 +121,7 @@ FIELDS: dict[str, Field] = {
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),
-    # Not compared: of a rank with more tokens than it may have, their number << 32 | the most.
+    # Not compared: of a rank with too many tokens, number << 32 | most.
     "too_many_tokens": Field("tokens of a rank", _as_number),
 }
 _PLACE = {key: place for place, key in enumerate(FIELDS)}
@@ -170,9 +171,10 @@ def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> Conf
     )
 
 
-def too_many_tokens(rank: int, num_tokens: int, most: int) -> str:
+def too_many_tokens(rank: int, num_tokens: int, most: int, *, is_low_latency: bool = False) -> str:
     """Says that a rank has more tokens than its buffer or call allows, in the same words at every rank."""
-    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ num_max_tokens_per_rank = {most}"
+    name = FIELDS["max_tokens"].name if is_low_latency else "num_max_tokens_per_rank"
+    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ {name} = {most}"
 
 
 def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequence[int]]) -> None:
@@ -193,4 +195,6 @@ def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequ
             raise disagreement(key, mine[_PLACE[key]], rank, theirs[_PLACE[key]], peer)
     for peer, theirs in sorted(headers.items()):
         if theirs[_PLACE[_TOO_MANY]] != ABSENT:
-            raise ConfigError(too_many_tokens(peer, *divmod(theirs[_PLACE[_TOO_MANY]], 1 << 32)))
+            is_low_latency = theirs[_PLACE["call"]] == CALLS.index("low_latency_dispatch")
+            num_tokens, most = divmod(theirs[_PLACE[_TOO_MANY]], 1 << 32)
+            raise ConfigError(too_many_tokens(peer, num_tokens, most, is_low_latency=is_low_latency))

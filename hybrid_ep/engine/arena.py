@@ -1,4 +1,4 @@
-"""The receive arena: symmetric memory cut into equal slots, and results that are the slots in which their rows arrived.
+"""The receive arena: symmetric memory in equal slots. Results are views of the slots in which their rows arrived.
 
 The rows of a dispatch arrive in a free slot of the pool, and the results are views of that slot: nothing is copied. The
 storage of each result holds the slot. When the last view is freed, an event is recorded on the current stream, and the
@@ -99,7 +99,7 @@ class SlotLease:
         return output
 
     def give_back(self) -> None:
-        """Harmless when called again."""
+        """Frees the slot. May be called again."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
             pool.release(self.slot_idx)
@@ -120,7 +120,7 @@ class Arena:
         roll_call: of the ranks of the domain.
         device: this rank's GPU.
         communicator: gets the addresses of the slots.
-        most_slots: results that this rank wants to be out at a time without a copy.
+        most_slots: results that may be held at a time without a copy, as this rank wants it.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class Arena:
 
     @property
     def num_slots(self) -> int:
-        """Results that can be out at a time without a copy."""
+        """Results that can be held at a time without a copy."""
         return self._num_slots
 
     @property
     def num_free(self) -> int:
-        """Slots that the next dispatches can hand out."""
+        """Slots that are free for the next dispatches."""
         return self._pool.num_free
 
     def holds(self, num_bytes: int) -> bool:
@@ -221,7 +221,7 @@ class Arena:
         return self._pool.int_tensor(memory, address, shape)
 
     def note_use(self, stream: int) -> None:
-        """Must be called by other users of slot 0: a captured use keeps the memory for good."""
+        """Must be called by other users of slot 0. A captured use keeps the memory for good."""
         self._pool.note_use(stream)
 
     def _replace(self, slot_bytes: int, num_slots: int) -> None:

@@ -56,7 +56,7 @@ _R = TypeVar("_R")
 
 
 def one_at_a_time(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Refuses a call of an engine while another thread is in one: ranks could not agree on their order."""
+    """Refuses a call while another thread is in a call of the engine: ranks could not agree on the order of calls."""
 
     @functools.wraps(call)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -99,7 +99,7 @@ class Engine(abc.ABC):
 
     Attributes:
         name: ``torch`` or ``cuda``.
-        transport: what carries rows to other ranks, as a backend or a link is called; ``none`` for a single rank.
+        transport: name of the backend or link that carries rows to other ranks; ``none`` for a single rank.
         grid: geometry of the group.
         device: where tensors must be; None = anywhere.
         traffic: bytes sent.
@@ -162,7 +162,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of a tensor that every rank has, in ascending order of the ranks; equal at all."""
+        """Returns the sum of a tensor over all ranks, added in ascending order of the ranks; the same at every rank."""
 
     def dispatch_again(
         self,
@@ -174,9 +174,9 @@ class Engine(abc.ABC):
         num_sms: int | None,
         expert_range: tuple[int, int] | None = None,
     ) -> Dispatched:
-        """Sends rows and weights where a dispatch of the same `topk_idx` went, of which it made `handle`.
+        """Sends rows and weights along the route of `handle`, which a dispatch of the same `topk_idx` has made.
 
-        A cached route carries rows only. Made again from the same experts it is the same, and needs no host sync.
+        A cached dispatch carries rows only. So the route is made again from the same experts, which needs no host sync.
         """
         routing = Routing(topk_idx, topk_weights, handle.num_experts)
         common_bound = self.common_bound_of(handle)
@@ -192,7 +192,7 @@ class Engine(abc.ABC):
         num_sms: int | None,
         num_expert_sms: int | None = None,
     ) -> Permuted:
-        """The same of `dispatch_permuted`."""
+        """Does the same as `dispatch_again` for `dispatch_permuted`."""
         request = DispatchRequest(
             rows,
             Routing(topk_idx, topk_weights, handle.dispatch.num_experts),
@@ -250,7 +250,8 @@ class Engine(abc.ABC):
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
 
-        Returns what waits for the rows; `out` is complete once it has run. Rows of masked ranks count as zero.
+        Returns a function that waits for the rows; `out` is complete once it has run. Rows of masked ranks count as
+        zero.
         """
 
     def leave_out(self, peer: int) -> None:
@@ -268,15 +269,15 @@ class Engine(abc.ABC):
     def masked(self) -> Tensor:
         """Local: ``[R]`` int32 on the engine's device, 1 = masked; the host does not wait for the device.
 
-        Ranks that kernels have given up in work that the current stream holds, as in a replayed graph, are among them
-        and stay masked. Anything else that they are known to have found wrong is raised.
+        They include ranks that kernels on the current stream have given up, in a replayed graph too; those stay masked.
+        Other faults that kernels have already reported are raised.
         """
 
     @abc.abstractmethod
     def clean(self) -> None:
-        """Local: forgets low-latency calls and masks, so that ranks which have made different calls begin together.
+        """Local: forgets low-latency calls and masks, so that ranks that have made different calls can go on together.
 
-        Every rank does so, equally often, and makes its next call when all have.
+        Every rank must do so, equally often, and make its next call when all have.
         """
 
     def low_latency_memory(self) -> Tensor:
@@ -292,7 +293,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def raise_pending(self) -> None:
-        """Local: raises what a kernel has reported since the last call; the host does not wait for any."""
+        """Local: raises what a kernel has reported since the last call; the host does not wait for kernels."""
 
     def empty_cache(self) -> None:  # noqa: B027 - not every engine keeps memory
         """Gives back memory that no result holds. Collective."""

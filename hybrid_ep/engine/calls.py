@@ -77,7 +77,7 @@ class Routing(NamedTuple):
 
 
 class DispatchHandle(NamedTuple):
-    """What `combine` and a cached `dispatch` need to know of a dispatch.
+    """The handle of a dispatch, for `combine` and a cached `dispatch`.
 
     Attributes:
         rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
@@ -99,7 +99,7 @@ class DispatchHandle(NamedTuple):
 
 
 class PermuteHandle(NamedTuple):
-    """What `combine_permuted` and a cached `dispatch_permuted` need to know.
+    """The handle of a permuted dispatch, for `combine_permuted` and a cached `dispatch_permuted`.
 
     Attributes:
         dispatch: the handle of the dispatch underneath.
@@ -119,7 +119,7 @@ class PermuteHandle(NamedTuple):
 
 
 class LowLatencyHandle(NamedTuple):
-    """What `low_latency_combine` needs to know.
+    """The handle of a low-latency dispatch, for `low_latency_combine`.
 
     Attributes:
         src_info: ``[LE, M×R]`` int32; source token of each packed row.

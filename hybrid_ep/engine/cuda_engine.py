@@ -285,7 +285,7 @@ class CudaEngine(Engine):
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        # Before the barrier: otherwise the error of a call that is forgotten would fail a barrier that succeeds.
+        # Raised before the barrier, for the barrier makes ranks forget the calls and succeeds.
         self._raise_late()
         self._low_latency.raise_fault(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
@@ -310,14 +310,14 @@ class CudaEngine(Engine):
         self._raise_late()
         self._low_latency.raise_fault()
 
-    # How a call begins and what it leaves behind.
+    # Begin and end of a call.
 
     def _begin(self) -> int:
         """Orders this call after the engine's earlier ones, and returns the stream.
 
         Raises:
-            TimeoutError: an earlier call has lost a rank. Anything else that one has found wrong `_end` raises, for
-                the other ranks may not know it yet: they launch, and would wait for this one.
+            TimeoutError: an earlier call has lost a rank. `_end` raises other faults of earlier calls. Other ranks may
+                not know of them yet, and would wait for this rank's launch.
         """
         if self._late is None:
             self._late = self._low_latency.take_fault()
@@ -326,7 +326,7 @@ class CudaEngine(Engine):
         return self._order.begin()
 
     def _end(self) -> None:
-        """Must follow all that a call does with the arena; raises what an earlier call left."""
+        """Ends a call, after its last use of the arena; raises the error of an earlier call."""
         self._order.end()
         self._raise_late()
 
@@ -352,7 +352,7 @@ class CudaEngine(Engine):
         max_rows = 0
         if bound is not None:
             max_rows = bound if request.common_bound is None else request.common_bound
-            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to grow
+            self._arena.holds(plan.slot_bytes_for(max_rows))  # raises in a capture if slots would have to grow
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
@@ -434,7 +434,7 @@ class CudaEngine(Engine):
                     self._num_dispatches += 1
                 if counts_epoch == 0 or plan.is_refused:
                     return lease, None, None
-                # What needs no counts is done before the wait: after it, the host races the rows.
+                # Allocated before the wait: after it, the host's work delays the result.
                 reported = torch.empty(num_local, dtype=torch.int32, device="cpu")
                 fields = self._communicator.wait_for_counts(counts_epoch, stream, reported.data_ptr(), num_local)
                 if fields is None:
@@ -450,7 +450,7 @@ class CudaEngine(Engine):
             raise
 
     def _raise_failed(self) -> NoReturn:
-        """Raises why the kernel has sent nothing."""
+        """Raises the fault because of which the kernel has sent nothing."""
         fault = self._low_latency.take_fault()
         if fault is None:
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")

@@ -1,9 +1,10 @@
 """Low-latency dispatch and combine of the cuda engine; docs/low_latency.md describes them.
 
-Each call is two launches: one sends, and `finish` receives. Nothing waits for the device, so both can be captured in a
-CUDA graph. So a fault that a kernel finds (a rank that does not come, an expert that does not exist) is raised later,
-by the first `finish` that sees it. Until then kernels leave a lost rank out by themselves. A call whose `finish`
-raises so has been launched nevertheless, and ranks that notice at different times stay in step.
+Each call is two launches: one sends, and `finish` receives. The host never waits for the device, so both can be
+captured in a CUDA graph. A fault that a kernel finds (a rank that does not come, an expert that does not exist) is
+therefore raised later, by the first `finish` that sees it. Until then kernels leave a lost rank out by themselves. A
+call whose `finish` raises has been launched nevertheless. So ranks that raise at different times have made the same
+calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code
+from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code, too_many_tokens
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
@@ -180,7 +181,7 @@ class CudaLowLatency:
         only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which gets one
             report at a time, takes masks back, so that the next call reports another.
         lost: ranks that errors have named.
-        refusal: why no call may be made any more, nor a hook be called; None: they may.
+        refusal: the error of every further call and hook; None: they are allowed.
 
     Args:
         roll_call: of the ranks of the domain.
@@ -221,7 +222,11 @@ class CudaLowLatency:
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
         plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
-        region, native = self._region_for(plan), plan.native
+        region, native, refusal = self._region_for(plan), plan.native, None
+        if num_tokens > num_max_tokens_per_rank:
+            # The call is made without tokens, so that every rank is told and all stay in step.
+            refusal = self._too_many_tokens(self._grid.rank, num_tokens, num_max_tokens_per_rank)
+            native, num_tokens = native.refused(num_tokens), 0
         rows = plan.packed.empty(self._device)
         buffers = self._dispatches
         idx = buffers.next("low_latency_dispatch")
@@ -258,8 +263,10 @@ class CudaLowLatency:
                 stream,
             )
             buffers.note_received(idx)
-            state.is_received = True
             self._order.end()
+            if refusal is not None:
+                raise refusal
+            state.is_received = True
             # The combine reports an overflow to all ranks; they would wait for this rank's.
             self.raise_fault(holds_overflow=True)
 
@@ -327,12 +334,11 @@ class CudaLowLatency:
         return isinstance(handle.state, _State)
 
     def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
-        """Returns what a kernel has found wrong, but the loss of a rank that is left out already or `known` to be lost.
+        """Returns the error of a fault; None for the loss of a rank that is already masked or `known` to be lost.
 
-        The receive of a low-latency call may have begun to wait for a rank before its send gave that rank up, and tell
-        it again.
+        Such a loss can be reported twice: by the send of a call, and by its receive, which was already waiting.
         """
-        fault = self._communicator.take_fault()
+        fault = self._take_fault()
         if fault is None:
             overflow, self._overflow = self._overflow, None
             return overflow
@@ -346,15 +352,28 @@ class CudaLowLatency:
             self.lost.add(error.peer)
         return error
 
+    def _take_fault(self) -> _cuda.Fault | None:
+        """Takes the fault record, but drops that other ranks' calls differ from one that this rank has refused."""
+        fault = self._communicator.take_fault()
+        if fault is not None and fault.tag == "shape" and _cuda.low_latency_call_fields(fault.expected)["num_too_many"]:
+            return None
+        return fault
+
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         if fault.tag != "shape":
             return as_error(fault, self._numbering)
         mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
+        if theirs["num_too_many"]:
+            return self._too_many_tokens(fault.peer, theirs["num_too_many"], mine["max_tokens"])
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
+    @staticmethod
+    def _too_many_tokens(rank: int, num_tokens: int, most: int) -> ConfigError:
+        return ConfigError(too_many_tokens(rank, num_tokens, most, is_low_latency=True))
+
     def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
-        """Raises it; where `holds_overflow`, rows beyond an expert's capacity only in the next call that does not."""
+        """Raises `take_fault`. With `holds_overflow` an OverflowError is kept for the next call without it."""
         error = self.take_fault(known)
         if holds_overflow and isinstance(error, OverflowError):
             self._overflow = error
@@ -371,11 +390,11 @@ class CudaLowLatency:
         self.upload_masks()
 
     def note_losses(self) -> None:
-        """Leaves out a rank that a kernel is known to have given up, and raises what else one has found wrong.
+        """Masks a rank that a kernel has reported as given up, and raises any other fault.
 
-        The host does not wait for any.
+        The host does not wait for kernels.
         """
-        fault = self._communicator.take_fault()
+        fault = self._take_fault()
         if fault is None:
             overflow, self._overflow = self._overflow, None
             if overflow is not None:
@@ -389,9 +408,9 @@ class CudaLowLatency:
         raise self._error_of(fault)
 
     def masks(self) -> Tensor:
-        """``[R]`` int32 on the device: whom the host has masked, or a kernel of what the current stream holds.
+        """``[R]`` int32 on the device: ranks that the host has masked, or a kernel on the current stream.
 
-        The host does not wait, and takes note of them when it next looks at masks.
+        The host does not wait. It reads the masks of kernels at the next `note_told`.
         """
         if self._has_stale_masks:
             self.upload_masks()
@@ -446,10 +465,10 @@ class CudaLowLatency:
         self._forget_calls()
 
     def clean(self) -> None:
-        """The same with nobody masked, and without a meeting; no call of this rank is running.
+        """Forgets all calls and masks, without a barrier; no call of this rank is running.
 
-        A rank that is late may still write here. What it writes has lower numbers than the calls to come, for these
-        begin at another multiple of 2²⁸ after each cleaning.
+        A late rank may still write here. The calls to come begin at another multiple of 2²⁸ after each cleaning, so
+        what it writes has lower numbers than theirs.
 
         Raises:
             ConfigError: what a kernel has found wrong, but the loss of a rank; the calls are forgotten nevertheless.
@@ -491,7 +510,7 @@ class CudaLowLatency:
         return sum(region.memory.local.nbytes for region in self._regions)
 
     def _begin(self) -> int:
-        """Makes up for masks that a capture could not upload, and returns the stream of the next launch."""
+        """Uploads masks that a capture could not upload, and returns the stream of the next launch."""
         if self.refusal is not None:
             raise type(self.refusal)(*self.refusal.args)
         if self._has_stale_masks:
@@ -517,7 +536,7 @@ class CudaLowLatency:
                 f"{asked}, while ranks {sorted(self.masked)} are masked or a hook has not been called; allowed: the "
                 "first call of a size with all ranks and no other call on its way"
             )
-        # A peer may still be writing to what is replaced here: the ranks meet before it is.
+        # A peer may still be writing to the old region. Making the new one begins with a rendezvous of the ranks.
         torch.cuda.synchronize(self._device)
         region = self._make_region(capacity)
         if self._regions and not self._regions[-1].native.was_captured:

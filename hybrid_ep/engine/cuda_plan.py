@@ -29,19 +29,10 @@ __all__ = [
     "shape_of",
 ]
 
-_Native = TypeVar("_Native")
+_Native = TypeVar("_Native", bound=_cuda.DispatchShape)
 
 # Plans kept of each kind of call. A plan takes a few hundred bytes.
 _MAX_PLANS = 1024
-
-# (code, bits) of DLPack. Not every version of it has a code for e4m3, so those travel as bytes.
-ELEMENT_TYPES = {
-    torch.bfloat16: (4, 16),
-    torch.float8_e4m3fn: (1, 8),
-    torch.uint8: (1, 8),
-    torch.float32: (2, 32),
-    torch.int32: (0, 32),
-}
 
 ScaleKind = tuple[int, torch.dtype]  # columns and dtype of the scales of rows
 
@@ -94,6 +85,28 @@ class DispatchShape(NamedTuple):
     common_bound: int | None
     num_sms: int | None
     max_tokens: int | None
+
+    # As the kernels' plans take them.
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.shape[1]
+
+    @property
+    def dtype_code(self) -> int:
+        return dtype_code(self.dtype)
+
+    @property
+    def num_scales(self) -> int:
+        return 0 if self.scales is None else self.scales[0]
+
+    @property
+    def scale_dtype_code(self) -> int:
+        return ABSENT if self.scales is None else dtype_code(self.scales[1])
 
 
 def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
@@ -154,31 +167,6 @@ class DispatchPlan(Generic[_Native]):
     num_tokens: int
 
 
-class Refusal(NamedTuple):
-    """What is wrong with this rank's arguments. The call is launched in any case, so that all ranks raise the same.
-
-    Attributes:
-        kind: NONE where nothing is.
-        value: the argument.
-        text: of the error; None where nothing is wrong.
-    """
-
-    kind: _cuda.FaultKind
-    value: int
-    text: str | None
-
-
-def find_refusal(rank: int, num_tokens: int, bound: int | None, common_bound: int | None, max_tokens: int) -> Refusal:
-    """Looks at the arguments of a dispatch that only this rank's host sees; they are those of `DispatchShape`."""
-    if num_tokens > max_tokens:
-        kind, value, allowed = _cuda.FaultKind.TOO_MANY_TOKENS, num_tokens, max_tokens
-    elif bound is not None and common_bound is not None and bound > common_bound:
-        kind, value, allowed = _cuda.FaultKind.BAD_BOUND, bound, common_bound
-    else:
-        return Refusal(_cuda.FaultKind.NONE, 0, None)
-    return Refusal(kind, value, refusal_of(kind, rank, value, allowed))
-
-
 def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
     """Says which argument of a rank is wrong, in the same words at every rank."""
     if kind == _cuda.FaultKind.TOO_MANY_TOKENS and allowed < _cuda.max_tokens:
@@ -197,8 +185,7 @@ def plan_dispatch(rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPl
     Raises:
         ConfigError: more experts than the kernels take, or rows that they cannot move.
     """
-    plan = _plan(rank, num_ranks, shape)
-    return DispatchPlan(_cuda.DispatchPlan(plan.native, num_ranks), plan.refusal, plan.num_tokens)
+    return _plan(_cuda.DispatchPlan, rank, num_ranks, shape)
 
 
 @functools.lru_cache(_MAX_PLANS)
@@ -208,52 +195,19 @@ def plan_dispatch_between(rank: int, num_ranks: int, shape: DispatchShape) -> Di
     Raises:
         ConfigError: as `plan_dispatch`.
     """
-    return _plan(rank, num_ranks, shape)
+    return _plan(_cuda.DispatchShape, rank, num_ranks, shape)
 
 
-def _plan(rank: int, num_ranks: int, given: DispatchShape) -> DispatchPlan[_cuda.DispatchShape]:
-    (num_tokens, hidden), bound, common_bound = given.shape, given.bound, given.common_bound
-    max_tokens = _cuda.max_tokens if given.max_tokens is None else min(given.max_tokens, _cuda.max_tokens)
-    refusal = find_refusal(rank, num_tokens, bound, common_bound, max_tokens)
-    if refusal.kind == _cuda.FaultKind.TOO_MANY_TOKENS:
-        num_tokens = 0
-    if given.num_experts > _cuda.max_experts:
-        raise ConfigError(f"num_experts is {given.num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-    row_bytes_of(hidden, given.dtype)
-    num_local = given.num_experts // num_ranks
-    first, end = given.expert_range or (0, 0)
-    # Every rank asks in the same way: for its own experts, or for one range that is equal at all ranks.
-    asks_for_own = end - first == num_local and first == rank * num_local
-    num_scales, scale_dtype = given.scales or (0, torch.float32)
-    makes_route = given.expert_range is not None
-    is_alike = makes_route and bound is not None and common_bound is None and given.pad_multiple == 0
-    native = _cuda.DispatchShape(
-        makes_route=makes_route,
-        num_tokens=num_tokens,
-        num_topk=given.num_topk,
-        num_experts=given.num_experts,
-        has_weights=given.has_weights,
-        hidden=hidden,
-        row_type=ELEMENT_TYPES[given.dtype],
-        num_scales=num_scales,
-        scale_type=ELEMENT_TYPES[scale_dtype],
-        range_first=0 if asks_for_own else first,
-        range_step=num_local if asks_for_own else 0,
-        range_size=end - first,
-        pad_multiple=given.pad_multiple,
-        row_limit=bound or 0,
-        waits_for_counts=bound is None,
-        num_sms=given.num_sms or 0,
-        dtype=dtype_code(given.dtype),
-        scale_dtype=ABSENT if given.scales is None else dtype_code(scale_dtype),
-        has_topk=given.has_topk,
-        num_worst_tokens=bound if is_alike and bound is not None else ABSENT,
-        common_bound=ABSENT if bound is None else bound if common_bound is None else common_bound,
-        refusal=refusal.kind,
-        refused_value=refusal.value,
-        max_tokens=max_tokens,
-    )
-    return DispatchPlan(native, refusal.text, num_tokens)
+def _plan(make: type[_Native], rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPlan[_Native]:
+    if shape.num_experts > _cuda.max_experts:
+        raise ConfigError(f"num_experts is {shape.num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    row_bytes_of(shape.hidden, shape.dtype)
+    native = make(shape, rank, num_ranks)
+    text = None
+    if native.refusal is not None:
+        kind, value, allowed = native.refusal
+        text = refusal_of(kind, rank, value, allowed)
+    return DispatchPlan(native, text, native.num_tokens)
 
 
 @functools.lru_cache(_MAX_PLANS)

@@ -25,7 +25,7 @@ class Route(NamedTuple):
     Attributes:
         chunk: the memory that the route is a piece of.
         address: of the piece; csrc/layout/route_layout.h has its layout.
-        counts_at: where in it what arrived for each local expert stands, in int32.
+        counts_at: offset in it, in int32, of the tokens that arrived for each local expert.
         num_recv: rows of the result: what arrived, or the bound.
         max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
         max_sent: most rows that any rank sends; what the slots of a combine must hold.
@@ -147,7 +147,7 @@ class HostCounts(NamedTuple):
     """What the kernel of a dispatch reports to a host that waits for its counts.
 
     Attributes:
-        needs_capacity: nobody sends, for the slots of some rank are too small.
+        needs_capacity: no rank has sent, because the slots of some rank are too small.
         num_recv: rows that arrive here.
         num_permuted: rows of the result with a row for each copy, padding included; 0 where rows are by source.
         num_sent_away: rows that this rank sends to others of its domain.

@@ -1,4 +1,4 @@
-"""Messages between ranks, point to point, and what becomes of them when a rank is lost.
+"""Point-to-point messages between ranks, and their errors when a rank is lost.
 
 Point-to-point messages, not collectives: a collective that fails cannot name the missing rank, and cannot leave a
 masked rank out. A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of
@@ -235,7 +235,7 @@ class Exchange:
             self.barrier()
 
     def close(self) -> None:
-        """Gives the connections up. Local."""
+        """Closes the connections. Local."""
         self._link = None
 
     def _swap_headers(
@@ -336,7 +336,7 @@ class Exchange:
         return self._link
 
     def _raise(self, step: str, first: _Failure) -> NoReturn:
-        """Raises for the rank that is really to blame."""
+        """Raises the error, which names the rank that caused the failure."""
         peer = self._blame.find(first.peer)
         self._blame.write_lost(peer)
         where, detail = f"{self._label}: {step}", str(first.error).splitlines()[0]

@@ -127,7 +127,7 @@ class Link:
 
 
 def _connected(addresses: Store, index: int, num_members: int, limit_s: float) -> Any:
-    """Connects over gloo, in a thread that is abandoned if gloo does not keep to the limit.
+    """Connects over gloo, in a thread that is abandoned if gloo exceeds the time limit.
 
     Where a peer dies while it connects, gloo tries again, each time up to the limit.
 
@@ -183,4 +183,4 @@ class _Addresses(Store):
 
 
 def _let_go(connections: Any) -> None:
-    """Holds the last reference, and drops it."""
+    """Drops the last reference to the connections, which a timer has held."""

@@ -27,7 +27,7 @@ class PackedLayout(NamedTuple):
     Attributes:
         rows, row_type: ``[LE, C, H]``, of NVFP4 ``[LE, C, H/2]``.
         scales, scale_strides, scale_type: ``[LE, C, W]``, column-major. Of NVFP4 ``[LE, ceil(C/128), W, 32, 4, 4]``:
-            row r of a tile of 128 rows and four blocks stands at ``[r % 32, r // 32]``. None of bf16.
+            row r of a tile of 128 rows and four blocks is at ``[r % 32, r // 32]``. None of bf16.
     """
 
     rows: tuple[int, int, int]

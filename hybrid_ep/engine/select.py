@@ -63,7 +63,7 @@ def _cuda_obstacle() -> str | None:
         return "the _cuda extension is not built"
     if not torch.cuda.is_available():
         return "no GPU is visible"
-    # Only here, because the extension need not be there.
+    # Imported here, because the extension may be absent.
     from hybrid_ep import _cuda
 
     if not _cuda.can_run(torch.cuda.current_device()):
@@ -187,8 +187,8 @@ def _agree(
 ) -> tuple[Choice, RankGrid, int]:
     """Returns the same engine at every rank: cuda only where each could serve with it and something joins the domains.
 
-    What a rank finds wrong it raises after the exchange, so that no other rank waits for it there. The third result is
-    the number of the buffer on its group.
+    A rank raises its own errors after the exchange, so that no other rank waits for it. The third result is the number
+    of the buffer on its group.
     """
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     grid = RankGrid(rank, num_ranks, num_ranks_per_domain or num_ranks)

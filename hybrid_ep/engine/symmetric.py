@@ -76,7 +76,7 @@ class SymmetricMemory:
             local.zero_()
         except RuntimeError as error:
             obstacle = str(error)
-        # What one rank lacks is exchanged before the others wait for it.
+        # A rank that lacks something says so before the others wait for it.
         for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: allocation", obstacle)):
             if theirs:
                 raise ConfigError(

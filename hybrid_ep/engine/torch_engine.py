@@ -240,7 +240,7 @@ class TorchEngine(Engine):
 
     @property
     def default_num_sms(self) -> int:
-        """Of no use here: the number that a `Config` has."""
+        """Has no meaning here: the default of a `Config`."""
         return Config.num_sms
 
     @one_at_a_time
@@ -300,7 +300,7 @@ class TorchEngine(Engine):
         return self._exchange.take_number()
 
     def raise_pending(self) -> None:
-        """Nothing: each call raises what it comes upon."""
+        """Does nothing: each call of this engine raises its own errors."""
 
     def close(self) -> None:
         self._exchange.close()
@@ -325,7 +325,7 @@ class TorchEngine(Engine):
 
 
 def _row_fields(rows: Rows) -> dict[str, int]:
-    """What ranks must agree on in rows."""
+    """The header fields of rows, on which ranks must agree."""
     fields = {"hidden": rows.data.shape[1], "dtype": dtype_code(rows.data.dtype)}
     if rows.scales is not None:
         fields |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}

@@ -95,6 +95,8 @@ class TorchLowLatency:
                 "masked": exchange.mask_bits(),
                 "scale_format": format_code(fmt),
             }
+            if data.shape[0] > num_max_tokens_per_rank:
+                same["too_many_tokens"] = data.shape[0] << 32 | num_max_tokens_per_rank
             if global_scale is not None:
                 # As the kernels send it: the upper half of its bits.
                 same["global_scale"] = int(global_scale.view(torch.int32)) >> 16 & 0xFFFF
@@ -173,8 +175,8 @@ class TorchLowLatency:
             for r, (token, column) in wanted.items():
                 copies[token, column] = rows[r]
             weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
-            # Each rank publishes from how many tokens on its rows come summed; this one sums for it. Below zero: which
-            # signal of its experts did not come.
+            # Each rank publishes how many tokens a source must have for its rows to be sums. This rank computes those
+            # sums. A negative value: −1 − the index of a signal that did not come.
             smallest = min_tokens_to_sum if signals is None else NO_SUMS
             minimum = torch.tensor([smallest if missing is None else -1 - missing], device=data.device)
             minima = exchange.all_gather("tokens from which on rows are summed", minimum, ranks, wait_stats)
@@ -182,10 +184,10 @@ class TorchLowLatency:
                 if their_minimum < 0:
                     waited_s = self._timeout_s / SEND_TIMEOUT_DIVISOR
                     raise missing_signal(grid.rank, r, -1 - their_minimum, waited_s)
-                # Rows of other domains come as they are: weights would have to cross before them.
+                # Rows of other domains are not summed: weights would have to cross first.
                 if topk_idx.shape[0] >= their_minimum and r in grid.domain:
                     copies, weights = _sum_rows_of(copies, weights, owner == r)
-            # As if each row had crossed so; here it has crossed as bf16.
+            # The rows have crossed as bf16; this applies the error of LogFMT-10.
             terms = cast_from_logfmt(*cast_to_logfmt(copies)) if use_logfmt else copies
             out.copy_(_weighted_sum(terms, weights))
 

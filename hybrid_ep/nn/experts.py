@@ -1,8 +1,8 @@
-"""The experts of a `MoELayer`, and how the wrappers of torch see them.
+"""The experts of a `MoELayer`, and their place under torch's wrappers.
 
-With more than one rank, each weight is a DTensor ``[E, …]``, sharded by experts over the ranks of the buffer. So what
-torch offers for sharded weights is right for them: checkpoints, optimizers, norms of gradients. `fully_shard` and
-`DistributedDataParallel` would take plain tensors for copies of one weight.
+With more than one rank, each weight is a DTensor ``[E, …]``, sharded by experts over the ranks of the buffer. So
+checkpoints, optimizers and norms of gradients treat them as sharded weights. `fully_shard` and
+`DistributedDataParallel` would treat plain tensors as copies of one weight.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         return DTensor.from_local(weight, self.mesh, [Shard(0)], run_check=False)
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """This rank's ``[LE, ffn_hidden, H]`` and ``[LE, H, ffn_hidden]``, with their way back to the parameters.
+        """Returns this rank's ``[LE, ffn_hidden, H]`` and ``[LE, H, ffn_hidden]``, with gradients to the parameters.
 
         Raises:
             ConfigError: something has sharded the parameters otherwise.
@@ -99,6 +99,9 @@ class Experts(nn.Module):
 
         Returns:
             ``[N, H]`` (``[P, H]``), of the dtype of the rows.
+
+        Raises:
+            ConfigError: as `weights`.
         """
         if up is None or down is None:
             up, down = self.weights()
@@ -123,7 +126,7 @@ def _by_group(tokens: GroupedTokens, up: Tensor, down: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.dtype
     hidden = F.gelu(grouped_linear(tokens.x.to(dtype), up.to(dtype), tokens.ends))
     rows = grouped_linear(hidden, down.to(dtype), tokens.ends)
-    # What stands after the last row is undefined.
+    # Rows after the last end are undefined.
     is_row = (torch.arange(len(rows), device=rows.device) < tokens.ends[-1]).unsqueeze(1)
     return torch.where(is_row, rows, 0) * torch.where(is_row, tokens.weights.unsqueeze(1), 0)
 

@@ -12,9 +12,11 @@ _ALIGNMENT = 16  # bytes of a row of each operand, as torch wants them
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies the rows of each group with the matrix of the group. No shape depends on `ends`, nor does the host.
+    """Multiplies the rows of each group with the matrix of the group. No shape depends on `ends`; the host does not
+    read it.
 
-    In bf16 it is torch's grouped product, where torch has one (2.10). Otherwise every group is computed for all rows.
+    With bf16 and torch 2.10 or later it is `torch.nn.functional.grouped_mm`. Otherwise each matrix multiplies all rows,
+    and the rows of other groups are masked.
 
     Args:
         rows: ``[P, in]``, by group.

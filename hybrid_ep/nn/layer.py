@@ -1,5 +1,5 @@
-"""`MoELayer`: a router, this rank's share of the experts, and the two calls between them. Small on purpose, and it
-trains, under the wrappers of torch too.
+"""`MoELayer`: a router, this rank's experts, and dispatch and combine between them. A small layer that trains, alone
+and under DDP, FSDP2 and `torch.compile`.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class MoELayer(nn.Module):
         self.experts = Experts(buffer, up, down, mesh=mesh)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The balance loss has a graph, which no copy can have.
+        # deepcopy refuses tensors with an autograd graph, and the balance loss has one.
         return {name: value for name, value in self.__dict__.items() if name != "balance_loss"}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``[…, H]`` tokens of this rank to as many of the same shape and dtype. Collective.
+        """Applies the layer to ``[…, H]`` tokens of this rank; returns the same shape and dtype. Collective.
 
         Tokens are float32, bf16 or float16, and cross in bf16. The router computes in float32 (float64 if its weights
         are), experts in the dtype of their weights, or that of autocast.
@@ -150,7 +150,11 @@ class MoELayer(nn.Module):
         return combined.to(x.dtype).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns top-k experts ``[T, K]`` int64 and their weights ``[T, K]`` float32, which sum to 1."""
+        """Routes ``[T, H]`` tokens, and sets `balance_loss`. Local.
+
+        Returns:
+            Top-k experts ``[T, K]`` int64 and their weights ``[T, K]`` float32, which sum to 1 for each token.
+        """
         precise = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             probs = F.softmax(F.linear(x.to(precise), self.router.to(precise)), dim=-1)
@@ -165,7 +169,7 @@ class MoELayer(nn.Module):
         """Averages the router's gradient over the ranks. Collective; call it between backward and the optimizer's
         step. A rank without a gradient counts as zero, and gets the average.
 
-        Gradients of experts need no such call: they are made of all ranks' tokens, and have the same scale.
+        Gradients of experts need no such call: they come from the tokens of all ranks, and have the same scale.
         `DistributedDataParallel` averages the router's gradient itself, and so does `fully_shard` over these ranks.
 
         Raises:

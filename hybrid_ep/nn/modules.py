@@ -34,11 +34,11 @@ def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
 
 
 class Route(NamedTuple):
-    """What `MoECombine` needs to know of a dispatch.
+    """The route of a dispatch, which `MoECombine` follows back.
 
     Attributes:
-        handle: ``[1]`` int64 on the CPU: stands for the engine's handle, which lives as long as this tensor. A copy of
-            it does not keep the handle.
+        handle: ``[1]`` int64 on the CPU, the number of the engine's handle. The handle lives as long as this tensor; a
+            copy of the tensor does not keep it.
         num_tokens: T.
         num_topk: K.
     """
@@ -52,8 +52,7 @@ class DispatchedTokens(NamedTuple):
     """What a rank receives.
 
     Attributes:
-        x: ``[N, H]`` bf16, by source rank, then source token. With a bound, what stands after the last row is
-            undefined.
+        x: ``[N, H]`` bf16, by source rank, then source token. With a bound, rows after the last are undefined.
         topk_idx: ``[N, K]`` int64, local expert or −1; −1 after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1.
         num_tokens_per_expert: LE counts; empty with a bound.
@@ -135,7 +134,7 @@ class MoEDispatch(nn.Module):
 
 
 class MoEGroupedDispatch(nn.Module):
-    """Dispatch to rows by expert, of a number that does not depend on the routing; with a backward pass.
+    """Dispatch with a backward pass to a fixed number of rows, grouped by expert.
 
     Collective, forwards and backwards. On the cuda engine the host waits for nothing. It is the operator
     ``torch.ops.hybrid_ep.dispatch_grouped``; its gradients have no gradients of their own.
@@ -205,11 +204,14 @@ class MoECombine(nn.Module):
         self._number = number_of(buffer)
 
     def forward(self, x: Tensor, handle: Route | DispatchHandle) -> Tensor:
-        """Brings the experts' rows ``[N, H]`` (``[P, H]``) bf16 back and sums them: ``[T, H]`` bf16.
+        """Brings the experts' rows back to their source tokens and sums them, without weighting.
 
         Args:
-            x: the rows.
+            x: ``[N, H]`` bf16, or ``[P, H]`` of a grouped dispatch, in the order in which they were received.
             handle: of `MoEDispatch`, of `MoEGroupedDispatch`, or of `Buffer.dispatch`.
+
+        Returns:
+            ``[T, H]`` bf16.
 
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.combine`.

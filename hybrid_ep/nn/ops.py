@@ -5,9 +5,9 @@
     hybrid_ep::combine          rows, weights, handle → the sums of each token
     hybrid_ep::redispatch       x, handle → rows along the same routes
 
-An operator takes tensors and numbers only. So a buffer goes by its number among those that modules of this process
-were given, and a handle is a tensor that holds a number. The handle lives as long as the storage of that tensor:
-whatever keeps the tensor, as autograd does, keeps the routes.
+An operator takes only tensors and numbers. So a buffer is passed as its number among the buffers that modules of this
+process were given, and a handle as a tensor that holds its number. The handle lives as long as the storage of that
+tensor. So whatever keeps the tensor, as autograd does, keeps the route.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _handle_numbers = itertools.count()
 
 
 def number_of(buffer: Buffer) -> int:
-    """The number by which operators find a buffer: 0 for the first that a module of this process was given."""
+    """Returns the number by which operators find a buffer. Buffers that modules of this process get count from 0."""
     for number, known in _BUFFERS.items():
         if known is buffer:
             return number
@@ -61,7 +61,7 @@ def number_of(buffer: Buffer) -> int:
 
 
 def hold(handle: DispatchHandle | PermuteHandle) -> Tensor:
-    """``[1]`` int64 on the CPU that stands for a handle and keeps it."""
+    """Returns ``[1]`` int64 on the CPU: the number of a handle, which lives as long as the tensor."""
     number = next(_handle_numbers)
     held = _Held(number.to_bytes(8, "little"))
     held.handle = handle
@@ -70,7 +70,7 @@ def hold(handle: DispatchHandle | PermuteHandle) -> Tensor:
 
 
 def handle_of(token: Tensor) -> DispatchHandle | PermuteHandle:
-    """The handle that a tensor of `hold` stands for.
+    """Returns the handle whose number a tensor of `hold` has.
 
     Raises:
         ConfigError: it is no such tensor, or a copy of one that is gone.
@@ -86,7 +86,7 @@ def handle_of(token: Tensor) -> DispatchHandle | PermuteHandle:
 def _keep(ctx: Any, token: Tensor, *saved: Tensor) -> None:
     """Saves a handle's tensor and others for the backward pass.
 
-    Hooks of saved tensors may replace one by a copy, as those do that offload activations. So the handle is kept beside
+    Saved-tensor hooks may replace a tensor by a copy, as offloading of activations does. So the handle is kept beside
     it. Compilers trace with tensors that hold no number.
     """
     ctx.save_for_backward(token, *saved)

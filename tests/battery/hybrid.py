@@ -300,7 +300,7 @@ def check_wide(case: Case, device: str = "cpu") -> None:
             equal(again, permuted_rows(copies, [2 * x for x in tokens]), "hidden along the handle")
             equal(again_probs, torch.tensor(want_probs, dtype=torch.float32), "probs along the handle")
         if num_tokens:
-            told = f"in routing_map is {case.topk}; allowed: ≤ 32 without permutation"
+            told = f"in routing_map is {case.topk}; allowed: ≤ 32, or dispatch_with_permute"
             with pytest.raises(hybrid_ep.ConfigError, match=told):
                 buffer.dispatch(inputs.x, **given)
         narrow = case.inputs(rank).topk_idx[:, :2].to(device)

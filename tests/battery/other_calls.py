@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "check_other_logfmt",
     "check_other_low_latency_calls",
     "check_refused_calls_leave_nothing_to_do",
+    "check_too_many_low_latency_tokens",
 ]
 
 _CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
@@ -138,6 +140,43 @@ def check_other_low_latency_calls(device: str = "cpu") -> None:
             assert told[0].startswith(f"{name} is ")
             assert "allowed: the same on every rank" in told[0]
         assert call(32, _CASE.num_experts) == want
+
+
+def check_too_many_low_latency_tokens(device: str = "cpu") -> None:
+    """One rank has more tokens than the call allows, with and without a hook: every rank is told soon, and goes on."""
+    rank, last, most = dist.get_rank(), dist.get_world_size() - 1, _CASE.max_tokens
+    inputs = on(device, _CASE.inputs(rank))
+    num_tokens = most + 3 if rank == last else most
+    x = torch.ones(num_tokens, _CASE.hidden, dtype=torch.bfloat16, device=device)
+    topk_idx = torch.zeros(num_tokens, _CASE.topk, dtype=torch.int64, device=device)
+    wanted = f"rows of x is {most + 3} at rank {last}; allowed: ≤ num_max_dispatch_tokens_per_rank = {most}"
+    with make_buffer(_CASE, low_latency_mode=True, timeout_s=60.0) as buffer:
+
+        def call(x: torch.Tensor, topk_idx: torch.Tensor, hooked: bool, told: list[str]) -> list[int]:
+            try:
+                _, count, _, _, hook = buffer.low_latency_dispatch(
+                    x, topk_idx, most, _CASE.num_experts, use_fp8=False, return_recv_hook=hooked
+                )
+                if hook is not None:
+                    hook()
+            except hybrid_ep.ConfigError as error:
+                told.append(str(error))
+                return []
+            counts: list[int] = count.tolist()
+            return counts
+
+        want = call(inputs.x, inputs.topk_idx, False, [])
+        for hooked in (False, True):
+            told: list[str] = []
+            begin = time.monotonic()
+            call(x, topk_idx, hooked, told)
+            dist.barrier()
+            assert time.monotonic() - begin < 30.0  # half of the timeout, after which a send gives a rank up
+            for _ in range(2):  # what a call finds is raised by itself or by the next
+                call(inputs.x, inputs.topk_idx, hooked, told)
+                dist.barrier()
+            assert told == [wanted]
+        assert call(inputs.x, inputs.topk_idx, False, told) == want
 
 
 def check_other_global_scales(device: str = "cpu") -> None:

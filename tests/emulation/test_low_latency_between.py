@@ -114,7 +114,15 @@ def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transp
     run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)
 
 
-@pytest.mark.parametrize("check", ["check_other_low_latency_calls", "check_other_global_scales", "check_other_logfmt"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_other_low_latency_calls",
+        "check_other_global_scales",
+        "check_other_logfmt",
+        "check_too_many_low_latency_tokens",
+    ],
+)
 def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str) -> None:
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"battery.other_calls.{check}")
 

@@ -9,6 +9,7 @@ import torch
 
 from hybrid_ep import Buffer, ConfigError, CudaError
 from hybrid_ep.core.checks import MAX_TOPK
+from hybrid_ep.engine.agreement import DTYPES
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 
 pytest.importorskip("hybrid_ep._cuda")
@@ -90,8 +91,9 @@ def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> No
 def test_what_one_rank_gets_wrong_is_told_in_the_call(changes: dict[str, Any], message: str) -> None:
     given = SHAPE._replace(common_bound=50)
     right, wrong = (plan_dispatch(RANK, NUM_RANKS, shape) for shape in (given, given._replace(**changes)))
-    assert (right.refusal, right.native.is_refused) == (None, False)
+    assert (right.refusal, right.native.is_refused, right.num_tokens) == (None, False, T)
     assert (wrong.refusal, wrong.native.is_refused) == (message, True)
+    assert wrong.num_tokens == (T if "bound" in changes else 0)
 
 
 def test_the_checks_and_the_kernels_take_the_same_top_k() -> None:
@@ -100,19 +102,18 @@ def test_the_checks_and_the_kernels_take_the_same_top_k() -> None:
 
 def test_native_plans_refuse_what_no_control_block_has_room_for() -> None:
     """The last check before a size becomes an address; Python has looked before."""
-    given = dict.fromkeys(("range_first", "range_step", "range_size", "pad_multiple", "num_sms", "num_scales"), 0)
-    given |= dict.fromkeys(("dtype", "scale_dtype", "num_worst_tokens", "common_bound", "refused_value"), -1)
-    given |= {"num_tokens": T, "num_topk": K, "num_experts": E, "hidden": H, "row_limit": 1}
-    given["max_tokens"] = _cuda.max_tokens
-    options: dict[str, Any] = {"makes_route": True, "has_topk": True, "has_weights": True, "waits_for_counts": False}
-    options |= {"row_type": (4, 16), "scale_type": (2, 32), "refusal": _cuda.FaultKind.NONE}
-    shape = _cuda.DispatchShape(**given, **options)
-    _cuda.DispatchPlan(shape, NUM_RANKS)
-    for name, value in [("num_tokens", 65537), ("num_topk", 33), ("num_experts", 2049)]:
+    for changes, value in [({"num_topk": 33}, 33), ({"num_experts": 2049}, 2049), ({"bound": -1}, -1)]:
         with pytest.raises(ValueError, match=f"is {value}; allowed"):
-            _cuda.DispatchShape(**given | {name: value}, **options)
+            _cuda.DispatchShape(SHAPE._replace(**changes), RANK, NUM_RANKS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is 73; allowed"):
-        _cuda.DispatchPlan(shape, 73)
+        _cuda.DispatchPlan(SHAPE._replace(num_experts=2044), RANK, 73)
+
+
+def test_native_plans_know_every_dtype() -> None:
+    widths = [(dtype, dtype.itemsize) for dtype in DTYPES]
+    assert [plan(dtype=dtype, expert_range=None, has_weights=False).record_bytes // H for dtype, _ in widths] == [
+        width for _, width in widths
+    ]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = (tuple, BaseException)
 METHODS = {
     Buffer: ("get_dispatch_layout", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine"),
+    hybrid_ep.HybridEPBuffer: ("dispatch", "dispatch_with_permute"),
+    hybrid_ep.ElasticBuffer: ("dispatch",),
 }
 
 

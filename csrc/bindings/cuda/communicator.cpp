@@ -1,6 +1,8 @@
 #include "runtime/communicator.h"
 
 #include <algorithm>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "bindings/cuda/bindings.h"
@@ -10,50 +12,41 @@ namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
 
-using TypePair = std::pair<int, int>;  // code and bits of DLPack
-
-Columns columns(int num, TypePair type) {
-  return {num, {static_cast<uint8_t>(type.first), static_cast<uint8_t>(type.second)}};
+// `shape` is a DispatchShape of hybrid_ep/engine/cuda_plan.py.
+DispatchRequest request_of(const py::object& shape) {
+  const auto integer = [&](const char* name) { return shape.attr(name).cast<int>(); };
+  const auto flag = [&](const char* name) { return shape.attr(name).cast<bool>(); };
+  const auto optional = [&](const char* name) { return shape.attr(name).cast<std::optional<int>>(); };
+  DispatchRequest request{};
+  request.num_tokens = integer("num_tokens");
+  request.hidden = integer("hidden");
+  request.dtype = integer("dtype_code");
+  request.num_scales = integer("num_scales");
+  request.scale_dtype = integer("scale_dtype_code");
+  request.num_topk = integer("num_topk");
+  request.num_experts = integer("num_experts");
+  request.has_topk = flag("has_topk");
+  request.has_weights = flag("has_weights");
+  if (const auto range = shape.attr("expert_range").cast<std::optional<std::pair<int, int>>>()) {
+    request.expert_range = ExpertRange{range->first, range->second};
+  }
+  request.pad_multiple = integer("pad_multiple");
+  request.bound = optional("bound");
+  request.common_bound = optional("common_bound");
+  request.num_sms = optional("num_sms");
+  request.max_tokens = optional("max_tokens");
+  return request;
 }
 
-DispatchShape dispatch_shape(bool makes_route, int num_tokens, int num_topk, int num_experts, bool has_weights,
-                             int hidden, TypePair row_type, int num_scales, TypePair scale_type, int range_first,
-                             int range_step, int range_size, int pad_multiple, int row_limit, bool waits_for_counts,
-                             int num_sms, int dtype, int scale_dtype, bool has_topk, int num_worst_tokens,
-                             int common_bound, FaultKind refusal, int refused_value, int max_tokens) {
-  require(num_tokens >= 0 && num_tokens <= kMaxTokens, "tokens of a rank", num_tokens, "0 … 65536");
-  require(num_topk >= 1 && num_topk <= kMaxTopk, "top-k", num_topk, "1 … 32");
-  require(num_experts >= 1 && num_experts <= kMaxExperts, "num_experts", num_experts, "1 … 2048");
-  require(row_limit >= 0, "row_limit", row_limit, "≥ 0");
-  DispatchShape shape{};
-  shape.format.rows = columns(hidden, row_type);
-  shape.format.experts = columns(makes_route ? num_topk : 0, {kInt, 64});
-  shape.format.weights = columns(has_weights ? num_topk : 0, {kFloat, 32});
-  shape.format.scales = columns(num_scales, scale_type);
-  shape.makes_route = makes_route;
-  shape.num_tokens = num_tokens;
-  shape.num_topk = num_topk;
-  shape.num_experts = num_experts;
-  shape.range_first = range_first;
-  shape.range_step = range_step;
-  shape.range_size = range_size;
-  shape.pad_multiple = pad_multiple;
-  shape.row_limit = row_limit;
-  shape.waits_for_counts = waits_for_counts;
-  shape.num_sms = num_sms;
-  shape.call = {dtype, scale_dtype, has_topk, num_worst_tokens, common_bound, refusal, refused_value, max_tokens};
-  return shape;
+template <typename Plan>
+Plan plan_of(const py::object& shape, int rank, int num_ranks) {
+  return Plan::of(request_of(shape), rank, num_ranks);
 }
 
-DispatchPlan dispatch_plan(const DispatchShape& shape, int num_ranks) {
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "ranks of the domain", num_ranks, "1 … 72");
-  require(shape.num_experts >= num_ranks, "num_experts", shape.num_experts, "ranks … 2048");
-  const bool is_permuted = shape.pad_multiple > 0;
-  DispatchPlan plan{shape, {}, num_ranks};
-  if (is_permuted) plan.format.experts.type.bits = 32;  // rows of copies
-  plan.route =
-      make_route_layout(num_ranks, shape.num_tokens, shape.num_experts / num_ranks, shape.num_topk, is_permuted);
-  return plan;
+// What is wrong with this rank's arguments, the value, and what is allowed; None where nothing is.
+std::optional<std::tuple<FaultKind, int, int>> refusal_of(const DispatchShape& shape) {
+  if (shape.call.refusal == FaultKind::kNone) return std::nullopt;
+  return std::tuple{shape.call.refusal, shape.call.refused_value, shape.call.allowed};
 }
 
 CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_weights, int num_sms, int num_topk,
@@ -82,13 +75,9 @@ py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uint
 
 void add_plans(py::module_& module) {
   py::class_<DispatchShape>(module, "DispatchShape")
-      .def(py::init(&dispatch_shape), py::kw_only(), py::arg("makes_route"), py::arg("num_tokens"), py::arg("num_topk"),
-           py::arg("num_experts"), py::arg("has_weights"), py::arg("hidden"), py::arg("row_type"),
-           py::arg("num_scales"), py::arg("scale_type"), py::arg("range_first"), py::arg("range_step"),
-           py::arg("range_size"), py::arg("pad_multiple"), py::arg("row_limit"), py::arg("waits_for_counts"),
-           py::arg("num_sms"), py::arg("dtype"), py::arg("scale_dtype"), py::arg("has_topk"),
-           py::arg("num_worst_tokens"), py::arg("common_bound"), py::arg("refusal"), py::arg("refused_value"),
-           py::arg("max_tokens"))
+      .def(py::init(&plan_of<DispatchShape>), py::arg("shape"), py::arg("rank"), py::arg("num_ranks"))
+      .def_readonly("num_tokens", &DispatchShape::num_tokens)
+      .def_property_readonly("refusal", &refusal_of)
       .def_property_readonly("record_bytes",
                              [](const DispatchShape& shape) { return shape.format.widths().record_bytes(); })
       .def_property_readonly("is_refused",
@@ -98,7 +87,7 @@ void add_plans(py::module_& module) {
           [](const DispatchShape& shape, int64_t num_rows) { return slot_bytes_for(shape.format.widths(), num_rows); },
           py::arg("num_rows"));
   py::class_<DispatchPlan, DispatchShape>(module, "DispatchPlan")
-      .def(py::init(&dispatch_plan), py::arg("shape"), py::arg("num_ranks"))
+      .def(py::init(&plan_of<DispatchPlan>), py::arg("shape"), py::arg("rank"), py::arg("num_ranks"))
       .def_property_readonly("num_local_experts",
                              [](const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; })
       .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })

@@ -79,7 +79,8 @@ void add_low_latency(py::module_& module) {
                                                {"num_topk", call.num_topk()},
                                                {"hidden", call.hidden()},
                                                {"max_tokens", call.max_tokens()},
-                                               {"scale_format", call.scale_format()}};
+                                               {"scale_format", call.scale_format()},
+                                               {"num_too_many", call.num_too_many()}};
       },
       py::arg("words"));
   py::enum_<ScaleFormat>(module, "ScaleFormat")
@@ -110,6 +111,7 @@ void add_low_latency(py::module_& module) {
       .def_property_readonly("num_ints", [](const LowLatencyPlan& plan) { return plan.results.num_ints; })
       .def_property_readonly("num_ints_between",
                              [](const LowLatencyPlan& plan) { return OwnTables::of(plan).num_ints; })
+      .def("refused", &LowLatencyPlan::refused, py::arg("num_tokens"))
       .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("ranks_per_domain"))
       .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")

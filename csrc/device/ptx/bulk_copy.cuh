@@ -9,7 +9,7 @@ namespace hybrid_ep::ptx {
 // An address in shared memory.
 using SharedAddress = uint32_t;
 
-// Volatile, for who keeps an address in a loop does not want it to be found anew each time.
+// Volatile: the compiler keeps the result in a register, and does not compute it again in every turn of a loop.
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
   SharedAddress address;
   asm volatile("{\n .reg .u64 a;\n cvta.to.shared.u64 a, %1;\n cvt.u32.u64 %0, a;\n}" : "=r"(address) : "l"(pointer));

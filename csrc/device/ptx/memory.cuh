@@ -5,7 +5,7 @@
 
 namespace hybrid_ep::ptx {
 
-// Later reads of the calling thread see what the writer of the value had written before its release.
+// Acquire: later reads of the calling thread see what the writer had written before it released the value.
 __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address)
   return value;
 }
 
-// Orders nothing; loads that are issued after it need not wait for it.
+// Relaxed: orders nothing, so later loads need not wait for it.
 __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* address)
   return value;
 }
 
-// Orders nothing alone. After a fence of the same thread it publishes as store_release_system does.
+// Relaxed. After a fence of the same thread it publishes as store_release_system does.
 __device__ __forceinline__ void store_relaxed_system(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_relaxed_system(uint64_t* address, uint64_t
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// 16 bytes as one value: whoever loads them sees all of a store or nothing of it. Orders nothing.
+// 16 bytes as one value: a load sees all of a store or nothing of it. Relaxed.
 __device__ __forceinline__ uint4 load_relaxed_system(const uint4* address) {
   uint4 value;
   asm volatile(
@@ -64,7 +64,8 @@ __device__ __forceinline__ void store_relaxed_system(uint4* address, const uint4
       : "memory");
 }
 
-// Publishes the calling thread's earlier writes, and writes it has itself observed, to whoever acquires the value.
+// Release: publishes the calling thread's earlier writes, and writes it has observed, to a thread that acquires the
+// value.
 __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -73,12 +74,12 @@ __device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// The same for whoever acquires it on this GPU.
+// The same at GPU scope.
 __device__ __forceinline__ void store_release_gpu(uint32_t* address, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Both for whoever is in the same CTA; in shared memory too.
+// Release and acquire at CTA scope, for shared memory too.
 __device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -100,8 +101,8 @@ __device__ __forceinline__ uint32_t add_relaxed_gpu(uint32_t* address, uint32_t 
   return before;
 }
 
-// Adds 1, up to 2³¹. NOTE: an add of several lanes is made one of the warp by ptxas, and the lanes then wait for what
-// it returns where it is issued; of this it makes none.
+// Adds 1; wraps at 2³¹. NOTE: ptxas merges an atom.add of several lanes into one for the warp, and then waits for its
+// result where it is issued. It does not merge atom.inc, so the result can be awaited later.
 __device__ __forceinline__ uint32_t increment_relaxed_gpu(uint32_t* address) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(address) : "memory");

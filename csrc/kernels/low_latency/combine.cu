@@ -7,16 +7,15 @@
 // The expert's rank stores each row where the source's sum reads it. Dispatch has recorded the packed row of each
 // source, token and column.
 //
-// Partial sums: if a token has several experts on one rank, their rows are summed before they cross, into the first
-// column. That needs the source's weights, so every rank first sends them. Other rows leave at once. Rows are never
-// summed in two cases: the source has few tokens, and waiting for weights would take longer than the saved bytes; or
-// the receive is a separate launch, because such a send may not wait for another rank. Each rank decides alone. Its
-// flag holds the number of tokens from which on its rows are sums.
+// Partial sums: if a token has several experts on one rank, that rank sums their rows before they cross, into the first
+// column. It needs the source's weights for this, so every rank sends its weights first. Other rows leave at once. Rows
+// are not summed in two cases. The source has few tokens: waiting for weights would take longer than the saved bytes.
+// The receive is a separate launch: such a send may not wait for another rank. Each rank decides alone, and publishes
+// in its flag how many tokens a source must have for its rows to be sums.
 //
-// Signalled rows: an expert's kernel that still runs signals each block of its rows when it has written them. A send
-// of its own, on few SMs, goes through the packed rows in their order and waits for the signal of each block. Rows
-// leave as they are. If a signal does not come, this rank sets that in its flag at every rank, and each of them reports
-// it.
+// Signalled rows: the experts' kernel still runs, and signals each block of rows that it has written. A sending kernel
+// of its own, on few SMs, takes the packed rows in order and waits for the signal of each block. Rows are not summed.
+// If a signal does not come, this rank says so in its flag at every rank, and each rank reports it.
 //
 // kLogFmt: rows, and sums of rows, cross as LogFMT-10, which takes two thirds of the bytes.
 // Legend: T tokens, K top-k, H hidden, M most tokens of a rank, R ranks, LE local experts.
@@ -62,8 +61,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& row, 
   }
 }
 
-// What a warp sends at a time: one segment of a token's rows on this rank, or of their sum. Collective over the warp;
-// lane i holds the i-th row.
+// The work item of a sending warp: one segment of a token's rows on this rank, or of their sum. Collective over the
+// warp; lane i holds the i-th row.
 struct Unit {
   int source, token;
   int begin, num_bytes;  // of each row
@@ -137,7 +136,7 @@ __device__ void send_weights(const Params& params, const bool* present, uint32_t
   }
 }
 
-// Adds to wait_stats how long each rank's weights are waited for; a thread per rank.
+// Adds the time of waiting for each rank's weights to wait_stats; a thread per rank.
 __device__ void note_waits(const ReturnRowsParams& params, const int* num_received, const Waiter& waiter,
                            uint32_t epoch) {
   const int r = threadIdx.x;
@@ -147,8 +146,8 @@ __device__ void note_waits(const ReturnRowsParams& params, const int* num_receiv
   params.wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
 }
 
-// Sends a unit's rows as they are, or their sum into the first column; lane i has the weight of the i-th row. The first
-// rows are being loaded already. If the source was given up, rows are dropped. Collective over the warp.
+// Sends a unit: its rows as they are, or their sum into the first column. Lane i has the weight of the i-th row. Loads
+// of the first rows are in flight. Rows of a source that was given up are dropped. Collective over the warp.
 template <bool kLogFmt>
 __device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_present, bool is_sum, float weight,
                           SegmentRing& ring) {
@@ -218,11 +217,11 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   unit.fetch_ahead(params, ring);
   announce_free_buffers(domain);
   __syncthreads();
-  if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // the warp that is the last to get a unit
+  if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // this warp gets the fewest units
   if (params.wait_stats != nullptr && blockIdx.x == 0) note_waits(params, num_received, waiter, epoch);
   __syncwarp();
 
-  bool has_lost = peer < domain.num_ranks && !present[peer];  // others of the grid may have sent to that rank
+  bool has_lost = peer < domain.num_ranks && !present[peer];  // other CTAs may have sent to that rank
   int max_tokens = 0;
   for (int r = lane; r < domain.num_ranks; r += 32) max_tokens = max(max_tokens, num_received[r]);
   const int num_units = __reduce_max_sync(kAllLanes, max_tokens) * domain.num_ranks * segments_of(shape);
@@ -277,7 +276,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   __syncthreads();
   if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // other ranks may sum
 
-  // What has been signalled is loaded ahead, and sent before a signal is waited for.
+  // Loads run ahead as far as signals have been raised. Loaded rows are sent before the warp waits for a signal.
   SignalledRows rows(params, blockIdx.x * kReturnWarps + warp, gridDim.x * kReturnWarps);
   int num_fetched = 0, num_sent = 0;
   while (rows.has_next() || num_sent < num_fetched) {
@@ -321,15 +320,15 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   finish_send(domain, present, epoch, value, has_lost);
 }
 
-// The columns of a token in which something has come, in order.
+// The columns of a token whose rows are summed here, in order.
 struct Terms {
   int count;
   int column[kMaxTopk];
   float weight[kMaxTopk];
 };
 
-// One warp, a lane per column, which has loaded the expert and the weight that stand there. Of several columns whose
-// rows a rank has summed, the first one counts.
+// Finds them: one warp, a lane per column, which has loaded the expert and the weight of its column. Of several columns
+// whose rows a rank has summed, the first one counts, with weight 1.
 __device__ void find_terms(const SumRowsParams& params, const bool* present, const bool* has_summed, int64_t expert,
                            float weight, Terms& terms) {
   const int lane = threadIdx.x % 32;
@@ -350,7 +349,7 @@ __device__ void find_terms(const SumRowsParams& params, const bool* present, con
   if (lane == 0) terms.count = __popc(chosen);
 }
 
-// Reports why a rank has not sent all rows; the value of its flag says why.
+// Reports why a rank has not sent all rows, as the value of its flag says.
 __device__ __noinline__ void report_unsent(const SumRowsParams& params, int rank, uint32_t value) {
   const LowLatencyDomain& domain = params.domain;
   if (value >= kNoSignalBit) {
@@ -381,7 +380,8 @@ __device__ __forceinline__ void sum_rows(const SumRowsParams& params, const uint
   }
 }
 
-// The same of eight channels of rows that have come as LogFMT; `vector` is their index in a row, `rows` the token's.
+// Sums eight channels of a token's rows that crossed as LogFMT. `vector` is the index of the channels in a row, `rows`
+// the token's rows.
 __device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int vector, const Terms& terms,
                                 float (&sum)[8]) {
   const int hidden = params.shape.hidden;
@@ -405,7 +405,7 @@ __device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int 
   }
 }
 
-// Reports that a rank's rows have another format than this rank's call. Returns whether they can be used.
+// Reports a rank whose rows have another format than this rank's call asks for. Returns whether the rows can be used.
 template <bool kLogFmt>
 __device__ bool has_format(const SumRowsParams& params, int rank, uint32_t value) {
   if ((value & kLogFmtBit) == (kLogFmt ? kLogFmtBit : 0)) return true;

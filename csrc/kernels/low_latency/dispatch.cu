@@ -29,18 +29,18 @@ namespace {
 constexpr int kSendThreads = 512;
 constexpr int kSendCtasPerSm = 2;
 constexpr int kRouteWarp = kSendThreads / 32 - 1;  // the one with the fewest vectors
-constexpr int kMaxOwed = 256;                      // flags of slots that a CTA has not raised yet
+constexpr int kMaxOwed = 256;                      // flags that a CTA raises together, after its rows are stored
 constexpr int kReceiveThreads = 512;
 constexpr int kReceiveWarps = kReceiveThreads / 32;
-// With half the registers of sending CTAs: two receiving CTAs fit on an SM beside one that sends, and find their copies
-// while rows are on the wire.
+// Receiving CTAs have half the registers of sending ones. So two of them fit on an SM beside one that sends, and walk
+// through the routes while rows are on the wire.
 constexpr int kReceiveCtasPerSm = 2;
 constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart::kColumns;
 constexpr int kCopyStages = 3;  // of a warp
 constexpr int kCopiesInFlight = 1;
 constexpr int kCopyRingBytes = kReceiveWarps * kCopyStages * kSegmentBytes;
-constexpr int kMaxFound = 2 * kReceiveThreads;  // tokens that a CTA has found and not copied yet
-// How tokens and rows are counted together: rows in the upper half of a word.
+constexpr int kMaxFound = 2 * kReceiveThreads;  // tokens that a CTA has found and not yet copied
+// A word that counts tokens in its lower half and rows in its upper half.
 constexpr uint32_t kFurtherRow = 1u << 16, kTokenWithRow = kFurtherRow + 1;
 static_assert(kReceiveThreads * kMaxTopk < 1 << 16);
 
@@ -61,8 +61,8 @@ struct Targets {
   RoutePart route[kMaxRouteParts];
 };
 
-// Finds the ranks of a token and the flags to raise for its row, and sends its route to every rank that takes part. One
-// warp, a lane per column, which has loaded the expert that is `named` there.
+// Finds the slots of a token and the flags to raise for its row, and sends its route to every rank that takes part. One
+// warp, a lane per column; `named` is the expert index in the lane's column.
 __device__ void find_targets(const SendTokensParams& params, const bool* present, uint32_t epoch, int token,
                              int64_t named, Targets& targets, uint32_t** owed) {
   const LowLatencyDomain& domain = params.domain;
@@ -103,7 +103,7 @@ __device__ void find_targets(const SendTokensParams& params, const bool* present
   }
 }
 
-// Raises the flags of the rows that the CTA has stored; one warp, after a barrier of the CTA.
+// Raises the flags of the rows that the CTA has stored: one fence for all. One warp, after a barrier of the CTA.
 __device__ void raise_flags(uint32_t* const* owed, int num_owed, uint32_t epoch) {
   ptx::fence_acq_rel_system();
   for (int i = threadIdx.x % 32; i < num_owed; i += 32) ptx::store_relaxed_system(owed[i], epoch);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
       next[i] = is_there ? ptx::load_streaming(row + vector * kVectors + i) : make_uint4(0, 0, 0, 0);
     }
   };
-  // Converts the loaded vectors to what is sent, and loads those kSendThreads further. Collective over a warp.
+  // Converts the loaded vectors to `message`, and loads those kSendThreads further on. Collective over a warp.
   const auto prepare = [&](int token, int vector) {
     if constexpr (kRows == Rows::kFp8) {
       const Fp8Scale scale = make_scale(find_amax_bits(next), params.format != ScaleFormat::kFloat);
@@ -240,7 +240,7 @@ struct Found {
   int row_offset;    // of the first column's row among the expert's; the rows of the others follow
 };
 
-// The columns in which a token's route names the expert; none if the route does not come.
+// Waits for a token's route. Returns the columns that name the expert; none if the route does not come.
 __device__ uint32_t find_columns(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
                                  int expert) {
   const LowLatencyDomain& domain = params.domain;
@@ -269,16 +269,16 @@ __device__ unsigned long long* wait_stats_of(const ReceiveTokensParams& params, 
   return reinterpret_cast<unsigned long long*>(params.wait_stats + source);
 }
 
-// Adds to wait_stats how long a rank's row has been waited for since `started`, as far as that exceeds the call's
-// longest wait so far. In the end the longest wait is added.
+// Adds to wait_stats by how much the wait for a rank's row, since `started`, exceeds the longest wait for this rank so
+// far. So the longest wait of the call is added in total.
 __device__ void note_wait(const ReceiveTokensParams& params, int source, uint64_t started) {
   const auto waited_us = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
   const uint32_t before = atomicMax(&channel_of(params.domain, params.domain.rank).waited_us[source], waited_us);
   if (waited_us > before) atomicAdd(wait_stats_of(params, source), waited_us - before);
 }
 
-// Copies rows and scales to the output once they have arrived, and records their source; a warp takes a segment of a
-// row at a time. Rows beyond the end of the output are dropped. kTiles: scales stand in tiles, as those of NVFP4 do.
+// Copies rows and scales to the output once they have arrived, and records their source. A warp copies a segment of a
+// row at a time. Rows beyond the capacity of an expert are dropped. kTiles: scales are stored in tiles, for NVFP4.
 template <bool kTiles>
 __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, const Found* found,
                           int num_found, SegmentRing& ring) {
@@ -396,13 +396,13 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
       is_other_call = is_other_call || is_other_scale;
     }
   }
-  // If ranks' calls differ nothing is used, because rows of one may overwrite routes of another.
+  // If the calls of ranks differ, no row is used: where sizes differ, slots of one rank overlap slots of another.
   if (__syncthreads_or(is_other_call) && tid < num_ranks) num_tokens[tid] = 0;
   __syncthreads();
 
   const int local_expert = blockIdx.y, share = blockIdx.x, num_shares = gridDim.x;
   const int expert = domain.rank * static_cast<int>(gridDim.y) + local_expert;
-  const int num_pairs = num_ranks * max_tokens;  // and as many rows fit
+  const int num_pairs = num_ranks * max_tokens;  // also the capacity of an expert, in rows
   // Tokens and rows of the expert: a token has a row for each column that names it. Tokens of this CTA that are not
   // copied yet.
   int total = 0, num_rows = 0, num_found = 0;
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     const int before = count_before % kFurtherRow, num_here = count_here % kFurtherRow;
     const int row_offset = num_rows + count_before / kFurtherRow;
     if (pair < num_pairs && token == 0) begin[source] = min(row_offset, num_pairs);
-    // The CTAs of an expert take its tokens in turn: this one those with number % CTAs == share.
+    // The CTAs of an expert share its tokens round-robin: this one copies those with number % CTAs == share.
     const int skipped = (share + num_shares - total % num_shares) % num_shares;
     if (columns != 0 && before % num_shares == skipped) {
       found[num_found + before / num_shares] = {pair, columns, row_offset};

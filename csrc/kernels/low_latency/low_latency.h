@@ -56,7 +56,7 @@ struct SendHomeParams {
 struct ReturnRowsParams : SendHomeParams {
   const int32_t* num_received;  // [R]
   int64_t* wait_stats;          // [R] or nullptr
-  // Rows of one token of a source with as many tokens are summed before they cross; at least kMinTokensToSum.
+  // A source with at least so many tokens gets the rows of one token as their sum; ≥ kMinTokensToSum.
   int min_tokens_to_sum;
 };
 
@@ -83,8 +83,9 @@ void prepare_low_latency_dispatch();
 void prepare_low_latency_combine();
 
 // Each launches on the stream and returns; throws CudaError if the launch is refused. The sum may start while the
-// kernel before it still runs, but writes nothing before that has ended. A receive that directly follows its own send
-// may also start early. It writes at once, because no other running kernel uses the results' memory.
+// previous kernel of the stream still runs, but writes nothing before that kernel has ended. `follows_send`: the
+// receive directly follows its own send, and may start early too. It writes at once, because no other running kernel
+// uses the memory of the results.
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
 void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
                            cudaStream_t stream);

@@ -12,15 +12,15 @@ constexpr int kReturnStoresInFlight = 2;
 
 using SegmentRing = RowRing<kReturnStoresInFlight>;
 
-// A piece of a packed row that is being loaded, and where it goes.
+// A segment of a packed row that is being loaded, and its destination.
 struct Piece {
   uint8_t* target;  // nullptr: to a rank that takes no part
   int num_bytes;
   int begin;  // in the row
 };
 
-// A warp's way through the packed rows, a segment of a row at a time, in the order in which experts write them.
-// Collective over the warp.
+// Iterates over the packed rows, a segment at a time, in the order in which experts write them. Collective over the
+// warp.
 class SignalledRows {
  public:
   __device__ SignalledRows(const ReturnSignalledRowsParams& params, int first, int step)
@@ -30,7 +30,7 @@ class SignalledRows {
 
   __device__ bool has_next() const { return expert_ < num_local(); }
 
-  // Whether the next segment's signal has been raised; it is waited for, if `waits`.
+  // Returns whether the next segment's signal has been raised. With `waits` it waits for the signal first.
   __device__ bool is_raised(const Waiter& waiter, bool waits) {
     const int row = next_ / num_segments();
     if (row < num_raised_) return true;
@@ -52,7 +52,7 @@ class SignalledRows {
     return expert_ * params_.signals.num_per_expert + row / params_.signals.rows_per_signal;
   }
 
-  // Begins to load the next segment and goes on to the one after it.
+  // Begins to load the next segment, and advances.
   __device__ Piece fetch(SegmentRing& ring, const bool* present) {
     const LowLatencyShape& shape = params_.shape;
     const int lane = threadIdx.x % 32, row_bytes = 2 * shape.hidden;
@@ -89,12 +89,12 @@ class SignalledRows {
   __device__ int capacity() const { return params_.shape.max_tokens * params_.domain.num_ranks; }
   __device__ int num_segments() const { return (2 * params_.shape.hidden + kSegmentBytes - 1) / kSegmentBytes; }
 
-  // Items of all experts are counted through, so that all warps have the same work.
+  // Items are numbered across all experts, so that warps share them evenly.
   __device__ void enter_next_expert() {
     do {
       if (expert_ >= 0) next_ -= num_items_;
       if (++expert_ == num_local()) return;
-      // An expert that has more rows than its capacity was reported by dispatch.
+      // Dispatch has reported an expert with more rows than its capacity.
       num_items_ = min(params_.count[expert_], capacity()) * num_segments();
     } while (next_ >= num_items_);
     num_raised_ = 0;
