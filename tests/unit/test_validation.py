@@ -52,6 +52,7 @@ def _report(host: str, *results: CheckResult) -> Report:
         "boot_id": f"boot of {host}",
         "tree": ["GPU 0 0000:13:00.0 NUMA 0"],
         "nic_firmware": ["28.43.2026"],
+        "nic_guids": {"mlx5_0": f"guid of {host}"},
         "clock": {"synchronized": True, "max_error_us": 2000},
         "domain_gpus": None,
         "clock_error_ms": 500,
