@@ -230,7 +230,7 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
     title="GUIDs of the NICs",
     source=f"{_CLASS}/*/node_guid",
     expectation="each NIC has its own; zero, as of a virtual function that was given none, counts as none",
-    remedy="Virtual functions: give each its own (ip link set DEVICE vf N node_guid GUID); do not clone them with a VM. "
+    remedy="Virtual functions: give each its own (ip link set DEVICE vf N node_guid GUID); a cloned VM needs new ones. "
     "Cards: flint -d DEVICE query shows what the firmware has; burn each card's own GUIDs.",
     wants="nic.count",
 )
