@@ -57,7 +57,7 @@ def _meet() -> float:
 
 
 def test_ranks_meet_where_the_host_does_not_know_its_own_name() -> None:
-    """gloo would look its address up by the host's name, and warn at each rank."""
+    """Otherwise gloo looks its address up by the name of the host, and warns at each rank."""
     require_programs("unshare")
     program = (
         "import socket; socket.sethostname('no-such-host-name')\n"
