@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A room is a folder or a file at the top of the tree. It may import from lower levels only.
 PYTHON: list[list[str]] = [
+    ["__main__"],
     ["cli"],
     ["k8s", "validation", "info", "model"],
     ["demo", "bench", "doctor"],
