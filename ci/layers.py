@@ -28,7 +28,7 @@ PYTHON: list[list[str]] = [
     ["topology"],
     ["testing"],
     ["core"],
-    ["env", "outputs"],
+    ["env", "inputs", "outputs"],
     ["errors", "_version", "_moved"],
     ["_C", "_cuda", "_nvml", "_verbs"],
 ]
