@@ -72,8 +72,15 @@ def test_a_state_file_does_not_take_the_place_of_a_device() -> None:
     assert "/dev/full is no regular file" in done.stderr
 
 
+COMMANDS = [
+    ["doctor", "--quick", "--profile"],
+    ["doctor", "compare"],
+    ["balance", "--ranks", "4"],
+]
+
+
 @pytest.mark.parametrize("kind", ["FIFO", "endless", "deep", "not UTF-8"])
-@pytest.mark.parametrize("words", [["doctor", "--quick", "--profile"], ["doctor", "compare"]], ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_inputs_that_would_hold_a_command_up(tmp_path: Path, kind: str, words: list[str]) -> None:
     """They end with one line and 2: nothing is confirmed."""
     path = Path("/dev/zero") if kind == "endless" else tmp_path / "input.yaml"
@@ -85,6 +92,14 @@ def test_inputs_that_would_hold_a_command_up(tmp_path: Path, kind: str, words: l
     assert done.returncode == 2
     assert "internal error" not in done.stderr
     assert f"{path} " in done.stderr
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("[" * 100_000)
+    done = _run(["k8s", "check", str(path)])
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "cannot be read: it is nested too deeply" in done.stdout
 
 
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
