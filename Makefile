@@ -47,7 +47,7 @@ type: setup ## Check types, strictly
 
 format: setup ## Rewrite Python and C++ in the house style
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
-	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r $(BIN)/clang-format -i
+	find benchmarks csrc tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\)' -print0 | xargs -0 $(BIN)/clang-format -i
 
 wheel: ## Build a manylinux wheel for PYTHON into dist/; ARCH=aarch64 cross-compiles
 	ci/wheel.sh $(PYTHON) $(ARCH) dist

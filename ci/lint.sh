@@ -4,7 +4,7 @@ set -euo pipefail
 bin=$1
 "$bin/ruff" check .
 "$bin/ruff" format --check --quiet . || { echo "run: make format"; "$bin/ruff" format --diff . | head -40; exit 1; }
-git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.c' | xargs -r "$bin/clang-format" --dry-run --Werror
+find benchmarks csrc tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\)' -print0 | xargs -0 "$bin/clang-format" --dry-run --Werror
 "$bin/python" ci/layers.py --check
 "$bin/yamllint" --strict ansible .ansible-lint
 if [ -x "$bin/ansible-lint" ]; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import click
 
-__all__ = ["OutputFile", "OutputFolder"]
+__all__ = ["OutputFile", "OutputFolder", "RegularFile"]
 
 
 def _obstacle(path: Path, *, is_folder: bool) -> str | None:
     """Returns why a file or folder could not be written there, or None."""
+    if path.is_fifo():
+        return _obstacle_of_fifo(path)
     if path.exists():
         if path.is_dir() != is_folder:
             return "is a file" if is_folder else "is a folder"
@@ -32,6 +35,17 @@ def _obstacle(path: Path, *, is_folder: bool) -> str | None:
     return None
 
 
+def _obstacle_of_fifo(path: Path) -> str | None:
+    """Writing waits for a reader, so there must be one: a shell has it for ``>(command)``."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        return (
+            "is a FIFO that nobody reads" if error.errno == errno.ENXIO else f"cannot be written to: {error.strerror}"
+        )
+    return None
+
+
 class _Output(click.ParamType):  # type: ignore[type-arg]
     is_folder = False
 
@@ -47,6 +61,16 @@ class OutputFile(_Output):
     """A file that will be written: its folder is there, and it may be written to."""
 
     name = "file"
+
+
+class RegularFile(OutputFile):
+    """A file that will be replaced: nothing else may be in its place, as a device or a FIFO."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = super().convert(value, param, ctx)
+        if path.exists() and not path.is_file():
+            self.fail(f"{path} is no regular file", param, ctx)
+        return path
 
 
 class OutputFolder(_Output):

@@ -27,6 +27,9 @@ class DeviceList {
   ibv_device** list_;
 };
 
+// InfiniBand and RoCE have them. EFA has none; iWARP has them, but does not connect them by GIDs.
+bool has_reliable_connections(const ibv_device* device) { return device->transport_type == IBV_TRANSPORT_IB; }
+
 bool query_port(ibv_context* context, int port, ibv_port_attr* attributes) {
   std::memset(attributes, 0, sizeof(*attributes));
   return verbs_api().query_port(context, static_cast<uint8_t>(port),
@@ -91,7 +94,13 @@ VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& optio
   std::string there;
   for (ibv_device* found : DeviceList()) {
     there += std::string(there.empty() ? "" : ", ") + api.get_device_name(found);
-    if (name == api.get_device_name(found)) device.context.reset(api.open_device(found));
+    if (name != api.get_device_name(found)) continue;
+    if (!has_reliable_connections(found)) {
+      throw LinkError(-1, "RDMA device '" + name +
+                              "' has no reliable connections, as InfiniBand and RoCE have them (EFA has none); without "
+                              "them use HYBRID_EP_TRANSPORT=tcp");
+    }
+    device.context.reset(api.open_device(found));
   }
   if (!device.context) {
     throw LinkError(-1, "RDMA device '" + name + "' cannot be opened; there are: " + (there.empty() ? "none" : there));
@@ -135,6 +144,7 @@ VerbsOwner<ibv_mr> register_dmabuf(const VerbsDevice& device, const DmaBuf& buff
 std::vector<std::string> active_verbs_devices(int port) {
   std::vector<std::string> names;
   for (ibv_device* found : DeviceList()) {
+    if (!has_reliable_connections(found)) continue;
     const VerbsOwner<ibv_context> context(verbs_api().open_device(found));
     ibv_port_attr attributes{};
     if (context && query_port(context.get(), port, &attributes) && attributes.state == IBV_PORT_ACTIVE) {

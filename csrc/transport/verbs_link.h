@@ -30,8 +30,8 @@ struct VerbsOptions {
   bool window_only = false;  // of the window alone, and nothing in its place; words are pinned, for the host to read
 };
 
-// Names of the NICs whose port is active; none where the kernel has no RDMA. Throws LinkError where libibverbs is not
-// there.
+// Names of the InfiniBand and RoCE NICs whose port is active; none where the kernel has no RDMA. Throws LinkError where
+// libibverbs is not there.
 std::vector<std::string> active_verbs_devices(int port);
 
 // What is set of a queue pair's retries so that a lost peer is reported within half of timeout_s.

@@ -21,6 +21,7 @@ from hybrid_ep.balance.rebalance import require_loads
 from hybrid_ep.core.board import Board, rendezvous_all
 from hybrid_ep.core.checks import require, require_int, require_tensor
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.inputs import read_json_input
 
 __all__ = ["LoadMonitor", "load_trace", "save_trace"]
 
@@ -186,7 +187,7 @@ def load_trace(path: str | Path) -> Tensor:
         ConfigError: the file is no such trace.
     """
     try:
-        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        document: Any = read_json_input(Path(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from error
     found = document.get("format") if isinstance(document, dict) else type(document).__name__

@@ -77,7 +77,18 @@ class LinkReport:
 
     def to_json(self) -> dict[str, Any]:
         ranks = [asdict(one) | {"gbytes_per_s": self.gbytes_per_s(one)} for one in self.ranks]
-        return {"chunk_bytes": self.chunk_bytes, "num_chunks": self.num_chunks, "ok": self.ok, "ranks": ranks}
+        sizes = {"chunk_bytes": self.chunk_bytes, "num_chunks": self.num_chunks}
+        return sizes | {"ok": self.ok, "reason": self._faults(), "metrics": self._metrics(), "ranks": ranks}
+
+    def _metrics(self) -> list[dict[str, Any]]:
+        """For the report of a cluster: the slowest rank, and each, which is the rail of its NIC."""
+        values = [self.gbytes_per_s(one) for one in self.ranks]
+        named = {"link": min(values)} | {f"link rank{rank}": value for rank, value in enumerate(values)}
+        return [{"name": name, "value": value, "unit": "GB/s"} for name, value in named.items()]
+
+    def _faults(self) -> str:
+        faults = {rank: one.num_wrong for rank, one in enumerate(self.ranks) if one.num_wrong}
+        return "; ".join(f"rank {rank}: {num} chunks missing or wrong" for rank, num in faults.items())
 
 
 def chunk_bytes_of(hidden: int, num_topk: int) -> int:

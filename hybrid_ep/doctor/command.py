@@ -27,7 +27,8 @@ from hybrid_ep.doctor.runner import Selection, examine
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, HybridEPError
-from hybrid_ep.outputs import OutputFile
+from hybrid_ep.inputs import read_json_input
+from hybrid_ep.outputs import OutputFile, RegularFile
 
 __all__ = ["doctor"]
 
@@ -66,7 +67,9 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of the table.")
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.option("--record", type=_FILE, help="Also write everything that was read, so that it can be replayed.")
-@click.option("--state", type=_FILE, help="Remember counters in this file, to judge what rose since the last run.")
+@click.option(
+    "--state", type=RegularFile(), help="Remember counters in this file, to judge what rose since the last run."
+)
 @click.option(
     "--kernel-log",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -174,7 +177,7 @@ def recording_of(node: Node | WatchedNode) -> str | None:
 
 def _load(path: Path) -> Report:
     try:
-        return Report.from_json(json.loads(path.read_text()))
+        return Report.from_json(read_json_input(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no report of `hybrid-ep doctor --json`: {error!r}") from error
 

@@ -205,6 +205,19 @@ def _boots(reports: Sequence[Report]) -> Finding:
     return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}") if unknown else Finding(Status.PASS, "all differ")
 
 
+def _guids(reports: Sequence[Report]) -> Finding:
+    """Two NICs with one GUID: the network takes them for one device."""
+    owners: _Values = defaultdict(list)
+    for report in reports:
+        for nic, guid in (report.facts.get("nic_guids") or {}).items():
+            owners[str(guid)].append(f"{report.host} {nic}")
+    twice = [f"{guid}: {_hosts(names)}" for guid, names in sorted(owners.items()) if len(names) > 1]
+    unknown = [report.host for report in reports if report.facts.get("nic_guids") is None]
+    if unknown and not twice:
+        return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}")
+    return Finding.judge(twice, f"{len(owners)} GUIDs, all differ")
+
+
 def _trees(reports: Sequence[Report]) -> Finding:
     """The nodes' PCIe trees, line by line; the most common one is what the others are measured by."""
     trees: _Values = defaultdict(list)
@@ -315,6 +328,13 @@ COMPARISONS = (
         "another on every node",
         "The same node answered under two names: check the list of hosts, and how many workers a node gets.",
         _boots,
+    ),
+    Comparison(
+        "compare.guids",
+        "GUIDs of the GPUs' NICs",
+        "another for every NIC of every node",
+        "Cloned virtual machines: give each NIC its own GUID, as the remedy of nic.guid says.",
+        _guids,
     ),
     Comparison(
         "compare.tree",

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
-from hybrid_ep.doctor.roles import assign_roles, judged_ports
+from hybrid_ep.doctor.roles import assign_roles, is_guid, judged_ports
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.topology.svg import draw
 
@@ -23,9 +23,9 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
 
     Returns:
         ``driver``, ``cuda``, ``packages``, ``gpus`` (name, uuid, cluster_uuid, clique, memory_bytes, power_limit),
-        ``nic_firmware``, ``ports`` of the GPUs' NICs (link_layer, rate_gbps, mtu, gid), ``kernel``, ``clock``,
-        ``boot_id``, ``unix_time_s``, the PCIe tree by names that other nodes share (``tree``), the picture
-        ``topology_svg`` and, from the profile, ``domain_gpus`` and ``clock_error_ms``.
+        ``nic_firmware``, ``nic_guids`` by name and ``ports`` of the GPUs' NICs (link_layer, rate_gbps, mtu, gid),
+        ``kernel``, ``clock``, ``boot_id``, ``unix_time_s``, the PCIe tree by names that other nodes share (``tree``),
+        the picture ``topology_svg`` and, from the profile, ``domain_gpus`` and ``clock_error_ms``.
     """
     return {
         "driver": _known(lambda: str(node.nvml.system("driver_version"))),
@@ -33,6 +33,7 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
         "packages": _known(node.packages),
         "gpus": _known(lambda: [_gpu(node, gpu_idx) for gpu_idx in node.nvml.gpus]) or [],
         "nic_firmware": _known(lambda: _firmware(node, profile)) or [],
+        "nic_guids": _known(lambda: _guids(node, profile)),
         "ports": _known(lambda: _ports(node, profile)) or [],
         "kernel": _known(lambda: node.read("/proc/sys/kernel/osrelease")),
         "clock": _known(lambda: asdict(node.clock())),
@@ -59,6 +60,11 @@ def _gpu(node: Node, gpu_idx: int) -> dict[str, Any]:
 
 def _firmware(node: Node, profile: Profile) -> list[str]:
     return sorted({nic.firmware for nic in assign_roles(node, profile).compute if nic.firmware})
+
+
+def _guids(node: Node, profile: Profile) -> dict[str, str]:
+    """GUIDs by NIC."""
+    return {nic.name: nic.node_guid for nic in assign_roles(node, profile).compute if is_guid(nic.node_guid)}
 
 
 def _ports(node: Node, profile: Profile) -> list[dict[str, Any]]:

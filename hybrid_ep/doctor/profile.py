@@ -20,6 +20,7 @@ import jsonschema
 import yaml
 
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.inputs import read_input
 
 __all__ = ["Profile", "is_profile_file", "load_profile", "propose_profile", "shipped_profiles"]
 
@@ -28,6 +29,8 @@ _CPU = "cpu"
 _ANY_GPUS = "gpu-server"
 _STANDARD_INPUT = "-"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same language, ten times faster where libyaml is there
+
+_MAX_DEPTH = 20
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,10 @@ def _resolve(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         raise ConfigError(f"profile {path} extends itself")
     try:
-        values = _parse(path.read_text(), str(path))
-    except OSError as error:
+        text = read_input(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"profile {path} cannot be read: {error}") from error
+    values = _parse(text, str(path))
     parent = values.pop("extends", None)
     if parent is None:
         return values
@@ -144,12 +148,22 @@ def _resolve(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 def _parse(text: str, place: str) -> dict[str, Any]:
     try:
+        _require_shallow(text, place)
         values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"profile {place} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"profile {place} holds a {type(values).__name__}; allowed: a mapping")
     return values
+
+
+def _require_shallow(text: str, place: str) -> None:
+    """Refuses what is nested so deeply that libyaml, which recurses, would end the process."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"profile {place} is nested more than {_MAX_DEPTH} deep; allowed: as deep as the schema")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hybrid_ep.doctor.model import Counters, Finding, Status
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.survey import shorten
 from hybrid_ep.doctor.unreadable import Unreadable
+from hybrid_ep.inputs import read_json_input
 
 __all__ = ["Limits", "Memory", "judge_rise"]
 
@@ -71,7 +72,7 @@ class Memory:
     def load(cls, path: Path) -> Memory:
         """Reads the file. One that is damaged is started over: a lost memory is no fault of the node."""
         try:
-            tree = json.loads(path.read_text())
+            tree = read_json_input(path)
             if tree["schema"] != _SCHEMA:
                 raise ValueError(f"schema {tree['schema']!r}")
             counters = {

@@ -24,6 +24,7 @@ __all__ = [
     "active_ports",
     "assign_roles",
     "blind_devices",
+    "is_guid",
     "judged_ports",
     "required_nics",
     "wanted_nics",
@@ -149,3 +150,8 @@ def active_ports(node: Node, profile: Profile) -> list[Port]:
     if not found:
         raise Unreadable("no port is up, see nic.state")
     return found
+
+
+def is_guid(text: str) -> bool:
+    """Whether it names one device: a virtual function or device that was given no GUID has zeros."""
+    return text.strip("0:") != ""

@@ -131,6 +131,7 @@ class CudaBetween(TorchEngine):
         )
         self._group, self._timeout_s = group, timeout_s
         self._peers = roll_call_among(group, grid.rank, grid.peers, timeout_s, number)
+        roll_call.lost = self._peers.lost = self.lost
         self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(

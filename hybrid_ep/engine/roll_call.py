@@ -6,6 +6,9 @@ timeout, of many minutes, and name no rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from hybrid_ep.core.board import Board, StoreLostError, rendezvous
@@ -21,57 +24,97 @@ class RollCall:
 
     Args:
         group: the ranks; None for a single one.
-        rank: this rank.
+        rank: this rank in `group`.
         timeout_s: how long to wait for the others.
         number: of the buffer among those of the group, equal at all ranks.
+        ranks: what errors call the ranks of `group`; None = 0, 1, ...
 
     Attributes:
         lost: ranks that errors have named; an engine puts its own set here.
+        timeout_s: how long it waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout_s: float, number: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        timeout_s: float,
+        number: int,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.lost: set[int] = set()
         self.group, self.rank = group, rank
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
+        self.ranks = range(self.num_ranks) if ranks is None else ranks
+        self.timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
         self._board = None if group is None or self.num_ranks == 1 else Board.of(group).at(f"buffer {number}/memory")
         self._num_meetings = 0
 
-    def gather(self, where: str, text: str) -> list[str]:
-        """Returns each rank's text, by rank, when all have come. Collective.
+    def gather(self, where: str, text: str, *, others_wait_s: float = 0.0) -> dict[int, str]:
+        """Returns each rank's text, in the order of the group, when all have come. Collective.
 
         Args:
             where: the step, for errors.
             text: of this rank.
+            others_wait_s: for how long another rank may still wait elsewhere, for one that has come here already.
 
         Raises:
             TimeoutError: a rank has not come in time.
             TransportError: the store cannot be reached.
         """
+        me = self.ranks[self.rank]
         if self._board is None:
-            return [text]
+            return {me: text}
         self._num_meetings += 1
-        board, ranks = self._board.at(str(self._num_meetings)), range(self.num_ranks)
-        try:
-            joined = rendezvous(board, self.rank, ranks, text, timeout_s=self._timeout_s)
-        except StoreLostError as error:
-            detail = f"the store of the process group is lost ({error})"
-            raise TransportError(where, self.rank, None, detail) from error
-        missing = sorted(set(ranks) - set(joined.members))
-        if self.rank in missing:
-            detail = "the other ranks have given up on this one, which was late"
-            raise TimeoutError(where, self.rank, joined.members[0], detail, timeout_s=self._timeout_s)
-        if missing:
-            detail = f"ranks {missing} have not come" if len(missing) > 1 else "it has not come"
-            self.lost.add(missing[0])
-            raise TimeoutError(where, self.rank, missing[0], detail, timeout_s=self._timeout_s)
-        return [joined.texts[rank] for rank in ranks]
+        board = self._board.at(str(self._num_meetings))
+        return _meet(board, where, me, self.ranks, text, self.timeout_s + others_wait_s, self.lost)
 
 
 def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
-    """The roll call of some ranks of `group`, this one among them. Makes a group of them; collective over them."""
+    """The roll call of some ranks of `group`, this one among them. Makes a group of them; collective over them.
+
+    Raises:
+        TimeoutError: a rank has not come in time.
+        TransportError: the ranks cannot be connected.
+    """
     if len(ranks) == 1:
-        return RollCall(None, 0, timeout_s, number)
-    members = [dist.get_global_rank(group, member) for member in ranks]
-    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
-    return RollCall(made, ranks.index(rank), timeout_s, number)
+        return RollCall(None, 0, timeout_s, number, ranks=ranks)
+    where, limit_s = "a group of ranks that map each other's memory", max(timeout_s, _MIN_TIMEOUT_S)
+    # torch names no rank, so those that have not come are found before it waits for them.
+    board = Board.of(group).at(f"buffer {number}/ranks {ranks[0]}-{ranks[-1]} by {ranks.step}")
+    _meet(board, where, rank, ranks, "", limit_s, set())
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            [dist.get_global_rank(group, member) for member in ranks],
+            timeout=timedelta(seconds=limit_s),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
+    except RuntimeError as error:
+        raise TransportError(where, rank, None, f"ranks {list(ranks)} cannot be connected: {error}") from error
+    return RollCall(made, ranks.index(rank), timeout_s, number, ranks=ranks)
+
+
+def _meet(
+    board: Board, where: str, rank: int, ranks: Sequence[int], text: str, timeout_s: float, lost: set[int]
+) -> dict[int, str]:
+    """Returns the text of each of `ranks` when all have come. Adds to `lost` the rank that an error names as missing.
+
+    Raises:
+        TimeoutError: a rank has not come in time.
+        TransportError: the store cannot be reached.
+    """
+    try:
+        joined = rendezvous(board, rank, ranks, text, timeout_s=timeout_s)
+    except StoreLostError as error:
+        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
+    missing = sorted(set(ranks) - set(joined.members))
+    if rank in missing:
+        detail = "the other ranks have given up on this one, which was late"
+        raise TimeoutError(where, rank, joined.members[0], detail, timeout_s=timeout_s)
+    if missing:
+        detail = f"ranks {missing} have not come" if len(missing) > 1 else "it has not come"
+        lost.add(missing[0])
+        raise TimeoutError(where, rank, missing[0], detail, timeout_s=timeout_s)
+    return {member: joined.texts[member] for member in ranks}

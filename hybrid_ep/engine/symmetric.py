@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.limited import NoAnswerError, call_within
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
@@ -55,10 +56,11 @@ class SymmetricMemory:
         if roll_call.num_ranks == 1:
             local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             return cls(local, [local.data_ptr()], None)
-        for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: bytes", str(num_bytes))):
+        me = roll_call.ranks[roll_call.rank]
+        for rank, theirs in roll_call.gather(f"{_WHERE}: bytes", str(num_bytes)).items():
             if int(theirs) != num_bytes:
                 raise ConfigError(
-                    f"bytes of symmetric memory are {num_bytes} at rank {roll_call.rank} and {theirs} at rank "
+                    f"bytes of symmetric memory are {num_bytes} at rank {me} and {theirs} at rank "
                     f"{rank}; allowed: the same on every rank, hence the same sizes in all calls"
                 )
         return cls._map(num_bytes, roll_call, device)
@@ -77,7 +79,7 @@ class SymmetricMemory:
         except RuntimeError as error:
             obstacle = str(error)
         # A rank that lacks something says so before the others wait for it.
-        for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: allocation", obstacle)):
+        for rank, theirs in roll_call.gather(f"{_WHERE}: allocation", obstacle).items():
             if theirs:
                 raise ConfigError(
                     f"bytes of symmetric memory are {num_bytes}, which rank {rank} does not have: {theirs}; allowed: "
@@ -85,19 +87,26 @@ class SymmetricMemory:
                 )
         addresses: list[int] = []
         handle = None
-        try:
+
+        def exchange_handles() -> Any:
             with torch.cuda.device(device):
-                handle = symm_mem.rendezvous(local, group)
+                return symm_mem.rendezvous(local, group)
+
+        try:
+            # torch would wait for a rank that is lost here until the timeout of its store, of minutes.
+            handle = call_within(roll_call.timeout_s, exchange_handles)
             # A handle is of an allocation, which may hold more than this tensor.
             offset = local.data_ptr() - handle.buffer_ptrs[roll_call.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             obstacle = str(error)
-        for rank, theirs in enumerate(roll_call.gather(f"{_WHERE}: mapping", obstacle)):
-            if theirs:
-                raise TopologyError(
-                    f"the {roll_call.num_ranks} ranks of the group cannot map each other's GPU memory: rank {rank}: "
-                    f"{theirs}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
-                )
+        told = roll_call.gather(f"{_WHERE}: mapping", obstacle, others_wait_s=roll_call.timeout_s)
+        if obstacles := {rank: text for rank, text in told.items() if text}:
+            # A rank that has waited in vain knows less than the one that it has waited for.
+            rank = min(obstacles, key=lambda rank: obstacles[rank].startswith(NoAnswerError.BEGINNING))
+            raise TopologyError(
+                f"the {roll_call.num_ranks} ranks of the group cannot map each other's GPU memory: rank {rank}: "
+                f"{obstacles[rank]}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
+            )
         return cls(local, addresses, handle)

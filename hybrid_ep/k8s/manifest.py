@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from hybrid_ep.errors import ConfigError, HybridEPError
+from hybrid_ep.inputs import read_input
 
 __all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "find_sources", "json_path", "load"]
 
@@ -163,13 +164,11 @@ def load(source: Path) -> list[Manifest]:
         MissingToolError: kubectl is not installed.
     """
     try:
-        if source == STDIN:
-            text = sys.stdin.read()
-        else:
-            text = _build(source) if source.is_dir() else source.read_text(encoding="utf-8")
-        documents = list(_documents(text))
+        documents = list(_documents(_text_of(source)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} cannot be read: it is nested too deeply") from error
     manifests: list[Manifest] = []
     for content, lines, duplicates in documents:
         if not isinstance(content, dict):
@@ -180,6 +179,12 @@ def load(source: Path) -> list[Manifest]:
     if not manifests:
         raise ConfigError(f"{source} holds no object; allowed: mappings with apiVersion and kind")
     return manifests
+
+
+def _text_of(source: Path) -> str:
+    if source == STDIN:
+        return sys.stdin.read()
+    return _build(source) if source.is_dir() else read_input(source)
 
 
 def _documents(text: str) -> Iterator[tuple[Any, dict[str, int], list[str]]]:

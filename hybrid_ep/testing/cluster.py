@@ -278,6 +278,8 @@ def _serve(pipe: Connection, setup: _Setup) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(setup.variables)
+    # All ranks are on this machine, whose name may have no address, or one that is out of date.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(setup.num_threads)
     _answer(pipe, 1, _join, setup)
     for number in itertools.count(2):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.inputs import read_json_input
 
 __all__ = ["Recording", "read_facts"]
 
@@ -88,7 +89,7 @@ class Recording:
             ConfigError: the file is no recording.
         """
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**read_json_input(path))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{path} is not a recording of a node: {error}") from error
 

@@ -61,7 +61,7 @@ def _verbs_state() -> TransportState:
     except ConnectionError as error:
         return TransportState("verbs", True, error.args[1])
     if not devices:
-        return TransportState("verbs", True, "no RDMA device has an active port")
+        return TransportState("verbs", True, "no InfiniBand or RoCE device has an active port")
     return TransportState("verbs", True, None, ", ".join(devices))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_ep import env
@@ -13,7 +13,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.errors import ClosedError, TransportError
 from hybrid_ep.topology import probe
-from hybrid_ep.transport.choice import TransportChoice, agree_on_transport, survey
+from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, survey
 from hybrid_ep.transport.rendezvous import exchange, refuse
 from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names, proxy_cpus
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DomainLink", "Ring", "connect_link", "open_link"]
 
-# Of each group, how many links it has had: a name for the next that its ranks agree on.
-_num_links: collections.Counter[str] = collections.Counter()
+_WHERE = "a link between domains"
+_MIN_TIMEOUT_S = 1.0  # processes that come together do not come at the same millisecond
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,26 @@ def open_link(
         TimeoutError: a rank has not come in time.
         TransportError: a connection could not be made.
     """
-    import torch.distributed as dist
+    from hybrid_ep.core.board import Board, rendezvous_all
 
     asked = env.TRANSPORT.get() if asked is None else asked
-    votes: list[Any] = [None] * grid.num_ranks
-    dist.all_gather_object(votes, (survey(), host_name()), group)
-    choice = agree_on_transport([states for states, _ in votes], [host for _, host in votes], asked)
-    store = dist.distributed_c10d._get_default_store()
-    prefix = f"hybrid_ep/{group.group_name}/link {_num_links[group.group_name]}"
-    _num_links[group.group_name] += 1
+    board = Board.of(group)
+    mine = json.dumps({"host": host_name(), "states": [asdict(state) for state in survey()]})
+    # Not a collective of the group: that would wait for a lost rank for the group's own timeout, and name no rank.
+    texts, number = rendezvous_all(
+        board,
+        "link",
+        grid.rank,
+        grid.num_ranks,
+        mine,
+        timeout_s=max(timeout_s, _MIN_TIMEOUT_S),
+        where=_WHERE,
+        missed="it has not come",
+    )
+    votes = [json.loads(text) for text in texts]
+    by_rank = [[TransportState(**state) for state in vote["states"]] for vote in votes]
+    choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
+    store, prefix = board.store, f"{board.name}/link {number}"
     return connect_link(
         choice,
         store,

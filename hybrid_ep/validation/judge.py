@@ -125,9 +125,8 @@ def judge(job: JobFile, platform_of: Mapping[str, str], profiles: Profiles) -> J
     odd = [metric for metric in metrics if metric.least is None and metric.source]
     if odd:
         return _ended(job, Status.UNKNOWN, f"{odd[0].name} is in {odd[0].unit}, but {odd[0].source}", metrics)
-    slow = [f"{metric.name} {_show(metric)}" for metric in metrics if metric.least and metric.value < metric.least]
-    if slow:
-        return _ended(job, Status.FAIL, "; ".join(slow), metrics)
+    if slow := _slow(metrics):
+        return _ended(job, Status.FAIL, slow, metrics)
     if metrics and not any(metric.least for metric in metrics):
         names = ", ".join(profile.name for profile in chosen)
         reason = f"passed on correctness alone: profile {names} has no figure for a {job.kind} job of {_hosts(job)}"
@@ -165,17 +164,37 @@ def _judge_by_run(job: Job, middle: Mapping[tuple[str, str, str], float]) -> Job
     )
     if job.status != "pass" or metrics == job.metrics:
         return job
-    slow = [f"{metric.name} {_show(metric)}" for metric in metrics if metric.least and metric.value < metric.least]
-    floors = "; ".join(f"{m.name} ≥ {m.least:.4g} {m.unit} ({m.source})" for m in metrics if m.least is not None)
-    judged = replace(job, metrics=metrics, expected=f"it ends well; {floors}")
-    return replace(judged, status="fail", reason="; ".join(slow), remedy=SLOW.remedy) if slow else judged
+    slow = _slow(metrics)
+    judged = replace(job, metrics=metrics, expected=f"it ends well; {_floors(metrics)}")
+    return replace(judged, status="fail", reason=slow, remedy=SLOW.remedy) if slow else judged
+
+
+def _slow(metrics: Sequence[JudgedMetric]) -> str:
+    """What is below its floor; the slowest of several NICs by its own name alone."""
+    slow = [metric for metric in metrics if metric.least and metric.value < metric.least]
+    named = [metric for metric in slow if not any(_is_part(other.name, metric.name) for other in slow)]
+    return "; ".join(f"{metric.name} {_show(metric)}" for metric in named)
+
+
+def _floors(metrics: Sequence[JudgedMetric]) -> str:
+    """What was expected; of the NICs of a sum only once."""
+    return "; ".join(
+        f"{metric.name} ≥ {metric.least:.4g} {metric.unit} ({metric.source})"
+        for metric in metrics
+        if metric.least is not None and not any(_is_part(metric.name, other.name) for other in metrics)
+    )
+
+
+def _is_part(name: str, whole: str) -> bool:
+    """Whether a metric is that of one NIC: it has one word more, as ``write mlx5_0`` beside ``write``."""
+    return name.rpartition(" ")[0] == whole
 
 
 def _ended(job: JobFile, status: Status | None, reason: str, metrics: tuple[JudgedMetric, ...]) -> Job:
     """The job with its status, or a worse one."""
     final = job.status if status is None else status.value
     said = "; ".join(part for part in (job.reason, reason) if part)
-    floors = "; ".join(f"{m.name} ≥ {m.least:.4g} {m.unit} ({m.source})" for m in metrics if m.least is not None)
+    floors = _floors(metrics)
     remedy = "" if final in ("pass", "skipped") else _remedy(job, final)
     expected = f"it ends well; {floors}" if floors else "it ends well"
     return Job(job.name, job.kind, job.hosts, final, said, metrics, expected, remedy, job.log)
@@ -192,10 +211,16 @@ def _unjudged(job: JobFile) -> tuple[JudgedMetric, ...]:
 
 
 def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> JudgedMetric:
-    """The metric beside the lowest floor; a figure in another unit gives a source without a floor."""
+    """The metric beside the lowest floor; a figure in another unit gives a source without a floor.
+
+    One NIC of several is held to the figure of the slowest, unless it has one of its own.
+    """
     floors: list[tuple[float, str]] = []
     for profile in profiles:
-        figure: Any = profile["bandwidth.figures"].get(f"{job.kind}.{metric.name}")
+        figures = profile["bandwidth.figures"]
+        whole: Any = figures.get(f"{job.kind}.{metric.name.rpartition(' ')[0]}")
+        in_same_unit = whole is not None and whole["unit"] == metric.unit
+        figure: Any = figures.get(f"{job.kind}.{metric.name}", whole if in_same_unit else None)
         if figure is None or figure["hosts"] != len(job.hosts):
             return JudgedMetric(metric.name, metric.value, metric.unit, None, "")
         if figure["unit"] != metric.unit:

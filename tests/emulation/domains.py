@@ -21,6 +21,7 @@ from tests.battery.normal import dispatch, equal, make_buffer
 
 __all__ = [
     "check_auto",
+    "check_by_default",
     "check_by_kernels",
     "check_by_torch",
     "check_in_domains",
@@ -57,15 +58,27 @@ def check_by_torch(check: str, *args: Any) -> None:
     assert _num_by_kernels(check, *args) == 0
 
 
-def _num_by_kernels(check: str, *args: Any) -> int:
-    """Runs a check of tests/; returns how many dispatches the kernels have served."""
+def check_by_default(check: str, *args: Any) -> None:
+    """The same of calls that the torch engine serves, as nothing was asked for."""
+    assert _num_by_kernels(check, *args, asked=None) == 0
+
+
+def _num_by_kernels(check: str, *args: Any, asked: str | None = "cuda") -> int:
+    """Runs a check of tests/; returns how many dispatches the kernels have served.
+
+    Args:
+        asked: HYBRID_EP_LOW_LATENCY_BETWEEN; None = it is not set.
+    """
     from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
 
+    name_of_choice = "HYBRID_EP_LOW_LATENCY_BETWEEN"
     module, name = check.rsplit(".", 1)
     with (
-        mock.patch.dict(os.environ, {"HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda"}),
+        mock.patch.dict(os.environ, {} if asked is None else {name_of_choice: asked}),
         mock.patch.object(LowLatencyBetween, "dispatch", autospec=True, side_effect=LowLatencyBetween.dispatch) as sent,
     ):
+        if asked is None:
+            os.environ.pop(name_of_choice, None)
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
     num_calls: int = sent.call_count
     return num_calls

@@ -86,7 +86,7 @@ def _map(num_bytes: int, roll_call: Any, device: torch.device) -> Any:
     file, path = tempfile.mkstemp(dir="/dev/shm", prefix="hybrid_ep_emulation_")
     os.ftruncate(file, num_bytes)
     mappings = []
-    for name in roll_call.gather("paths", path):
+    for name in roll_call.gather("paths", path).values():
         with open(name, "r+b") as peer:
             mappings.append(torch.frombuffer(mmap.mmap(peer.fileno(), num_bytes), dtype=torch.uint8))
     roll_call.gather("mapped", "")

@@ -128,6 +128,31 @@ def test_survivors_name_the_killed_peer() -> None:
             assert "tcp to 127.0.0.1 port" in text
 
 
+def _miss_a_peer(absent: int) -> tuple[str, int | None, float]:
+    """One rank does not open the link at first; all open it together later."""
+    begin, told = time.monotonic(), ("", None, 0.0)
+    if dist.get_rank() != absent:
+        with pytest.raises(TimeoutError) as raised:
+            _open(Network("loopback"), timeout_s=2.0)
+        told = str(raised.value), raised.value.peer, time.monotonic() - begin
+    dist.barrier()
+    link = _open(Network("loopback"))
+    assert _run(link, 0, 10, 1)[1:] == (20, 0)
+    link.close()
+    return told
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(run_ranks: RunRanks) -> None:
+    """Before there are addresses to exchange. The ranks meet again afterwards."""
+    absent = 2
+    for rank, (text, peer, seconds) in enumerate(run_ranks(3, _miss_a_peer, absent)):
+        if rank != absent:
+            assert peer == absent
+            assert "a link between domains" in text
+            assert "2 s" in text
+            assert seconds < LIMIT_S / 2
+
+
 def _ask_for(name: str) -> str:
     try:
         _open(Network(name))

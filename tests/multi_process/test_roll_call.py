@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import hybrid_ep
-from hybrid_ep.engine.roll_call import RollCall
+from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.testing.cluster import VirtualCluster
 
@@ -44,11 +45,45 @@ def _map(number: int, failing: int, at: str) -> str:
     return "mapped"
 
 
+def _hang(number: int, failing: int) -> tuple[str, float]:
+    """One rank fails in torch's part and the others wait for it; ranks are called 10, 11, ..."""
+    rank, ended = dist.get_rank(), threading.Event()
+    local = torch.zeros(64, dtype=torch.uint8)
+    fails, waits = mock.Mock(side_effect=RuntimeError("no such handle")), mock.Mock(side_effect=lambda *_: ended.wait())
+    roll_call = RollCall(dist.group.WORLD, rank, 1.0, number, ranks=range(10, 10 + NUM_RANKS))
+    begin = time.monotonic()
+    with (
+        mock.patch.object(symm_mem, "empty", mock.Mock(return_value=local)),
+        mock.patch.object(symm_mem, "rendezvous", fails if rank == failing else waits),
+        mock.patch.object(torch.cuda, "device", mock.MagicMock()),
+    ):
+        try:
+            SymmetricMemory.allocate(64, roll_call, torch.device("cpu"))
+        except hybrid_ep.HybridEPError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begin
+        finally:
+            ended.set()
+    return "mapped", 0.0
+
+
+def _group_without(number: int, absent: int) -> tuple[str, int | None]:
+    """The ranks of a subgroup meet, without one of them."""
+    rank, ranks = dist.get_rank(), range(1, NUM_RANKS)
+    if rank in ranks and rank != absent:
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            roll_call_among(group, rank, ranks, 1.0, number)
+        except hybrid_ep.TimeoutError as error:
+            return str(error), error.peer
+    return "", None
+
+
 def _come_late(number: int, late: int) -> tuple[str, int | None, float]:
     """Meets twice; the late rank comes when the others have given it up."""
     rank = dist.get_rank()
     roll_call = RollCall(dist.group.WORLD, rank, 1.5, number)
-    assert roll_call.gather("first", str(rank)) == [str(r) for r in range(NUM_RANKS)]
+    assert roll_call.gather("first", str(rank)) == {r: str(r) for r in range(NUM_RANKS)}
     dist.barrier()
     if rank == late:
         time.sleep(3.0)
@@ -76,6 +111,19 @@ def test_what_one_rank_cannot_map_all_are_told(cluster: VirtualCluster) -> None:
     told = cluster.run(_map, 2, 2, "empty", limit_s=LIMIT_S)
     assert told == [told[0]] * NUM_RANKS
     assert told[0].startswith("ConfigError: bytes of symmetric memory are 64, which rank 2 does not have: no such")
+
+
+def test_a_wait_of_torch_for_handles_ends(cluster: VirtualCluster) -> None:
+    told = cluster.run(_hang, 5, 1, limit_s=LIMIT_S)
+    assert all("TopologyError" in text and seconds < 10.0 for text, seconds in told)
+    assert [text for text, _ in told] == [told[0][0]] * NUM_RANKS
+    assert "rank 11: no such handle" in told[0][0]
+
+
+def test_a_group_is_made_of_ranks_that_have_come(cluster: VirtualCluster) -> None:
+    told = cluster.run(_group_without, 6, 2, limit_s=LIMIT_S)
+    assert told[1][1] == 2
+    assert told[1][0].endswith("rank 1 waited 1 s for rank 2: it has not come")
 
 
 def test_a_late_rank_is_named_in_time_and_told_so(cluster: VirtualCluster) -> None:

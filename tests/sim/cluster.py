@@ -48,7 +48,9 @@ def write_nodes(folder: Path, reports: Mapping[str, Report], scenario_of: Mappin
     for name, scenario in scenario_of.items():
         report = reports[scenario]
         gpus = [{**gpu, "uuid": f"GPU-{name}-{index}"} for index, gpu in enumerate(report.facts["gpus"])]
-        written.append(replace(report, host=name, facts={**report.facts, "gpus": gpus, "boot_id": f"boot of {name}"}))
+        guids = {nic: f"{name} {guid}" for nic, guid in report.facts["nic_guids"].items()}
+        own = {"gpus": gpus, "nic_guids": guids, "boot_id": f"boot of {name}"}
+        written.append(replace(report, host=name, facts={**report.facts, **own}))
         write(folder / "nodes" / f"{name}.json", written[-1].to_json())
     return written
 

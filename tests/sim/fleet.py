@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +99,7 @@ class Fleet:
                 assert node is not None
                 node.facts["hostname"] = name
                 node.files["/proc/sys/kernel/random/boot_id"] = f"boot of {name}\n"
+                _give_guids(node, name)
                 node.write(host.path("/opt/node"))
                 host.path("/opt/stub").mkdir()
                 host.path("/opt/stub/libnvidia-ml.so.1").write_bytes((stub / "libnvidia-ml.so.1").read_bytes())
@@ -179,6 +181,13 @@ class Fleet:
             if time.monotonic() - begun > _START_S:
                 raise HostError(f"sshd of {name} does not answer")
             time.sleep(0.05)
+
+
+def _give_guids(node: Recording, host: str) -> None:
+    """GUIDs of NICs that no other host has."""
+    for path in node.files:
+        if path.endswith("/node_guid"):
+            node.files[path] = f"{zlib.crc32(f'{host} {path}'.encode()):08x}:0000:0001\n"
 
 
 def names_of(groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:

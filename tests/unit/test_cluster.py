@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_ep import ConfigError
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
+from tests.prerequisites import require_programs
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,27 @@ def test_a_rank_that_has_ended_is_named_in_every_later_run() -> None:
             with pytest.raises(RankError, match="rank 1: its process ended") as raised:
                 cluster.run(os.getpid, limit_s=30)
             assert list(raised.value.errors) == [1]
+
+
+def _meet() -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_ranks_meet_where_the_host_does_not_know_its_own_name() -> None:
+    """Otherwise gloo looks its address up by the name of the host, and warns at each rank."""
+    require_programs("unshare")
+    program = (
+        "import socket; socket.sethostname('no-such-host-name')\n"
+        "from hybrid_ep.testing.cluster import VirtualCluster\n"
+        "from tests.unit.test_cluster import _meet\n"
+        "with VirtualCluster(2) as cluster: print(cluster.run(_meet, limit_s=60))"
+    )
+    command = ["unshare", "--uts", *([] if os.geteuid() == 0 else ["--map-root-user"]), sys.executable, "-c", program]
+    variables = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[2.0, 2.0]", "")
 
 
 def _print_rank_and_stay() -> None:

@@ -63,6 +63,7 @@ def _report(host: str, *results: Result, **facts: Any) -> Report:
         "packages": {"torch": "2.11.0"},
         "gpus": [{**_GPU, "uuid": f"{host}-{i}"} for i in range(4)],
         "nic_firmware": ["28.43.2026"],
+        "nic_guids": {"mlx5_0": f"guid of {host}"},
         "ports": [
             _PORT,
         ],
@@ -389,6 +390,7 @@ def test_equal_nodes_agree() -> None:
         ),
         ({"kernel": "5.15.0"}, "compare.kernel", "5.15.0: b; 6.8.0: a"),
         ({"boot_id": "boot of a"}, "compare.boot", "one node under several names: a, b"),
+        ({"nic_guids": {"mlx5_3": "guid of a"}}, "compare.guids", "guid of a: a mlx5_0, b mlx5_3"),
         (
             {"tree": ["GPU 0 0008:01:00.0 NUMA 0", "mlx5_0 0000:03:00.0 NUMA 1", "GPU 0 → mlx5_0 SYS"]},
             "compare.tree",

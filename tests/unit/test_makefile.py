@@ -50,3 +50,12 @@ def test_the_empty_debian_is_root_s_unless_asked_otherwise() -> None:
     """Variables of make's own, such as AS, are never empty."""
     assert dry_run("test-bare") == "ci/bare_root_test.sh short root\n"
     assert dry_run("test-bare", "MODE=full", "WHO=user") == "ci/bare_root_test.sh full user\n"
+
+
+def test_scripts_keep_their_line_ends_in_any_clone() -> None:
+    """With core.autocrlf a clone would have scripts that no shell runs."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone")
+    command = ["git", "-c", f"safe.directory={ROOT}", "check-attr", "eol", "--", "ci/setup.sh", "Makefile", "setup.py"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.rpartition(": ")[2] for line in told] == ["lf"] * 3

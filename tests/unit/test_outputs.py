@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from hybrid_ep.cli import main
+from hybrid_ep.inputs import read_json_input
 
 _LIMIT_S = 240.0  # of what takes a few seconds on an idle machine
 # Options that name a file or folder which a command writes.
@@ -54,6 +56,61 @@ def test_a_folder_that_takes_no_files_is_told_before_the_work(command: list[str]
     result = CliRunner().invoke(main, [*command, "/proc/nothing/here"])
     assert result.exit_code == 2
     assert "/proc/nothing/here cannot be made in /proc" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--junit", "--record", "--state"])
+def test_a_fifo_that_nobody_reads_is_told_before_the_work(tmp_path: Path, option: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    done = _run(["doctor", option, str(tmp_path / "fifo")])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{tmp_path / 'fifo'} is a FIFO that nobody reads" in done.stderr
+
+
+def test_a_state_file_does_not_take_the_place_of_a_device() -> None:
+    done = _run(["doctor", "--state", "/dev/full"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "/dev/full is no regular file" in done.stderr
+
+
+COMMANDS = [
+    ["doctor", "--quick", "--profile"],
+    ["doctor", "compare"],
+    ["balance", "--ranks", "4"],
+]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "endless", "deep", "not UTF-8"])
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_inputs_that_would_hold_a_command_up(tmp_path: Path, kind: str, words: list[str]) -> None:
+    """They end with one line and 2: nothing is confirmed."""
+    path = Path("/dev/zero") if kind == "endless" else tmp_path / "input.yaml"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind != "endless":
+        path.write_bytes(b"[" * 100_000 if kind == "deep" else b"\xff\xfe")
+    done = _run([*words, str(path)])
+    assert done.returncode == 2
+    assert "internal error" not in done.stderr
+    assert f"{path} " in done.stderr
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("[" * 100_000)
+    done = _run(["k8s", "check", str(path)])
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "cannot be read: it is nested too deeply" in done.stdout
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    """As a shell makes it of <(command)."""
+    reading, writing = os.pipe()
+    os.write(writing, b'{"of": ["a"')
+    thread = threading.Timer(0.3, lambda: (os.write(writing, b"]}"), os.close(writing)))
+    thread.start()
+    assert read_json_input(Path(f"/dev/fd/{reading}")) == {"of": ["a"]}
+    thread.join()
+    os.close(reading)
 
 
 def _run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:

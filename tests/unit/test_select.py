@@ -15,7 +15,7 @@ from hybrid_ep.transport import TransportState
 
 CUDA = Choice("cuda", "the extension is built and the GPU is capable")
 TCP, LOOPBACK = (TransportState(name, True, None) for name in ("tcp", "loopback"))
-NO_VERBS = TransportState("verbs", True, "no RDMA device has an active port")
+NO_VERBS = TransportState("verbs", True, "no InfiniBand or RoCE device has an active port")
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_auto_takes_the_torch_engine_where_nothing_joins_and_says_why() -> None:
     told = _choice("aabb", 2, ["verbs"] * 4)
     assert told.name == "torch"
     assert told.reason.startswith(
-        "2 domains of 2 ranks; transport is 'verbs', but rank 0: no RDMA device has an active"
+        "2 domains of 2 ranks; transport is 'verbs', but rank 0: no InfiniBand or RoCE device has an active"
     )
     many = _choice("a" * 130, 2)
     assert many == Choice(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from hybrid_ep import _C
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.transport import TransportState, agree_on_transport, choose_transport
 
 TCP = TransportState("tcp", True, None)
 LOOPBACK = TransportState("loopback", True, None)
 WITH_NICS = (TransportState("verbs", True, None, "mlx5_0"), TCP, LOOPBACK)
-WITHOUT = (TransportState("verbs", True, "no RDMA device has an active port"), TCP, LOOPBACK)
+WITHOUT = (TransportState("verbs", True, "no InfiniBand or RoCE device has an active port"), TCP, LOOPBACK)
 
 
 def test_auto_takes_verbs_then_tcp() -> None:
@@ -21,21 +27,26 @@ def test_auto_takes_verbs_then_tcp() -> None:
         "loopback": "usable where all ranks are on one host",
     }
     choice = choose_transport(WITHOUT, asked="auto")
-    assert (choice.name, choice.reason) == ("tcp", "verbs cannot be used: no RDMA device has an active port")
-    assert choice.others["verbs"] == "no RDMA device has an active port"
+    assert (choice.name, choice.reason) == (
+        "tcp",
+        "verbs cannot be used: no InfiniBand or RoCE device has an active port",
+    )
+    assert choice.others["verbs"] == "no InfiniBand or RoCE device has an active port"
 
 
 def test_what_was_asked_for_is_taken_or_refused() -> None:
     assert choose_transport(WITH_NICS, asked="tcp").others["verbs"] == "usable; tcp is asked for by name"
-    with pytest.raises(ConfigError, match=r"'verbs', but no RDMA device .* allowed here: auto, tcp, loopback"):
+    with pytest.raises(
+        ConfigError, match=r"'verbs', but no InfiniBand or RoCE device .* allowed here: auto, tcp, loopback"
+    ):
         choose_transport(WITHOUT, asked="verbs")
 
 
 def test_one_rank_without_nic_decides_for_all() -> None:
     choice = agree_on_transport([WITH_NICS, WITH_NICS, WITHOUT], ["a", "b", "c"], "auto")
     assert choice.name == "tcp"
-    assert choice.reason == "verbs cannot be used: rank 2: no RDMA device has an active port"
-    with pytest.raises(ConfigError, match="transport is 'verbs', but rank 2: no RDMA device"):
+    assert choice.reason == "verbs cannot be used: rank 2: no InfiniBand or RoCE device has an active port"
+    with pytest.raises(ConfigError, match="transport is 'verbs', but rank 2: no InfiniBand or RoCE device"):
         agree_on_transport([WITH_NICS, WITH_NICS, WITHOUT], ["a", "b", "c"], "verbs")
 
 
@@ -44,3 +55,42 @@ def test_loopback_is_for_one_host() -> None:
     assert agree_on_transport([WITH_NICS] * 2, ["a", "a"], "verbs").name == "verbs"
     with pytest.raises(ConfigError, match="'loopback', but the ranks are on 2 hosts"):
         agree_on_transport([WITH_NICS] * 2, ["a", "b"], "loopback")
+
+
+@pytest.fixture(scope="module")
+def efa_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libibverbs that shows an EFA interface and a RoCE card."""
+    if not _C.has_verbs:
+        pytest.skip("built without verbs")
+    folder = tmp_path_factory.mktemp("verbs")
+    source = Path(__file__).parents[1] / "sim" / "verbs_stub.c"
+    library = folder / "libibverbs.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libibverbs.so.1", str(source), "-o", library], check=True)
+    return folder
+
+
+def _on_efa(library: Path, program: str, **variables: str) -> str:
+    """What a program says where libibverbs is the stub."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), **variables}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_nic_without_reliable_connections_is_passed_over(efa_library: Path) -> None:
+    """EFA's port is active, but verbs could not connect over it."""
+    program = "from hybrid_ep.transport import choose_transport as c; t = c(asked='auto'); print(t.name, t.reason)"
+    assert _on_efa(efa_library, program) == "verbs mlx5_0"
+    alone = _on_efa(efa_library, program, VERBS_STUB_ONLY_EFA="1")
+    assert alone == "tcp verbs cannot be used: no InfiniBand or RoCE device has an active port"
+
+
+def test_a_nic_without_reliable_connections_is_refused_by_name(efa_library: Path) -> None:
+    program = (
+        "from hybrid_ep import _C\n"
+        "layout = _C.LinkLayout(num_domains=2, domain_idx=0, rings=[(1024, 4, 1)])\n"
+        "try: _C.verbs_proxy(layout=layout, devices=['rdmap0s6'])\n"
+        "except ConnectionError as error: print(error.args[1])"
+    )
+    told = _on_efa(efa_library, program)
+    assert told.startswith("RDMA device 'rdmap0s6' has no reliable connections")
+    assert told.endswith("use HYBRID_EP_TRANSPORT=tcp")

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_ep.bench.link import LinkFigures, LinkReport
 from hybrid_ep.cli import main
 from hybrid_ep.doctor import Profile, Report, Severity, Status, load_profile
 from hybrid_ep.doctor import Result as CheckResult
@@ -29,6 +30,7 @@ from hybrid_ep.validation.judge import Job, Profiles, judge
 from hybrid_ep.validation.junit import to_junit
 from hybrid_ep.validation.markdown import to_markdown
 from hybrid_ep.validation.page import to_html
+from hybrid_ep.validation.record import judge_output
 from hybrid_ep.validation.results import JobFile, Metric, read_inventory, read_log_tail, schema
 from hybrid_ep.validation.rounds import num_rounds, rounds
 from tests.sim.cluster import names, write, write_inventory, write_job
@@ -52,6 +54,7 @@ def _report(host: str, *results: CheckResult) -> Report:
         "boot_id": f"boot of {host}",
         "tree": ["GPU 0 0000:13:00.0 NUMA 0"],
         "nic_firmware": ["28.43.2026"],
+        "nic_guids": {"mlx5_0": f"guid of {host}"},
         "clock": {"synchronized": True, "max_error_us": 2000},
         "domain_gpus": None,
         "clock_error_ms": 500,
@@ -339,6 +342,42 @@ def test_job_that_measured_nothing_says_nothing_of_figures() -> None:
 def test_a_floor_comes_with_its_source() -> None:
     metric = _judged("a", "b").metrics[0]
     assert (metric.least, metric.source) == (360, "0.9 of 400 Gb/s, profile fast: measured")
+
+
+def test_a_link_between_domains_is_a_job() -> None:
+    """`hybrid-ep bench --mode link --json`: its slowest rank, and each of them."""
+    ranks = [LinkFigures("verbs", "mlx5_0", 1, seconds, 0, 100.0) for seconds in (1.0, 2.0)]
+    output = json.dumps(LinkReport(10**9, 40, ranks).to_json(), indent=2)
+    job = judge_output("pair-a-b-link", "pair", ("a", "b"), 0, output)
+    assert (job.status, job.reason) == ("pass", "")
+    assert [(m.name, m.value, m.unit) for m in job.metrics] == [
+        ("link", 20.0, "GB/s"),
+        ("link rank0", 40.0, "GB/s"),
+        ("link rank1", 20.0, "GB/s"),
+    ]
+    profiles = Profiles(
+        {"fast": _profile("fast", **{"pair.link": {**_FIGURE, "unit": "GB/s", "value": 40}})}.__getitem__
+    )
+    judged = judge(job, _PLATFORM_OF, profiles)
+    assert (judged.status, judged.reason) == ("fail", "link rank1 20 GB/s, expected ≥ 36")
+    wrong = LinkReport(10**9, 40, [ranks[0], replace(ranks[1], num_wrong=3)])
+    job = judge_output("pair-a-b-link", "pair", ("a", "b"), 1, json.dumps(wrong.to_json()))
+    assert (job.status, job.reason) == ("fail", "rank 1: 3 chunks missing or wrong")
+
+
+def test_a_slow_rail_is_named() -> None:
+    """The figure of the slowest NIC holds for each; a time beside it is no NIC, and is not held to it."""
+    values = {
+        "write": (210, "Gb/s"),
+        "write time": (1, "µs"),
+        "write mlx5_0": (395, "Gb/s"),
+        "write mlx5_3": (210, "Gb/s"),
+    }
+    metrics = tuple(Metric(name, value, unit) for name, (value, unit) in values.items())
+    job = judge(JobFile("j", "nic", ("a", "b"), "pass", "", metrics, ""), _PLATFORM_OF, Profiles(_PROFILES.__getitem__))
+    assert (job.status, job.reason) == ("fail", "write mlx5_3 210 Gb/s, expected ≥ 360")
+    assert job.expected == "it ends well; write ≥ 360 Gb/s (0.9 of 400 Gb/s, profile fast: measured)"
+    assert [metric.least for metric in job.metrics] == [360, None, 360, 360]
 
 
 @pytest.mark.parametrize(

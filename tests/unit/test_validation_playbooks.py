@@ -106,7 +106,7 @@ def test_what_is_no_inventory_is_refused() -> None:
 
 def write_node(folder: Path, host: str, cluster: str = "f" * 32, clique: int = 1) -> None:
     gpus = [{"name": "", "uuid": "", "cluster_uuid": cluster, "clique": clique}] * 4
-    facts = {"driver": "1", "packages": {}, "gpus": gpus, "nic_firmware": [], "domain_gpus": 8}
+    facts = {"driver": "1", "packages": {}, "gpus": gpus, "nic_firmware": [], "nic_guids": {}, "domain_gpus": 8}
     facts |= {"clock": {"synchronized": True, "max_error_us": 1}, "clock_error_ms": 500}
     report = Report("0.1.0", host, "gb200-nvl72", "given", 0.0, (), (), facts)
     (folder / "nodes" / f"{host}.json").write_text(json.dumps(report.to_json()))

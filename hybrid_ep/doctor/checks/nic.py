@@ -15,6 +15,7 @@ from hybrid_ep.doctor.roles import (
     active_ports,
     assign_roles,
     blind_devices,
+    is_guid,
     judged_ports,
     required_nics,
     wanted_nics,
@@ -222,6 +223,31 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
 
     found = survey(nics, _nic_name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
     return Finding(Status.FAIL, f"mixed: {'; '.join(mixed)}") if mixed and found.status is not Status.FAIL else found
+
+
+@check(
+    "nic.guid",
+    title="GUIDs of the NICs",
+    source=f"{_CLASS}/*/node_guid",
+    expectation="each NIC has its own; zero, as of a virtual function that was given none, counts as none",
+    remedy="Virtual functions: give each its own (ip link set DEVICE vf N node_guid GUID); a cloned VM needs new ones. "
+    "Cards: flint -d DEVICE query shows what the firmware has; burn each card's own GUIDs.",
+    wants="nic.count",
+)
+def nic_guid(node: Node, profile: Profile) -> Finding:
+    nics = required_nics(node, profile)
+    owners: dict[str, list[str]] = {}
+    for nic in nics:
+        if is_guid(nic.node_guid):
+            owners.setdefault(nic.node_guid, []).append(nic.name)
+
+    def fault(nic: Nic) -> str | None:
+        if not nic.node_guid:
+            raise Unreadable(f"{_CLASS}/{nic.name}/node_guid cannot be read")
+        others = [name for name in owners.get(nic.node_guid, []) if name != nic.name]
+        return f"{nic.node_guid}, as {', '.join(others)}" if others else None
+
+    return survey(nics, _nic_name, fault, f"{len(owners)} GUIDs")
 
 
 @check(
