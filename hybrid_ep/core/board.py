@@ -11,7 +11,6 @@ it. So ranks never go on in two groups that each take the other for lost.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeVar
@@ -19,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hybrid_ep.core.within import UnfinishedError, run_within
 from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous", "rendezvous_all"]
@@ -104,22 +104,13 @@ class Board:
         """
         if self._is_lost:
             raise StoreLostError("it has not answered before")
-        done: list[T] = []
-        failed: list[RuntimeError] = []
-
-        def run() -> None:
-            try:
-                done.append(access())
-            except RuntimeError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(_ACCESS_S)
-        if done:
-            return done[0]
-        self._is_lost = not failed
-        raise StoreLostError(str(failed[0]).splitlines()[0] if failed else f"no answer within {_ACCESS_S:g} s")
+        try:
+            return run_within(_ACCESS_S, access)
+        except UnfinishedError as error:
+            self._is_lost = True
+            raise StoreLostError(str(error)) from error
+        except RuntimeError as error:
+            raise StoreLostError(str(error).splitlines()[0]) from error
 
 
 class Rendezvous(NamedTuple):

@@ -38,9 +38,11 @@ __all__ = ["LoadExpert", "Recovered", "Report", "join", "recover", "waiting"]
 
 LoadExpert = Callable[[int, int], Any]
 B = TypeVar("B", bound=BaseBuffer)
+M = TypeVar("M")
 _KINDS: dict[str, type[BaseBuffer]] = {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}
 _MIN_TIMEOUT_S = 1.0  # processes do not come at the same millisecond
 _GRACE_S = 0.3  # for a rank that others take for lost: it may be alive
+_MARGIN_S = 2.0  # ranks do not begin a step at the same millisecond, nor keep to its limit to the millisecond
 _CONFIRM_S = 1.0  # for a newcomer to confirm that it is still there
 _POLL_S = 0.05
 _WHERE = "recover"
@@ -152,11 +154,11 @@ def recover(
         "old_num_ranks_per_domain": buffer.grid.num_ranks_per_domain,
         "max_slots": max_slots,
         "timeout_s": max(timeout_s, _MIN_TIMEOUT_S),
+        "buffer_timeout_s": max(buffer.timeout_s, _MIN_TIMEOUT_S),
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
-    with contextlib.suppress(HybridEPError):  # what it raises is known by now
-        buffer.close()
+    _close(buffer)  # what it raises is known by now
     loaded: dict[tuple[int, int], Any] = {}
     try:
         for _ in range(buffer.group_size + 1):
@@ -403,33 +405,69 @@ class _Attempt:
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
         """Makes group and buffer; returns who did not confirm that it could, where any could not."""
-        timeout_s = self._terms["timeout_s"]
         name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
-        group: dist.ProcessGroup | None = None
-        buffer: BaseBuffer | None = None
-        problem = ""
-        options = dict(self._terms["options"])
-        try:
-            group = make_group(
+
+        def connect() -> dist.ProcessGroup:
+            return make_group(
                 self._board.at("group"),
                 name,
                 [one if one >= 0 else None for one in roster.ranks],
                 rank,
                 parent=self._parent,
                 backend=self._terms["backend"],
-                timeout_s=timeout_s,
+                timeout_s=self._terms["timeout_s"],
             )
-            follow(name, Lineage(self._lineage.board, self._lineage.generation))
-            buffer = _KINDS[self._terms["kind"]].over(group, roster.num_ranks_per_domain, options)
+
+        group = self._make("connected", connect, abandon, self._terms["timeout_s"], ids, rank)
+        if isinstance(group, set):
+            return group
+        follow(name, Lineage(self._lineage.board, self._lineage.generation))
+        kind, options = _KINDS[self._terms["kind"]], dict(self._terms["options"])
+        buffer = self._make(
+            "made",
+            lambda: kind.over(group, roster.num_ranks_per_domain, options),
+            _close,
+            self._terms["buffer_timeout_s"],
+            ids,
+            rank,
+        )
+        if isinstance(buffer, set):
+            abandon(group)
+            return buffer
+        return group, buffer
+
+    def _make(
+        self,
+        what: str,
+        make: Callable[[], M],
+        drop: Callable[[M], object],
+        timeout_s: float,
+        ids: list[int],
+        rank: int,
+    ) -> M | set[int]:
+        """Makes something, and agrees with the others whether all could; returns who is missing where one could not.
+
+        Args:
+            what: the step's name.
+            make: collective.
+            drop: gives up what this rank has made.
+            timeout_s: how long one rank may take longer to fail than another to succeed.
+            ids: of the new ranks.
+            rank: this one's.
+        """
+        made: M | None = None
+        problem = ""
+        try:
+            made = make()
         except (RuntimeError, HybridEPError) as error:
             problem = str(error)
-        # Whom an error here names may only be slow to fail itself: first for the group, then for votes or a link.
-        came, texts = self._rendezvous("made", rank, range(len(ids)), problem, 2 * timeout_s + _CONFIRM_S)
+        # Whom an error here names may only be slow to fail itself.
+        came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s + _MARGIN_S)
         if len(came) == len(ids) and not any(texts.values()):
-            assert group is not None
-            assert buffer is not None
-            return group, buffer
-        _drop(group, buffer)
+            assert made is not None
+            return made
+        if made is not None:
+            drop(made)
         return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
 
     def _load(
@@ -482,10 +520,12 @@ class _Attempt:
             failed |= found
 
 
-def _drop(group: dist.ProcessGroup | None, buffer: BaseBuffer | None) -> None:
+def _drop(group: dist.ProcessGroup, buffer: BaseBuffer) -> None:
     """Gives up what was made for an attempt."""
-    if buffer is not None:
-        with contextlib.suppress(HybridEPError):
-            buffer.close()
-    if group is not None:
-        abandon(group)
+    _close(buffer)
+    abandon(group)
+
+
+def _close(buffer: BaseBuffer) -> None:
+    with contextlib.suppress(HybridEPError):
+        buffer.close()

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hybrid_ep.core.board import Board
+from hybrid_ep.core.within import UnfinishedError, run_within
 
 __all__ = ["Link", "uses_gloo"]
 
@@ -134,21 +135,15 @@ def _connected(addresses: Store, index: int, num_members: int, limit_s: float) -
     Raises:
         RuntimeError: they could not be connected.
     """
-    made: list[Any] = []
-    failed: list[RuntimeError] = []
-
-    def run() -> None:
-        try:
-            made.append(dist.ProcessGroupGloo(addresses, index, num_members, timedelta(seconds=limit_s)))
-        except RuntimeError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="hybrid_ep connects")
-    thread.start()
-    thread.join(limit_s + _MORE_S)
-    if made:
-        return made.pop()  # the last reference closes them
-    raise failed[0] if failed else RuntimeError(f"gloo has not connected within {limit_s:g} s")
+    limit = timedelta(seconds=limit_s)
+    try:
+        return run_within(
+            limit_s + _MORE_S,
+            lambda: dist.ProcessGroupGloo(addresses, index, num_members, limit),
+            name="hybrid_ep connects",
+        )
+    except UnfinishedError as error:
+        raise RuntimeError(f"gloo has not connected within {limit_s:g} s") from error
 
 
 class _Addresses(Store):

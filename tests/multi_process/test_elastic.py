@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep import Buffer, TopologyError, TransportError
 from hybrid_ep.balance import ExpertPlacement
@@ -200,6 +203,36 @@ def test_low_latency_goes_on_by_masks(cluster: VirtualCluster) -> None:
     cluster.start(_go_on_by_masks)
     survivors = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
     assert cluster.collect(survivors, limit_s=60) == [["", ""]] * len(survivors)
+
+
+def _lose_another_while_connecting(sent: signal.Signals) -> tuple[int, ...]:
+    """Rank 3 dies; then rank 2 is lost while it connects, and gloo holds rank 1 for five times the limit."""
+    job = _lose(3)
+    connect = c10d.ProcessGroupGloo
+
+    def connect_as_rank(*given: Any, timeout: timedelta) -> dist.ProcessGroup:
+        c10d.ProcessGroupGloo = connect  # type: ignore[misc]  # the next attempt is a usual one
+        if job.buffer.rank == 2:
+            os.kill(os.getpid(), sent)
+        if job.buffer.rank == 1:
+            time.sleep(5 * timeout.total_seconds())
+        return connect(*given, timeout=timeout)
+
+    c10d.ProcessGroupGloo = connect_as_rank  # type: ignore[assignment,misc]
+    job.take(recover(job.buffer, job.placement, _load_all))
+    assert step(job, 2) == ""
+    return job.ranks
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda sent: sent.name)
+def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signal.Signals) -> None:
+    """Where a peer is lost, gloo tries again, and may hold one survivor for longer than another."""
+    cluster.start(_lose_another_while_connecting, sent)
+    try:
+        assert cluster.collect([0, 1], limit_s=60) == [(0, 1)] * 2
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(cluster.process_id(2), signal.SIGKILL)
 
 
 def _refuse() -> None:
