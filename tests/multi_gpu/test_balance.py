@@ -88,6 +88,38 @@ def test_plans_are_those_of_the_cpu(num_ranks_per_domain: int, num_spare: int) -
                 assert torch.equal(a.cpu(), b)
 
 
+@pytest.mark.parametrize("num_spare", [0, 2, 40])
+@pytest.mark.parametrize("num_ranks_per_domain", [8, 4])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4096, 20000])
+def test_copies_go_where_the_cpu_sends_them(num_tokens: int, num_ranks_per_domain: int, num_spare: int) -> None:
+    """Even and skewed routings, with holes and columns alike; more copies than CTAs take at once."""
+    generator = torch.Generator().manual_seed(num_spare)
+    for exponent in (0.0, 1.0, 2.0):
+        odds = torch.arange(1, 257).double() ** -exponent
+        routing = [odds.multinomial(4096, True, generator=generator).view(-1, 8) for _ in range(8)]
+        mine = odds.multinomial(8 * num_tokens + 1, True, generator=generator)[1:]
+        mine[torch.rand(mine.shape, generator=generator) < 0.1] = -1
+        routing[5] = mine.view(num_tokens, 8)
+        counts = torch.stack([idx[idx >= 0].bincount(minlength=256) for idx in routing])
+        plan = plan_online(counts, num_ranks_per_domain=num_ranks_per_domain, num_spare=num_spare)
+        want = map_online(plan, counts, routing[5], 5)
+        given_counts, given_idx = counts.cuda(), routing[5].cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            made = plan_online(given_counts, num_ranks_per_domain=num_ranks_per_domain, num_spare=num_spare)
+            got = map_online(made, given_counts, given_idx, 5)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(got.cpu(), want)
+
+
+def test_what_is_no_expert_becomes_what_is_no_slot() -> None:
+    counts = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
+    plan = plan_online(counts, num_ranks_per_domain=4, num_spare=1)
+    slots = map_online(plan, counts, torch.tensor([[-2, -1, 8, 9]], device="cuda"), 0)
+    assert slots.tolist() == [[-2, -1, 12, 13]]
+
+
 def _move() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
