@@ -59,6 +59,7 @@ class Experts(nn.Module):
         self.mesh = _mesh_of(buffer, mesh)
         if self.mesh is not None:
             _look_at_what_is_sharded()
+        self._memory: dict[str, Tensor] = {}  # of `slots`, by parameter
         self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
 
     def _sharded(self, weight: Tensor) -> Tensor:
@@ -74,6 +75,31 @@ class Experts(nn.Module):
         """
         up, down = self._local("up", self.up), self._local("down", self.down)
         return up, down
+
+    def slots(self, num_spare: int) -> tuple[Tensor, Tensor]:
+        """The same weights with memory for `num_spare` more behind them, ``[LE + num_spare, …]``; without gradients.
+
+        Parameters move into that memory once, so that later calls copy nothing. They stay there until they are
+        replaced, as by `to`.
+
+        Raises:
+            ConfigError: as `weights`.
+        """
+        return self._slots("up", self.up, num_spare), self._slots("down", self.down, num_spare)
+
+    @torch.no_grad()
+    def _slots(self, name: str, parameter: Tensor, num_spare: int) -> Tensor:
+        local, memory = self._local(name, parameter), self._memory.get(name)
+        shape = (local.shape[0] + num_spare, *local.shape[1:])
+        if memory is None or memory.shape != shape or memory.data_ptr() != local.data_ptr():
+            memory = self._memory[name] = local.new_zeros(shape)
+            memory[: local.shape[0]] = local
+            held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            held.data = memory[: local.shape[0]]
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": {}}  # a copy makes its own
 
     def _local(self, name: str, parameter: Tensor) -> Tensor:
         if self.mesh is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -82,7 +83,9 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
         y = layer(x)
         (y * pull(rank)).sum().backward()
         again = layer(x.detach())
-    assert torch.equal(again, y)
+        with torch.no_grad():
+            inferred = [layer(x.detach()) for _ in range(2)]
+    assert all(torch.equal(one, y) for one in (again, *inferred))
     grads = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
     shapes = {name: tuple(_local(value).shape) for name, value in layer.state_dict().items()}
     return {"y": y.detach(), "x": x.grad, "copies": received[0], "shapes": shapes, **grads}
@@ -166,7 +169,7 @@ def test_weights_move_beside_the_dispatch_and_experts_wait(
         layer = MoELayer(buffer, **SIZES, balance="online", **options)  # type: ignore[arg-type]
         mover, wait = other if has_weight_buffer else buffer, EventOverlap.current_stream_wait
 
-        def copy(given: hybrid_ep.Buffer, *args: Any) -> None:
+        def note_copy(given: hybrid_ep.Buffer, *args: Any) -> None:
             assert given is mover
             steps.append("copy")
 
@@ -174,13 +177,62 @@ def test_weights_move_beside_the_dispatch_and_experts_wait(
             steps.append("wait for the copies" if event.event is not None else "nothing to wait for")
             return wait(event)
 
-        monkeypatch.setattr("hybrid_ep.nn.replicas.copy_weights", copy)
+        monkeypatch.setattr("hybrid_ep.nn.replicas.copy_weights", note_copy)
         monkeypatch.setattr(EventOverlap, "current_stream_wait", note_wait)
         layer.dispatch.register_forward_pre_hook(lambda *given: steps.append("dispatch"))
         layer.experts.register_forward_pre_hook(lambda *given: steps.append("experts"))
         layer(tokens(0))
     waits = "wait for the copies" if has_weight_buffer else "nothing to wait for"
-    assert steps == ["copy", "copy", "dispatch", waits, "experts"]
+    assert steps == ["copy", "dispatch", waits, "experts"]
+
+
+def test_without_gradients_replicas_go_behind_the_weights() -> None:
+    """No call but the first copies a weight, and parameters are those of home experts as before."""
+    with hybrid_ep.Buffer(None) as buffer:
+        layer = MoELayer(buffer, **SIZES, balance="online", num_spare=3)  # type: ignore[arg-type]
+        before = {name: value.clone() for name, value in layer.state_dict().items()}
+        with torch.no_grad():
+            y = layer(tokens(0))
+            first = layer.experts.slots(3)
+            assert torch.equal(layer(tokens(0)), y)
+        assert [one.shape for one in first] == [(EXPERTS + 3, WIDTH, HIDDEN), (EXPERTS + 3, HIDDEN, WIDTH)]
+        for slots, again, parameter in zip(first, layer.experts.slots(3), layer.experts.parameters(), strict=True):
+            assert slots.data_ptr() == again.data_ptr() == parameter.data_ptr()
+        copied = copy.deepcopy(layer)
+        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        with torch.no_grad():
+            copied.experts.up.zero_()
+            assert torch.equal(layer(tokens(0)), y)
+            assert not torch.equal(copied(tokens(0)), y)
+        layer.experts.to(torch.bfloat16)  # replaces the parameters
+        slots, _ = layer.experts.slots(3)
+        assert slots.dtype == torch.bfloat16
+        assert slots.data_ptr() == layer.experts.up.data_ptr()
+
+
+def test_two_forward_passes_before_their_backward_passes(run_ranks: RunRanks) -> None:
+    run_ranks(2, _run_two_batches)
+
+
+def _run_two_batches() -> None:
+    """Each has its own replicas: gradients are those of one batch after the other."""
+    batches = [tokens(seed) for seed in (0, 1 + dist.get_rank())]
+    with hybrid_ep.Buffer(num_ranks_per_domain=2) as buffer:
+        grads = []
+        for is_at_once in (True, False):
+            layer = MoELayer(buffer, **SIZES, balance="online")  # type: ignore[arg-type]
+            with torch.no_grad():
+                layer(batches[0])
+            losses = []
+            for x in batches:
+                losses.append(layer(x).sum())
+                if not is_at_once:
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+            grads.append([_local(parameter.grad) for parameter in layer.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_weight_buffer_is_another_one_of_these_ranks() -> None:
