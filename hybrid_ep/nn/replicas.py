@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.balance.online import map_online, plan_online
@@ -65,7 +66,8 @@ def make_balancer(
     if weight_buffer is not None:
         require(isinstance(weight_buffer, Buffer), "weight_buffer", type(weight_buffer).__name__, "a hybrid_ep.Buffer")
         require(weight_buffer is not buffer, "weight_buffer", "the same as buffer", "another buffer of these ranks")
-        buffer._check_geometry(weight_buffer.grid)
+        found, wanted = _ranks_of(weight_buffer), _ranks_of(buffer)
+        require(found == wanted, "ranks and ranks per domain of weight_buffer", found, f"{wanted}, as of buffer")
     num_local = num_experts // buffer.group_size
     if balance is None:
         return _AtHome(num_local)
@@ -75,6 +77,11 @@ def make_balancer(
         raise ConfigError(f"balance is {balance!r}; allowed: None, an ExpertPlacement or 'online'")
     require_int("num_spare", num_spare, minimum=0)
     return _Online(buffer, num_experts, num_spare, weight_buffer)
+
+
+def _ranks_of(buffer: Buffer) -> tuple[list[int], int]:
+    ranks = [0] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
+    return ranks, buffer.grid.num_ranks_per_domain
 
 
 class _AtHome:

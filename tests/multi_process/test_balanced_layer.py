@@ -242,6 +242,78 @@ def test_a_weight_buffer_is_another_one_of_these_ranks() -> None:
                 MoELayer(buffer, **SIZES, balance="online", weight_buffer=wrong)  # type: ignore[arg-type]
 
 
+def _refuse_other_ranks() -> list[str]:
+    pair = dist.new_group([0, 1])
+    other_pair = dist.new_group([1, 2])  # as large, with rank 1 in both
+    told = []
+    if dist.get_rank() < 2:
+        with hybrid_ep.Buffer(pair, num_ranks_per_domain=2) as buffer:
+            given = [hybrid_ep.Buffer(pair, num_ranks_per_domain=1)]
+            given += [hybrid_ep.Buffer(other_pair, num_ranks_per_domain=2)] if dist.get_rank() == 1 else []
+            for weight_buffer in given:
+                with pytest.raises(ConfigError) as refused:
+                    MoELayer(buffer, **SIZES, balance="online", weight_buffer=weight_buffer)  # type: ignore[arg-type]
+                told.append(str(refused.value))
+                weight_buffer.close()
+    elif dist.get_rank() == 2:
+        hybrid_ep.Buffer(other_pair, num_ranks_per_domain=2).close()
+    return told
+
+
+def test_a_weight_buffer_of_other_ranks_or_domains_is_refused(run_ranks: RunRanks) -> None:
+    first, second, *_ = run_ranks(3, _refuse_other_ranks)
+    of_domains = "ranks and ranks per domain of weight_buffer is ([0, 1], 1); allowed: ([0, 1], 2), as of buffer"
+    assert first == [of_domains]
+    assert second == [of_domains, of_domains.replace("([0, 1], 1)", "([1, 2], 2)")]
+
+
+def _two_layers(buffer: hybrid_ep.Buffer, weight_buffers: list[hybrid_ep.Buffer]) -> list[MoELayer]:
+    widths = (WIDTH, 2 * WIDTH)
+    return [
+        MoELayer(buffer, **{**SIZES, "ffn_hidden": width}, balance="online", weight_buffer=other)  # type: ignore[arg-type]
+        for width, other in zip(widths, weight_buffers, strict=True)
+    ]
+
+
+def _share_a_weight_buffer() -> None:
+    """Two layers, one after the other, forwards and backwards, as with a weight buffer each."""
+    with hybrid_ep.Buffer() as buffer, hybrid_ep.Buffer() as one, hybrid_ep.Buffer() as another:
+        results = []
+        for weight_buffers in ([one, one], [one, another]):
+            layers = _two_layers(buffer, weight_buffers)
+            y = tokens(dist.get_rank())
+            for layer in layers:
+                y = layer(y)
+            y.sum().backward()
+            results.append([y, *(_local(p.grad) for layer in layers for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layers_share_a_weight_buffer(run_ranks: RunRanks) -> None:
+    run_ranks(2, _share_a_weight_buffer)
+
+
+def _call_layers_in_another_order() -> str:
+    """Sizes of the layers differ, so that the first exchange of weights sees it: its bound counts rows of weights."""
+    rank = dist.get_rank()
+    with hybrid_ep.Buffer(timeout_s=5) as buffer, hybrid_ep.Buffer(timeout_s=5) as other:
+        layers = _two_layers(buffer, [other, other])
+        with pytest.raises(ConfigError) as refused:
+            layers[rank](tokens(0))
+        told = str(refused.value)
+        for layer in layers:
+            layer(tokens(0))
+    return told
+
+
+def test_layers_in_another_order_are_told(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, _call_layers_in_another_order) == [
+        "num_worst_tokens is 2 at rank 0 and 4 at rank 1; allowed: the same on every rank",
+        "num_worst_tokens is 4 at rank 1 and 2 at rank 0; allowed: the same on every rank",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
