@@ -418,7 +418,8 @@ class _Attempt:
                 timeout_s=self._terms["timeout_s"],
             )
 
-        group = self._make("connected", connect, abandon, self._terms["timeout_s"], ids, rank)
+        begin, limit_s = time.monotonic(), self._terms["timeout_s"]
+        group = self._make("connected", connect, abandon, lambda: limit_s + begin - time.monotonic(), ids, rank)
         if isinstance(group, set):
             return group
         follow(name, Lineage(self._lineage.board, self._lineage.generation))
@@ -427,7 +428,7 @@ class _Attempt:
             "made",
             lambda: kind.over(group, roster.num_ranks_per_domain, options),
             _close,
-            self._terms["buffer_timeout_s"],
+            lambda: self._terms["buffer_timeout_s"],
             ids,
             rank,
         )
@@ -441,7 +442,7 @@ class _Attempt:
         what: str,
         make: Callable[[], M],
         drop: Callable[[M], object],
-        timeout_s: float,
+        timeout_s: Callable[[], float],
         ids: list[int],
         rank: int,
     ) -> M | set[int]:
@@ -451,7 +452,7 @@ class _Attempt:
             what: the step's name.
             make: collective.
             drop: gives up what this rank has made.
-            timeout_s: how long one rank may take longer to fail than another to succeed.
+            timeout_s: for how long another rank may go on making it, once this one has succeeded or failed.
             ids: of the new ranks.
             rank: this one's.
         """
@@ -462,7 +463,7 @@ class _Attempt:
         except (RuntimeError, HybridEPError) as error:
             problem = str(error)
         # Whom an error here names may only be slow to fail itself.
-        came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s + _MARGIN_S)
+        came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s() + _MARGIN_S)
         if len(came) == len(ids) and not any(texts.values()):
             assert made is not None
             return made
