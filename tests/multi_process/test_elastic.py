@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,7 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep import Buffer, TopologyError, TransportError
 from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.core.board import Board
 from hybrid_ep.elastic import join, recover, waiting
+from hybrid_ep.elastic.group import make_group
 from hybrid_ep.errors import ConfigError, TimeoutError
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.multi_process.recovery_trials import Job, factor_of, step
@@ -210,7 +213,7 @@ def _lose_another_while_connecting(sent: signal.Signals) -> tuple[int, ...]:
     job = _lose(3)
     connect = c10d.ProcessGroupGloo
 
-    def connect_as_rank(*given: Any, timeout: timedelta) -> dist.ProcessGroup:
+    def connect_as_rank(*given: Any, timeout: timedelta) -> Any:
         c10d.ProcessGroupGloo = connect  # type: ignore[misc]  # the next attempt is a usual one
         if job.buffer.rank == 2:
             os.kill(os.getpid(), sent)
@@ -233,6 +236,30 @@ def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signa
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(cluster.process_id(2), signal.SIGKILL)
+
+
+def _connect_too_late() -> bool:
+    """A group that gloo connects after its limit is given up; returns whether torch has forgotten it."""
+    connect, name = c10d.ProcessGroupGloo, "hybrid_ep.elastic/late"
+
+    def connect_late(*given: Any, timeout: timedelta) -> Any:
+        time.sleep(2)
+        return connect(*given, timeout=timeout)
+
+    c10d.ProcessGroupGloo = connect_late  # type: ignore[assignment,misc]
+    board = Board(dist.distributed_c10d._get_default_store(), "late")
+    with pytest.raises(RuntimeError, match=r"the group has not connected within 0\.5 s"):
+        make_group(board, name, [0], 0, parent=dist.group.WORLD, backend="gloo", timeout_s=0.5)
+    c10d.ProcessGroupGloo = connect  # type: ignore[misc]
+    (thread,) = (one for one in threading.enumerate() if one.name == "hybrid_ep connects")
+    thread.join(30)
+    assert not thread.is_alive()
+    return name not in c10d._world.pg_names.values()
+
+
+def test_a_group_that_is_connected_too_late_is_given_up() -> None:
+    with VirtualCluster(1) as cluster:
+        assert cluster.run(_connect_too_late, limit_s=90) == [True]
 
 
 def _refuse() -> None:
