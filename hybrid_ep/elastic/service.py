@@ -160,18 +160,21 @@ def recover(
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
     _close(buffer)  # what it raises is known by now
     loaded: dict[tuple[int, int], Any] = {}
+    problem = ""
     try:
         for _ in range(buffer.group_size + 1):
             lineage.generation += 1
             round_ = _meet_survivors(lineage, rank, terms, load_expert is not None, ranks, gone)
-            made = _Attempt(lineage, round_, rank, group).run(load_expert, loaded, begin)
+            attempt = _Attempt(lineage, round_, rank, group)
+            made = attempt.run(load_expert, loaded, begin)
             if isinstance(made, Recovered):
                 abandon(group)
                 return made
-            ranks, gone = set(round_.survivors), made
+            ranks, gone, problem = set(round_.survivors), made, attempt.problem
     except StoreLostError as error:
         raise TransportError(_WHERE, rank, None, f"the store of the process group is lost ({error})") from error
-    raise TransportError(_WHERE, rank, min(gone, default=None), f"{buffer.group_size + 1} attempts have failed")
+    detail = f"{buffer.group_size + 1} attempts have failed" + (f", the last at {problem}" if problem else "")
+    raise TransportError(_WHERE, rank, min(gone, default=None), detail)
 
 
 def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s: float = 600.0) -> Recovered[Any]:
@@ -330,7 +333,13 @@ class _Attempt:
         round_: who takes part.
         me: this one's id in it.
         parent: the group that it comes from, None: none.
+
+    Attributes:
+        problem: which new rank was the first that could not make group or buffer, and why; "" where each that came
+            could. The same on all.
     """
+
+    problem = ""
 
     def __init__(self, lineage: Lineage, round_: _Round, me: int, parent: dist.ProcessGroup | None) -> None:
         self._lineage, self._round, self._me, self._parent = lineage, round_, me, parent
@@ -457,11 +466,11 @@ class _Attempt:
             rank: this one's.
         """
         made: M | None = None
-        problem = ""
+        problem, begin = "", time.monotonic()
         try:
             made = make()
         except (RuntimeError, HybridEPError) as error:
-            problem = str(error)
+            problem = json.dumps([time.monotonic() - begin, str(error)])
         # Whom an error here names may only be slow to fail itself.
         came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s() + _MARGIN_S)
         if len(came) == len(ids) and not any(texts.values()):
@@ -469,6 +478,9 @@ class _Attempt:
             return made
         if made is not None:
             drop(made)
+        # The others may have failed because the first did.
+        problems = [(*json.loads(texts[r]), r) for r in came if texts[r]]
+        self.problem = "rank {2} of the new group: {1}".format(*min(problems)) if problems else ""
         return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
 
     def _load(

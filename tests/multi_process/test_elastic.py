@@ -238,6 +238,26 @@ def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signa
             os.kill(cluster.process_id(2), signal.SIGKILL)
 
 
+def _make_no_buffer() -> str:
+    """One survivor can make no buffer; the other ones are told why."""
+    job = _lose(3)
+    if job.buffer.rank == 1:
+
+        def refuse(*given: Any) -> Any:
+            raise ConfigError("no memory is left")
+
+        Buffer.over = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(TransportError) as failed:
+        recover(job.buffer, job.placement)
+    return failed.value.detail
+
+
+def test_why_no_buffer_could_be_made_is_told(cluster: VirtualCluster) -> None:
+    cluster.start(_make_no_buffer)
+    wanted = "5 attempts have failed, the last at rank 1 of the new group: no memory is left"
+    assert cluster.collect([0, 1, 2], limit_s=90) == [wanted] * 3
+
+
 def _connect_too_late() -> bool:
     """A group that gloo connects after its limit is given up; returns whether torch has forgotten it."""
     connect, name = c10d.ProcessGroupGloo, "hybrid_ep.elastic/late"
