@@ -124,7 +124,8 @@ class Experts(nn.Module):
             down: ``[slots, H, ffn_hidden]``; likewise.
 
         Returns:
-            ``[N, H]`` (``[P, H]``), of the dtype of the rows.
+            ``[N, H]`` (``[P, H]``), of the dtype of the rows. Of `GroupedTokens`, rows after the last are 0, or
+            undefined where there are no gradients.
         """
         if up is None or down is None:
             up, down = self.weights()
@@ -149,6 +150,8 @@ def _by_group(tokens: GroupedTokens, up: Tensor, down: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.dtype
     hidden = F.gelu(grouped_linear(tokens.x.to(dtype), up.to(dtype), tokens.ends))
     rows = grouped_linear(hidden, down.to(dtype), tokens.ends)
+    if not torch.is_grad_enabled():
+        return rows.mul_(tokens.weights.unsqueeze(1))  # combine reads no row after the last
     # What stands after the last row is undefined.
     is_row = (torch.arange(len(rows), device=rows.device) < tokens.ends[-1]).unsqueeze(1)
     return torch.where(is_row, rows, 0) * torch.where(is_row, tokens.weights.unsqueeze(1), 0)
