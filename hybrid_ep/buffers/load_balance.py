@@ -151,7 +151,7 @@ def copy_weights(
     ranks[:, first_rank : first_rank + mapping.shape[0]] = wanted
     # The experts that have a replica come first, ascending; no more have one than there are slots.
     sent = ranks.any(1).logical_not().to(torch.uint8).argsort(stable=True)[: mapping.numel()]
-    ranks = ranks.index_select(0, sent)
+    indices = _indices_of(ranks.index_select(0, sent))
     # Experts arrive by rank and number: slots of one expert share them.
     mine = mapping[buffer.rank - first_rank]
     is_first = (mine.unsqueeze(1) == mine).tril(-1).logical_not().all(1)
@@ -161,7 +161,7 @@ def copy_weights(
         flat = homes.detach().index_select(0, sent).flatten(1)
         for part in _parts(flat):
             rows, num_pieces = _as_rows(flat[:, part])
-            arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, num_sms)
+            arrived = _send(buffer, rows, indices, num_slots * num_pieces, num_sms)
             target = _flat(slots)[:, part]
             found = _as_tensors(arrived, tuple(target.shape), target.dtype).index_select(0, nth)
             torch.where(is_used, found, target, out=target)
@@ -183,7 +183,7 @@ def add_gradients(
     num_local, device = homes[0].shape[0], homes[0].device
     mine = mapping[buffer.rank - first_rank].to(device)
     home_rank = torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1)
-    ranks = home_rank.unsqueeze(1) == torch.arange(buffer.group_size, device=device)
+    indices = _indices_of(home_rank.unsqueeze(1) == torch.arange(buffer.group_size, device=device))
     local = (mapping - (buffer.rank - first_rank) * num_local).tolist()
     source = [
         (rank + first_rank != buffer.rank, expert)
@@ -193,8 +193,8 @@ def add_gradients(
     ]
     for ours, sums in zip(spare, homes, strict=True):
         for part in _parts(ours):
-            rows, num_pieces = _as_rows(_flat(ours)[:, part])
-            arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), None, num_sms)
+            rows, _ = _as_rows(_flat(ours)[:, part])
+            arrived = _send(buffer, rows, indices, None, num_sms)
             target = _flat(sums)[:, part]
             found = _as_tensors(arrived, (len(source), target.shape[1]), target.dtype)
             for i in sorted(range(len(source)), key=lambda i: source[i][0]):
@@ -205,39 +205,40 @@ def gather_counts(buffer: BaseBuffer, counts: Tensor) -> Tensor:
     """``[n]`` int64 of each rank → ``[R, n]`` int64 of all, on every rank. Collective."""
     num_counts = counts.shape[0]
     rows, num_pieces = _as_rows(counts.unsqueeze(0))
-    everyone = torch.arange(buffer.group_size, device=rows.device).expand(num_pieces, -1).split(MAX_TOPK, 1)
-    arrived = _send_to(buffer, rows, everyone, buffer.group_size * num_pieces, None)
+    everyone = torch.arange(buffer.group_size, device=rows.device).unsqueeze(0).split(MAX_TOPK, 1)
+    arrived = _send(buffer, rows, everyone, buffer.group_size * num_pieces, None)
     return _as_tensors(arrived, (buffer.group_size, num_counts), torch.int64)
 
 
-def _send(buffer: BaseBuffer, rows: Tensor, ranks: Tensor, bound: int | None, num_sms: int | None) -> Tensor:
-    """Sends each of ``[T, W]`` rows to the ranks that ``[T, R]`` names; as `_send_to`."""
+def _indices_of(ranks: Tensor) -> list[Tensor]:
+    """``[n, R]`` bool: which ranks get each of n → indices for each `MAX_TOPK` ranks, as `_send` takes them."""
     indices = []
-    for first in range(0, buffer.group_size, MAX_TOPK):
+    for first in range(0, ranks.shape[1], MAX_TOPK):
         some = torch.zeros_like(ranks)
         some[:, first : first + MAX_TOPK] = ranks[:, first : first + MAX_TOPK]
         indices.append(map_to_indices(some, None)[0])
-    return _send_to(buffer, rows, indices, bound, num_sms)
+    return indices
 
 
-def _send_to(
+def _send(
     buffer: BaseBuffer, rows: Tensor, indices: Sequence[Tensor], bound: int | None, num_sms: int | None
 ) -> Tensor:
-    """Sends each of ``[T, W]`` rows to ranks.
+    """Sends ``[T, W]`` rows, T/n of each of n, to ranks.
 
     Returns what arrived, by source rank, then row; with `bound`, so many rows, of which the last may be of no use.
 
     Args:
         buffer: moves the rows.
         rows: bf16.
-        indices: for each `MAX_TOPK` ranks of the group: ``[T, at most MAX_TOPK]`` int64, those of them that get the
-            row, or −1. A row goes to no more ranks in one dispatch.
+        indices: for each `MAX_TOPK` ranks of the group: ``[n, at most MAX_TOPK]`` int64, those of them that get the
+            T/n rows of each of n, or −1. A row goes to no more ranks in one dispatch.
         bound: None = the host waits for the number of rows.
         num_sms: SMs to use; None = the engine's choice.
     """
     result = None
     for i, some in enumerate(indices):
-        routing = Routing(some.contiguous(), None, buffer.group_size)  # an expert stands for a rank
+        columns = some.repeat_interleave(rows.shape[0] // some.shape[0], 0)
+        routing = Routing(columns, None, buffer.group_size)  # an expert stands for a rank
         received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound or None, num_sms))
         if i == buffer.rank // MAX_TOPK:
             result = received.rows.data
