@@ -300,8 +300,25 @@ def plan_online(
     device: int,
     stream: int,
 ) -> None: ...
+def map_online(
+    *,
+    counts: int,
+    spare: int,
+    quota: int,
+    topk_idx: int,
+    slots: int,
+    num_copies: int,
+    num_ranks: int,
+    num_experts: int,
+    ranks_per_domain: int,
+    num_spare: int,
+    rank: int,
+    device: int,
+    stream: int,
+) -> None: ...
 def can_run(device: int) -> bool: ...
 
+map_online_max_experts: int
 low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
 low_latency_no_sums: int

@@ -3,7 +3,7 @@
 Two kinds of steps are tried, one after another, each the one that gains most for an expert that must be loaded:
 
     replace   a slot whose expert has other replicas takes another expert     1 load
-    swap      a slot of the fullest rank and one of another rank change places   2 loads
+    swap      a slot of the fullest rank and one of another rank are exchanged   2 loads
 
 A step is taken if the fullest rank gets less, or if as much and the others come closer together.
 """
@@ -116,10 +116,10 @@ class _Layer:
         everyone = np.arange(len(self.loads))
         pairs: list[npt.NDArray[np.int64]] = []
         for here, candidates in ((rank == fullest, everyone), (rank != fullest, wanted)):
-            place, expert = np.meshgrid(np.nonzero(here)[0], candidates, indexing="ij")
-            pairs.append(np.stack([place.ravel(), expert.ravel()]))
-        place, expert = np.concatenate(pairs, 1)
-        rank, slot = rank[place], slot[place]
+            index, expert = np.meshgrid(np.nonzero(here)[0], candidates, indexing="ij")
+            pairs.append(np.stack([index.ravel(), expert.ravel()]))
+        index, expert = np.concatenate(pairs, 1)
+        rank, slot = rank[index], slot[index]
         fits = (self.copies[expert, rank] == 0) & self.may[expert, rank]
         rank, slot, expert = rank[fits], slot[fits], expert[fits]
         if not rank.size:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.checks import require, require_int, require_tensor
+from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.layout import has_kernels
 from hybrid_ep.core.streams import current_raw_stream
 
@@ -135,27 +135,62 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
         topk_idx: ``[T, K]`` int64, expert or −1: those that `counts[rank]` has counted.
         rank: this rank.
 
+    On a GPU this is one kernel, and what is no expert becomes what is no slot: the dispatch reports it.
+
     Returns:
         ``[T, K]`` int64, slot or −1, for a dispatch with ``num_experts = R × (LE + B)``: slot s of rank r is
         r × (LE + B) + s, with the home experts first.
+
+    Raises:
+        ConfigError: an argument does not fit; on a CPU also an index outside −1 … E−1.
     """
+    require_tensor("counts", counts, dtypes=(torch.int64,), shape=(None, None), contiguous=False)
     num_ranks, num_experts = counts.shape
+    require_int("rank", rank, minimum=0, maximum=num_ranks - 1)
+    for name, tensor, shape in (("spare", plan.spare, (num_ranks, None)), ("quota", plan.quota, (num_experts, None))):
+        require_tensor(f"{name} of the plan", tensor, dtypes=(torch.int64,), shape=shape, device=counts.device)
+    require_tensor(
+        "topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), device=counts.device, contiguous=False
+    )
+    require_expert_indices(topk_idx, num_experts)
+    if counts.is_cuda and has_kernels(counts.device.index) and num_experts <= _cuda.map_online_max_experts:
+        return _map_by_kernel(plan, counts.contiguous(), topk_idx.contiguous(), rank)
     num_local, num_spare = num_experts // num_ranks, plan.spare.shape[1]
     per_domain = plan.quota.shape[1]
     upto = _share_of(plan, counts, rank).cumsum(1)
 
     expert = topk_idx.flatten()
     known = expert.clamp_min(0)
-    # The how manieth copy of its expert this is, among those of this rank.
+    # How many copies of the same expert come before each, among those of this rank.
     order = torch.where(expert >= 0, expert, num_experts).argsort(stable=True)
     begin = counts[rank].cumsum(0) - counts[rank]
     nth = torch.empty_like(expert).scatter_(0, order, torch.arange(expert.numel(), device=expert.device))
     nth = nth - begin[known]
     host = (nth.unsqueeze(1) >= upto[known]).sum(1).clamp_max(per_domain - 1)
-    place = _places(plan, num_local)[known, host]
+    slot = _slots(plan, num_local)[known, host]
     host = host + known // (num_local * per_domain) * per_domain
-    slot = host * (num_local + num_spare) + place
-    return torch.where(expert >= 0, slot, -1).view(topk_idx.shape)
+    return torch.where(expert >= 0, host * (num_local + num_spare) + slot, expert).view(topk_idx.shape)
+
+
+def _map_by_kernel(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) -> Tensor:
+    """The same slots in one kernel."""
+    slots = torch.empty_like(topk_idx)
+    _cuda.map_online(
+        counts=counts.data_ptr(),
+        spare=plan.spare.data_ptr(),
+        quota=plan.quota.data_ptr(),
+        topk_idx=topk_idx.data_ptr(),
+        slots=slots.data_ptr(),
+        num_copies=topk_idx.numel(),
+        num_ranks=counts.shape[0],
+        num_experts=counts.shape[1],
+        ranks_per_domain=plan.quota.shape[1],
+        num_spare=plan.spare.shape[1],
+        rank=rank,
+        device=counts.device.index,
+        stream=current_raw_stream(counts.device.index),
+    )
+    return slots
 
 
 def _wanted_maxima(loads: Tensor, tolerance: float) -> Tensor:
@@ -237,26 +272,26 @@ def _share_of(plan: OnlinePlan, counts: Tensor, rank: int) -> Tensor:
     rest = counts - kept.view(num_ranks, num_experts)
     end = rest.cumsum(0)[rank].unsqueeze(1)
     begin = end - rest[rank].unsqueeze(1)
-    room = plan.quota - stay
-    room_end = room.cumsum(1)
-    overlap = (torch.minimum(end, room_end) - torch.maximum(begin, room_end - room)).clamp_min(0)
+    left = plan.quota - stay
+    left_end = left.cumsum(1)
+    overlap = (torch.minimum(end, left_end) - torch.maximum(begin, left_end - left)).clamp_min(0)
     here = torch.arange(per_domain, device=counts.device) == rank % per_domain
     mine = torch.arange(num_experts, device=counts.device) // of_domain == rank // per_domain
     return overlap + torch.where(here & mine.unsqueeze(1), stay, 0)
 
 
-def _places(plan: OnlinePlan, num_local: int) -> Tensor:
+def _slots(plan: OnlinePlan, num_local: int) -> Tensor:
     """``[E, Rd]``: the slot of each expert on each rank of its domain; any number where it has none."""
     num_experts, per_domain = plan.quota.shape
     num_ranks, num_spare = plan.spare.shape
     device = plan.quota.device
     experts, ranks = torch.arange(num_experts, device=device), torch.arange(num_ranks, device=device)
     # One column more takes what is written for empty slots.
-    places = plan.quota.new_zeros(num_experts * per_domain + 1)
+    slots_of = plan.quota.new_zeros(num_experts * per_domain + 1)
     spare_at = torch.where(
-        plan.spare >= 0, plan.spare * per_domain + (ranks % per_domain).unsqueeze(1), places.numel() - 1
+        plan.spare >= 0, plan.spare * per_domain + (ranks % per_domain).unsqueeze(1), slots_of.numel() - 1
     )
-    slots = torch.arange(num_local, num_local + num_spare, device=device).expand(num_ranks, -1)
-    places.scatter_(0, spare_at.flatten(), slots.flatten())
-    places.scatter_(0, experts * per_domain + experts // num_local % per_domain, experts % num_local)
-    return places[:-1].view(num_experts, per_domain)
+    spare_slots = torch.arange(num_local, num_local + num_spare, device=device).expand(num_ranks, -1)
+    slots_of.scatter_(0, spare_at.flatten(), spare_slots.flatten())
+    slots_of.scatter_(0, experts * per_domain + experts // num_local % per_domain, experts % num_local)
+    return slots_of[:-1].view(num_experts, per_domain)

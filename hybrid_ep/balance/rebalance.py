@@ -165,9 +165,9 @@ def _replicate(loads: Floats, num_replicas: int, divisor: float) -> tuple[Ints, 
     phy2log[:, :num_experts] = np.arange(num_experts)
     count = np.ones((num_rows, num_experts))
     claim = loads / (1 + divisor)
-    for place in range(num_experts, num_replicas):
+    for slot in range(num_experts, num_replicas):
         expert = claim.argmax(1)
-        phy2log[:, place] = expert
+        phy2log[:, slot] = expert
         count[rows, expert] += 1
         claim[rows, expert] = loads[rows, expert] / (count[rows, expert] + divisor)
     return phy2log, np.take_along_axis(loads / count, phy2log, 1)
@@ -183,10 +183,10 @@ def _pack(weights: Floats, num_packs: int) -> Ints:
     load = np.zeros((num_rows, num_packs))  # infinite once a pack is full
     for item in np.argsort(-weights, axis=1, kind="stable").T:
         pack = load.argmin(1)
-        place = filled[rows, pack]
-        members[rows, pack, place] = item
-        filled[rows, pack] = place + 1
-        load[rows, pack] = np.where(place + 1 == size, np.inf, load[rows, pack] + weights[rows, item])
+        index = filled[rows, pack]
+        members[rows, pack, index] = item
+        filled[rows, pack] = index + 1
+        load[rows, pack] = np.where(index + 1 == size, np.inf, load[rows, pack] + weights[rows, item])
     return members
 
 

@@ -1,7 +1,7 @@
 """A MoE layer under a skewed router: without balance, with a placement, and with replicas planned for each batch.
 
-The layer is a permuting dispatch, two matrix products for each expert, and a combine. Its output is compared with the
-experts applied to some tokens directly.
+The layer is a `MoELayer` with rows by expert and grouped matrix products. With replicas planned for each batch, their
+weights move beside the dispatch. Its output is compared with the experts applied to some tokens directly.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.measure import RankMeasurement, anywhere
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_calls
-from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.load_balance import copy_weights, gather_counts
 from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.nn.experts import Experts
+from hybrid_ep.nn.layer import MoELayer
+from hybrid_ep.nn.replicas import count_copies
 from hybrid_ep.testing.workload import Batch, make_batch, make_routing
 
 __all__ = ["POLICIES", "measure_balance"]
@@ -37,134 +39,104 @@ def measure_balance(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
     """Checks, then times, the layer with the policy that the candidate names. Collective."""
     device = rank_device(plan.device)
     batch = make_batch(plan.workload, dist.get_rank(), device)
-    with torch.no_grad(), _Layer(candidate.implementation, plan, batch) as layer:
-        output = layer.forward()
-        problems = _check(output, batch, plan)
-        fullest = layer.fullest()
+    with torch.no_grad(), Buffer() as buffer, Buffer() as mover:
+        layer = _Layer(buffer, mover, candidate.implementation, plan, batch)
+        problems = _check(layer.run(), batch, plan)
         times = {}
         if not anywhere(bool(problems), plan.device == "cuda"):
-            calls = {"layer": layer.forward, **layer.parts()}
+            calls = {"layer": layer.run, **layer.parts()}
             times = time_calls(calls, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device)
-        return RankMeasurement(layer.engine, problems, times, {}, fullest)
+        return RankMeasurement(buffer.engine.name, problems, times, {}, layer.fullest)
 
 
-class _Layer:
-    """This rank's part of the layer.
+class _Layer(MoELayer):
+    """The layer with one policy, for the routing and the experts of the bench.
+
+    With a placement, the layer's experts are the slots, and their weights are there before the first call.
 
     Args:
+        buffer: moves the tokens.
+        mover: moves the weights of replicas.
         policy: one of `POLICIES`.
         plan: what is measured.
         batch: this rank's tokens.
     """
 
-    def __init__(self, policy: str, plan: BenchPlan, batch: Batch) -> None:
+    def __init__(self, buffer: Buffer, mover: Buffer, policy: str, plan: BenchPlan, batch: Batch) -> None:
         workload = plan.workload
-        self._policy, self._batch = policy, batch
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._num_experts, self._num_local = workload.num_experts, workload.num_experts // self._num_ranks
-        device = batch.x.device
-        self._mover = Buffer()
-        self._per_domain = self._mover.grid.num_ranks_per_domain
-        num_slots = self._num_local + (_NUM_SPARE if policy != "none" else 0)
-        self._num_slots = num_slots
-        self._buffer = HybridEPBuffer(None, workload.hidden, max(1, workload.num_tokens), num_slots)
-        self.engine = self._buffer.engine.name
-        home = _weights(workload.hidden, workload.seed, self._rank, self._num_local, device)
-        spare = num_slots - self._num_local
-        self._weights = [torch.cat([one, one.new_zeros(spare, *one.shape[1:])]) for one in home]
+        num_ranks, num_experts = buffer.group_size, workload.num_experts
+        per_domain = buffer.grid.num_ranks_per_domain
+        num_slots = num_experts // num_ranks + (_NUM_SPARE if policy != "none" else 0)
+        routing = [make_routing(workload, rank)[0] for rank in range(num_ranks)]
+        counts = torch.stack([topk_idx.flatten().bincount(minlength=num_experts) for topk_idx in routing])
+        mapper = None
         if policy == "placement":
-            chosen = torch.cat([make_routing(workload, rank)[0].flatten() for rank in range(self._num_ranks)])
-            load = torch.bincount(chosen, minlength=workload.num_experts)
             placement = ExpertPlacement.from_loads(
-                load.unsqueeze(0),
-                num_slots * self._num_ranks,
-                self._num_ranks,
-                num_ranks_per_domain=self._per_domain,
+                counts.sum(0, keepdim=True), num_slots * num_ranks, num_ranks, num_ranks_per_domain=per_domain
             )
-            self._mapper = placement.on(device, self._rank)
-            mapping = placement.phy2log[0].view(self._num_ranks, num_slots).to(device)
-            for one, slots in zip(home, self._weights, strict=True):
-                copy_weights(self._mover, slots, one.contiguous(), mapping, 0)
-        if policy == "online":
-            self._counts = self._gather()
-            self._plan = self._make_plan()
-
-    def __enter__(self) -> _Layer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._buffer.close()
-        self._mover.close()
-
-    def forward(self) -> Tensor:
-        """Takes the tokens through the layer: ``[T, H]`` bf16. Collective."""
-        slots = self._route()
-        rows, probs, _, per_slot, handle = self._buffer.dispatch_with_permute(
-            hidden=self._batch.x,
-            topk_idx=slots,
-            topk_weights=self._batch.topk_weights,
-            num_of_experts=self._num_slots * self._num_ranks,
+            mapper = placement.on(batch.x.device, buffer.rank)
+            slots = torch.cat([placement.on("cpu", r).map_topk(0, topk_idx) for r, topk_idx in enumerate(routing)])
+            loads = slots.flatten().bincount(minlength=placement.num_replicas).view(num_ranks, -1).sum(1)
+        elif policy == "online":
+            loads = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=_NUM_SPARE).loads
+        else:
+            loads = counts.sum(0).view(num_ranks, -1).sum(1)
+        most = int(loads.max())
+        self.fullest = most * num_ranks / max(1, int(loads.sum()))  # copies of the fullest rank over the mean
+        super().__init__(
+            buffer,
+            hidden=workload.hidden,
+            ffn_hidden=1,  # its own experts are made on the CPU in float32, and not used
+            num_experts=num_experts if mapper is None else num_slots * num_ranks,
+            topk=workload.num_topk,
+            balance="online" if policy == "online" else None,
+            num_spare=_NUM_SPARE,
+            weight_buffer=mover if policy == "online" else None,
+            num_rows=max(1, most),
         )
-        assert probs is not None
-        counts = per_slot.tolist()
-        self._num_copies = sum(counts)
-        up, down = self._weights
-        parts = [
-            F.gelu(part @ up[slot].t()) @ down[slot].t()
-            for slot, part in enumerate(rows[: self._num_copies].split(counts))
-        ]
-        y = (torch.cat(parts) * probs[: self._num_copies].unsqueeze(1)).to(torch.bfloat16)
-        combined, _ = self._buffer.combine_with_unpermute(hidden=y, handle=handle)
-        return combined
+        weights = _weights(workload.hidden, workload.seed, buffer.rank, num_experts // num_ranks, batch.x.device)
+        if mapper is not None:
+            mapping = mapper.phy2log[0].view(num_ranks, num_slots)
+            up, down = (one.new_zeros(num_slots, *one.shape[1:]) for one in weights)
+            copy_weights(mover, (up, down), weights, mapping, 0)
+            weights = up, down
+        self.experts = Experts(buffer, *weights)
+        self._mover, self._mapper, self._batch = mover, mapper, batch
+
+    def run(self) -> Tensor:
+        """Takes the tokens through the layer: ``[T, H]`` bf16. Collective."""
+        output: Tensor = self(self._batch.x)
+        return output
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._map_placed(), self._batch.topk_weights
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        """What of the layer is the policy's, to be timed alone."""
-        if self._policy == "placement":
+        """What of the layer is the policy's, to be timed alone. Collective."""
+        if self._mapper is not None:
             return {"map_topk": self._map_placed}
-        if self._policy == "online":
-            return {
-                "counts of all ranks": self._gather,
-                "plan": self._make_plan,
-                "map": self._map_online,
-                "weights to replicas": self._copy,
-            }
-        return {}
-
-    def fullest(self) -> float:
-        """Copies of the fullest rank over the mean, in the last forward pass. Collective."""
-        most = torch.tensor([self._num_copies], device=self._batch.x.device)
-        total = most.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        dist.all_reduce(total)
-        return int(most) * self._num_ranks / max(1, int(total))
-
-    def _route(self) -> Tensor:
-        if self._policy == "none":
-            return self._batch.topk_idx
-        if self._policy == "placement":
-            return self._map_placed()
-        self._counts = self._gather()
-        self._plan = self._make_plan()
-        self._copy()
-        return self._map_online()
+        if self._balance_is_off:
+            return {}
+        counts, num_local = self._gather(), self.num_experts // self.buffer.group_size
+        plan = self._make_plan(counts)
+        slots = self.experts.slots(_NUM_SPARE)
+        spare, home = [one[num_local:] for one in slots], [one[:num_local] for one in slots]
+        return {
+            "counts of all ranks": self._gather,
+            "plan": lambda: self._make_plan(counts),
+            "map": lambda: map_online(plan, counts, self._batch.topk_idx, self.buffer.rank),
+            "weights to replicas": lambda: copy_weights(self._mover, spare, home, plan.spare, 0),
+        }
 
     def _map_placed(self) -> Tensor:
-        return self._mapper.map_topk(0, self._batch.topk_idx)
+        topk_idx = self._batch.topk_idx
+        return topk_idx if self._mapper is None else self._mapper.map_topk(0, topk_idx)
 
     def _gather(self) -> Tensor:
-        chosen = self._batch.topk_idx.flatten()
-        mine = chosen.new_zeros(self._num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        return gather_counts(self._mover, mine)
+        return gather_counts(self.buffer, count_copies(self._batch.topk_idx, self.num_experts))
 
-    def _make_plan(self) -> OnlinePlan:
-        return plan_online(self._counts, num_ranks_per_domain=self._per_domain, num_spare=_NUM_SPARE)
-
-    def _map_online(self) -> Tensor:
-        return map_online(self._plan, self._counts, self._batch.topk_idx, self._rank)
-
-    def _copy(self) -> None:
-        for one in self._weights:
-            copy_weights(self._mover, one[self._num_local :], one[: self._num_local], self._plan.spare, 0)
+    def _make_plan(self, counts: Tensor) -> OnlinePlan:
+        return plan_online(counts, num_ranks_per_domain=self.buffer.grid.num_ranks_per_domain, num_spare=_NUM_SPARE)
 
 
 def _expert(hidden: int, seed: int, expert: int, device: torch.device) -> tuple[Tensor, Tensor]:

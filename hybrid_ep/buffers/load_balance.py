@@ -119,26 +119,31 @@ class LoadBalanceCalls(BaseBuffer):
             event.current_stream_wait()
         for ours, theirs in zip(spare, homes, strict=True):
             _require_alike(ours, theirs, (spare[0].shape[0], homes[0].shape[0]))
-            move(self, ours, theirs, mapping.long(), self.grid.domain.start, num_sms or None)
+        move(self, spare, homes, mapping.long(), self.grid.domain.start, num_sms or None)
 
 
 def copy_weights(
-    buffer: BaseBuffer, spare: Tensor, experts: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None = None
+    buffer: BaseBuffer,
+    spare: Sequence[Tensor],
+    experts: Sequence[Tensor],
+    mapping: Tensor,
+    first_rank: int,
+    num_sms: int | None = None,
 ) -> None:
-    """Fills ``spare[B, *shape]`` from the ``experts[LE, *shape]`` of other ranks. Collective over the buffer's group.
+    """Fills each ``spare[B, *shape]`` from the ``experts[LE, *shape]`` of other ranks. Collective over the group.
 
     Args:
         buffer: moves the rows.
         spare: contiguous, written where the mapping names an expert.
-        experts: contiguous.
+        experts: contiguous; as many, of the same shapes and dtypes.
         mapping: ``[ranks, B]`` int64, the same on these ranks: experts, counted from those of `first_rank`, or −1.
         first_rank: that it begins with.
         num_sms: SMs to use; None = the engine's choice.
     """
-    num_local = experts.shape[0]
-    if spare.shape[0] == 0:
+    if not spare or spare[0].shape[0] == 0:
         return
-    mapping = mapping.to(experts.device)
+    num_local, num_slots = experts[0].shape[0], spare[0].shape[0]
+    mapping = mapping.to(experts[0].device)
     # [LE, R]: which ranks hold a replica of each of this rank's experts.
     local = mapping - (buffer.rank - first_rank) * num_local
     wanted = (local.unsqueeze(0) == torch.arange(num_local, device=mapping.device).view(-1, 1, 1)).any(2)
@@ -146,54 +151,39 @@ def copy_weights(
     ranks[:, first_rank : first_rank + mapping.shape[0]] = wanted
     # The experts that have a replica come first, ascending; no more have one than there are slots.
     sent = ranks.any(1).logical_not().to(torch.uint8).argsort(stable=True)[: mapping.numel()]
-    experts, ranks = experts.index_select(0, sent), ranks.index_select(0, sent)
-    for part in _parts(experts):
-        _copy_part(buffer, _flat(spare)[:, part], _flat(experts)[:, part], mapping, ranks, first_rank, num_sms)
-
-
-def _copy_part(
-    buffer: BaseBuffer,
-    spare: Tensor,
-    experts: Tensor,
-    mapping: Tensor,
-    ranks: Tensor,
-    first_rank: int,
-    num_sms: int | None,
-) -> None:
-    """Does so for as many elements of each expert as one dispatch moves. `ranks` says where each expert goes."""
-    num_slots = spare.shape[0]
-    rows, num_pieces = _as_rows(experts)
-    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), num_slots * num_pieces, num_sms)
-    # Rows come by rank and expert: slots of one expert share them.
+    indices = _indices_of(ranks.index_select(0, sent))
+    # Experts arrive by rank and number: slots of one expert share them.
     mine = mapping[buffer.rank - first_rank]
     is_first = (mine.unsqueeze(1) == mine).tril(-1).logical_not().all(1)
-    place = ((mine < mine.unsqueeze(1)) & is_first & (mine >= 0)).sum(1)
-    found = _as_tensors(arrived, (num_slots, *spare.shape[1:]), spare.dtype)[place]
-    is_used = (mine >= 0).view(-1, *[1] * (spare.dim() - 1))
-    spare.copy_(torch.where(is_used, found, spare))
+    nth = ((mine < mine.unsqueeze(1)) & is_first & (mine >= 0)).sum(1)
+    is_used = (mine >= 0).unsqueeze(1)
+    for slots, homes in zip(spare, experts, strict=True):
+        flat = homes.detach().index_select(0, sent).flatten(1)
+        for part in _parts(flat):
+            rows, num_pieces = _as_rows(flat[:, part])
+            arrived = _send(buffer, rows, indices, num_slots * num_pieces, num_sms)
+            target = _flat(slots)[:, part]
+            found = _as_tensors(arrived, tuple(target.shape), target.dtype).index_select(0, nth)
+            torch.where(is_used, found, target, out=target)
 
 
 def add_gradients(
-    buffer: BaseBuffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None = None
+    buffer: BaseBuffer,
+    spare: Sequence[Tensor],
+    homes: Sequence[Tensor],
+    mapping: Tensor,
+    first_rank: int,
+    num_sms: int | None = None,
 ) -> None:
     """Adds float32 ``spare[B, *shape]`` of all ranks to ``homes[LE, *shape]``; arguments as of `copy_weights`."""
-    require(homes.dtype == torch.float32, "dtype of gradients", homes.dtype, "torch.float32")
-    if spare.shape[0] == 0:
+    for home in homes:
+        require(home.dtype == torch.float32, "dtype of gradients", home.dtype, "torch.float32")
+    if not spare or spare[0].shape[0] == 0:
         return
-    for part in _parts(spare):
-        _add_part(buffer, _flat(spare)[:, part], _flat(homes)[:, part], mapping, first_rank, num_sms)
-
-
-def _add_part(
-    buffer: BaseBuffer, spare: Tensor, homes: Tensor, mapping: Tensor, first_rank: int, num_sms: int | None
-) -> None:
-    """Does so for as many elements of each expert as one dispatch moves."""
-    num_local = homes.shape[0]
-    rows, num_pieces = _as_rows(spare)
-    mine = mapping[buffer.rank - first_rank].to(rows.device)
-    home = torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1)
-    ranks = home.unsqueeze(1) == torch.arange(buffer.group_size, device=rows.device)
-    arrived = _send(buffer, rows, ranks.repeat_interleave(num_pieces, 0), None, num_sms)
+    num_local, device = homes[0].shape[0], homes[0].device
+    mine = mapping[buffer.rank - first_rank].to(device)
+    home_rank = torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1)
+    indices = _indices_of(home_rank.unsqueeze(1) == torch.arange(buffer.group_size, device=device))
     local = (mapping - (buffer.rank - first_rank) * num_local).tolist()
     source = [
         (rank + first_rank != buffer.rank, expert)
@@ -201,36 +191,56 @@ def _add_part(
         for expert in slots
         if 0 <= expert < num_local
     ]
-    found = _as_tensors(arrived, (len(source), *homes.shape[1:]), homes.dtype)
-    for i in sorted(range(len(source)), key=lambda i: source[i][0]):
-        homes[source[i][1]] += found[i]
+    for ours, sums in zip(spare, homes, strict=True):
+        for part in _parts(ours):
+            rows, _ = _as_rows(_flat(ours)[:, part])
+            arrived = _send(buffer, rows, indices, None, num_sms)
+            target = _flat(sums)[:, part]
+            found = _as_tensors(arrived, (len(source), target.shape[1]), target.dtype)
+            for i in sorted(range(len(source)), key=lambda i: source[i][0]):
+                target[source[i][1]] += found[i]
 
 
 def gather_counts(buffer: BaseBuffer, counts: Tensor) -> Tensor:
     """``[n]`` int64 of each rank → ``[R, n]`` int64 of all, on every rank. Collective."""
     num_counts = counts.shape[0]
     rows, num_pieces = _as_rows(counts.unsqueeze(0))
-    everyone = torch.ones(num_pieces, buffer.group_size, dtype=torch.bool, device=rows.device)
+    everyone = torch.arange(buffer.group_size, device=rows.device).unsqueeze(0).split(MAX_TOPK, 1)
     arrived = _send(buffer, rows, everyone, buffer.group_size * num_pieces, None)
     return _as_tensors(arrived, (buffer.group_size, num_counts), torch.int64)
 
 
-def _send(buffer: BaseBuffer, rows: Tensor, ranks: Tensor, bound: int | None, num_sms: int | None) -> Tensor:
-    """Sends each of ``[T, W]`` rows to the ranks that ``[T, R]`` names.
-
-    Returns the rows that arrived, by source rank, then row. With `bound` it returns so many rows; those after the last
-    that arrived are undefined.
-    """
-    num_ranks = buffer.group_size
-    result = None
-    # A row goes to at most so many ranks in one dispatch.
-    for first in range(0, num_ranks, MAX_TOPK):
+def _indices_of(ranks: Tensor) -> list[Tensor]:
+    """``[n, R]`` bool: which ranks get each of n → indices for each `MAX_TOPK` ranks, as `_send` takes them."""
+    indices = []
+    for first in range(0, ranks.shape[1], MAX_TOPK):
         some = torch.zeros_like(ranks)
         some[:, first : first + MAX_TOPK] = ranks[:, first : first + MAX_TOPK]
-        indices, _ = map_to_indices(some, None)
-        routing = Routing(indices, None, num_ranks)  # an expert stands for a rank
+        indices.append(map_to_indices(some, None)[0])
+    return indices
+
+
+def _send(
+    buffer: BaseBuffer, rows: Tensor, indices: Sequence[Tensor], bound: int | None, num_sms: int | None
+) -> Tensor:
+    """Sends ``[T, W]`` rows, T/n of each of n, to ranks.
+
+    Returns what arrived, by source rank, then row; with `bound`, so many rows, of which the last may be of no use.
+
+    Args:
+        buffer: moves the rows.
+        rows: bf16.
+        indices: for each `MAX_TOPK` ranks of the group: ``[n, at most MAX_TOPK]`` int64, those of them that get the
+            T/n rows of each of n, or −1. A row goes to no more ranks in one dispatch.
+        bound: None = the host waits for the number of rows.
+        num_sms: SMs to use; None = the engine's choice.
+    """
+    result = None
+    for i, some in enumerate(indices):
+        columns = some.repeat_interleave(rows.shape[0] // some.shape[0], 0)
+        routing = Routing(columns, None, buffer.group_size)  # an expert stands for a rank
         received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound or None, num_sms))
-        if first <= buffer.rank < first + MAX_TOPK:
+        if i == buffer.rank // MAX_TOPK:
             result = received.rows.data
     assert result is not None
     return result

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hybrid_ep.core.limited import NoAnswerError, call_within
+from hybrid_ep.core.within import UnfinishedError, run_within
 from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous", "rendezvous_all"]
@@ -105,8 +105,8 @@ class Board:
         if self._is_lost:
             raise StoreLostError("it has not answered before")
         try:
-            return call_within(_ACCESS_S, access)
-        except NoAnswerError as error:
+            return run_within(_ACCESS_S, access)
+        except UnfinishedError as error:
             self._is_lost = True
             raise StoreLostError(str(error)) from error
         except RuntimeError as error:

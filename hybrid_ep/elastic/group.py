@@ -19,11 +19,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep.core.board import Board
+from hybrid_ep.core.within import UnfinishedError, run_within
 
 __all__ = ["Lineage", "abandon", "follow", "job_of", "lineage_of", "make_group", "root_board"]
 
 _LOG = logging.getLogger(__name__)
 _STRANGERS = 1 << 20  # numbers, in this process, of ranks that are not in its default group
+_MORE_S = 0.5  # for gloo to report by itself that it could not connect
 
 
 @dataclass
@@ -97,7 +99,8 @@ def make_group(
         rank: this rank.
         parent: the group that this rank was in before, None: none.
         backend: as `torch.distributed.get_backend_config` returns it.
-        timeout_s: how long it may take.
+        timeout_s: how long it may take, but for half a second. gloo tries again, each time up to the limit, where a
+            rank dies while it connects.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -109,17 +112,27 @@ def make_group(
         # A process is asked for as rank `number` of its default group; those that are not in it need numbers as well.
         numbers = [_STRANGERS + i if old is None or not known else known[old] for i, old in enumerate(members)]
         numbers[rank] = dist.get_rank()
-    group: dist.ProcessGroup
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def connect() -> dist.ProcessGroup:
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+            made: dist.ProcessGroup
+            made, _ = c10d._new_process_group_helper(
+                len(members),
+                rank,
+                numbers,
+                c10d.Backend(backend),
+                PrefixStore(board.name, board.store),
+                name,  # type: ignore[arg-type]
+                timeout=timedelta(seconds=timeout_s),
+            )
+        return made
+
     with _without_split():
-        group, _ = c10d._new_process_group_helper(
-            len(members),
-            rank,
-            numbers,
-            c10d.Backend(backend),
-            PrefixStore(board.name, board.store),
-            name,  # type: ignore[arg-type]
-            timeout=timedelta(seconds=timeout_s),
-        )
+        try:
+            group = run_within(timeout_s + _MORE_S, connect, discard=_forget, name="hybrid_ep connects")
+        except UnfinishedError as error:
+            raise RuntimeError(f"the group has not connected within {timeout_s:g} s") from error
     if is_first:
         c10d._update_default_pg(group)
         numbers = list(range(len(members)))
@@ -129,6 +142,12 @@ def make_group(
     with contextlib.suppress(RuntimeError):
         c10d._set_pg_timeout(c10d.default_pg_timeout, group)
     return group
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    """Gives up a group that was connected too late."""
+    c10d._world.pg_group_ranks[group] = {}
+    abandon(group)
 
 
 def abandon(group: dist.ProcessGroup) -> None:

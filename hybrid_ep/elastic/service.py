@@ -38,9 +38,11 @@ __all__ = ["LoadExpert", "Recovered", "Report", "join", "recover", "waiting"]
 
 LoadExpert = Callable[[int, int], Any]
 B = TypeVar("B", bound=BaseBuffer)
+M = TypeVar("M")
 _KINDS: dict[str, type[BaseBuffer]] = {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}
 _MIN_TIMEOUT_S = 1.0  # processes do not come at the same millisecond
 _GRACE_S = 0.3  # for a rank that others take for lost: it may be alive
+_MARGIN_S = 2.0  # ranks do not begin a step at the same millisecond, nor keep to its limit to the millisecond
 _CONFIRM_S = 1.0  # for a newcomer to confirm that it is still there
 _POLL_S = 0.05
 _WHERE = "recover"
@@ -152,24 +154,27 @@ def recover(
         "old_num_ranks_per_domain": buffer.grid.num_ranks_per_domain,
         "max_slots": max_slots,
         "timeout_s": max(timeout_s, _MIN_TIMEOUT_S),
+        "buffer_timeout_s": max(buffer.timeout_s, _MIN_TIMEOUT_S),
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
-    with contextlib.suppress(HybridEPError):  # what it raises is known by now
-        buffer.close()
+    _close(buffer)  # what it raises is known by now
     loaded: dict[tuple[int, int], Any] = {}
+    problem = ""
     try:
         for _ in range(buffer.group_size + 1):
             lineage.generation += 1
             round_ = _meet_survivors(lineage, rank, terms, load_expert is not None, ranks, gone)
-            made = _Attempt(lineage, round_, rank, group).run(load_expert, loaded, begin)
+            attempt = _Attempt(lineage, round_, rank, group)
+            made = attempt.run(load_expert, loaded, begin)
             if isinstance(made, Recovered):
                 abandon(group)
                 return made
-            ranks, gone = set(round_.survivors), made
+            ranks, gone, problem = set(round_.survivors), made, attempt.problem
     except StoreLostError as error:
         raise TransportError(_WHERE, rank, None, f"the store of the process group is lost ({error})") from error
-    raise TransportError(_WHERE, rank, min(gone, default=None), f"{buffer.group_size + 1} attempts have failed")
+    detail = f"{buffer.group_size + 1} attempts have failed" + (f", the last at {problem}" if problem else "")
+    raise TransportError(_WHERE, rank, min(gone, default=None), detail)
 
 
 def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s: float = 600.0) -> Recovered[Any]:
@@ -328,7 +333,13 @@ class _Attempt:
         round_: who takes part.
         me: this one's id in it.
         parent: the group that it comes from, None: none.
+
+    Attributes:
+        problem: which new rank was the first that could not make group or buffer, and why; "" where each that came
+            could. The same on all.
     """
+
+    problem = ""
 
     def __init__(self, lineage: Lineage, round_: _Round, me: int, parent: dist.ProcessGroup | None) -> None:
         self._lineage, self._round, self._me, self._parent = lineage, round_, me, parent
@@ -403,33 +414,73 @@ class _Attempt:
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
         """Makes group and buffer; returns who did not confirm that it could, where any could not."""
-        timeout_s = self._terms["timeout_s"]
         name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
-        group: dist.ProcessGroup | None = None
-        buffer: BaseBuffer | None = None
-        problem = ""
-        options = dict(self._terms["options"])
-        try:
-            group = make_group(
+
+        def connect() -> dist.ProcessGroup:
+            return make_group(
                 self._board.at("group"),
                 name,
                 [one if one >= 0 else None for one in roster.ranks],
                 rank,
                 parent=self._parent,
                 backend=self._terms["backend"],
-                timeout_s=timeout_s,
+                timeout_s=self._terms["timeout_s"],
             )
-            follow(name, Lineage(self._lineage.board, self._lineage.generation))
-            buffer = _KINDS[self._terms["kind"]].over(group, roster.num_ranks_per_domain, options)
+
+        begin, limit_s = time.monotonic(), self._terms["timeout_s"]
+        group = self._make("connected", connect, abandon, lambda: limit_s + begin - time.monotonic(), ids, rank)
+        if isinstance(group, set):
+            return group
+        follow(name, Lineage(self._lineage.board, self._lineage.generation))
+        kind, options = _KINDS[self._terms["kind"]], dict(self._terms["options"])
+        buffer = self._make(
+            "made",
+            lambda: kind.over(group, roster.num_ranks_per_domain, options),
+            _close,
+            lambda: self._terms["buffer_timeout_s"],
+            ids,
+            rank,
+        )
+        if isinstance(buffer, set):
+            abandon(group)
+            return buffer
+        return group, buffer
+
+    def _make(
+        self,
+        what: str,
+        make: Callable[[], M],
+        drop: Callable[[M], object],
+        timeout_s: Callable[[], float],
+        ids: list[int],
+        rank: int,
+    ) -> M | set[int]:
+        """Makes something, and agrees with the others whether all could; returns who is missing where one could not.
+
+        Args:
+            what: the step's name.
+            make: collective.
+            drop: gives up what this rank has made.
+            timeout_s: for how long another rank may go on making it, once this one has succeeded or failed.
+            ids: of the new ranks.
+            rank: this one's.
+        """
+        made: M | None = None
+        problem, begin = "", time.monotonic()
+        try:
+            made = make()
         except (RuntimeError, HybridEPError) as error:
-            problem = str(error)
-        # Whom an error here names may only be slow to fail itself: first for the group, then for votes or a link.
-        came, texts = self._rendezvous("made", rank, range(len(ids)), problem, 2 * timeout_s + _CONFIRM_S)
+            problem = json.dumps([time.monotonic() - begin, str(error)])
+        # Whom an error here names may only be slow to fail itself.
+        came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s() + _MARGIN_S)
         if len(came) == len(ids) and not any(texts.values()):
-            assert group is not None
-            assert buffer is not None
-            return group, buffer
-        _drop(group, buffer)
+            assert made is not None
+            return made
+        if made is not None:
+            drop(made)
+        # The others may have failed because the first did.
+        problems = [(*json.loads(texts[r]), r) for r in came if texts[r]]
+        self.problem = "rank {2} of the new group: {1}".format(*min(problems)) if problems else ""
         return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
 
     def _load(
@@ -482,10 +533,12 @@ class _Attempt:
             failed |= found
 
 
-def _drop(group: dist.ProcessGroup | None, buffer: BaseBuffer | None) -> None:
+def _drop(group: dist.ProcessGroup, buffer: BaseBuffer) -> None:
     """Gives up what was made for an attempt."""
-    if buffer is not None:
-        with contextlib.suppress(HybridEPError):
-            buffer.close()
-    if group is not None:
-        abandon(group)
+    _close(buffer)
+    abandon(group)
+
+
+def _close(buffer: BaseBuffer) -> None:
+    with contextlib.suppress(HybridEPError):
+        buffer.close()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hybrid_ep.core.board import Board
-from hybrid_ep.core.limited import NoAnswerError, call_within
+from hybrid_ep.core.within import UnfinishedError, run_within
 
 __all__ = ["Link", "uses_gloo"]
 
@@ -137,8 +137,12 @@ def _connected(addresses: Store, index: int, num_members: int, limit_s: float) -
     """
     limit = timedelta(seconds=limit_s)
     try:
-        return call_within(limit_s + _MORE_S, lambda: dist.ProcessGroupGloo(addresses, index, num_members, limit))
-    except NoAnswerError as error:
+        return run_within(
+            limit_s + _MORE_S,
+            lambda: dist.ProcessGroupGloo(addresses, index, num_members, limit),
+            name="hybrid_ep connects",
+        )
+    except UnfinishedError as error:
         raise RuntimeError(f"gloo has not connected within {limit_s:g} s") from error
 
 

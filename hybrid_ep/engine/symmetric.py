@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.limited import NoAnswerError, call_within
+from hybrid_ep.core.within import UnfinishedError, run_within
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
@@ -94,17 +94,17 @@ class SymmetricMemory:
 
         try:
             # torch would wait for a rank that is lost here until the timeout of its store, of minutes.
-            handle = call_within(roll_call.timeout_s, exchange_handles)
+            handle = run_within(roll_call.timeout_s, exchange_handles)
             # A handle is of an allocation, which may hold more than this tensor.
             offset = local.data_ptr() - handle.buffer_ptrs[roll_call.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
             torch.cuda.synchronize(device)
-        except RuntimeError as error:
+        except (RuntimeError, UnfinishedError) as error:
             obstacle = str(error)
         told = roll_call.gather(f"{_WHERE}: mapping", obstacle, others_wait_s=roll_call.timeout_s)
         if obstacles := {rank: text for rank, text in told.items() if text}:
             # A rank that has waited in vain knows less than the one that it has waited for.
-            rank = min(obstacles, key=lambda rank: obstacles[rank].startswith(NoAnswerError.BEGINNING))
+            rank = min(obstacles, key=lambda rank: obstacles[rank].startswith(UnfinishedError.BEGINNING))
             raise TopologyError(
                 f"the {roll_call.num_ranks} ranks of the group cannot map each other's GPU memory: rank {rank}: "
                 f"{obstacles[rank]}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"

@@ -59,6 +59,7 @@ class Experts(nn.Module):
         self.mesh = _mesh_of(buffer, mesh)
         if self.mesh is not None:
             _look_at_what_is_sharded()
+        self._memory: dict[str, Tensor] = {}  # of `slots`, by parameter
         self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
 
     def _sharded(self, weight: Tensor) -> Tensor:
@@ -74,6 +75,31 @@ class Experts(nn.Module):
         """
         up, down = self._local("up", self.up), self._local("down", self.down)
         return up, down
+
+    def slots(self, num_spare: int) -> tuple[Tensor, Tensor]:
+        """The same weights with memory for `num_spare` more behind them, ``[LE + num_spare, …]``; without gradients.
+
+        Parameters move into that memory once, so that later calls copy nothing. They stay there until they are
+        replaced, as by `to`.
+
+        Raises:
+            ConfigError: as `weights`.
+        """
+        return self._slots("up", self.up, num_spare), self._slots("down", self.down, num_spare)
+
+    @torch.no_grad()
+    def _slots(self, name: str, parameter: Tensor, num_spare: int) -> Tensor:
+        local, memory = self._local(name, parameter), self._memory.get(name)
+        shape = (local.shape[0] + num_spare, *local.shape[1:])
+        if memory is None or memory.shape != shape or memory.data_ptr() != local.data_ptr():
+            memory = self._memory[name] = local.new_zeros(shape)
+            memory[: local.shape[0]] = local
+            held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            held.data = memory[: local.shape[0]]
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": {}}  # a copy makes its own
 
     def _local(self, name: str, parameter: Tensor) -> Tensor:
         if self.mesh is None:
@@ -98,7 +124,8 @@ class Experts(nn.Module):
             down: ``[slots, H, ffn_hidden]``; likewise.
 
         Returns:
-            ``[N, H]`` (``[P, H]``), of the dtype of the rows.
+            ``[N, H]`` (``[P, H]``), of the dtype of the rows. Of `GroupedTokens`, rows after the last are 0, or
+            undefined where there are no gradients.
 
         Raises:
             ConfigError: as `weights`.
@@ -126,6 +153,8 @@ def _by_group(tokens: GroupedTokens, up: Tensor, down: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.dtype
     hidden = F.gelu(grouped_linear(tokens.x.to(dtype), up.to(dtype), tokens.ends))
     rows = grouped_linear(hidden, down.to(dtype), tokens.ends)
+    if not torch.is_grad_enabled():
+        return rows.mul_(tokens.weights.unsqueeze(1))  # combine reads no row after the last
     # Rows after the last end are undefined.
     is_row = (torch.arange(len(rows), device=rows.device) < tokens.ends[-1]).unsqueeze(1)
     return torch.where(is_row, rows, 0) * torch.where(is_row, tokens.weights.unsqueeze(1), 0)

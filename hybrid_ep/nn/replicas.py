@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.balance.online import map_online, plan_online
@@ -18,8 +19,9 @@ from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_int
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.nn.experts import Experts
 
-__all__ = ["Routed", "make_balancer"]
+__all__ = ["Routed", "count_copies", "make_balancer"]
 
 
 class Routed(NamedTuple):
@@ -46,8 +48,8 @@ class Balancer(Protocol):
 
     num_slots: int
 
-    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
-        """Maps ``[T, K]`` experts to slots and gives ``[LE, *shape]`` weights to the slots. Collective."""
+    def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
+        """Maps ``[T, K]`` experts to slots and gives their weights to the slots. Collective."""
         ...
 
 
@@ -64,7 +66,8 @@ def make_balancer(
     if weight_buffer is not None:
         require(isinstance(weight_buffer, Buffer), "weight_buffer", type(weight_buffer).__name__, "a hybrid_ep.Buffer")
         require(weight_buffer is not buffer, "weight_buffer", "the same as buffer", "another buffer of these ranks")
-        buffer._check_geometry(weight_buffer.grid)
+        found, wanted = _ranks_of(weight_buffer), _ranks_of(buffer)
+        require(found == wanted, "ranks and ranks per domain of weight_buffer", found, f"{wanted}, as of buffer")
     num_local = num_experts // buffer.group_size
     if balance is None:
         return _AtHome(num_local)
@@ -76,14 +79,19 @@ def make_balancer(
     return _Online(buffer, num_experts, num_spare, weight_buffer)
 
 
+def _ranks_of(buffer: Buffer) -> tuple[list[int], int]:
+    ranks = [0] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
+    return ranks, buffer.grid.num_ranks_per_domain
+
+
 class _AtHome:
     """No replicas."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
-    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
-        return Routed(topk_idx, weights, EventOverlap())
+    def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
+        return Routed(topk_idx, experts.weights(), EventOverlap())
 
 
 class _Placed:
@@ -101,11 +109,11 @@ class _Placed:
         self._weight_buffer = weight_buffer
         self._mapper = placement.on("cpu", buffer.rank)
 
-    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
+    def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
         if self._mapper.phy2log.device != topk_idx.device:
             self._mapper = self._placement.on(topk_idx.device, self._buffer.rank)
         mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
-        placed, ready = _replicate(self._buffer, self._weight_buffer, mapping, False, weights)
+        placed, ready = _replicate(self._buffer, self._weight_buffer, mapping, False, experts)
         return Routed(self._mapper.map_topk(self._layer, topk_idx), placed, ready)
 
 
@@ -117,28 +125,40 @@ class _Online:
         self._buffer, self._num_experts, self._num_spare = buffer, num_experts, num_spare
         self._weight_buffer = weight_buffer
 
-    def route(self, topk_idx: Tensor, *weights: Tensor) -> Routed:
-        chosen = topk_idx.flatten()
-        mine = chosen.new_zeros(self._num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        counts = gather_counts(self._buffer, mine)
+    def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
+        counts = gather_counts(self._buffer, count_copies(topk_idx, self._num_experts))
         per_domain = self._buffer.grid.num_ranks_per_domain
         plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare)
-        placed, ready = _replicate(self._buffer, self._weight_buffer, plan.spare, True, weights)
+        placed, ready = _replicate(self._buffer, self._weight_buffer, plan.spare, True, experts)
         return Routed(map_online(plan, counts, topk_idx, self._buffer.rank), placed, ready)
 
 
+def count_copies(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """``[T, K]`` experts, none of them −1 → ``[E]`` int64: how often each is named."""
+    chosen = topk_idx.flatten()
+    return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
 def _replicate(
-    buffer: Buffer, weight_buffer: Buffer | None, mapping: Tensor, keeps_home: bool, weights: tuple[Tensor, ...]
+    buffer: Buffer, weight_buffer: Buffer | None, mapping: Tensor, keeps_home: bool, experts: Experts
 ) -> tuple[tuple[Tensor, ...], EventOverlap]:
-    """`_Replicate`, and its event. A buffer of its own moves the weights on its communication stream.
+    """The weights of all slots, and their event. A buffer of its own moves them on its communication stream.
 
     Autograd runs the backward pass on the stream of the forward pass, so that gradients go home beside the backward
-    pass of the dispatch.
+    pass of the dispatch. Without gradients, replicas go behind the home experts, which need not be copied. With
+    gradients, the weights of a forward pass are kept for its backward pass.
     """
     is_apart = weight_buffer is not None
     mover = buffer if weight_buffer is None else weight_buffer
+    weights = experts.weights()
     with mover._comm_stream.scope(None, is_apart):
-        placed = _Replicate.apply(mover, mapping, keeps_home, *weights)  # type: ignore[no-untyped-call]
+        if keeps_home and not torch.is_grad_enabled():
+            num_local = weights[0].shape[0]
+            placed: tuple[Tensor, ...] = experts.slots(mapping.shape[1])
+            spare, home = [one[num_local:] for one in placed], [one[:num_local] for one in placed]
+            copy_weights(mover, spare, home, mapping, 0)
+        else:
+            placed = _Replicate.apply(mover, mapping, keeps_home, *weights)  # type: ignore[no-untyped-call]
     return placed, mover._comm_stream.finish(None, is_apart, (mapping, *weights, *placed))
 
 
@@ -149,23 +169,20 @@ class _Replicate(torch.autograd.Function):
     def forward(ctx: Any, buffer: Buffer, mapping: Tensor, keeps_home: bool, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.buffer, ctx.keeps_home, ctx.num_local = buffer, keeps_home, weights[0].shape[0]
         ctx.save_for_backward(mapping)
-        placed = []
-        for home in weights:
-            num_home = ctx.num_local if keeps_home else 0
-            slots = home.new_zeros(num_home + mapping.shape[1], *home.shape[1:])
+        num_home = ctx.num_local if keeps_home else 0
+        placed = tuple(home.new_empty(num_home + mapping.shape[1], *home.shape[1:]) for home in weights)
+        for slots, home in zip(placed, weights, strict=True):
             slots[:num_home] = home[:num_home]
-            copy_weights(buffer, slots[num_home:], home.contiguous(), mapping, 0)
-            placed.append(slots)
-        return tuple(placed)
+            slots[num_home:].zero_()
+        copy_weights(buffer, [one[num_home:] for one in placed], [one.contiguous() for one in weights], mapping, 0)
+        return placed
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (mapping,) = ctx.saved_tensors
-        sums = []
-        for grad in grads:
-            num_home = ctx.num_local if ctx.keeps_home else 0
-            home = torch.zeros(ctx.num_local, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        num_home = ctx.num_local if ctx.keeps_home else 0
+        sums = [grad.new_zeros(ctx.num_local, *grad.shape[1:], dtype=torch.float32) for grad in grads]
+        for home, grad in zip(sums, grads, strict=True):
             home[:num_home] = grad[:num_home]
-            add_gradients(ctx.buffer, grad[num_home:].float().contiguous(), home, mapping, 0)
-            sums.append(home.to(grad.dtype))
-        return None, None, None, *sums
+        add_gradients(ctx.buffer, [grad[num_home:].float().contiguous() for grad in grads], sums, mapping, 0)
+        return None, None, None, *(home.to(grad.dtype) for home, grad in zip(sums, grads, strict=True))

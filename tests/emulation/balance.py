@@ -7,10 +7,10 @@ import random
 import torch
 
 from hybrid_ep.balance import ExpertPlacement
-from hybrid_ep.balance.online import plan_online
+from hybrid_ep.balance.online import map_online, plan_online
 from tests.battery.normal import equal
 
-__all__ = ["check_map_topk", "check_plan"]
+__all__ = ["check_map_online", "check_map_topk", "check_plan"]
 
 
 def check_plan(count: int) -> None:
@@ -55,6 +55,51 @@ def check_plan(count: int) -> None:
         equal(spare, want.spare, f"{about}: spare")
         equal(quota, want.quota, f"{about}: quota")
         equal(loads, want.loads, f"{about}: loads")
+
+
+def check_map_online(count: int) -> None:
+    """Random routings along plans of theirs: hot experts, columns alike, holes, no tokens, several CTAs."""
+    from hybrid_ep import _cuda
+
+    for seed in range(count):
+        draw = random.Random(seed)
+        num_domains, per_domain = draw.choice([(1, 8), (1, 1), (2, 4), (3, 2), (1, 34), (1, 5)])
+        num_local, num_spare = draw.choice([1, 2, 5, 32]), draw.choice([0, 1, 2, 3, 33])
+        num_ranks, num_topk = num_domains * per_domain, draw.randint(1, 8)
+        num_experts, rank = num_ranks * num_local, draw.randrange(num_ranks)
+        generator = torch.Generator().manual_seed(seed)
+        odds = torch.arange(1, num_experts + 1).double() ** -draw.choice([0.0, 1.0, 2.0])
+        odds = odds[torch.randperm(num_experts, generator=generator)]
+        routing = []
+        for _ in range(num_ranks):
+            num_tokens = draw.choice([0, 1, 200, 900])
+            chosen = odds.multinomial(num_tokens * num_topk or 1, True, generator=generator)[: num_tokens * num_topk]
+            chosen[torch.rand(chosen.shape, generator=generator) < 0.1] = -1
+            routing.append(chosen.view(num_tokens, num_topk))
+        counts = torch.stack([idx[idx >= 0].bincount(minlength=num_experts) for idx in routing])
+        plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=num_spare)
+        slots = torch.full_like(routing[rank], -7)
+        wrong = torch.tensor([[-2, num_experts]])
+        wrong_slots = torch.zeros_like(wrong)
+        for given, result in ((routing[rank], slots), (wrong, wrong_slots)):
+            _cuda.map_online(
+                counts=counts.data_ptr(),
+                spare=plan.spare.data_ptr(),
+                quota=plan.quota.data_ptr(),
+                topk_idx=given.data_ptr(),
+                slots=result.data_ptr(),
+                num_copies=given.numel(),
+                num_ranks=num_ranks,
+                num_experts=num_experts,
+                ranks_per_domain=per_domain,
+                num_spare=num_spare,
+                rank=rank,
+                device=0,
+                stream=0,
+            )
+        about = f"seed {seed}, {num_domains} × {per_domain} ranks, {num_local} experts, {num_spare} spare slots"
+        equal(slots, map_online(plan, counts, routing[rank], rank), f"{about}: slots")
+        equal(wrong_slots, torch.tensor([[-2, num_experts + num_ranks * num_spare]]), f"{about}: what is no slot")
 
 
 def check_map_topk(count: int) -> None:

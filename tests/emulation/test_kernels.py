@@ -234,6 +234,7 @@ def test_layout(run_emulated: RunEmulated) -> None:
 def test_balance(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.balance.check_plan", 40)
     run_emulated(1, "emulation.balance.check_map_topk", 20)
+    run_emulated(1, "emulation.balance.check_map_online", 40)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

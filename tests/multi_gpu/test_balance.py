@@ -12,6 +12,7 @@ import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.grouped import dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
+from hybrid_ep.nn import MoELayer
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -88,6 +89,38 @@ def test_plans_are_those_of_the_cpu(num_ranks_per_domain: int, num_spare: int) -
                 assert torch.equal(a.cpu(), b)
 
 
+@pytest.mark.parametrize("num_spare", [0, 2, 40])
+@pytest.mark.parametrize("num_ranks_per_domain", [8, 4])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4096, 20000])
+def test_copies_go_where_the_cpu_sends_them(num_tokens: int, num_ranks_per_domain: int, num_spare: int) -> None:
+    """Even and skewed routings, with holes and columns alike; more copies than CTAs take at once."""
+    generator = torch.Generator().manual_seed(num_spare)
+    for exponent in (0.0, 1.0, 2.0):
+        odds = torch.arange(1, 257).double() ** -exponent
+        routing = [odds.multinomial(4096, True, generator=generator).view(-1, 8) for _ in range(8)]
+        mine = odds.multinomial(8 * num_tokens + 1, True, generator=generator)[1:]
+        mine[torch.rand(mine.shape, generator=generator) < 0.1] = -1
+        routing[5] = mine.view(num_tokens, 8)
+        counts = torch.stack([idx[idx >= 0].bincount(minlength=256) for idx in routing])
+        plan = plan_online(counts, num_ranks_per_domain=num_ranks_per_domain, num_spare=num_spare)
+        want = map_online(plan, counts, routing[5], 5)
+        given_counts, given_idx = counts.cuda(), routing[5].cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            made = plan_online(given_counts, num_ranks_per_domain=num_ranks_per_domain, num_spare=num_spare)
+            got = map_online(made, given_counts, given_idx, 5)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(got.cpu(), want)
+
+
+def test_what_is_no_expert_becomes_what_is_no_slot() -> None:
+    counts = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
+    plan = plan_online(counts, num_ranks_per_domain=4, num_spare=1)
+    slots = map_online(plan, counts, torch.tensor([[-2, -1, 8, 9]], device="cuda"), 0)
+    assert slots.tolist() == [[-2, -1, 12, 13]]
+
+
 def _move() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
@@ -154,3 +187,41 @@ def test_a_dispatch_along_a_plan_waits_for_no_host(run_gpus: RunGpus, num_ranks:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(num_ranks, _dispatch_without_sync)
+
+
+def _layer_with_replicas() -> None:
+    """Weights move beside the dispatch; with gradients they are copied, without they go behind the home experts."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = {"hidden": 512, "ffn_hidden": 1024, "num_experts": 4 * num_ranks, "topk": 2, "seed": 1}
+    generator = torch.Generator().manual_seed(rank)
+    direction = torch.randn(512, generator=torch.Generator().manual_seed(7))
+    x = (torch.randn(700, 512, generator=generator) + direction).cuda()
+    with (
+        hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer,
+        hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as other,
+    ):
+        options: list[dict[str, object]] = [
+            {},
+            {"balance": "online", "weight_buffer": other},
+            {"balance": "online", "weight_buffer": other, "num_spare": 4, "num_rows": 1400},
+        ]
+        outputs, grads = [], []
+        for given in options:
+            layer = MoELayer(buffer, **sizes, **given).cuda()  # type: ignore[arg-type]
+            layer.experts.to(torch.bfloat16)
+            y = layer(x)
+            y.float().square().sum().backward()
+            for _ in range(3):
+                with torch.no_grad():
+                    assert torch.equal(layer(x), y)
+            outputs.append(y.detach().double())
+            grads.append([p.grad.to_local().double() for p in layer.experts.parameters()])  # type: ignore[union-attr]
+    for got, grad in zip(outputs[1:], grads[1:], strict=True):
+        for a, b in zip((got, *grad), (outputs[0], *grads[0]), strict=True):
+            assert (a - b).norm() / b.norm() < 16 * 2.0**-8
+
+
+def test_a_layer_with_replicas_is_the_layer_without(run_gpus: RunGpus) -> None:
+    if NUM_GPUS < 2:
+        pytest.skip(f"2 GPUs are needed, {NUM_GPUS} are visible")
+    run_gpus(2, _layer_with_replicas)

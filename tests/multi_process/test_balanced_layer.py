@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -82,7 +83,9 @@ def _run(per_domain: int, options: dict[str, Any]) -> dict[str, Any]:
         y = layer(x)
         (y * pull(rank)).sum().backward()
         again = layer(x.detach())
-    assert torch.equal(again, y)
+        with torch.no_grad():
+            inferred = [layer(x.detach()) for _ in range(2)]
+    assert all(torch.equal(one, y) for one in (again, *inferred))
     grads = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
     shapes = {name: tuple(_local(value).shape) for name, value in layer.state_dict().items()}
     return {"y": y.detach(), "x": x.grad, "copies": received[0], "shapes": shapes, **grads}
@@ -166,7 +169,7 @@ def test_weights_move_beside_the_dispatch_and_experts_wait(
         layer = MoELayer(buffer, **SIZES, balance="online", **options)  # type: ignore[arg-type]
         mover, wait = other if has_weight_buffer else buffer, EventOverlap.current_stream_wait
 
-        def copy(given: hybrid_ep.Buffer, *args: Any) -> None:
+        def note_copy(given: hybrid_ep.Buffer, *args: Any) -> None:
             assert given is mover
             steps.append("copy")
 
@@ -174,13 +177,62 @@ def test_weights_move_beside_the_dispatch_and_experts_wait(
             steps.append("wait for the copies" if event.event is not None else "nothing to wait for")
             return wait(event)
 
-        monkeypatch.setattr("hybrid_ep.nn.replicas.copy_weights", copy)
+        monkeypatch.setattr("hybrid_ep.nn.replicas.copy_weights", note_copy)
         monkeypatch.setattr(EventOverlap, "current_stream_wait", note_wait)
         layer.dispatch.register_forward_pre_hook(lambda *given: steps.append("dispatch"))
         layer.experts.register_forward_pre_hook(lambda *given: steps.append("experts"))
         layer(tokens(0))
     waits = "wait for the copies" if has_weight_buffer else "nothing to wait for"
-    assert steps == ["copy", "copy", "dispatch", waits, "experts"]
+    assert steps == ["copy", "dispatch", waits, "experts"]
+
+
+def test_without_gradients_replicas_go_behind_the_weights() -> None:
+    """No call but the first copies a weight, and parameters are those of home experts as before."""
+    with hybrid_ep.Buffer(None) as buffer:
+        layer = MoELayer(buffer, **SIZES, balance="online", num_spare=3)  # type: ignore[arg-type]
+        before = {name: value.clone() for name, value in layer.state_dict().items()}
+        with torch.no_grad():
+            y = layer(tokens(0))
+            first = layer.experts.slots(3)
+            assert torch.equal(layer(tokens(0)), y)
+        assert [one.shape for one in first] == [(EXPERTS + 3, WIDTH, HIDDEN), (EXPERTS + 3, HIDDEN, WIDTH)]
+        for slots, again, parameter in zip(first, layer.experts.slots(3), layer.experts.parameters(), strict=True):
+            assert slots.data_ptr() == again.data_ptr() == parameter.data_ptr()
+        copied = copy.deepcopy(layer)
+        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        with torch.no_grad():
+            copied.experts.up.zero_()
+            assert torch.equal(layer(tokens(0)), y)
+            assert not torch.equal(copied(tokens(0)), y)
+        layer.experts.to(torch.bfloat16)  # replaces the parameters
+        slots, _ = layer.experts.slots(3)
+        assert slots.dtype == torch.bfloat16
+        assert slots.data_ptr() == layer.experts.up.data_ptr()
+
+
+def test_two_forward_passes_before_their_backward_passes(run_ranks: RunRanks) -> None:
+    run_ranks(2, _run_two_batches)
+
+
+def _run_two_batches() -> None:
+    """Each has its own replicas: gradients are those of one batch after the other."""
+    batches = [tokens(seed) for seed in (0, 1 + dist.get_rank())]
+    with hybrid_ep.Buffer(num_ranks_per_domain=2) as buffer:
+        grads = []
+        for is_at_once in (True, False):
+            layer = MoELayer(buffer, **SIZES, balance="online")  # type: ignore[arg-type]
+            with torch.no_grad():
+                layer(batches[0])
+            losses = []
+            for x in batches:
+                losses.append(layer(x).sum())
+                if not is_at_once:
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+            grads.append([_local(parameter.grad) for parameter in layer.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_weight_buffer_is_another_one_of_these_ranks() -> None:
@@ -188,6 +240,78 @@ def test_a_weight_buffer_is_another_one_of_these_ranks() -> None:
         for wrong, words in ((buffer, "the same as buffer"), ("other", "str")):
             with pytest.raises(ConfigError, match=f"weight_buffer is {words}; allowed: "):
                 MoELayer(buffer, **SIZES, balance="online", weight_buffer=wrong)  # type: ignore[arg-type]
+
+
+def _refuse_other_ranks() -> list[str]:
+    pair = dist.new_group([0, 1])
+    other_pair = dist.new_group([1, 2])  # as large, with rank 1 in both
+    told = []
+    if dist.get_rank() < 2:
+        with hybrid_ep.Buffer(pair, num_ranks_per_domain=2) as buffer:
+            given = [hybrid_ep.Buffer(pair, num_ranks_per_domain=1)]
+            given += [hybrid_ep.Buffer(other_pair, num_ranks_per_domain=2)] if dist.get_rank() == 1 else []
+            for weight_buffer in given:
+                with pytest.raises(ConfigError) as refused:
+                    MoELayer(buffer, **SIZES, balance="online", weight_buffer=weight_buffer)  # type: ignore[arg-type]
+                told.append(str(refused.value))
+                weight_buffer.close()
+    elif dist.get_rank() == 2:
+        hybrid_ep.Buffer(other_pair, num_ranks_per_domain=2).close()
+    return told
+
+
+def test_a_weight_buffer_of_other_ranks_or_domains_is_refused(run_ranks: RunRanks) -> None:
+    first, second, *_ = run_ranks(3, _refuse_other_ranks)
+    of_domains = "ranks and ranks per domain of weight_buffer is ([0, 1], 1); allowed: ([0, 1], 2), as of buffer"
+    assert first == [of_domains]
+    assert second == [of_domains, of_domains.replace("([0, 1], 1)", "([1, 2], 2)")]
+
+
+def _two_layers(buffer: hybrid_ep.Buffer, weight_buffers: list[hybrid_ep.Buffer]) -> list[MoELayer]:
+    widths = (WIDTH, 2 * WIDTH)
+    return [
+        MoELayer(buffer, **{**SIZES, "ffn_hidden": width}, balance="online", weight_buffer=other)  # type: ignore[arg-type]
+        for width, other in zip(widths, weight_buffers, strict=True)
+    ]
+
+
+def _share_a_weight_buffer() -> None:
+    """Two layers, one after the other, forwards and backwards, as with a weight buffer each."""
+    with hybrid_ep.Buffer() as buffer, hybrid_ep.Buffer() as one, hybrid_ep.Buffer() as another:
+        results = []
+        for weight_buffers in ([one, one], [one, another]):
+            layers = _two_layers(buffer, weight_buffers)
+            y = tokens(dist.get_rank())
+            for layer in layers:
+                y = layer(y)
+            y.sum().backward()
+            results.append([y, *(_local(p.grad) for layer in layers for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layers_share_a_weight_buffer(run_ranks: RunRanks) -> None:
+    run_ranks(2, _share_a_weight_buffer)
+
+
+def _call_layers_in_another_order() -> str:
+    """Sizes of the layers differ, so that the first exchange of weights sees it: its bound counts rows of weights."""
+    rank = dist.get_rank()
+    with hybrid_ep.Buffer(timeout_s=5) as buffer, hybrid_ep.Buffer(timeout_s=5) as other:
+        layers = _two_layers(buffer, [other, other])
+        with pytest.raises(ConfigError) as refused:
+            layers[rank](tokens(0))
+        told = str(refused.value)
+        for layer in layers:
+            layer(tokens(0))
+    return told
+
+
+def test_layers_in_another_order_are_told(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, _call_layers_in_another_order) == [
+        "num_worst_tokens is 2 at rank 0 and 4 at rank 1; allowed: the same on every rank",
+        "num_worst_tokens is 4 at rank 1 and 2 at rank 0; allowed: the same on every rank",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep import Buffer, TopologyError, TransportError
 from hybrid_ep.balance import ExpertPlacement
+from hybrid_ep.core.board import Board
 from hybrid_ep.elastic import join, recover, waiting
+from hybrid_ep.elastic.group import make_group
 from hybrid_ep.errors import ConfigError, TimeoutError
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.multi_process.recovery_trials import Job, factor_of, step
@@ -200,6 +206,80 @@ def test_low_latency_goes_on_by_masks(cluster: VirtualCluster) -> None:
     cluster.start(_go_on_by_masks)
     survivors = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
     assert cluster.collect(survivors, limit_s=60) == [["", ""]] * len(survivors)
+
+
+def _lose_another_while_connecting(sent: signal.Signals) -> tuple[int, ...]:
+    """Rank 3 dies; then rank 2 is lost while it connects, and gloo holds rank 1 for five times the limit."""
+    job = _lose(3)
+    connect = c10d.ProcessGroupGloo
+
+    def connect_as_rank(*given: Any, timeout: timedelta) -> Any:
+        c10d.ProcessGroupGloo = connect  # type: ignore[misc]  # the next attempt is a usual one
+        if job.buffer.rank == 2:
+            os.kill(os.getpid(), sent)
+        if job.buffer.rank == 1:
+            time.sleep(5 * timeout.total_seconds())
+        return connect(*given, timeout=timeout)
+
+    c10d.ProcessGroupGloo = connect_as_rank  # type: ignore[assignment,misc]
+    job.take(recover(job.buffer, job.placement, _load_all))
+    assert step(job, 2) == ""
+    return job.ranks
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda sent: sent.name)
+def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signal.Signals) -> None:
+    """Where a peer is lost, gloo tries again, and may hold one survivor for longer than another."""
+    cluster.start(_lose_another_while_connecting, sent)
+    try:
+        assert cluster.collect([0, 1], limit_s=60) == [(0, 1)] * 2
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(cluster.process_id(2), signal.SIGKILL)
+
+
+def _make_no_buffer() -> str:
+    """One survivor can make no buffer; the other ones are told why."""
+    job = _lose(3)
+    if job.buffer.rank == 1:
+
+        def refuse(*given: Any) -> Any:
+            raise ConfigError("no memory is left")
+
+        Buffer.over = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(TransportError) as failed:
+        recover(job.buffer, job.placement)
+    return failed.value.detail
+
+
+def test_why_no_buffer_could_be_made_is_told(cluster: VirtualCluster) -> None:
+    cluster.start(_make_no_buffer)
+    wanted = "5 attempts have failed, the last at rank 1 of the new group: no memory is left"
+    assert cluster.collect([0, 1, 2], limit_s=90) == [wanted] * 3
+
+
+def _connect_too_late() -> bool:
+    """A group that gloo connects after its limit is given up; returns whether torch has forgotten it."""
+    connect, name = c10d.ProcessGroupGloo, "hybrid_ep.elastic/late"
+
+    def connect_late(*given: Any, timeout: timedelta) -> Any:
+        time.sleep(2)
+        return connect(*given, timeout=timeout)
+
+    c10d.ProcessGroupGloo = connect_late  # type: ignore[assignment,misc]
+    board = Board(dist.distributed_c10d._get_default_store(), "late")
+    with pytest.raises(RuntimeError, match=r"the group has not connected within 0\.5 s"):
+        make_group(board, name, [0], 0, parent=dist.group.WORLD, backend="gloo", timeout_s=0.5)
+    c10d.ProcessGroupGloo = connect  # type: ignore[misc]
+    (thread,) = (one for one in threading.enumerate() if one.name == "hybrid_ep connects")
+    thread.join(30)
+    assert not thread.is_alive()
+    return name not in c10d._world.pg_names.values()
+
+
+def test_a_group_that_is_connected_too_late_is_given_up() -> None:
+    with VirtualCluster(1) as cluster:
+        assert cluster.run(_connect_too_late, limit_s=90) == [True]
 
 
 def _refuse() -> None:

@@ -49,7 +49,7 @@ def _mix(num_spare: int, pad_multiple: int) -> tuple[int, int, int]:
         counts = gather_counts(mover, topk_idx.flatten().bincount(minlength=NUM_EXPERTS))
         plan = plan_online(counts, num_ranks_per_domain=NUM_RANKS, num_spare=num_spare)
         slots = map_online(plan, counts, topk_idx, rank)
-        copy_weights(mover, spare, home, plan.spare, 0)
+        copy_weights(mover, [spare], [home], plan.spare, 0)
         got = dispatch_online(buffer, x, slots, weights, plan, num_rows=num_rows, pad_multiple=pad_multiple)
         assert got.rows.shape == (num_rows, HIDDEN)
         assert got.probs is not None

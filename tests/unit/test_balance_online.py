@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hybrid_ep.balance import online
 from hybrid_ep.balance.online import OnlinePlan, map_online, plan_online
 from hybrid_ep.errors import ConfigError
 
@@ -152,8 +153,9 @@ def test_copies_stay_at_home_where_the_quota_allows() -> None:
         assert stayed == min(int(counts[rank, 3]), int(plan.quota[3, rank]))
 
 
-def test_the_host_never_waits() -> None:
-    """Fake tensors have no values: whatever asks for one raises."""
+def test_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: whatever asks for one raises. Indices are looked at only where they are on a CPU."""
+    monkeypatch.setattr(online, "require_expert_indices", lambda *_: None)
     with FakeTensorMode():
         counts = torch.zeros(8, 64, dtype=torch.int64)
         plan = plan_online(counts, num_ranks_per_domain=4, num_spare=3, tolerance=0.1)
@@ -177,3 +179,24 @@ def test_what_is_not_allowed(change: dict[str, object], message: str) -> None:
     given = {"counts": torch.zeros(4, 8, dtype=torch.int64), "num_ranks_per_domain": 4, "num_spare": 1} | change
     with pytest.raises(ConfigError, match=message):
         plan_online(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": torch.zeros(4, 8)}, "counts.dtype is torch.float32"),
+        ({"rank": 4}, "rank is 4"),
+        ({"rank": -1}, "rank is -1"),
+        ({"topk_idx": torch.zeros(3, 2)}, "topk_idx.dtype is torch.float32"),
+        ({"topk_idx": torch.full((3, 2), 8)}, "topk_idx is 8; allowed: −1 … 7"),
+        ({"topk_idx": torch.full((3, 2), -2)}, "topk_idx is -2; allowed: −1 … 7"),
+        ({"counts": torch.zeros(2, 8, dtype=torch.int64)}, "spare of the plan.shape"),
+        ({"counts": torch.zeros(4, 12, dtype=torch.int64)}, "quota of the plan.shape"),
+    ],
+)
+def test_what_cannot_be_mapped(change: dict[str, object], message: str) -> None:
+    counts = torch.zeros(4, 8, dtype=torch.int64)
+    plan = plan_online(counts, num_ranks_per_domain=4, num_spare=1)
+    given = {"counts": counts, "topk_idx": torch.zeros(0, 2, dtype=torch.int64), "rank": 0} | change
+    with pytest.raises(ConfigError, match=message):
+        map_online(plan, **given)  # type: ignore[arg-type]

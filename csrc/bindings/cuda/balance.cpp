@@ -4,6 +4,7 @@
 #include "bindings/cuda/bindings.h"
 #include "common/device_guard.h"
 #include "kernels/launch.h"
+#include "layout/limits.h"
 
 namespace hybrid_ep::bindings {
 
@@ -46,6 +47,20 @@ void add_balance(pybind11::module_& module) {
       py::kw_only(), py::arg("counts"), py::arg("spare"), py::arg("quota"), py::arg("loads"), py::arg("num_ranks"),
       py::arg("num_experts"), py::arg("ranks_per_domain"), py::arg("num_spare"), py::arg("tolerance_factor"),
       py::arg("device"), py::arg("stream"));
+  module.attr("map_online_max_experts") = kMaxExperts;
+  module.def(
+      "map_online",
+      [](uintptr_t counts, uintptr_t spare, uintptr_t quota, uintptr_t topk_idx, uintptr_t slots, int64_t num_copies,
+         int num_ranks, int num_experts, int ranks_per_domain, int num_spare, int rank, int device, uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_map_online(
+            {pointer<int64_t>(counts), pointer<int64_t>(spare), pointer<int64_t>(quota), pointer<int64_t>(topk_idx),
+             pointer<int64_t>(slots), num_copies, num_ranks, num_experts, ranks_per_domain, num_spare, rank},
+            stream_of(stream));
+      },
+      py::kw_only(), py::arg("counts"), py::arg("spare"), py::arg("quota"), py::arg("topk_idx"), py::arg("slots"),
+      py::arg("num_copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("ranks_per_domain"),
+      py::arg("num_spare"), py::arg("rank"), py::arg("device"), py::arg("stream"));
 }
 
 }  // namespace hybrid_ep::bindings

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kNumMaxima = 32;
 constexpr int kThreads = 32 * kNumMaxima;
+static_assert(kNumMaxima == 32);  // one for each lane, too
 constexpr uint16_t kNoExpert = 0xffff;
 constexpr unsigned kNone = 0xffffffffu;
 
@@ -41,6 +42,16 @@ struct PlanMemory {
   }
 };
 
+// The lowest of the lanes' `index` where `is_one`, or `end`. Each lane's is its own modulo 32. Collective over the
+// warp.
+__device__ int lowest_index(bool is_one, int index, int end) {
+  for (int first = 0; first < end; first += 32) {
+    const unsigned found = __ballot_sync(kAllLanes, is_one && index / 32 == first / 32);
+    if (found != 0) return first + __ffs(found) - 1;
+  }
+  return end;
+}
+
 struct Largest {
   unsigned count, expert;
 };
@@ -55,8 +66,9 @@ __device__ Largest next_largest(const int32_t* home, int num_local, Largest last
     if (is_after && (count > mine.count || mine.expert == kNone)) mine = {count, i};
   }
   const unsigned most = __reduce_max_sync(kAllLanes, mine.expert == kNone ? 0u : mine.count);
-  const unsigned expert = __reduce_min_sync(kAllLanes, mine.count == most ? mine.expert : kNone);
-  return {expert == kNone ? 0 : most, expert};
+  const bool is_it = mine.expert != kNone && mine.count == most;
+  const int expert = lowest_index(is_it, static_cast<int>(mine.expert), num_local);
+  return {expert == num_local ? 0 : most, expert == num_local ? kNone : static_cast<unsigned>(expert)};
 }
 
 __device__ int sum_of_largest(const int32_t* home, int num_local, int width) {
@@ -83,19 +95,18 @@ __device__ void fill(const PlanParams& params, int32_t* home, int32_t* given, in
   unsigned filled = 0;  // bit i: rank lane + 32 i
   for (int step = 0; step < num_ranks - 1; ++step) {
     // The emptiest rank that may still take, and the rank above the maximum that can give it most.
-    unsigned least = kNone, most = 0;
+    unsigned least = kNone;
     int emptiest = num_ranks;
     for (int rank = lane, i = 0; rank < num_ranks; rank += 32, ++i) {
       const unsigned load = loads[rank];
-      most = max(most, load);
       if ((filled >> i & 1) == 0 && load < wanted && load < least) {
         least = load;
         emptiest = rank;
       }
     }
     const unsigned fewest = __reduce_min_sync(kAllLanes, least);
-    if (fewest == kNone || __reduce_max_sync(kAllLanes, most) <= wanted) break;
-    const int taker = __reduce_min_sync(kAllLanes, least == fewest ? emptiest : num_ranks);
+    if (fewest == kNone) break;
+    const int taker = lowest_index(least == fewest, emptiest, num_ranks);
     const unsigned lacks = static_cast<unsigned>(wanted) - fewest;
     unsigned gain = 0, load_of_giver = 0;
     int giver = num_ranks;
@@ -112,7 +123,8 @@ __device__ void fill(const PlanParams& params, int32_t* home, int32_t* given, in
     const unsigned best_gain = __reduce_max_sync(kAllLanes, gain);
     const unsigned best_load = __reduce_max_sync(kAllLanes, gain == best_gain ? load_of_giver : 0u);
     const bool is_best = giver < num_ranks && gain == best_gain && load_of_giver == best_load;
-    giver = __reduce_min_sync(kAllLanes, is_best ? giver : num_ranks);
+    giver = lowest_index(is_best, giver, num_ranks);
+    if (giver == num_ranks) break;
 
     int32_t* home_of_giver = home + giver * num_local;
     Largest largest{kNone, kNone};
@@ -133,13 +145,16 @@ __device__ void fill(const PlanParams& params, int32_t* home, int32_t* given, in
       home[spare[taker * num_spare + i]] -= given[taker * num_spare + i];
     }
     if (taker % 32 == lane) filled |= 1u << taker / 32;
+    const int left = loads[giver] - static_cast<int32_t>(moved);
+    __syncwarp();
     if (lane == 0) {
       loads[taker] += static_cast<int32_t>(moved);
-      loads[giver] -= static_cast<int32_t>(moved);
+      loads[giver] = left;
     }
-    __syncwarp();
-    const int sum = sum_of_largest(home_of_giver, num_local, width);
-    if (lane == 0) top[giver] = sum;
+    if (left > wanted) {  // or else it gives no more
+      const int sum = sum_of_largest(home_of_giver, num_local, width);
+      if (lane == 0) top[giver] = sum;
+    }
     __syncwarp();
   }
 }
@@ -161,6 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   // Copies of each expert from all sources.
   for (int i = threadIdx.x; i < num_experts; i += kThreads) {
     int64_t sum = 0;
+#pragma unroll 8
     for (int source = 0; source < params.num_ranks; ++source) {
       sum += params.counts[static_cast<int64_t>(source) * params.num_experts + first_expert + i];
     }
@@ -218,8 +234,9 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   const int64_t reached = static_cast<int64_t>(most) > mean ? static_cast<int64_t>(most) : mean;
   if (lane == 0) keys[warp] = reached * (static_cast<int64_t>(num_ranks) * num_spare + 1) + used;
   __syncthreads();
-  int best = 0;
-  for (int i = 1; i < kNumMaxima; ++i) best = keys[i] < keys[best] ? i : best;
+  int64_t least = keys[lane];
+  for (int i = 16; i > 0; i /= 2) least = min(least, __shfl_xor_sync(kAllLanes, least, i));
+  const int best = __ffs(__ballot_sync(kAllLanes, keys[lane] == least)) - 1;
 
   // Quotas of home slots, and zero elsewhere; then those of replicas, which are on other ranks.
   home = all.home + best * num_experts;
