@@ -21,6 +21,7 @@ from hybrid_ep._C import between_told_words as between_told_words
 from hybrid_ep._C import has_verbs as has_verbs
 from hybrid_ep._C import loopback_proxy as loopback_proxy
 from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
+from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
 
@@ -208,7 +209,9 @@ class BetweenCombinePlan:
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class BetweenCommunicator:
-    def __init__(self, *, domain: Communicator, rank: int, num_domains: int, proxy: Proxy) -> None: ...
+    def __init__(
+        self, *, domain: Communicator, rank: int, num_domains: int, proxy: Proxy, kernels: object | None = None
+    ) -> None: ...
     def dispatch(
         self,
         *,

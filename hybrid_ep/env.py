@@ -222,10 +222,10 @@ LOG_LEVEL = Variable(
 TRANSPORT = Variable(
     "HYBRID_EP_TRANSPORT",
     "auto",
-    _choice("auto", "verbs", "tcp", "loopback"),
-    "auto, verbs, tcp or loopback",
+    _choice("auto", "verbs", "tcp", "loopback", "nvshmem"),
+    "auto, verbs, tcp, loopback or nvshmem",
     "What joins domains of the cuda engine. `auto` takes loopback where all ranks are on one host, else verbs where "
-    "every rank has an active RDMA device, else tcp.",
+    "every rank has an active RDMA device, else tcp. nvshmem is taken only where it is asked for.",
 )
 GID_INDEX = Variable(
     "HYBRID_EP_GID_INDEX",

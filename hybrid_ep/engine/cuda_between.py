@@ -117,6 +117,11 @@ class CudaBetween(TorchEngine):
     def __init__(self, group: dist.ProcessGroup, grid: RankGrid, timeout_s: float, number: int) -> None:
         if refusal := refusal_of_grid(grid):
             raise ConfigError(refusal)
+        if env.LOW_LATENCY_BETWEEN.get() == "cuda" and env.TRANSPORT.get() == "nvshmem":
+            raise ConfigError(
+                "low_latency_between is 'cuda', and transport is 'nvshmem', for which its kernels are not compiled; "
+                "allowed: another transport, or low_latency_between 'torch'"
+            )
         super().__init__(group, grid, timeout_s, number)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
@@ -133,7 +138,11 @@ class CudaBetween(TorchEngine):
         self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
-            domain=self._communicator, rank=grid.rank, num_domains=grid.num_domains, proxy=self._link.proxy
+            domain=self._communicator,
+            rank=grid.rank,
+            num_domains=grid.num_domains,
+            proxy=self._link.proxy,
+            kernels=self._link.kernels,
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
-from hybrid_ep.errors import ClosedError, TransportError
+from hybrid_ep.errors import ClosedError, ConfigError, TransportError
 from hybrid_ep.topology import probe
+from hybrid_ep.transport import nvshmem
 from hybrid_ep.transport.choice import TransportChoice, agree_on_transport, survey
 from hybrid_ep.transport.rendezvous import exchange, refuse
 from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names, proxy_cpus
@@ -51,13 +52,15 @@ class DomainLink:
     Attributes:
         choice: which transport it is, and why.
         proxy: the native object; `proxy.view()` is for kernels.
+        kernels: those that are compiled for this link alone, for `_cuda.BetweenCommunicator`; None: its own.
     """
 
-    def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, keep: Any = None) -> None:
+    def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, memory: Any = None) -> None:
         self.choice = choice
         self.proxy = proxy
+        self.kernels = nvshmem.kernels() if choice.name == "nvshmem" else None
         self._grid = grid
-        self._keep = keep  # memory that the transport uses
+        self._memory = memory  # that the transport uses
         self._is_closed = False
 
     @property
@@ -100,8 +103,11 @@ class DomainLink:
         Returns:
             Whether everything was completed.
         """
+        is_complete = self.proxy.close(timeout_s)
+        if isinstance(self._memory, nvshmem.Window) and not self._is_closed:
+            is_complete = self._memory.give_back(timeout_s)
         self._is_closed = True
-        return self.proxy.close(timeout_s)
+        return is_complete
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -145,6 +151,8 @@ def open_link(
     votes: list[Any] = [None] * grid.num_ranks
     dist.all_gather_object(votes, (survey(), host_name()), group)
     choice = agree_on_transport([states for states, _ in votes], [host for _, host in votes], asked)
+    if choice.name == "nvshmem" and device.type != "cuda":
+        raise ConfigError(f"transport is 'nvshmem', and the device is {device}; allowed: a GPU")
     store = dist.distributed_c10d._get_default_store()
     prefix = f"hybrid_ep/{group.group_name}/link {_num_links[group.group_name]}"
     _num_links[group.group_name] += 1
@@ -194,7 +202,10 @@ def connect_link(
     where = f"transport {choice.name}"
     step = "address"
     try:
-        proxy, keep = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
+        if choice.name == "nvshmem":
+            proxy, memory = _nvshmem_proxy(native, layout, store, prefix, grid, device, timeout_s)
+        else:
+            proxy, memory = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
         addresses = exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, proxy.address(), timeout_s, where=where)
         step = "ready"
         proxy.connect([addresses[peer] for peer in grid.peers], timeout_s)
@@ -205,7 +216,26 @@ def connect_link(
         with contextlib.suppress(RuntimeError):  # the others then wait until their deadline
             refuse(store, f"{prefix}/{step}", grid.rank, what)
         raise TransportError(where, grid.rank, None if domain_idx < 0 else grid.peers[domain_idx], what) from error
-    return DomainLink(choice, proxy, grid, keep)
+    return DomainLink(choice, proxy, grid, memory)
+
+
+def _nvshmem_proxy(
+    native: Any, layout: Any, store: Store, prefix: str, grid: RankGrid, device: torch.device, timeout_s: float
+) -> tuple[Proxy, nvshmem.Window]:
+    """Returns the proxy, which has nothing to carry, and the window that its rings lie in."""
+    topology, device_idx = probe(), device.index or 0
+    num_bytes = layout.window_bytes + 8 * layout.num_words
+    window = nvshmem.take_window(
+        store, prefix, grid.rank, grid.num_ranks, num_bytes, device=device_idx, timeout_s=timeout_s
+    )
+    proxy = native.nvshmem_proxy(
+        layout=layout,
+        window=window.address,
+        pes=list(grid.peers),
+        device=device_idx,
+        cpus=proxy_cpus(topology, gpu_idx_of(topology, device)),
+    )
+    return proxy, window
 
 
 def _make_proxy(

@@ -1,4 +1,4 @@
-"""The cuda engine between domains on real GPUs, bit for bit: domains of one host, over loopback and over tcp."""
+"""The cuda engine between domains on real GPUs, bit for bit: domains of one host, over loopback, tcp and NVSHMEM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid_ep.testing.cluster import VirtualCluster
+from hybrid_ep.transport import nvshmem
 from tests.battery import hybrid, normal
 from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains
@@ -40,6 +41,13 @@ CHECKS = [
     normal.check_nvfp4,
 ]
 
+_NO_NVSHMEM = nvshmem.obstacle()[1]
+TRANSPORTS = [
+    "loopback",
+    "tcp",
+    pytest.param("nvshmem", marks=pytest.mark.skipif(_NO_NVSHMEM is not None, reason=str(_NO_NVSHMEM))),
+]
+
 RunRanks = Callable[..., object]
 
 
@@ -52,7 +60,7 @@ def _variables(transport: str) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=["loopback", "tcp"])
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
     """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the cuda engine forced."""
     pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
@@ -109,7 +117,7 @@ def test_replays(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_rank(transport: str) -> None:
     """The peer is killed; the survivor names it within its time."""
     timeout_s = 4.0

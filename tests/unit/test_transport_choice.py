@@ -9,8 +9,10 @@ from hybrid_ep.transport import TransportState, agree_on_transport, choose_trans
 
 TCP = TransportState("tcp", True, None)
 LOOPBACK = TransportState("loopback", True, None)
-WITH_NICS = (TransportState("verbs", True, None, "mlx5_0"), TCP, LOOPBACK)
-WITHOUT = (TransportState("verbs", True, "no RDMA device has an active port"), TCP, LOOPBACK)
+NVSHMEM = TransportState("nvshmem", True, "no GPU is visible", num_ranks=3)
+WITH_NICS = (TransportState("verbs", True, None, "mlx5_0"), TCP, LOOPBACK, NVSHMEM)
+WITHOUT = (TransportState("verbs", True, "no RDMA device has an active port"), TCP, LOOPBACK, NVSHMEM)
+WITH_NVSHMEM = (*WITHOUT[:3], TransportState("nvshmem", True, None, num_ranks=3))
 
 
 def test_auto_takes_verbs_then_tcp() -> None:
@@ -19,6 +21,7 @@ def test_auto_takes_verbs_then_tcp() -> None:
     assert choice.others == {
         "tcp": "usable; verbs comes first",
         "loopback": "usable where all ranks are on one host",
+        "nvshmem": "no GPU is visible",
     }
     choice = choose_transport(WITHOUT, asked="auto")
     assert (choice.name, choice.reason) == ("tcp", "verbs cannot be used: no RDMA device has an active port")
@@ -44,3 +47,17 @@ def test_loopback_is_for_one_host() -> None:
     assert agree_on_transport([WITH_NICS] * 2, ["a", "a"], "verbs").name == "verbs"
     with pytest.raises(ConfigError, match="'loopback', but the ranks are on 2 hosts"):
         agree_on_transport([WITH_NICS] * 2, ["a", "b"], "loopback")
+
+
+def test_nvshmem_is_taken_where_it_is_asked_for() -> None:
+    choice = choose_transport(WITH_NVSHMEM, asked="auto")
+    assert choice.name == "tcp"
+    assert choice.others["nvshmem"] == "usable where it is asked for by name"
+    assert agree_on_transport([WITH_NVSHMEM] * 3, ["a", "a", "b"], "nvshmem").name == "nvshmem"
+    with pytest.raises(ConfigError, match="'nvshmem', but rank 1: no GPU is visible"):
+        agree_on_transport([WITH_NVSHMEM, WITH_NICS, WITH_NVSHMEM], ["a", "a", "b"], "nvshmem")
+
+
+def test_nvshmem_is_for_all_ranks_of_a_job() -> None:
+    with pytest.raises(ConfigError, match="'nvshmem', but it joins all 3 ranks of the job, and the group has 2"):
+        agree_on_transport([WITH_NVSHMEM] * 2, ["a", "b"], "nvshmem")
