@@ -15,6 +15,7 @@ from tests.battery import hybrid, normal
 from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains
 from tests.multi_gpu import behaviour
+from tests.multi_gpu.beside_torch import check_beside_torch
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -116,13 +117,20 @@ def test_replays(run_ranks: RunRanks) -> None:
     run_ranks(2, check_in_domains, 1, "multi_gpu.behaviour.check_graph", 1000)
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_rank(transport: str) -> None:
     """The peer is killed; the survivor names it within its time."""
     timeout_s = 4.0
     variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
-    with VirtualCluster(2, device="cuda", variables=variables) as cluster:
+    with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
         cluster.run(behaviour.use_without_peer_between, 1, timeout_s, ranks=[0], limit_s=60)
+
+
+@pytest.mark.skipif(_NO_NVSHMEM is not None, reason=str(_NO_NVSHMEM))
+@pytest.mark.parametrize("torch_first", [True, False])
+def test_beside_torch(torch_first: bool) -> None:
+    variables = _variables("nvshmem") | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
+        cluster.run(check_beside_torch, torch_first, limit_s=120)
