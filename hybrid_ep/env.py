@@ -16,6 +16,7 @@ __all__ = [
     "ARCH_LIST",
     "BUILD_CUDA",
     "BUILD_NVML",
+    "BUILD_NVSHMEM",
     "CMAKE_ARGS",
     "CONTAINER",
     "ELASTIC_BUFFER",
@@ -314,6 +315,23 @@ BUILD_NVML = Variable(
     "The `_nvml` module: `auto` builds it where nvml.h is found, `on` makes a missing nvml.h an error.",
     "build",
 )
+BUILD_NVSHMEM = Variable(
+    "HYBRID_EP_BUILD_NVSHMEM",
+    "auto",
+    _choice("auto", "on", "off"),
+    "auto, on or off",
+    "The `_nvshmem` module: `auto` builds it where `_cuda` is built and NVSHMEM's wheel is found, `on` makes a missing "
+    "wheel an error.",
+    "build",
+)
+NVSHMEM_HOME = Variable(
+    "NVSHMEM_HOME",
+    "",
+    str,
+    "a path",
+    "Where NVSHMEM is installed, if not as a wheel beside the interpreter that builds.",
+    "build",
+)
 STRICT = Variable(
     "HYBRID_EP_STRICT",
     "off",
@@ -448,6 +466,8 @@ VARIABLES: tuple[Variable[Any], ...] = (
     VISIBLE_DEVICES,
     BUILD_CUDA,
     BUILD_NVML,
+    BUILD_NVSHMEM,
+    NVSHMEM_HOME,
     STRICT,
     MULTINODE,
     RDMA_CORE_HOME,
