@@ -151,8 +151,8 @@ def open_link(
     votes: list[Any] = [None] * grid.num_ranks
     dist.all_gather_object(votes, (survey(), host_name()), group)
     choice = agree_on_transport([states for states, _ in votes], [host for _, host in votes], asked)
-    if choice.name == "nvshmem" and device.type != "cuda":
-        raise ConfigError(f"transport is 'nvshmem', and the device is {device}; allowed: a GPU")
+    if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
+        raise ConfigError("transport is 'nvshmem', which has no link without kernels; allowed: verbs, tcp or loopback")
     store = dist.distributed_c10d._get_default_store()
     prefix = f"hybrid_ep/{group.group_name}/link {_num_links[group.group_name]}"
     _num_links[group.group_name] += 1

@@ -9,6 +9,7 @@
 
 #include "common/check.h"
 #include "common/device_guard.h"
+#include "kernels/launch.h"
 
 namespace hybrid_ep {
 namespace {
@@ -19,7 +20,11 @@ void check_nvshmem(int status, const char* call) {
   if (status != 0) throw NvshmemError(std::string(call) + " returned " + std::to_string(status));
 }
 
-__global__ void quiet_kernel() { nvshmem_quiet(); }
+struct QuietParams {};
+
+__global__ void quiet_kernel(QuietParams) {
+  if (threadIdx.x == 0) nvshmem_quiet();
+}
 
 // Ends with its scope.
 struct OwnStream {
@@ -82,8 +87,7 @@ bool quiet_nvshmem(int device, double timeout_s) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   const DeviceGuard guard(device);
   const OwnStream own;
-  quiet_kernel<<<1, 1, 0, own.stream>>>();
-  check_cuda(cudaGetLastError(), "quiet_kernel");
+  launch_kernel(LaunchKind::kPlain, quiet_kernel, QuietParams{}, dim3(1), 32, 0, own.stream);
   while (true) {
     const cudaError_t status = cudaStreamQuery(own.stream);
     if (status == cudaSuccess) return true;
