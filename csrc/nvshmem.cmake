@@ -29,7 +29,8 @@ function(hybrid_ep_add_nvshmem)
   # Without LTO, which drops what the device code is registered by.
   hybrid_ep_module(_nvshmem NO_EXTRAS bindings/nvshmem/module.cpp runtime/nvshmem/world.cu
                    kernels/dispatch_between/dispatch_between.cu kernels/combine_between/combine_between.cu
-                   kernels/between/stream_chunks.cu)
+                   kernels/between/stream_chunks.cu kernels/low_latency_between/dispatch.cu
+                   kernels/low_latency_between/combine.cu)
   set_target_properties(_nvshmem PROPERTIES CUDA_SEPARABLE_COMPILATION ON CUDA_RESOLVE_DEVICE_SYMBOLS ON
                                             SKIP_BUILD_RPATH ON)
   target_compile_definitions(_nvshmem PRIVATE HYBRID_EP_NVSHMEM)

@@ -451,4 +451,5 @@ class LowLatencyBetweenRegion(LowLatencyRegion):
         memory: list[int],
         capacity: LowLatencyCapacity,
         proxy: Proxy,
+        kernels: object | None = None,
     ) -> None: ...

@@ -1,8 +1,8 @@
 # NVSHMEM, and the kernels between domains compiled for its link. Built where NVIDIA's wheel is found. Errors are
 # ConnectionError(-1, what).
 version: str
-between_kernels: object
-"""A capsule for `_cuda.BetweenCommunicator`."""
+link_kernels: object
+"""A capsule for `_cuda.BetweenCommunicator` and `_cuda.LowLatencyBetweenRegion`."""
 
 def unique_id() -> bytes:
     """Of one rank, for all others to join its world."""

@@ -25,7 +25,7 @@ RecordLayout record_of(const BetweenCombinePlan& plan) {
 }
 
 BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy,
-                                         const BetweenKernels& kernels)
+                                         const LinkKernels& kernels)
     : domain_(domain),
       grid_(grid),
       layout_(BetweenLayout::of(grid)),

@@ -117,11 +117,6 @@ class CudaBetween(TorchEngine):
     def __init__(self, group: dist.ProcessGroup, grid: RankGrid, timeout_s: float, number: int) -> None:
         if refusal := refusal_of_grid(grid):
             raise ConfigError(refusal)
-        if env.LOW_LATENCY_BETWEEN.get() == "cuda" and env.TRANSPORT.get() == "nvshmem":
-            raise ConfigError(
-                "low_latency_between is 'cuda', and transport is 'nvshmem', for which its kernels are not compiled; "
-                "allowed: another transport, or low_latency_between 'torch'"
-            )
         super().__init__(group, grid, timeout_s, number)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()

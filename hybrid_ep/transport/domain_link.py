@@ -52,7 +52,7 @@ class DomainLink:
     Attributes:
         choice: which transport it is, and why.
         proxy: the native object; `proxy.view()` is for kernels.
-        kernels: those that are compiled for this link alone, for `_cuda.BetweenCommunicator`; None: its own.
+        kernels: those that are compiled for this link alone, for `_cuda`; None: its own.
     """
 
     def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, memory: Any = None) -> None:
@@ -96,6 +96,11 @@ class DomainLink:
             domain_idx, device, detail = failure
             peer = None if domain_idx < 0 else self._grid.peers[domain_idx]
             raise TransportError(where, self._grid.rank, peer, f"{device}: {detail}")
+
+    def drain(self, timeout_s: float) -> bool:
+        """Returns whether all that the kernels of this rank have sent is complete in time. They must have ended."""
+        is_complete = self.proxy.drain(timeout_s)
+        return self._memory.drain(timeout_s) if isinstance(self._memory, nvshmem.Window) else is_complete
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Completes what is in flight, for so long at most, and ends the connections. May be called again.

@@ -58,8 +58,12 @@ class Window:
         Returns:
             Whether they were complete in time. Otherwise the window is never used again.
         """
-        self.is_free = bool(_native().quiet(device=self.device, timeout_s=timeout_s))
+        self.is_free = self.drain(timeout_s)
         return self.is_free
+
+    def drain(self, timeout_s: float) -> bool:
+        """Returns whether this rank's puts are complete in time. The kernels that made them must have ended."""
+        return bool(_native().quiet(device=self.device, timeout_s=timeout_s))
 
 
 class Heap:
@@ -160,7 +164,7 @@ def obstacle() -> tuple[bool, str | None]:
 
 def kernels() -> Any:
     """Returns the capsule of the kernels that are compiled for NVSHMEM, for `_cuda`."""
-    return _native().between_kernels
+    return _native().link_kernels
 
 
 def _choose(free: Sequence[Sequence[Sequence[int]]], num_bytes: int) -> int:

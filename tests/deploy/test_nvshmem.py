@@ -19,7 +19,7 @@ SCRIPT = """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])
 import _cuda, _nvshmem
-print(len(_nvshmem.unique_id()), _nvshmem.between_kernels)
+print(len(_nvshmem.unique_id()), _nvshmem.link_kernels)
 try:
     _nvshmem.join(rank=0, num_ranks=1, unique_id=b"short", device=0)
 except ValueError as error:
@@ -42,5 +42,5 @@ def test_module_is_built_and_loads(tmp_path: Path) -> None:
     must("env", f"NVSHMEM_HOME={home}", "cmake", "-S", ROOT / "csrc", "-B", build, "-G", "Ninja", *options)
     must("cmake", "--build", build, "--target", "_nvshmem", "_cuda")
     said = must("env", f"PYTHONPATH={build}", sys.executable, "-c", SCRIPT, home / "lib" / "libnvshmem_host.so.3")
-    assert said.startswith('128 <capsule object "hybrid_ep.BetweenKernels 1.2.3"')
+    assert said.startswith('128 <capsule object "hybrid_ep.LinkKernels 1.2.3"')
     assert "bytes of a unique id is 5; allowed: those of nvshmem_unique_id" in said

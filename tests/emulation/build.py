@@ -60,6 +60,7 @@ def build(out: Path) -> Path:
         CSRC / "runtime/nvshmem/world.cu",
         *(CSRC / f"kernels/{name}/{name}.cu" for name in ("dispatch_between", "combine_between")),
         CSRC / "kernels/between/stream_chunks.cu",
+        *(CSRC / f"kernels/low_latency_between/{name}.cu" for name in ("dispatch", "combine")),
     )
     sources = {
         "_cuda": [translate(original) for original in of_cuda],

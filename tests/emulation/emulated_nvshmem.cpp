@@ -85,7 +85,7 @@ T* at_peer(T* address, int pe) {
 uint8_t* map(const std::string& path, size_t num_bytes, bool creates) {
   while (true) {
     const int file = open(path.c_str(), creates ? O_RDWR | O_CREAT : O_RDWR, 0600);
-    struct stat state {};
+    struct stat state{};
     if (file >= 0 && creates && ftruncate(file, static_cast<off_t>(num_bytes)) != 0) std::abort();
     if (file >= 0 && fstat(file, &state) == 0 && static_cast<size_t>(state.st_size) == num_bytes) {
       void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

@@ -16,7 +16,7 @@ from tests.battery.cases import Case
 from tests.battery.normal import make_buffer
 from tests.emulation.domains import check_over
 
-__all__ = ["check", "check_closed_buffers_leave_their_window", "check_low_latency", "check_part_of_the_job"]
+__all__ = ["check", "check_closed_buffers_leave_their_window", "check_part_of_the_job"]
 
 
 def check(name: str, *args: Any) -> None:
@@ -49,10 +49,3 @@ def check_part_of_the_job() -> None:
     with mock.patch.dict(os.environ, variables), pytest.raises(ConfigError) as told:
         hybrid_ep.Buffer(group)
     assert f"it joins all {dist.get_world_size()} ranks of the job, and the group has 2" in str(told.value)
-
-
-def check_low_latency() -> None:
-    """Low latency by kernels is refused."""
-    variables = {"HYBRID_EP_TRANSPORT": "nvshmem", "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda"}
-    with mock.patch.dict(os.environ, variables), pytest.raises(ConfigError, match="kernels are not compiled"):
-        make_buffer(Case("low_latency", 2, 5, num_ranks_per_domain=1))

@@ -129,6 +129,10 @@ def test_killed_rank(transport: str) -> None:
 
 
 @pytest.mark.skipif(_NO_NVSHMEM is not None, reason=str(_NO_NVSHMEM))
+@pytest.mark.skipif(
+    NUM_GPUS < 2 and "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ,
+    reason="NVSHMEM makes torch's teams only for one process a GPU, or under MPS",
+)
 @pytest.mark.parametrize("torch_first", [True, False])
 def test_beside_torch(torch_first: bool) -> None:
     variables = _variables("nvshmem") | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}

@@ -17,14 +17,6 @@ BetweenCombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int
   return {widths, num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms};
 }
 
-// Those that another module has passed, or with None this module's.
-BetweenKernels kernels_of(const py::object& capsule) {
-  if (capsule.is_none()) return own_between_kernels();
-  const auto* kernels = PyCapsule_GetPointer(capsule.ptr(), kBetweenKernelsName);
-  if (kernels == nullptr) throw py::error_already_set();
-  return *static_cast<const BetweenKernels*>(kernels);
-}
-
 // Tokens of a chunk, and its bytes.
 py::tuple chunk_of(const RecordLayout& record) {
   return py::make_tuple(record.per_chunk, record.per_chunk * record.num_bytes);
@@ -42,6 +34,13 @@ void add_plans(py::module_& module) {
 }
 
 }  // namespace
+
+LinkKernels link_kernels_of(const py::object& capsule) {
+  if (capsule.is_none()) return own_link_kernels();
+  const auto* kernels = PyCapsule_GetPointer(capsule.ptr(), kLinkKernelsName);
+  if (kernels == nullptr) throw py::error_already_set();
+  return *static_cast<const LinkKernels*>(kernels);
+}
 
 void add_between(py::module_& module) {
   add_plans(module);
@@ -71,7 +70,7 @@ void add_between(py::module_& module) {
   py::class_<BetweenCommunicator>(module, "BetweenCommunicator")
       .def(py::init([](Communicator& domain, int rank, int num_domains, Proxy& proxy, const py::object& kernels) {
              return std::make_unique<BetweenCommunicator>(
-                 domain, make_grid(rank, num_domains, domain.domain().num_ranks), proxy, kernels_of(kernels));
+                 domain, make_grid(rank, num_domains, domain.domain().num_ranks), proxy, link_kernels_of(kernels));
            }),
            py::kw_only(), py::arg("domain"), py::arg("rank"), py::arg("num_domains"), py::arg("proxy"),
            py::arg("kernels") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 5>())

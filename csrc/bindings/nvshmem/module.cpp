@@ -3,14 +3,14 @@
 #include <pybind11/pybind11.h>
 
 #include "common/cuda_check.h"
-#include "kernels/between/params.h"
+#include "kernels/link_kernels.h"
 #include "runtime/nvshmem/world.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
 
-BetweenKernels kernels = own_between_kernels();
+LinkKernels kernels = own_link_kernels();
 
 py::bytes unique_id() { return nvshmem_unique_id(); }
 
@@ -44,7 +44,7 @@ PYBIND11_MODULE(_nvshmem, module) {
     }
   });
   module.attr("version") = HYBRID_EP_VERSION;
-  module.attr("between_kernels") = py::capsule(&kernels, kBetweenKernelsName);
+  module.attr("link_kernels") = py::capsule(&kernels, kLinkKernelsName);
   module.def("unique_id", &unique_id);
   module.def("join", &join, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("unique_id"),
              py::arg("device"));

@@ -85,19 +85,4 @@ void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, c
 void launch_stream_chunks(const StreamChunksParams& params, int num_sms, cudaStream_t stream);
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream);
 
-// Those of one module: `_cuda` launches its own, or those of `_nvshmem` where NVSHMEM carries the link.
-struct BetweenKernels {
-  void (*prepare_dispatch)();
-  void (*prepare_combine)();
-  void (*dispatch)(const DispatchBetweenParams&, int num_sms, cudaStream_t);
-  void (*combine)(const CombineBetweenParams&, int num_sms, cudaStream_t);
-  void (*stream_chunks)(const StreamChunksParams&, int num_sms, cudaStream_t);
-};
-constexpr BetweenKernels own_between_kernels() {
-  return {&prepare_dispatch_between, &prepare_combine_between, &launch_dispatch_between, &launch_combine_between,
-          &launch_stream_chunks};
-}
-// The name of the capsule that passes them: modules of one build fit each other.
-constexpr char kBetweenKernelsName[] = "hybrid_ep.BetweenKernels " HYBRID_EP_VERSION;
-
 }  // namespace hybrid_ep

@@ -1,5 +1,3 @@
-#include "runtime/nvshmem/world.h"
-
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -10,6 +8,7 @@
 #include "common/check.h"
 #include "common/device_guard.h"
 #include "kernels/launch.h"
+#include "runtime/nvshmem/world.h"
 
 namespace hybrid_ep {
 namespace {

@@ -1,7 +1,8 @@
 // NVSHMEM in this process: its world, the symmetric heap, and whether puts are complete.
 //
 // There is one world for each process. Whoever joins second, as torch's NVSHMEM backend may, finds the world that is
-// there, so it has to have the same ranks. It is never left: NVSHMEM's finalize waits for every rank, without a deadline.
+// there, so it has to have the same ranks. It is never left: NVSHMEM's finalize waits for every rank, without a
+// deadline.
 #pragma once
 
 #include <cstddef>

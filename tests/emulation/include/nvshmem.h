@@ -21,8 +21,12 @@ struct nvshmemx_init_attr_t {
   int rank, num_ranks;
   nvshmemx_uniqueid_t id;
 };
-#define NVSHMEMX_UNIQUEID_INITIALIZER {}
-#define NVSHMEMX_INIT_ATTR_INITIALIZER {}
+#define NVSHMEMX_UNIQUEID_INITIALIZER \
+  {                                   \
+  }
+#define NVSHMEMX_INIT_ATTR_INITIALIZER \
+  {                                    \
+  }
 
 int nvshmemx_get_uniqueid(nvshmemx_uniqueid_t* id);
 int nvshmemx_set_attr_uniqueid_args(int rank, int num_ranks, const nvshmemx_uniqueid_t* id,
