@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hybrid_ep.testing.cluster import VirtualCluster
-from hybrid_ep.transport import nvshmem
 from tests.battery import hybrid, normal
 from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains
 from tests.multi_gpu import behaviour
 from tests.multi_gpu.beside_torch import check_beside_torch
+from tests.multi_gpu.transports import TRANSPORTS, needs_nvshmem
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -40,13 +40,6 @@ CHECKS = [
     normal.check_bound,
     normal.check_fp8,
     normal.check_nvfp4,
-]
-
-_NO_NVSHMEM = nvshmem.obstacle()[1]
-TRANSPORTS = [
-    "loopback",
-    "tcp",
-    pytest.param("nvshmem", marks=pytest.mark.skipif(_NO_NVSHMEM is not None, reason=str(_NO_NVSHMEM))),
 ]
 
 RunRanks = Callable[..., object]
@@ -128,7 +121,7 @@ def test_killed_rank(transport: str) -> None:
         cluster.run(behaviour.use_without_peer_between, 1, timeout_s, ranks=[0], limit_s=60)
 
 
-@pytest.mark.skipif(_NO_NVSHMEM is not None, reason=str(_NO_NVSHMEM))
+@needs_nvshmem
 @pytest.mark.skipif(
     NUM_GPUS < 2 and "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ,
     reason="NVSHMEM makes torch's teams only for one process a GPU, or under MPS",
