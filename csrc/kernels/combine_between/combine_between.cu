@@ -301,8 +301,8 @@ void prepare_combine_between() {
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream) {
   const Grid& grid = params.between.grid;
   const int table_bytes = (3 * grid.num_ranks() + grid.num_domains) * static_cast<int>(sizeof(int));
-  const auto kernel = kernel_for(params.between.link,
-                                 [](auto link) { return combine_between_kernel<typename decltype(link)::type>; });
+  const auto kernel =
+      kernel_for(params.between.link, [](auto link) { return combine_between_kernel<typename decltype(link)::type>; });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);
 }
 

@@ -428,8 +428,8 @@ void prepare_dispatch_between() {
 
 void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, cudaStream_t stream) {
   const int table_bytes = 2 * params.between.grid.num_ranks() * static_cast<int>(sizeof(int));
-  const auto kernel = kernel_for(params.between.link,
-                                 [](auto link) { return dispatch_between_kernel<typename decltype(link)::type>; });
+  const auto kernel =
+      kernel_for(params.between.link, [](auto link) { return dispatch_between_kernel<typename decltype(link)::type>; });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);
 }
 
