@@ -100,7 +100,9 @@ class DomainLink:
     def drain(self, timeout_s: float) -> bool:
         """Returns whether all that the kernels of this rank have sent is complete in time. They must have ended."""
         is_complete = self.proxy.drain(timeout_s)
-        return self._memory.drain(timeout_s) if isinstance(self._memory, nvshmem.Window) else is_complete
+        if isinstance(self._memory, nvshmem.Window):
+            is_complete = self._memory.drain(timeout_s) and is_complete
+        return is_complete
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Completes what is in flight, for so long at most, and ends the connections. May be called again.
@@ -110,7 +112,7 @@ class DomainLink:
         """
         is_complete = self.proxy.close(timeout_s)
         if isinstance(self._memory, nvshmem.Window) and not self._is_closed:
-            is_complete = self._memory.give_back(timeout_s)
+            is_complete = self._memory.give_back(timeout_s) and is_complete
         self._is_closed = True
         return is_complete
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_ep.errors import TransportError
+from hybrid_ep.errors import CudaError, TransportError
 from hybrid_ep.transport.rendezvous import exchange, refuse
 
 if TYPE_CHECKING:
@@ -62,8 +62,15 @@ class Window:
         return self.is_free
 
     def drain(self, timeout_s: float) -> bool:
-        """Returns whether this rank's puts are complete in time. The kernels that made them must have ended."""
-        return bool(_native().quiet(device=self.device, timeout_s=timeout_s))
+        """Returns whether this rank's puts are complete in time. The kernels that made them must have ended.
+
+        Raises:
+            CudaError: a call of the CUDA runtime failed.
+        """
+        try:
+            return bool(_native().quiet(device=self.device, timeout_s=timeout_s))
+        except ConnectionError as error:
+            raise CudaError(error.args[1]) from error
 
 
 class Heap:

@@ -7,16 +7,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hybrid_ep
+from hybrid_ep import _C
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.transport import nvshmem
+from hybrid_ep.transport import Ring, nvshmem, open_link
 from tests.battery.cases import Case
 from tests.battery.normal import make_buffer
 from tests.emulation.domains import check_over
 
-__all__ = ["check", "check_closed_buffers_leave_their_window", "check_part_of_the_job"]
+__all__ = ["check", "check_closed_buffers_leave_their_window", "check_no_kernels", "check_part_of_the_job"]
 
 
 def check(name: str, *args: Any) -> None:
@@ -49,3 +52,12 @@ def check_part_of_the_job() -> None:
     with mock.patch.dict(os.environ, variables), pytest.raises(ConfigError) as told:
         hybrid_ep.Buffer(group)
     assert f"it joins all {dist.get_world_size()} ranks of the job, and the group has 2" in str(told.value)
+
+
+def check_no_kernels() -> None:
+    """A link of the module without kernels."""
+    group = dist.group.WORLD
+    assert group is not None
+    grid = RankGrid(dist.get_rank(), dist.get_world_size(), 1)
+    with pytest.raises(ConfigError, match="'nvshmem', which has no link without kernels; allowed: verbs, tcp"):
+        open_link(group, grid, [Ring(128, 4, 1)], device=torch.device("cpu"), timeout_s=5.0, native=_C, asked="nvshmem")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from hybrid_ep.errors import TimeoutError, TransportError
+from hybrid_ep.errors import CudaError, TimeoutError, TransportError
 from hybrid_ep.transport import nvshmem
 
 MIB = 1 << 20
@@ -40,6 +40,8 @@ class FakeNative(threading.local):
         self.log.append(("clear", memory, num_bytes))
 
     def quiet(self, *, device: int, timeout_s: float) -> bool:
+        if self.refusal:
+            raise ConnectionError(-1, self.refusal)
         return self.is_quiet
 
 
@@ -136,3 +138,11 @@ def test_ranks_whose_world_does_not_start_say_so(native: FakeNative) -> None:
 
     for error in on_ranks(2, use):
         assert "nvshmemx_get_uniqueid returned 7" in str(error)
+
+
+def test_a_window_of_a_gpu_that_has_failed_is_not_used_again(native: FakeNative) -> None:
+    window = nvshmem.Window(0, 0x1000, MIB, 0)
+    native.refusal = "cudaStreamQuery: cudaErrorLaunchFailure"
+    with pytest.raises(CudaError, match="cudaErrorLaunchFailure"):
+        window.give_back(1.0)
+    assert not window.is_free
