@@ -38,6 +38,7 @@ class CMakeBuild(build_ext):
             "HYBRID_EP_VERSION": self.distribution.get_version(),
             "HYBRID_EP_BUILD_CUDA": os.environ.get("HYBRID_EP_BUILD_CUDA") or "auto",
             "HYBRID_EP_BUILD_NVML": os.environ.get("HYBRID_EP_BUILD_NVML") or "auto",
+            "HYBRID_EP_BUILD_NVSHMEM": os.environ.get("HYBRID_EP_BUILD_NVSHMEM") or "auto",
             "HYBRID_EP_BUILD_VERBS": "on" if os.environ.get("HYBRID_EP_MULTINODE") == "1" else "auto",
             "HYBRID_EP_STRICT": os.environ.get("HYBRID_EP_STRICT") or "off",
             "HYBRID_EP_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0 10.0",

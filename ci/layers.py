@@ -30,7 +30,7 @@ PYTHON: list[list[str]] = [
     ["core"],
     ["env", "inputs", "outputs"],
     ["errors", "_version", "_moved"],
-    ["_C", "_cuda", "_nvml", "_verbs"],
+    ["_C", "_cuda", "_nvml", "_nvshmem", "_verbs"],
 ]
 CXX: list[list[str]] = [
     ["bindings"],

@@ -128,6 +128,9 @@ def loopback_proxy(
     cpus: Sequence[int] = (),
     faults: Faults = ...,
 ) -> Proxy: ...
+def nvshmem_proxy(
+    *, layout: LinkLayout, window: int, pes: Sequence[int], device: int = 0, cpus: Sequence[int] = ()
+) -> Proxy: ...
 def tcp_proxy(
     *,
     layout: LinkLayout,

@@ -21,6 +21,7 @@ from hybrid_ep._C import between_told_words as between_told_words
 from hybrid_ep._C import has_verbs as has_verbs
 from hybrid_ep._C import loopback_proxy as loopback_proxy
 from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
+from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
 from hybrid_ep.engine.cuda_plan import DispatchShape as PlannedShape
@@ -185,7 +186,9 @@ class BetweenCombinePlan:
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class BetweenCommunicator:
-    def __init__(self, *, domain: Communicator, rank: int, num_domains: int, proxy: Proxy) -> None: ...
+    def __init__(
+        self, *, domain: Communicator, rank: int, num_domains: int, proxy: Proxy, kernels: object | None = None
+    ) -> None: ...
     def dispatch(
         self,
         *,
@@ -443,4 +446,5 @@ class LowLatencyBetweenRegion(LowLatencyRegion):
         memory: list[int],
         capacity: LowLatencyCapacity,
         proxy: Proxy,
+        kernels: object | None = None,
     ) -> None: ...

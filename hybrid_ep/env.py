@@ -16,6 +16,7 @@ __all__ = [
     "ARCH_LIST",
     "BUILD_CUDA",
     "BUILD_NVML",
+    "BUILD_NVSHMEM",
     "CMAKE_ARGS",
     "CONTAINER",
     "ELASTIC_BUFFER",
@@ -222,10 +223,10 @@ LOG_LEVEL = Variable(
 TRANSPORT = Variable(
     "HYBRID_EP_TRANSPORT",
     "auto",
-    _choice("auto", "verbs", "tcp", "loopback"),
-    "auto, verbs, tcp or loopback",
+    _choice("auto", "verbs", "tcp", "loopback", "nvshmem"),
+    "auto, verbs, tcp, loopback or nvshmem",
     "What joins domains of the cuda engine. `auto` takes loopback where all ranks are on one host, else verbs where "
-    "every rank has an active RDMA device, else tcp.",
+    "every rank has an active RDMA device, else tcp. nvshmem is taken only where it is asked for.",
 )
 GID_INDEX = Variable(
     "HYBRID_EP_GID_INDEX",
@@ -312,6 +313,23 @@ BUILD_NVML = Variable(
     _choice("auto", "on", "off"),
     "auto, on or off",
     "The `_nvml` module: `auto` builds it where nvml.h is found, `on` makes a missing nvml.h an error.",
+    "build",
+)
+BUILD_NVSHMEM = Variable(
+    "HYBRID_EP_BUILD_NVSHMEM",
+    "auto",
+    _choice("auto", "on", "off"),
+    "auto, on or off",
+    "The `_nvshmem` module: `auto` builds it where `_cuda` is built and NVSHMEM's wheel is found, `on` makes a missing "
+    "wheel an error.",
+    "build",
+)
+NVSHMEM_HOME = Variable(
+    "NVSHMEM_HOME",
+    "",
+    str,
+    "a path",
+    "Where NVSHMEM is installed, if not as a wheel beside the interpreter that builds.",
     "build",
 )
 STRICT = Variable(
@@ -448,6 +466,8 @@ VARIABLES: tuple[Variable[Any], ...] = (
     VISIBLE_DEVICES,
     BUILD_CUDA,
     BUILD_NVML,
+    BUILD_NVSHMEM,
+    NVSHMEM_HOME,
     STRICT,
     MULTINODE,
     RDMA_CORE_HOME,

@@ -24,15 +24,21 @@ RecordLayout record_of(const BetweenCombinePlan& plan) {
   return RecordLayout::of(plan.widths.rows, 0, 0, 0, plan.num_weights);
 }
 
-BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy)
-    : domain_(domain), grid_(grid), layout_(BetweenLayout::of(grid)), proxy_(proxy), link_(proxy.view()) {
+BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy,
+                                         const LinkKernels& kernels)
+    : domain_(domain),
+      grid_(grid),
+      layout_(BetweenLayout::of(grid)),
+      proxy_(proxy),
+      link_(proxy.view()),
+      kernels_(kernels) {
   require(grid.num_domains >= 2 && grid.num_domains <= kMaxDomains, "domains", grid.num_domains, "2 … 64");
   require(grid.num_ranks() <= kMaxExperts, "ranks", grid.num_ranks(), "1 … 2048");
   require(grid.ranks_per_domain == domain.domain().num_ranks, "ranks of a domain", grid.ranks_per_domain,
           "those of the communicator");
   const DeviceGuard guard(domain_.device());
-  prepare_dispatch_between();
-  prepare_combine_between();
+  kernels_.prepare_dispatch();
+  kernels_.prepare_combine();
 }
 
 BetweenDomain BetweenCommunicator::between_domain() const { return {grid_, domain_.domain(), layout_, link_}; }
@@ -83,7 +89,7 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
                         stream);
   }
   begin_proxy_call(proxy_, link_, stream);
-  launch_dispatch_between(params, num_sms(plan.num_sms), stream);
+  kernels_.dispatch(params, num_sms(plan.num_sms), stream);
   return params.counts_epoch;
 }
 
@@ -93,7 +99,7 @@ void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, in
           chunk_bytes, "multiples of 16 up to 262144");
   const DeviceGuard guard(domain_.device());
   begin_proxy_call(proxy_, link_, stream);
-  launch_stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
+  kernels_.stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
 }
 
 void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
@@ -121,7 +127,7 @@ void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineT
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
   begin_proxy_call(proxy_, link_, stream);
-  launch_combine_between(params, num_sms(plan.num_sms), stream);
+  kernels_.combine(params, num_sms(plan.num_sms), stream);
 }
 
 }  // namespace hybrid_ep

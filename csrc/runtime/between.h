@@ -6,7 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/between/params.h"
+#include "kernels/link_kernels.h"
 #include "runtime/communicator.h"
 #include "transport/proxy.h"
 
@@ -30,7 +30,7 @@ struct OwnSums {
 class BetweenCommunicator {
  public:
   // BetweenLayout::of(grid).num_bytes of zeros follow each ControlBlock of the domain's communicator.
-  BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy);
+  BetweenCommunicator(Communicator& domain, const Grid& grid, Proxy& proxy, const LinkKernels& kernels);
 
   // `handle` is as in Communicator::dispatch. Returns the epoch that the host counts will have if the call waits for
   // counts.
@@ -50,6 +50,7 @@ class BetweenCommunicator {
   const BetweenLayout layout_;
   Proxy& proxy_;
   const LinkView link_;
+  const LinkKernels kernels_;
 };
 
 }  // namespace hybrid_ep

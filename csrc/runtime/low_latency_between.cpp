@@ -17,8 +17,13 @@ OwnTables OwnTables::of(const LowLatencyPlan& plan) {
 
 LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid,
                                                  const std::vector<uintptr_t>& memory,
-                                                 const LowLatencyCapacity& capacity, Proxy& proxy)
-    : LowLatencyRegion(communicator, memory, capacity), grid_(grid), proxy_(proxy), link_(proxy.view()) {
+                                                 const LowLatencyCapacity& capacity, Proxy& proxy,
+                                                 const LinkKernels& kernels)
+    : LowLatencyRegion(communicator, memory, capacity),
+      grid_(grid),
+      proxy_(proxy),
+      link_(proxy.view()),
+      kernels_(kernels) {
   require(grid.num_domains >= 2 && grid.num_domains <= kMaxDomains, "domains", grid.num_domains, "2 … 64");
   require(grid.num_ranks() <= kMaxRanks, "ranks", grid.num_ranks(), "up to 72");
   require(grid.ranks_per_domain == domain_.num_ranks, "ranks of a domain", grid.ranks_per_domain,
@@ -29,7 +34,7 @@ LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicato
             "slots of a ring", link_.layout.rings[ring].num_slots, "one for each buffer, each with a credit");
   }
   const DeviceGuard guard(device_);
-  prepare_low_latency_between_dispatch();
+  kernels_.prepare_low_latency_dispatch();
   domain_.rank = grid.rank;
   domain_.num_ranks = grid.num_ranks();
   for (int r = 0; r < domain_.num_ranks; ++r) {
@@ -70,7 +75,7 @@ void LowLatencyBetweenRegion::send_tokens(const LowLatencyPlan& plan, int buffer
   params.topk_idx = topk_idx;
   params.num_tokens = num_tokens;
   begin_proxy_call(proxy_, link_, stream);
-  launch_ship_tokens(params, num_device_sms_, stream);
+  kernels_.ship_tokens(params, num_device_sms_, stream);
 }
 
 void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows,
@@ -84,7 +89,7 @@ void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buf
     params.call = plan.call;
     params.wait_stats = wait_stats;
     begin_proxy_call(proxy_, link_, stream);
-    launch_forward_tokens(params, num_device_sms_, stream);
+    kernels_.forward_tokens(params, num_device_sms_, stream);
   }
   // Beside the kernel that forwards, unless both would count the same waits.
   const bool is_early = wait_stats == nullptr && plan.shape.max_tokens > 0;
@@ -115,7 +120,7 @@ void LowLatencyBetweenRegion::return_rows(const LowLatencyPlan& plan, int buffer
   {
     const DeviceGuard guard(device_);
     begin_proxy_call(proxy_, link_, stream);
-    launch_ship_rows(ship_rows_params(plan, buffer_idx, rows, stream), num_device_sms_, stream);
+    kernels_.ship_rows(ship_rows_params(plan, buffer_idx, rows, stream), num_device_sms_, stream);
   }
   LowLatencyRegion::return_rows(plan, buffer_idx, rows, min_tokens_to_sum, wait_stats, stream);
 }
@@ -125,13 +130,13 @@ void LowLatencyBetweenRegion::return_signalled_rows(const LowLatencyPlan& plan, 
   const DeviceGuard guard(device_);
   ShipRowsParams params = ship_rows_params(plan, buffer_idx, rows, stream);
   params.ships = false;
-  launch_ship_rows(params, num_device_sms_, stream);
+  kernels_.ship_rows(params, num_device_sms_, stream);
   LowLatencyRegion::return_signalled_rows(plan, buffer_idx, rows, signals, num_sms, stream);
   // That kernel has waited for the signals of all rows.
   params.own_row_of = params.own_num_received = nullptr;
   params.ships = params.follows_own = true;
   begin_proxy_call(proxy_, link_, stream);
-  launch_ship_rows(params, num_device_sms_, stream);
+  kernels_.ship_rows(params, num_device_sms_, stream);
 }
 
 void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
@@ -143,7 +148,7 @@ void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_id
     fill(params, plan, LowLatencyKind::kCombine, buffer_idx, stream);
     params.wait_stats = wait_stats;
     begin_proxy_call(proxy_, link_, stream);
-    launch_forward_rows(params, num_device_sms_, stream);
+    kernels_.forward_rows(params, num_device_sms_, stream);
   }
   LowLatencyRegion::sum_rows(plan, buffer_idx, topk_idx, topk_weights, out, num_tokens, use_logfmt, nullptr, stream);
 }

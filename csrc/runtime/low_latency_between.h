@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/low_latency_between/low_latency_between.h"
+#include "kernels/link_kernels.h"
 #include "runtime/low_latency.h"
 #include "transport/proxy.h"
 
@@ -28,7 +28,7 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
   // it. The link has two rings, of two slots each: LowLatencyKind numbers them. Communicator and proxy live longer than
   // the region.
   LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, const std::vector<uintptr_t>& memory,
-                          const LowLatencyCapacity& capacity, Proxy& proxy);
+                          const LowLatencyCapacity& capacity, Proxy& proxy, const LinkKernels& kernels);
 
   bool covers(const LowLatencyPlan& plan) const override;
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
@@ -54,6 +54,7 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
   const Grid grid_;
   Proxy& proxy_;
   const LinkView link_;
+  const LinkKernels kernels_;
 };
 
 }  // namespace hybrid_ep

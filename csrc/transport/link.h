@@ -42,6 +42,8 @@ class Link {
   // Where kernels write the windows of their peers themselves: those of all domains, as this GPU maps them, each with
   // its words behind it. Then no command is given. Empty: the proxy carries out what kernels command.
   virtual std::vector<uint8_t*> mapped_windows() const { return {}; }
+  // With NVSHMEM, the PEs of the peers by domain.
+  virtual std::vector<int> pes() const { return {}; }
   // Describes for people what the link uses: devices, kind of memory, connections.
   virtual std::string describe() const = 0;
 

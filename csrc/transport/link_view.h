@@ -19,10 +19,12 @@ struct LinkView {
   uint64_t* words;          // this rank's flags and credits; written by peers, loaded by kernels with acquire
   const uint32_t* failure;  // pinned: failure_word; the host has the whole record
   FifoView fifos;
-  // Peers' windows by domain, as this GPU maps them, each with its words behind it. Where is_mapped, kernels write them
-  // themselves and give no commands.
+  // Where is_mapped, kernels write their peers' windows themselves and give no commands. `windows` are those of the
+  // domains, as this GPU maps them, each with its words behind it. With NVSHMEM all are this rank's own, and `pes` are
+  // the peers' PEs.
   bool is_mapped;
   uint8_t* windows[kMaxDomains];
+  int pes[kMaxDomains];
 };
 
 }  // namespace hybrid_ep

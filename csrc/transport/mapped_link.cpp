@@ -5,9 +5,10 @@
 namespace hybrid_ep {
 namespace {
 
-class MappedWindows final : public Link {
+class MappedWindows : public Link {
  public:
-  MappedWindows(const LinkLayout& layout, const std::vector<uintptr_t>& windows) : Link(layout) {
+  MappedWindows(const LinkLayout& layout, const std::vector<uintptr_t>& windows, std::string description)
+      : Link(layout), description_(std::move(description)) {
     require(windows.size() == static_cast<size_t>(layout.num_domains), "number of windows", windows.size(),
             "one for each domain");
     for (const uintptr_t window : windows) windows_.push_back(reinterpret_cast<uint8_t*>(window));
@@ -16,12 +17,12 @@ class MappedWindows final : public Link {
   uint8_t* window() const override { return windows_[layout().domain_idx]; }
   uint64_t* words() const override { return reinterpret_cast<uint64_t*>(window() + layout().window_bytes); }
   std::vector<uint8_t*> mapped_windows() const override { return windows_; }
-  std::string describe() const override { return "loopback by stores of the kernels"; }
+  std::string describe() const override { return description_; }
   std::string address() const override { return "mapped"; }
   void connect(const std::vector<std::string>&, double) override {}
 
   bool post(const Command&) override {
-    fail(-1, "loopback", "a kernel has given a command, although it maps its peers' windows");
+    fail(-1, description_, "a kernel has given a command, although it writes its peers' windows itself");
     return true;
   }
   bool progress() override { return false; }
@@ -29,12 +30,31 @@ class MappedWindows final : public Link {
 
  private:
   std::vector<uint8_t*> windows_;
+  std::string description_;
+};
+
+class NvshmemWindows final : public MappedWindows {
+ public:
+  NvshmemWindows(const LinkLayout& layout, uintptr_t window, const std::vector<int>& pes)
+      : MappedWindows(layout, std::vector<uintptr_t>(layout.num_domains, window), "NVSHMEM's puts of the kernels"),
+        pes_(pes) {
+    require(pes.size() == static_cast<size_t>(layout.num_domains), "number of PEs", pes.size(), "one for each domain");
+  }
+
+  std::vector<int> pes() const override { return pes_; }
+
+ private:
+  std::vector<int> pes_;
 };
 
 }  // namespace
 
 std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows) {
-  return std::make_unique<MappedWindows>(layout, windows);
+  return std::make_unique<MappedWindows>(layout, windows, "loopback by stores of the kernels");
+}
+
+std::unique_ptr<Link> make_nvshmem_link(const LinkLayout& layout, uintptr_t window, const std::vector<int>& pes) {
+  return std::make_unique<NvshmemWindows>(layout, window, pes);
 }
 
 }  // namespace hybrid_ep

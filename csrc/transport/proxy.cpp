@@ -92,10 +92,12 @@ void Proxy::connect(const std::vector<std::string>& addresses, double timeout_s)
 
 LinkView Proxy::view() const {
   require_own_process();
-  LinkView view{link_->layout(), link_->window(), link_->words(), link_->failure().flag(), fifos_, false, {}};
+  LinkView view{link_->layout(), link_->window(), link_->words(), link_->failure().flag(), fifos_, false, {}, {}};
   const std::vector<uint8_t*> windows = link_->mapped_windows();
   view.is_mapped = !windows.empty();
   std::copy(windows.begin(), windows.end(), view.windows);
+  const std::vector<int> pes = link_->pes();
+  std::copy(pes.begin(), pes.end(), view.pes);
   return view;
 }
 

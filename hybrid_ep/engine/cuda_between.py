@@ -3,8 +3,8 @@
 A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it. A combine
 goes the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. Before a dispatch
 comes a small launch that numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by
-torch. Low-latency calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for
-the torch engine.
+torch. Low-latency calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN
+asks for the torch engine.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
@@ -135,7 +135,11 @@ class CudaBetween(TorchEngine):
         self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
-            domain=self._communicator, rank=grid.rank, num_domains=grid.num_domains, proxy=self._link.proxy
+            domain=self._communicator,
+            rank=grid.rank,
+            num_domains=grid.num_domains,
+            proxy=self._link.proxy,
+            kernels=self._link.kernels,
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)

@@ -120,7 +120,7 @@ class LowLatencyBetween(CudaLowLatency):
     def drain(self) -> None:
         """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work."""
         for region in self._regions:
-            _link_of(region).proxy.drain(_CLOSE_TIMEOUT_S)
+            _link_of(region).drain(_CLOSE_TIMEOUT_S)
 
     def rows_memory(self) -> Tensor:
         memory = super().rows_memory()
@@ -158,6 +158,7 @@ class LowLatencyBetween(CudaLowLatency):
             memory=memory.addresses,
             capacity=capacity,
             proxy=opened.link.proxy,
+            kernels=opened.link.kernels,
         )
         return _RegionWithLink(memory, capacity, native, self._grid.num_ranks, opened, (tokens_bytes, rows_bytes))
 

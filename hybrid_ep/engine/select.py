@@ -211,7 +211,10 @@ def _agree(
         choices.append(other.choice)
     if num_ranks_per_domain is None and asked != "cuda":
         grid = RankGrid(grid.rank, num_ranks, _ranks_per_host([vote.host for vote in votes]))
-    return _choose(choices, votes, grid, asked), grid, number
+    choice = _choose(choices, votes, grid, asked)
+    if choice.name == "cuda" and grid.num_domains > 1:
+        _require_same_transport(votes)
+    return choice, grid, number
 
 
 def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeout_s: float) -> tuple[list[_Vote], int]:
@@ -248,13 +251,8 @@ def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
     """The same for several domains: cuda where a transport joins them."""
     from hybrid_ep.engine.cuda_between import refusal_of_grid
 
+    _require_same_transport(votes)
     transport = votes[0].transport
-    for rank, vote in enumerate(votes):
-        if vote.transport != transport:
-            raise ConfigError(
-                f"transport is {transport!r} at rank 0 and {vote.transport!r} at rank {rank}; "
-                "allowed: the same on every rank"
-            )
     what = f"{grid.num_domains} domains of {grid.num_ranks_per_domain} ranks"
     if refusal := refusal_of_grid(grid):
         return Choice("torch", refusal)
@@ -263,3 +261,12 @@ def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
     except ConfigError as error:
         return Choice("torch", f"{what}; {error}")
     return Choice("cuda", f"{what}, joined by {chosen.name}: {chosen.reason}")
+
+
+def _require_same_transport(votes: Sequence[_Vote]) -> None:
+    for rank, vote in enumerate(votes):
+        if vote.transport != votes[0].transport:
+            raise ConfigError(
+                f"transport is {votes[0].transport!r} at rank 0 and {vote.transport!r} at rank {rank}; "
+                "allowed: the same on every rank"
+            )

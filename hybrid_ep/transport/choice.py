@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_ep import _C, env
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.transport import nvshmem
 
 __all__ = ["TransportChoice", "TransportState", "agree_on_transport", "choose_transport", "survey"]
 
-# In the order in which `auto` takes them between hosts.
-_NAMES = ("verbs", "tcp", "loopback")
+# In the order in which `auto` takes them between hosts; it never takes nvshmem.
+_NAMES = ("verbs", "tcp", "loopback", "nvshmem")
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,18 @@ class TransportState:
     """One transport in this process.
 
     Attributes:
-        name: ``verbs``, ``tcp`` or ``loopback``.
+        name: ``verbs``, ``tcp``, ``loopback`` or ``nvshmem``.
         is_built: whether it was compiled.
         obstacle: why it cannot be used here; None where it can.
         detail: what it would use, for people.
+        num_ranks: that a group must have to use it; None: any number.
     """
 
     name: str
     is_built: bool
     obstacle: str | None
     detail: str = ""
+    num_ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class TransportChoice:
     """The transport that is used.
 
     Attributes:
-        name: ``verbs``, ``tcp`` or ``loopback``.
+        name: ``verbs``, ``tcp``, ``loopback`` or ``nvshmem``.
         reason: why.
         others: each other transport, and why it is not the one.
     """
@@ -50,7 +53,7 @@ def survey() -> tuple[TransportState, ...]:
     """Finds which transports this process could use. Opens the NICs for a moment; makes no connection."""
     tcp = TransportState("tcp", True, None, "sockets; rings in host memory")
     loopback = TransportState("loopback", True, None, "copies between ranks of one host")
-    return (_verbs_state(), tcp, loopback)
+    return (_verbs_state(), tcp, loopback, _nvshmem_state())
 
 
 def _verbs_state() -> TransportState:
@@ -63,6 +66,19 @@ def _verbs_state() -> TransportState:
     if not devices:
         return TransportState("verbs", True, "no InfiniBand or RoCE device has an active port")
     return TransportState("verbs", True, None, ", ".join(devices))
+
+
+def _nvshmem_state() -> TransportState:
+    is_built, obstacle = nvshmem.obstacle()
+    if obstacle is not None:
+        return TransportState("nvshmem", is_built, obstacle)
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        obstacle = "no GPU is visible"
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    return TransportState("nvshmem", True, obstacle, "puts of the kernels; rings on NVSHMEM's heap", num_ranks)
 
 
 def choose_transport(
@@ -103,6 +119,8 @@ def _why_not(state: TransportState, chosen: str, asked: str) -> str:
         return f"usable; {chosen} is asked for by name"
     if state.name == "loopback":
         return "usable where all ranks are on one host"
+    if state.name == "nvshmem":
+        return "usable where it is asked for by name"
     return f"usable; {chosen} comes first"
 
 
@@ -125,9 +143,12 @@ def agree_on_transport(
     states = []
     for columns in zip(*by_rank, strict=True):
         worst = next(((rank, state) for rank, state in enumerate(columns) if state.obstacle is not None), None)
-        if worst is None:
-            states.append(columns[0])
-        else:
+        if worst is not None:
             rank, state = worst
-            states.append(TransportState(state.name, state.is_built, f"rank {rank}: {state.obstacle}"))
+            states.append(replace(state, obstacle=f"rank {rank}: {state.obstacle}"))
+        elif columns[0].num_ranks not in (None, len(hosts)):
+            why = f"it joins all {columns[0].num_ranks} ranks of the job, and the group has {len(hosts)}"
+            states.append(replace(columns[0], obstacle=why))
+        else:
+            states.append(columns[0])
     return choose_transport(states, asked=asked, is_one_host=is_one_host)

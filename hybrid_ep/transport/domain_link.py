@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
-from hybrid_ep.errors import ClosedError, TransportError
+from hybrid_ep.errors import ClosedError, ConfigError, TransportError
 from hybrid_ep.topology import probe
+from hybrid_ep.transport import nvshmem
 from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, survey
 from hybrid_ep.transport.rendezvous import exchange, refuse
 from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names, proxy_cpus
@@ -51,13 +52,15 @@ class DomainLink:
     Attributes:
         choice: which transport it is, and why.
         proxy: the native object; `proxy.view()` is for kernels.
+        kernels: those that are compiled for this link alone, for `_cuda`; None: its own.
     """
 
-    def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, keep: Any = None) -> None:
+    def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, memory: Any = None) -> None:
         self.choice = choice
         self.proxy = proxy
+        self.kernels = nvshmem.kernels() if choice.name == "nvshmem" else None
         self._grid = grid
-        self._keep = keep  # memory that the transport uses
+        self._memory = memory  # that the transport uses
         self._is_closed = False
 
     @property
@@ -94,14 +97,24 @@ class DomainLink:
             peer = None if domain_idx < 0 else self._grid.peers[domain_idx]
             raise TransportError(where, self._grid.rank, peer, f"{device}: {detail}")
 
+    def drain(self, timeout_s: float) -> bool:
+        """Returns whether all that the kernels of this rank have sent is complete in time. They must have ended."""
+        is_complete = self.proxy.drain(timeout_s)
+        if isinstance(self._memory, nvshmem.Window):
+            is_complete = self._memory.drain(timeout_s) and is_complete
+        return is_complete
+
     def close(self, timeout_s: float = 1.0) -> bool:
         """Completes what is in flight, for so long at most, and ends the connections. May be called again.
 
         Returns:
             Whether everything was completed.
         """
+        is_complete = self.proxy.close(timeout_s)
+        if isinstance(self._memory, nvshmem.Window) and not self._is_closed:
+            is_complete = self._memory.give_back(timeout_s) and is_complete
         self._is_closed = True
-        return self.proxy.close(timeout_s)
+        return is_complete
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -158,6 +171,8 @@ def open_link(
     votes = [json.loads(text) for text in texts]
     by_rank = [[TransportState(**state) for state in vote["states"]] for vote in votes]
     choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
+    if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
+        raise ConfigError("transport is 'nvshmem', which has no link without kernels; allowed: verbs, tcp or loopback")
     store, prefix = board.store, f"{board.name}/link {number}"
     return connect_link(
         choice,
@@ -205,7 +220,10 @@ def connect_link(
     where = f"transport {choice.name}"
     step = "address"
     try:
-        proxy, keep = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
+        if choice.name == "nvshmem":
+            proxy, memory = _nvshmem_proxy(native, layout, store, prefix, grid, device, timeout_s)
+        else:
+            proxy, memory = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
         addresses = exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, proxy.address(), timeout_s, where=where)
         step = "ready"
         proxy.connect([addresses[peer] for peer in grid.peers], timeout_s)
@@ -216,7 +234,26 @@ def connect_link(
         with contextlib.suppress(RuntimeError):  # the others then wait until their deadline
             refuse(store, f"{prefix}/{step}", grid.rank, what)
         raise TransportError(where, grid.rank, None if domain_idx < 0 else grid.peers[domain_idx], what) from error
-    return DomainLink(choice, proxy, grid, keep)
+    return DomainLink(choice, proxy, grid, memory)
+
+
+def _nvshmem_proxy(
+    native: Any, layout: Any, store: Store, prefix: str, grid: RankGrid, device: torch.device, timeout_s: float
+) -> tuple[Proxy, nvshmem.Window]:
+    """Returns the proxy, which has nothing to carry, and the window that its rings lie in."""
+    topology, device_idx = probe(), device.index or 0
+    num_bytes = layout.window_bytes + 8 * layout.num_words
+    window = nvshmem.take_window(
+        store, prefix, grid.rank, grid.num_ranks, num_bytes, device=device_idx, timeout_s=timeout_s
+    )
+    proxy = native.nvshmem_proxy(
+        layout=layout,
+        window=window.address,
+        pes=list(grid.peers),
+        device=device_idx,
+        cpus=proxy_cpus(topology, gpu_idx_of(topology, device)),
+    )
+    return proxy, window
 
 
 def _make_proxy(

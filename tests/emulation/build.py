@@ -1,4 +1,4 @@
-"""Builds the extension module `_cuda` for the CPU: the sources of csrc/, with the emulator's headers for CUDA's."""
+"""Builds `_cuda` and `_nvshmem` for the CPU: the sources of csrc/, with the emulator's headers for CUDA's."""
 
 from __future__ import annotations
 
@@ -34,11 +34,18 @@ def _transport_sources() -> list[Path]:
 
 
 def build(out: Path) -> Path:
-    """Compiles into a folder and returns the module's path."""
+    """Compiles into a folder and returns the path of `_cuda`; `_nvshmem` lies beside it."""
     out.mkdir(parents=True, exist_ok=True)
-    sources = []
-    for original in (
-        HERE / "emulator.cpp",
+
+    def translate(original: Path, prefix: str = "") -> Path:
+        folder = HERE if original.parent == HERE else CSRC
+        translated = out / f"{prefix}{'_'.join(original.relative_to(folder).with_suffix('').parts)}.cpp"
+        source = can_leave_out(str(original.relative_to(folder)), original.read_text())
+        translated.write_text(f'#line 1 "{original}"\n' + as_cpp(source))
+        return translated
+
+    emulator = translate(HERE / "emulator.cpp")
+    of_cuda = (
         *sorted(CSRC.glob("kernels/*/*.cu")),
         *sorted(CSRC.glob("runtime/*.cpp")),
         *sorted(CSRC.glob("bindings/cuda/*.cpp")),
@@ -46,12 +53,19 @@ def build(out: Path) -> Path:
         CSRC / "layout/link_layout.cpp",
         CSRC / "bindings/sizes.cpp",
         CSRC / "bindings/transport.cpp",
-    ):
-        folder = HERE if original.parent == HERE else CSRC
-        translated = out / f"{'_'.join(original.relative_to(folder).with_suffix('').parts)}.cpp"
-        source = can_leave_out(str(original.relative_to(folder)), original.read_text())
-        translated.write_text(f'#line 1 "{original}"\n' + as_cpp(source))
-        sources.append(translated)
+    )
+    of_nvshmem = (
+        HERE / "emulated_nvshmem.cpp",
+        CSRC / "bindings/nvshmem/module.cpp",
+        CSRC / "runtime/nvshmem/world.cu",
+        *(CSRC / f"kernels/{name}/{name}.cu" for name in ("dispatch_between", "combine_between")),
+        CSRC / "kernels/between/stream_chunks.cu",
+        *(CSRC / f"kernels/low_latency_between/{name}.cu" for name in ("dispatch", "combine")),
+    )
+    sources = {
+        "_cuda": [translate(original) for original in of_cuda],
+        "_nvshmem": [translate(original, "nvshmem_") for original in of_nvshmem],
+    }
     headers = out / "headers"  # found before those of csrc
     for file in sorted({step.file for step in STEPS if step.file.endswith(".cuh")}):
         target = headers / file
@@ -71,19 +85,25 @@ def build(out: Path) -> Path:
         '-DPYBIND11_COMPILER_TYPE="_emulated"',
     ]
 
-    def compile_one(source: Path) -> Path:
+    def compile_one(source: Path, *more: str) -> Path:
         # What is made in `out` by its name alone, so that a compiler cache finds what another folder has built.
         name = source.name if source.parent == out else str(source)
         target = f"{source.stem}.o"
         includes_of = (f"-I{i}" for i in includes)
-        subprocess.run(["g++", *flags, *includes_of, "-c", name, "-o", target], cwd=out, check=True)
+        subprocess.run(["g++", *flags, *more, *includes_of, "-c", name, "-o", target], cwd=out, check=True)
         return out / target
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sources))
-    module = out / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
-    subprocess.run(["g++", "-shared", "-pthread", *map(str, objects), "-o", str(module)], check=True)
-    return module
+        objects = {
+            "_cuda": pool.map(compile_one, [emulator, *sources["_cuda"]]),
+            "_nvshmem": pool.map(lambda source: compile_one(source, "-DHYBRID_EP_NVSHMEM"), sources["_nvshmem"]),
+        }
+        linked = {name: list(map(str, found)) for name, found in objects.items()}
+    linked["_nvshmem"].append(linked["_cuda"][0])  # a module has an emulator of its own
+    paths = {name: out / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in linked}
+    for name, found in linked.items():
+        subprocess.run(["g++", "-shared", "-pthread", *found, "-o", str(paths[name])], check=True)
+    return paths["_cuda"]
 
 
 if __name__ == "__main__":

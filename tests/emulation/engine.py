@@ -8,6 +8,8 @@ import mmap
 import os
 import sys
 import tempfile
+from functools import lru_cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
+from hybrid_ep.transport import TransportState, choice, nvshmem
 
 __all__ = ["install", "run"]
 
@@ -27,11 +30,7 @@ def install(module_path: str) -> None:
     if _installed:
         return
     _installed.append(module_path)
-    spec = importlib.util.spec_from_file_location("_cuda", module_path)
-    assert spec is not None
-    assert spec.loader is not None
-    native: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(native)
+    native = _load("_cuda", module_path)
     # The CPU has no index, and they want one.
     make_pool, tensors = native.SlotPool.__init__, native.LowLatencyPlan.tensors
     native.SlotPool.__init__ = lambda pool, **options: make_pool(pool, **options | {"device": 0})
@@ -61,12 +60,28 @@ def install(module_path: str) -> None:
     )
 
     select._cuda_obstacle = lambda: None
+    nvshmem._native = lru_cache(1)(lambda: _load("_nvshmem", _beside(module_path)))
+    choice._nvshmem_state = lambda: TransportState("nvshmem", True, None, "", dist.get_world_size())
     for module in (arena, cuda_between, cuda_order, cuda_route):
         module.current_raw_stream = lambda _: 0
     for module in (arena, cuda_between, cuda_engine, cuda_low_latency, cuda_order):
         module.is_capturing = lambda _: False
     cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
+
+
+def _beside(module_path: str) -> str:
+    path = Path(module_path)
+    return str(path.with_name(path.name.replace("_cuda", "_nvshmem")))
+
+
+def _load(name: str, path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _TorchOnCpu(ModuleType):

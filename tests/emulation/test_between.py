@@ -46,6 +46,23 @@ def test_over_a_proxy(run_emulated: RunEmulated, case: Case, check: str) -> None
     run_emulated(case.num_ranks, "emulation.domains.check_over", "tcp", f"battery.normal.{check}", case)
 
 
+@pytest.mark.parametrize("case", [CASES[0], *_FEW], ids=lambda case: case.id)
+@pytest.mark.parametrize("check", ["check_round_trip", "check_cached", "check_bound"])
+def test_over_nvshmem(run_emulated: RunEmulated, case: Case, check: str) -> None:
+    """Puts are complete late, and in any order."""
+    run_emulated(case.num_ranks, "emulation.over_nvshmem.check", f"battery.normal.{check}", case)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "check"),
+    [(2, "check_closed_buffers_leave_their_window"), (4, "check_part_of_the_job"), (2, "check_no_kernels")],
+)
+def test_nvshmem_at_its_limits(emulated_module: Path, num_ranks: int, check: str) -> None:
+    pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"})
+    pool.run(num_ranks, run, str(emulated_module), 0, f"emulation.over_nvshmem.{check}")
+    pool.close()
+
+
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
 @pytest.mark.parametrize("seed", range(2))
 def test_chunks_that_overtake_each_other(run_emulated: RunEmulated, case: Case, seed: int) -> None:

@@ -70,9 +70,10 @@ def test_logfmt(run_by_kernels: RunEmulated, case_id: str) -> None:
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
 @pytest.mark.parametrize("format_name", ["bf16", "fp8"])
-def test_over_a_proxy(run_by_kernels: RunEmulated, case: Case, format_name: str) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "nvshmem"])
+def test_over_a_transport(run_by_kernels: RunEmulated, case: Case, format_name: str, transport: str) -> None:
     check = "battery.low_latency.check_low_latency"
-    run_by_kernels(case.num_ranks, "emulation.domains.check_over", "tcp", check, case, format_name)
+    run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, format_name)
 
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
@@ -91,13 +92,13 @@ def test_batches_overlap(run_by_kernels: RunEmulated, case: Case) -> None:
     run_by_kernels(case.num_ranks, "battery.low_latency.check_overlapping_batches", case)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
 def test_dispatches_ahead(run_by_kernels: RunEmulated, transport: str) -> None:
     check = "battery.low_latency.check_dispatches_ahead"
     run_by_kernels(4, "emulation.domains.check_over", transport, check, _BY_ID["2x2_holes"])
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
 def test_cleaned_buffers_forget(run_by_kernels: RunEmulated, transport: str) -> None:
     case = Case("cleaned", 4, 12, num_ranks_per_domain=2)
     run_by_kernels(4, "emulation.domains.check_over", transport, "battery.low_latency.check_cleaned", case)
@@ -108,7 +109,7 @@ def test_misuse_and_delay(run_by_kernels: RunEmulated, check: str) -> None:
     run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.low_latency.{check}")
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
 def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transport: str) -> None:
     in_domains, check = "emulation.domains.check_in_domains", "emulation.domains.check_late_rank_is_named"
     run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)

@@ -1,4 +1,4 @@
-"""The cuda engine between domains on real GPUs, bit for bit: domains of one host, over loopback and over tcp."""
+"""The cuda engine between domains on real GPUs, bit for bit: domains of one host, over loopback, tcp and NVSHMEM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.battery import hybrid, normal
 from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains
 from tests.multi_gpu import behaviour
+from tests.multi_gpu.beside_torch import check_beside_torch
+from tests.multi_gpu.transports import TRANSPORTS, needs_nvshmem
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -54,7 +56,7 @@ def _variables(transport: str) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=["loopback", "tcp"])
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
     """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the cuda engine forced."""
     pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
@@ -108,12 +110,24 @@ def test_replays(run_ranks: RunRanks) -> None:
     run_ranks(2, check_in_domains, 1, "multi_gpu.behaviour.check_graph", NUM_REPLAYS)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_rank(transport: str) -> None:
     """The peer is killed; the survivor names it within its time."""
     timeout_s = 4.0
     variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
-    with VirtualCluster(2, device="cuda", ranks_share_gpus=True, variables=variables) as cluster:
+    with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
         cluster.run(behaviour.use_without_peer_between, 1, timeout_s, ranks=[0], limit_s=60)
+
+
+@needs_nvshmem
+@pytest.mark.skipif(
+    NUM_GPUS < 2 and "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ,
+    reason="NVSHMEM makes torch's teams only for one process a GPU, or under MPS",
+)
+@pytest.mark.parametrize("torch_first", [True, False])
+def test_beside_torch(torch_first: bool) -> None:
+    variables = _variables("nvshmem") | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
+        cluster.run(check_beside_torch, torch_first, limit_s=120)

@@ -14,6 +14,7 @@ from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
 from tests.emulation.domains import check_by_kernels, check_in_domains
 from tests.multi_gpu import low_latency
+from tests.multi_gpu.transports import TRANSPORTS
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -45,7 +46,7 @@ def _variables(transport: str) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=["loopback", "tcp"])
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
     """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the kernels forced."""
     pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
@@ -102,11 +103,11 @@ def test_behaviour(run_ranks: RunRanks, check: str, args: tuple[object, ...]) ->
     run_ranks(2, check_in_domains, 1, "emulation.domains.check_by_kernels", check, *args)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_rank(transport: str) -> None:
     """The peer is killed between two calls; the survivor names it within its time."""
     variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
-    with VirtualCluster(2, device="cuda", ranks_share_gpus=True, variables=variables) as cluster:
+    with VirtualCluster(2, device="cuda", ranks_share_gpus=NUM_GPUS < 2, variables=variables) as cluster:
         cluster.run(low_latency.make_shared_buffer, 4.0, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
         assert cluster.run(low_latency.use_without_peer, 4.0, ranks=[0], limit_s=60) == [1]

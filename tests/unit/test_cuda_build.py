@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configure(out: Path, **definitions: str) -> subprocess.CompletedProcess[str]:
     """Runs CMake for a build with kernels, and without what needs other libraries."""
     definitions = {"STRICT": "off"} | definitions
-    definitions |= {"BUILD_CUDA": "on", "BUILD_NVML": "off", "BUILD_VERBS": "off"}
+    definitions |= {"BUILD_CUDA": "on", "BUILD_NVML": "off", "BUILD_VERBS": "off", "BUILD_NVSHMEM": "off"}
     options = [f"-DHYBRID_EP_{name}={value}" for name, value in definitions.items()]
     command = ["cmake", "-S", CSRC, "-B", out, "-G", "Ninja", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -16,6 +16,7 @@ from hybrid_ep.transport import TransportState
 CUDA = Choice("cuda", "the extension is built and the GPU is capable")
 TCP, LOOPBACK = (TransportState(name, True, None) for name in ("tcp", "loopback"))
 NO_VERBS = TransportState("verbs", True, "no InfiniBand or RoCE device has an active port")
+NVSHMEM = TransportState("nvshmem", False, "built without nvcc")
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,8 +37,9 @@ def _choice(hosts: str, size: int, transports: list[str] | None = None, asked: s
     """The choice of ranks on hosts, each named by a letter, in domains of a size."""
     pytest.importorskip("hybrid_ep._cuda")
     verbs = TransportState("verbs", True, None, "mlx5_0")
+    states = (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK, NVSHMEM)
     votes = [
-        _Vote(asked, None, "torch", CUDA, "", name, transport, (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK))
+        _Vote(asked, None, "torch", CUDA, "", name, transport, states)
         for name, transport in zip(hosts, transports or ["auto"] * len(hosts), strict=True)
     ]
     return _choose([CUDA] * len(hosts), votes, RankGrid(0, len(hosts), size), asked)

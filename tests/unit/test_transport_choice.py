@@ -15,8 +15,10 @@ from hybrid_ep.transport import TransportState, agree_on_transport, choose_trans
 
 TCP = TransportState("tcp", True, None)
 LOOPBACK = TransportState("loopback", True, None)
-WITH_NICS = (TransportState("verbs", True, None, "mlx5_0"), TCP, LOOPBACK)
-WITHOUT = (TransportState("verbs", True, "no InfiniBand or RoCE device has an active port"), TCP, LOOPBACK)
+NVSHMEM = TransportState("nvshmem", True, "no GPU is visible", num_ranks=3)
+WITH_NICS = (TransportState("verbs", True, None, "mlx5_0"), TCP, LOOPBACK, NVSHMEM)
+WITHOUT = (TransportState("verbs", True, "no InfiniBand or RoCE device has an active port"), TCP, LOOPBACK, NVSHMEM)
+WITH_NVSHMEM = (*WITHOUT[:3], TransportState("nvshmem", True, None, num_ranks=3))
 
 
 def test_auto_takes_verbs_then_tcp() -> None:
@@ -25,6 +27,7 @@ def test_auto_takes_verbs_then_tcp() -> None:
     assert choice.others == {
         "tcp": "usable; verbs comes first",
         "loopback": "usable where all ranks are on one host",
+        "nvshmem": "no GPU is visible",
     }
     choice = choose_transport(WITHOUT, asked="auto")
     assert (choice.name, choice.reason) == (
@@ -94,3 +97,17 @@ def test_a_nic_without_reliable_connections_is_refused_by_name(efa_library: Path
     told = _on_efa(efa_library, program)
     assert told.startswith("RDMA device 'rdmap0s6' has no reliable connections")
     assert told.endswith("use HYBRID_EP_TRANSPORT=tcp")
+
+
+def test_nvshmem_is_taken_where_it_is_asked_for() -> None:
+    choice = choose_transport(WITH_NVSHMEM, asked="auto")
+    assert choice.name == "tcp"
+    assert choice.others["nvshmem"] == "usable where it is asked for by name"
+    assert agree_on_transport([WITH_NVSHMEM] * 3, ["a", "a", "b"], "nvshmem").name == "nvshmem"
+    with pytest.raises(ConfigError, match="'nvshmem', but rank 1: no GPU is visible"):
+        agree_on_transport([WITH_NVSHMEM, WITH_NICS, WITH_NVSHMEM], ["a", "a", "b"], "nvshmem")
+
+
+def test_nvshmem_is_for_all_ranks_of_a_job() -> None:
+    with pytest.raises(ConfigError, match="'nvshmem', but it joins all 3 ranks of the job, and the group has 2"):
+        agree_on_transport([WITH_NVSHMEM] * 2, ["a", "b"], "nvshmem")

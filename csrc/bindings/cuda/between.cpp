@@ -35,6 +35,13 @@ void add_plans(py::module_& module) {
 
 }  // namespace
 
+LinkKernels link_kernels_of(const py::object& capsule) {
+  if (capsule.is_none()) return own_link_kernels();
+  const auto* kernels = PyCapsule_GetPointer(capsule.ptr(), kLinkKernelsName);
+  if (kernels == nullptr) throw py::error_already_set();
+  return *static_cast<const LinkKernels*>(kernels);
+}
+
 void add_between(py::module_& module) {
   add_plans(module);
   module.attr("rank_elsewhere") = kMaxRanks;
@@ -61,12 +68,12 @@ void add_between(py::module_& module) {
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"), py::arg("num_tokens"), py::arg("num_topk"),
       py::arg("num_experts"));
   py::class_<BetweenCommunicator>(module, "BetweenCommunicator")
-      .def(py::init([](Communicator& domain, int rank, int num_domains, Proxy& proxy) {
+      .def(py::init([](Communicator& domain, int rank, int num_domains, Proxy& proxy, const py::object& kernels) {
              return std::make_unique<BetweenCommunicator>(
-                 domain, make_grid(rank, num_domains, domain.domain().num_ranks), proxy);
+                 domain, make_grid(rank, num_domains, domain.domain().num_ranks), proxy, link_kernels_of(kernels));
            }),
            py::kw_only(), py::arg("domain"), py::arg("rank"), py::arg("num_domains"), py::arg("proxy"),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
+           py::arg("kernels") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def(
           "dispatch",
           [](BetweenCommunicator& self, const DispatchShape& plan, uintptr_t rows, uintptr_t topk_idx,

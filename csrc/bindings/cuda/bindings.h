@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "kernels/link_kernels.h"
+
 namespace hybrid_ep::bindings {
 
 void add_balance(pybind11::module_& module);
@@ -17,6 +19,9 @@ void add_local_kernels(pybind11::module_& module);
 void add_low_latency(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
 void add_slot_pool(pybind11::module_& module);
+
+// Those that another module has passed, or with None this module's.
+LinkKernels link_kernels_of(const pybind11::object& capsule);
 
 template <typename T>
 T* pointer(uintptr_t address) {

@@ -8,7 +8,7 @@
 #include "device/lanes.cuh"
 #include "device/wait.cuh"
 #include "kernels/between/params.h"
-#include "transport/link.cuh"
+#include "transport/links.cuh"
 
 namespace hybrid_ep {
 namespace {
@@ -67,12 +67,10 @@ class ChunkStream {
   // Sends what the lanes and their bulk stores have written. Collective over the warp.
   __device__ bool send(int chunk, uint32_t num_bytes, int num_rows) const {
     const uint64_t number = sent_before_ + chunk;
+    const uint64_t word = (number / shape_.num_slots + 1) << 16 | static_cast<uint32_t>(num_rows);
     __syncwarp();
-    bool ok = true;
-    if (threadIdx.x % 32 == 0) {
-      const uint64_t word = (number / shape_.num_slots + 1) << 16 | static_cast<uint32_t>(num_rows);
-      ok = link_.put_signal(kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up()) || give_up_command();
-    }
+    bool ok = put_signal_by_warp(link_, kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up());
+    if (!ok && threadIdx.x % 32 == 0) ok = give_up_command();
     return __all_sync(kAllLanes, ok);
   }
 

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid
 
 void launch_stream_chunks(const StreamChunksParams& params, int num_sms, cudaStream_t stream) {
   const auto kernel =
-      params.between.link.is_mapped ? stream_chunks_kernel<MappedLink> : stream_chunks_kernel<ProxyLink>;
+      kernel_for(params.between.link, [](auto link) { return stream_chunks_kernel<typename decltype(link)::type>; });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, 0, stream);
 }
 

@@ -299,15 +299,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 void prepare_combine_between() {
-  allow_shared_memory(combine_between_kernel<ProxyLink>);
-  allow_shared_memory(combine_between_kernel<MappedLink>);
+  for_each_link([](auto link) { allow_shared_memory(combine_between_kernel<typename decltype(link)::type>); });
 }
 
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream) {
   const Grid& grid = params.between.grid;
   const int table_bytes = (3 * grid.num_ranks() + grid.num_domains) * static_cast<int>(sizeof(int));
   const auto kernel =
-      params.between.link.is_mapped ? combine_between_kernel<MappedLink> : combine_between_kernel<ProxyLink>;
+      kernel_for(params.between.link, [](auto link) { return combine_between_kernel<typename decltype(link)::type>; });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);
 }
 

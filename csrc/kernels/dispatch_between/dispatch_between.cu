@@ -423,14 +423,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 void prepare_dispatch_between() {
-  allow_shared_memory(dispatch_between_kernel<ProxyLink>);
-  allow_shared_memory(dispatch_between_kernel<MappedLink>);
+  for_each_link([](auto link) { allow_shared_memory(dispatch_between_kernel<typename decltype(link)::type>); });
 }
 
 void launch_dispatch_between(const DispatchBetweenParams& params, int num_sms, cudaStream_t stream) {
   const int table_bytes = 2 * params.between.grid.num_ranks() * static_cast<int>(sizeof(int));
   const auto kernel =
-      params.between.link.is_mapped ? dispatch_between_kernel<MappedLink> : dispatch_between_kernel<ProxyLink>;
+      kernel_for(params.between.link, [](auto link) { return dispatch_between_kernel<typename decltype(link)::type>; });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);
 }
 

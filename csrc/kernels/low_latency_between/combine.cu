@@ -220,12 +220,14 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
 }  // namespace
 
 void launch_ship_rows(const ShipRowsParams& params, int num_device_sms, cudaStream_t stream) {
-  const auto kernel = params.link.is_mapped ? ship_rows_kernel<MappedLink> : ship_rows_kernel<ProxyLink>;
+  const auto kernel =
+      kernel_for(params.link, [](auto link) { return ship_rows_kernel<typename decltype(link)::type>; });
   launch_kernel(launch_kind(params.link), kernel, params, num_device_sms, kThreads, 0, stream);
 }
 
 void launch_forward_rows(const ForwardRowsParams& params, int num_device_sms, cudaStream_t stream) {
-  const auto kernel = params.link.is_mapped ? forward_rows_kernel<MappedLink> : forward_rows_kernel<ProxyLink>;
+  const auto kernel =
+      kernel_for(params.link, [](auto link) { return forward_rows_kernel<typename decltype(link)::type>; });
   // The last CTA waits for ranks.
   launch_kernel(launch_kind(params.link), kernel, params, num_device_sms, kThreads, 0, stream);
 }

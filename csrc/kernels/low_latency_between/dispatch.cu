@@ -219,20 +219,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 void prepare_low_latency_between_dispatch() {
-  prefer_shared_memory(ship_tokens_kernel<MappedLink>);
-  prefer_shared_memory(ship_tokens_kernel<ProxyLink>);
-  prefer_shared_memory(forward_tokens_kernel<MappedLink>);
-  prefer_shared_memory(forward_tokens_kernel<ProxyLink>);
+  for_each_link([](auto link) {
+    prefer_shared_memory(ship_tokens_kernel<typename decltype(link)::type>);
+    prefer_shared_memory(forward_tokens_kernel<typename decltype(link)::type>);
+  });
 }
 
 void launch_ship_tokens(const ShipTokensParams& params, int num_device_sms, cudaStream_t stream) {
-  const auto kernel = params.link.is_mapped ? ship_tokens_kernel<MappedLink> : ship_tokens_kernel<ProxyLink>;
+  const auto kernel =
+      kernel_for(params.link, [](auto link) { return ship_tokens_kernel<typename decltype(link)::type>; });
   launch_kernel(launch_kind(params.link), kernel, params, std::clamp(params.num_tokens, 1, num_device_sms), kThreads, 0,
                 stream);
 }
 
 void launch_forward_tokens(const ForwardTokensParams& params, int num_device_sms, cudaStream_t stream) {
-  const auto kernel = params.link.is_mapped ? forward_tokens_kernel<MappedLink> : forward_tokens_kernel<ProxyLink>;
+  const auto kernel =
+      kernel_for(params.link, [](auto link) { return forward_tokens_kernel<typename decltype(link)::type>; });
   const int most = params.shape.max_tokens * (params.peers.grid.num_domains - 1);
   // The last CTA waits for ranks.
   launch_kernel(launch_kind(params.link), kernel, params, 1 + std::clamp(most, 1, num_device_sms - 1), kThreads, 0,

@@ -9,7 +9,7 @@
 #include "device/low_latency.cuh"
 #include "kernels/launch.h"
 #include "kernels/low_latency_between/low_latency_between.h"
-#include "transport/link.cuh"
+#include "transport/links.cuh"
 
 namespace hybrid_ep {
 namespace {

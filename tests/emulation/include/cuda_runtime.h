@@ -194,6 +194,14 @@ inline cudaError_t cudaFreeHost(void* memory) {
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+constexpr unsigned cudaStreamNonBlocking = 1;
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t num_bytes, cudaStream_t) {
+  std::memset(memory, value, num_bytes);
+  return cudaSuccess;
+}
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
