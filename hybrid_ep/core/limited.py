@@ -1,4 +1,4 @@
-"""Calls that may hang: of a store whose process is stopped, or of a library that waits for a lost rank."""
+"""Calls that may hang: of a store whose process is stopped, or of gloo, which tries again and again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ T = TypeVar("T")
 
 
 class NoAnswerError(RuntimeError):
-    """The call has not ended within its limit; its text begins with `BEGINNING`."""
-
-    BEGINNING = "no answer within"
+    """The call has not ended within its limit."""
 
 
 def call_within(limit_s: float, call: Callable[[], T]) -> T:
@@ -22,7 +20,7 @@ def call_within(limit_s: float, call: Callable[[], T]) -> T:
 
     Args:
         limit_s: how long to wait for the end.
-        call: has no arguments; nothing may depend on whether it ends later.
+        call: has no arguments, and lets other threads run; nothing may depend on whether it ends later.
 
     Returns:
         What the call returns.
@@ -45,4 +43,4 @@ def call_within(limit_s: float, call: Callable[[], T]) -> T:
     thread.join(limit_s)
     if done:
         return done.pop()  # the thread keeps no reference
-    raise failed[0] if failed else NoAnswerError(f"{NoAnswerError.BEGINNING} {limit_s:g} s")
+    raise failed[0] if failed else NoAnswerError(f"no answer within {limit_s:g} s")
