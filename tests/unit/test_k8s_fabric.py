@@ -167,7 +167,7 @@ BROKEN = [
     Broken("oke-roce", "mlx5_16,mlx5_17", "mlx5_16,mlx5_17,mlx5_18", "17 NICs; allowed: as many for each of 8 GPUs"),
     Broken("aks-infiniband", "NVSHMEM_ENABLE_NIC_PE_MAPPING=1\n", "", "has no effect"),
     Broken("aks-infiniband", "HYBRID_EP_NICS=", "HYBRID_EP_NIC=", "a variable that `hybrid-ep env` lists", Level.ERROR),
-    Broken("eks-efa", "HYBRID_EP_TRANSPORT=tcp", "HYBRID_EP_TRANSPORT=efa", "verbs, tcp, loopback or nvshmem", Level.ERROR),
+    Broken("eks-efa", "HYBRID_EP_TRANSPORT=tcp", "HYBRID_EP_TRANSPORT=efa", "tcp, loopback or nvshmem", Level.ERROR),
 ]
 
 
