@@ -12,9 +12,7 @@ T = TypeVar("T")
 
 
 class UnfinishedError(Exception):
-    """A call has not returned within its limit. Its text begins with `BEGINNING`."""
-
-    BEGINNING = "no answer within"
+    """A call has not returned within its limit."""
 
 
 def run_within(
@@ -59,4 +57,4 @@ def run_within(
         return results.pop()  # no other reference is left
     if errors:
         raise errors.pop()
-    raise UnfinishedError(f"{UnfinishedError.BEGINNING} {limit_s:g} s")
+    raise UnfinishedError(f"no answer within {limit_s:g} s")

@@ -7,14 +7,17 @@ others share.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.core.within import UnfinishedError, run_within
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
@@ -23,6 +26,7 @@ __all__ = ["SymmetricMemory"]
 # torch reads this when it allocates; a value that the user has set is left alone.
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _WHERE = "symmetric memory"
+_NO_ANSWER = "no answer within"
 
 
 @dataclass(frozen=True)
@@ -87,26 +91,39 @@ class SymmetricMemory:
                 )
         addresses: list[int] = []
         handle = None
-
-        def exchange_handles() -> Any:
-            with torch.cuda.device(device):
-                return symm_mem.rendezvous(local, group)
-
         try:
-            # torch would wait for a rank that is lost here until the timeout of its store, of minutes.
-            handle = run_within(roll_call.timeout_s, exchange_handles)
+            with torch.cuda.device(device), _limited(group, roll_call.timeout_s):
+                handle = symm_mem.rendezvous(local, group)
             # A handle is of an allocation, which may hold more than this tensor.
             offset = local.data_ptr() - handle.buffer_ptrs[roll_call.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
             torch.cuda.synchronize(device)
-        except (RuntimeError, UnfinishedError) as error:
+        except dist.DistStoreError:
+            obstacle = f"{_NO_ANSWER} {roll_call.timeout_s:g} s"
+        except RuntimeError as error:
             obstacle = str(error)
         told = roll_call.gather(f"{_WHERE}: mapping", obstacle, others_wait_s=roll_call.timeout_s)
         if obstacles := {rank: text for rank, text in told.items() if text}:
             # A rank that has waited in vain knows less than the one that it has waited for.
-            rank = min(obstacles, key=lambda rank: obstacles[rank].startswith(UnfinishedError.BEGINNING))
+            rank = min(obstacles, key=lambda rank: obstacles[rank].startswith(_NO_ANSWER))
             raise TopologyError(
                 f"the {roll_call.num_ranks} ranks of the group cannot map each other's GPU memory: rank {rank}: "
                 f"{obstacles[rank]}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
             )
         return cls(local, addresses, handle)
+
+
+@contextlib.contextmanager
+def _limited(group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """Limits waits at the store of a group, through which torch exchanges handles.
+
+    There torch waits for a lost rank as long as the store says, for minutes. It holds Python's lock meanwhile, so no
+    other thread could end the wait.
+    """
+    store = dist.distributed_c10d._get_process_group_store(group)
+    before = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)

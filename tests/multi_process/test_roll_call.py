@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -47,10 +46,14 @@ def _map(number: int, failing: int, at: str) -> str:
 
 def _hang(number: int, failing: int) -> tuple[str, float]:
     """One rank fails in torch's part and the others wait for it; ranks are called 10, 11, ..."""
-    rank, ended = dist.get_rank(), threading.Event()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    store = dist.distributed_c10d._get_process_group_store(group)
+    before = store.timeout
     local = torch.zeros(64, dtype=torch.uint8)
-    fails, waits = mock.Mock(side_effect=RuntimeError("no such handle")), mock.Mock(side_effect=lambda *_: ended.wait())
-    roll_call = RollCall(dist.group.WORLD, rank, 1.0, number, ranks=range(10, 10 + NUM_RANKS))
+    fails = mock.Mock(side_effect=RuntimeError("no such handle"))
+    waits = mock.Mock(side_effect=lambda *_: store.get(f"handles of {number} that nobody sends"))
+    roll_call = RollCall(group, rank, 1.0, number, ranks=range(10, 10 + NUM_RANKS))
     begin = time.monotonic()
     with (
         mock.patch.object(symm_mem, "empty", mock.Mock(return_value=local)),
@@ -60,9 +63,8 @@ def _hang(number: int, failing: int) -> tuple[str, float]:
         try:
             SymmetricMemory.allocate(64, roll_call, torch.device("cpu"))
         except hybrid_ep.HybridEPError as error:
+            assert store.timeout == before
             return f"{type(error).__name__}: {error}", time.monotonic() - begin
-        finally:
-            ended.set()
     return "mapped", 0.0
 
 
