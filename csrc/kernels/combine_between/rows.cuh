@@ -344,7 +344,7 @@ class HomeSums {
   __device__ HomeSums(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
                       const Waiter& own_waiter, const Link& link, uint32_t epoch, int tokens_per_turn)
       : params_(params),
-        own_begin_(tables.send_begin[params.between.grid.rank]),
+        tables_(tables),
         waiter_(waiter),
         own_waiter_(own_waiter),
         link_(link),
@@ -383,7 +383,7 @@ class HomeSums {
         weights[q] = nullptr;
         if (index < 0) continue;
         if (is_in_place(domain)) {
-          const int64_t row = own_begin_ + index;
+          const int64_t row = tables_.send_begin[params_.between.grid.rank] + index;
           if (row >= params_.num_rows) continue;
           rows[q] = params_.rows + row * params_.row_bytes;
           weights[q] = params_.weights + row * params_.num_weights;
@@ -527,7 +527,7 @@ class HomeSums {
   }
 
   const CombineBetweenParams& params_;
-  const int own_begin_;  // first row of y that belongs to this rank
+  const CombineTables& tables_;
   const Waiter &waiter_, &own_waiter_;
   const Link& link_;
   const uint32_t epoch_;
