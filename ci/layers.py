@@ -1,4 +1,4 @@
-"""The rooms of the project and who may know whom; checks it, and draws it from the real imports and includes.
+"""Components of the project and which may import which: checks it, and draws it from the imports and includes.
 
 ci/layers.py --check                  exit 1 and name every import or include that points upwards
 ci/layers.py --draw docs/images/architecture.svg
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A room is a folder or a file at the top of the tree. It may import from lower levels only.
+# A component is a folder or a file at the top of the tree. It may import from lower levels only.
 PYTHON: list[list[str]] = [
     ["cli"],
     ["k8s", "validation", "info", "model"],
@@ -48,12 +48,12 @@ def room_of_module(name: str) -> str:
     """`hybrid_ep.engine.hop` → `engine`; `hybrid_ep.errors` → `errors`; a public name of `hybrid_ep` → `buffers`."""
     top = (*name.split("."), "")[1]
     package = ROOT / "hybrid_ep"
-    is_room = top.startswith("_") or (package / top).is_dir() or (package / f"{top}.py").is_file()
-    return top if top and is_room else "buffers"
+    is_component = top.startswith("_") or (package / top).is_dir() or (package / f"{top}.py").is_file()
+    return top if top and is_component else "buffers"
 
 
 def python_edges() -> list[tuple[str, str, str]]:
-    """(room, room it imports, where) of every import inside the package, also those inside functions."""
+    """(component, component it imports, where) of every import inside the package, also those inside functions."""
     edges = []
     for path in sorted((ROOT / "hybrid_ep").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -75,26 +75,26 @@ def python_edges() -> list[tuple[str, str, str]]:
 
 
 def cxx_edges() -> list[tuple[str, str, str]]:
-    """(room, room it includes, where) of every include inside csrc."""
+    """(component, component it includes, where) of every include inside csrc."""
     edges = []
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.suffix not in {".h", ".cpp", ".cu", ".cuh", ".c"}:
             continue
-        room = path.relative_to(ROOT / "csrc").parts[0]
+        component = path.relative_to(ROOT / "csrc").parts[0]
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if found := re.match(r'#include "(\w+)/', line):
-                edges.append((room, found[1], f"{path.relative_to(ROOT)}:{number}"))
+                edges.append((component, found[1], f"{path.relative_to(ROOT)}:{number}"))
     return edges
 
 
 def violations(levels: list[list[str]], edges: list[tuple[str, str, str]]) -> list[str]:
-    """Edges that do not point downwards, and rooms that stand on no level."""
-    level = {room: depth for depth, rooms in enumerate(levels) for room in rooms}
+    """Edges that do not point downwards, and components that stand on no level."""
+    level = {component: depth for depth, components in enumerate(levels) for component in components}
     wrong = []
     for source, target, where in edges:
-        for room in (source, target):
-            if room not in level:
-                wrong.append(f"{where}: {room} stands on no level of ci/layers.py")
+        for component in (source, target):
+            if component not in level:
+                wrong.append(f"{where}: {component} stands on no level of ci/layers.py")
         if source in level and target in level and source != target and level[target] <= level[source]:
             wrong.append(f"{where}: {source} must not know {target}")
     return sorted(set(wrong))
@@ -121,12 +121,12 @@ def draw(path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(13, 8), width_ratios=[1.25, 1])
     graphs = [("Python: hybrid_ep", PYTHON, python_edges()), ("C++ and CUDA: csrc", CXX, cxx_edges())]
     for axis, (title, levels, edges) in zip(axes, graphs, strict=True):
-        used = {room for edge in edges for room in edge[:2]}
+        used = {component for edge in edges for component in edge[:2]}
         place = {}
-        for depth, rooms in enumerate(levels):
-            shown = [room for room in rooms if room in used]
-            for i, room in enumerate(shown):
-                place[room] = ((i + 1) / (len(shown) + 1), -depth)
+        for depth, components in enumerate(levels):
+            shown = [component for component in components if component in used]
+            for i, component in enumerate(shown):
+                place[component] = ((i + 1) / (len(shown) + 1), -depth)
         counts: dict[tuple[str, str], int] = {}
         for source, target, _ in edges:
             if source != target and source in place and target in place:
@@ -144,10 +144,10 @@ def draw(path: Path) -> None:
                 "connectionstyle": f"arc3,rad={bend}",
             }
             axis.annotate("", xy=(u, v), xytext=(x, y), arrowprops=arrow)
-        for room, (x, y) in place.items():
+        for component, (x, y) in place.items():
             box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
             # Arrows pass behind the boxes.
-            axis.text(x, y, room, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9, zorder=5)
+            axis.text(x, y, component, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9, zorder=5)
         axis.set_title(title, fontsize=13)
         axis.set_xlim(0, 1)
         axis.set_ylim(-len(levels) + 0.4, 0.6)
