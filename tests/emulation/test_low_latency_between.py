@@ -187,9 +187,9 @@ def _named_by_survivors(cluster: VirtualCluster, lost: int) -> list[int]:
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "fp8"])
-def test_the_torch_engine_serves_unless_kernels_are_asked_for(run_emulated: RunEmulated, format_name: str) -> None:
+def test_the_torch_engine_serves_where_it_is_asked_for(run_emulated: RunEmulated, format_name: str) -> None:
     check = "battery.low_latency.check_low_latency"
-    run_emulated(4, "emulation.domains.check_by_default", check, _BY_ID["2x2"], format_name)
+    run_emulated(4, "emulation.domains.check_torch_asked_for", check, _BY_ID["2x2"], format_name)
 
 
 def test_the_torch_engine_serves_rows_that_the_kernels_do_not_move(run_emulated: RunEmulated) -> None:

@@ -164,6 +164,7 @@ def _divide() -> tuple[str, int]:
     """What is left of two domains cannot be domains of 2; it can be domains of 1."""
     placement = ExpertPlacement(PLACEMENT.experts, 8, NUM_RANKS, 2)
     job = Job(Buffer(timeout_s=TIMEOUT_S, num_ranks_per_domain=2), placement)
+    assert step(job, 0) == ""  # all have connected
     if dist.get_rank() == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(TransportError):

@@ -164,7 +164,7 @@ def _ask_for(name: str) -> str:
 def test_transport_that_is_not_there(run_ranks: RunRanks) -> None:
     """Every rank says the same."""
     said = run_ranks(2, _ask_for, "pigeon")
-    assert said == ["transport is 'pigeon'; allowed: auto, verbs, tcp, loopback"] * 2
+    assert said == ["transport is 'pigeon'; allowed: auto, verbs, tcp, loopback, nvshmem"] * 2
     if not _has_nics():
         said = run_ranks(2, _ask_for, "verbs")
         assert said[0] == said[1]
