@@ -21,7 +21,6 @@ from tests.battery.normal import dispatch, equal, make_buffer
 
 __all__ = [
     "check_auto",
-    "check_by_default",
     "check_by_kernels",
     "check_by_torch",
     "check_in_domains",
@@ -30,6 +29,7 @@ __all__ = [
     "check_missing_signal",
     "check_other_choice",
     "check_over",
+    "check_torch_asked_for",
     "lose_a_rank",
 ]
 
