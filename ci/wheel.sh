@@ -42,7 +42,7 @@ fi
 # the same: no Python files, and nothing that CMake found under other variables.
 export HYBRID_EP_BUILD_CUDA=${HYBRID_EP_BUILD_CUDA:-on} HYBRID_EP_BUILD_NVML=${HYBRID_EP_BUILD_NVML:-on}
 export HYBRID_EP_MULTINODE=${HYBRID_EP_MULTINODE:-1}
-export HYBRID_EP_BUILD_NVSHMEM=off # its device library has another licence
+export HYBRID_EP_BUILD_NVSHMEM=${HYBRID_EP_BUILD_NVSHMEM:-off} # its device library has another licence
 rm -rf "$target"/build/lib* "$target"/build/bdist* "$target"/build/temp*/CMakeCache.txt "$target/dist"
 printf '%s\n' '[build]' "build_base = $target/build" '[bdist_wheel]' "plat_name = linux_$arch" >"$target/distutils.cfg"
 export DIST_EXTRA_CONFIG=$target/distutils.cfg CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_SKIP_RPATH=ON" # RDMA_CORE_HOME is here only
@@ -51,4 +51,5 @@ export DIST_EXTRA_CONFIG=$target/distutils.cfg CMAKE_ARGS="${CMAKE_ARGS:-} -DCMA
 # The platform tag is the oldest glibc that the modules run on. Drivers and RDMA libraries are the machine's own.
 mkdir -p "$out"
 auditwheel repair --wheel-dir "$out" --exclude libcuda.so.1 --exclude libnvidia-ml.so.1 --exclude libibverbs.so.1 \
+  --exclude libnvshmem_host.so.3 \
   "$target"/dist/*.whl

@@ -172,7 +172,7 @@ def check_modules(image: Image) -> None:
     """The compiled modules of this kind of image load, and each package's own requirements are there."""
     script = "import hybrid_ep._C as c, hybrid_ep._verbs, torch; print(c.built, torch.version.cuda)"
     seen = image.output("python3", "-c", script)
-    wanted = ["_C", "_nvml", "_verbs"] + (["_cuda"] if "None" not in seen else [])
+    wanted = ["_C", "_nvml", "_verbs"] + (["_cuda", "_nvshmem"] if "None" not in seen else [])
     expect(all(name in seen for name in wanted), f"built: {wanted}", seen)
     image.output("sh", "-c", "mpirun --version && torchrun --help >/dev/null")
     if "_cuda" in wanted:
@@ -260,7 +260,7 @@ def check_compose(image: Image) -> None:
 
 
 def check_wheel(image: Image) -> None:
-    """Of the stage `build`: one wheel with all four modules for its architecture, and no library of the driver."""
+    """Of the stage `build`: one wheel with all five modules for its architecture, and no library of the driver."""
     script = """
 import pathlib, zipfile
 (path,) = pathlib.Path("/dist").glob("*.whl")
@@ -271,7 +271,7 @@ with zipfile.ZipFile(path) as wheel:
 """
     rows = [line.split() for line in image.output("python3", "-c", script).splitlines()]
     modules = {Path(name).name.split(".")[0] for _, name, _ in rows}
-    expect(modules == {"_C", "_cuda", "_nvml", "_verbs"}, "the four modules and no other library", rows)
+    expect(modules == {"_C", "_cuda", "_nvml", "_nvshmem", "_verbs"}, "the five modules and no other library", rows)
     (wheel,) = {wheel for wheel, _, _ in rows}
     machine = "183" if wheel.endswith("_aarch64.whl") else "62"  # EM_AARCH64, EM_X86_64
     expect("manylinux" in wheel and {number for _, _, number in rows} == {machine}, f"ELF machine {machine}", rows)
