@@ -17,7 +17,7 @@ from hybrid_ep.bench.machine import device_name, versions
 from hybrid_ep.bench.measure import measure
 from hybrid_ep.bench.plan import BALANCE, BenchPlan
 from hybrid_ep.bench.results import WIRE, BenchReport, summarize
-from hybrid_ep.bench.timing import time_floor
+from hybrid_ep.bench.timing import time_floor, time_host_floor
 from hybrid_ep.bench.wire import measure_wire
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -114,6 +114,7 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
     names = run(device_name, device)
     by_rank = run(time_floor, device, max(plan.num_runs for plan in plans))
     floor_us = statistics.median(max(times) for times in zip(*by_rank, strict=True))
+    host_floor_us = max(map(statistics.median, run(time_host_floor, device)))
     results = []
     for plan in plans:
         wire = None
@@ -125,7 +126,7 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
             begin(plan, candidate.title)
             measurements.append(run(measure_balance if plan.mode == BALANCE else measure, candidate, plan))
         results.append(summarize(plan, wire, measurements))
-    return BenchReport(date, len(names), names[0], versions(device), floor_us, results)
+    return BenchReport(date, len(names), names[0], versions(device), floor_us, host_floor_us, results)
 
 
 def _join(launcher: Launcher, device: str) -> None:

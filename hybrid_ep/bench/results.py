@@ -109,6 +109,8 @@ class BenchReport:
         device: name of the GPUs, or ``CPU``.
         versions: of what took part.
         timer_floor_us: one trivial kernel by the same timer, median over runs of the slowest rank, µs.
+        host_floor_us: until one trivial call of torch returned to the host, of calls in a row; median of the slowest
+            rank, µs.
         results: of each plan.
     """
 
@@ -117,6 +119,7 @@ class BenchReport:
     device: str
     versions: dict[str, str]
     timer_floor_us: float
+    host_floor_us: float
     results: list[BenchResult]
 
     @property

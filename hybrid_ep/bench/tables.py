@@ -110,12 +110,14 @@ def render_markdown(report: BenchReport) -> str:
 
 
 def _notes(report: BenchReport) -> list[str]:
-    """What the table does not show: the timer's floor, and why the wire was not measured."""
+    """What the table does not show: floors of the timer and of the host, and why the wire was not measured."""
     num_runs = sorted({result.plan.num_runs for result in report.results})
     runs = " or ".join(map(str, num_runs))
     notes = [
         f"Timer floor: {report.timer_floor_us:.2f} µs, one trivial kernel by the same timer; it is in every figure. "
-        f"{runs} runs."
+        f"{runs} runs.",
+        f"Host floor: {report.host_floor_us:.2f} µs, one trivial call of torch, in a row. Hosts differ in it; compare "
+        "times of the host as multiples of it.",
     ]
     obstacles = dict.fromkeys(result.wire_obstacle for result in report.results if result.wire_obstacle)
     return (

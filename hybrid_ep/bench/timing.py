@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-__all__ = ["Holding", "Times", "time_calls", "time_floor", "time_host", "time_until_done"]
+__all__ = ["Holding", "Times", "time_calls", "time_floor", "time_host", "time_host_floor", "time_until_done"]
 
 _FLUSH_BYTES = 1 << 30  # several times any L2 cache; overwriting it takes a GPU of 4 TB/s about 0.3 ms
 _NUM_FLUSHES = 3  # so that the first call of a round too is queued before its turn comes, also by a slow host
-_NUM_ROWS = 8  # of calls in a row
-_CALLS_IN_A_ROW = 12  # of each name; few enough that the launch queue (about 1000 kernels) never holds the host up
+_NUM_ROWS = 48  # of calls in a row
+# Of each name. Few enough that the device never holds the host up: a dispatch waits for the eighth before it
+# (Communicator::slots_agreed), and a mode has up to four kinds of them.
+_CALLS_IN_A_ROW = 2
 
 
 @dataclass
@@ -98,7 +100,13 @@ def time_floor(device: str, num_runs: int) -> list[float]:
     ].microseconds
 
 
-def time_host(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def time_host_floor(device: str) -> list[float]:
+    """Microseconds until one trivial call of torch returned to the host, of calls in a row. Collective."""
+    number = torch.zeros(1, device=device)
+    return time_host({"floor": lambda: number.add_(1)}, device)["floor"]
+
+
+def time_host(calls: dict[str, Callable[[], object]], device: str = "cuda") -> dict[str, list[float]]:
     """Makes calls in turn, in a row, that do not wait for the GPU. Collective.
 
     Returns:
@@ -106,14 +114,14 @@ def time_host(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     """
     microseconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_NUM_ROWS):
-        torch.cuda.synchronize()
+        _wait_for(device)
         dist.barrier()
         for _ in range(_CALLS_IN_A_ROW):
             for name, call in calls.items():
                 begin = time.perf_counter()
                 call()
                 microseconds[name].append(1e6 * (time.perf_counter() - begin))
-    torch.cuda.synchronize()
+    _wait_for(device)
     return microseconds
 
 
@@ -126,17 +134,20 @@ def time_until_done(calls: dict[str, Callable[[], object]], *, num_runs: int, de
     times = {name: Times() for name in calls}
     for _ in range(num_runs):
         for name, call in calls.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
+            _wait_for(device)
             dist.barrier()
             begin = time.perf_counter()
             call()
             returned = time.perf_counter()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            _wait_for(device)
             times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
             times[name].host_microseconds.append(1e6 * (returned - begin))
     return times
+
+
+def _wait_for(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _time_on_cpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:

@@ -188,7 +188,7 @@ def calls_in_a_row() -> tuple[list[str], dict[str, list[float]]]:
 
 def test_host_time_is_of_calls_in_turn_without_waits_between(run_ranks: RunRanks) -> None:
     for called, times in run_ranks(2, calls_in_a_row):
-        assert "".join(name[0] for name in called) == ("w" + "ab" * 12) * 8 + "w"
+        assert "".join(name[0] for name in called) == ("w" + "ab" * 2) * 48 + "w"
         assert {name: len(found) for name, found in times.items()} == {"a": 96, "b": 96}
         assert min(times["a"]) >= 2000 > statistics.median(times["b"])
 
@@ -200,6 +200,7 @@ def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert found["ok"]
     assert found["timer_floor_us"] > 0
+    assert found["host_floor_us"] > 0
     assert found["wire_obstacle"] == "the ranks are not on GPUs"
     candidates = [(o["candidate"]["implementation"], o["candidate"]["num_sms"]) for o in found["outcomes"]]
     assert candidates == [("hybrid_ep", 8), ("hybrid_ep", 16), ("torch-nccl", None)]

@@ -50,7 +50,7 @@ WIRE = [
 
 
 def report(*results: BenchResult) -> BenchReport:
-    return BenchReport("2026-01-01 00:00 UTC", 2, "CPU", {"torch": "2"}, 1.25, list(results))
+    return BenchReport("2026-01-01 00:00 UTC", 2, "CPU", {"torch": "2"}, 1.25, 2.5, list(results))
 
 
 def sweep(mode: str = "normal", tokens: tuple[int, ...] = (4, 8, 16), **forms: Times) -> list[BenchResult]:
@@ -166,6 +166,7 @@ def test_table_shows_the_fraction_the_floor_and_what_differs() -> None:
     assert layout.endswith("| – | – | – | – | – | – |")
     assert any(line.startswith("| 4 | the wire alone | push | 16 | dispatch | 6.00 µs |") for line in lines)
     assert "Timer floor: 1.25 µs" in markdown
+    assert "Host floor: 2.50 µs" in markdown
     assert "not measured" not in markdown
     stream = io.StringIO()
     print_report(Console(file=stream, width=200), both)
