@@ -139,6 +139,68 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
   }
 }
 
+// Counts this CTA's tokens, waits for the counts of all CTAs, and publishes the grid's to every rank. Returns whether all
+// CTAs came.
+__device__ bool publish_counts(const DispatchParams& params, const Waiter& waiter, ControlBlock& own, uint32_t epoch,
+                               const Range warp_tokens, DispatchRoutes& routes, uint8_t* shared) {
+  const int num_ranks = params.domain.num_ranks;
+  bool ok = true;
+  for (int r = threadIdx.x; r < num_ranks; r += kDispatchThreads) {
+    routes.recv_base[r] = routes.num_recv[r] = 0;
+    routes.other_column[r] = CountRow::kNumCallColumns;
+  }
+  if (params.topk_idx != nullptr) {
+    count_tokens(params, warp_tokens, routes, shared);
+    __syncthreads();
+    sum_over_warps(params, routes, shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::add_acq_rel_gpu(&own.arrived_ctas, 1);
+      ok = waiter.until_count(&own.arrived_ctas, gridDim.x, WaitTag::kGrid);
+    }
+    ok = __syncthreads_and(ok);
+    // The last threads do this while the others sum the counts to send.
+    for (int r = kDispatchThreads - 1 - threadIdx.x; r < num_ranks; r += kDispatchThreads) {
+      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
+    }
+  }
+  send_counts(params, epoch);
+  __syncthreads();
+  return ok;
+}
+
+// What becomes of a call. All ranks decide alike, because they read the same words.
+struct Decision {
+  CallStatus status;
+  bool ok;         // every wait has ended
+  bool has_calls;  // the call of every rank came
+};
+
+// Reads the calls and counts of all ranks, and finds where this rank's rows go. If a slot is too small, calls differ or
+// one is refused, no rank sends. `ok` is whether this CTA's earlier waits have ended. Collective over the CTA.
+__device__ Decision decide(const DispatchParams& params, const Waiter& waiter, ControlBlock& own, uint32_t epoch,
+                           DispatchRoutes& routes, int* expert_base, bool ok) {
+  const int num_ranks = params.domain.num_ranks;
+  Decision decision{};
+  ok &= receive_calls(params, waiter, epoch, routes);
+  if (params.topk_idx != nullptr && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
+    ok &= waiter.until_count(&own.routed_ctas, gridDim.x, WaitTag::kGrid);
+  }
+  decision.has_calls = ok = __syncthreads_and(ok);
+  bool is_same = true, lacks_capacity = false;
+  for (int r = threadIdx.x; r < num_ranks && ok; r += kDispatchThreads) is_same &= accepts_call(params, routes, r);
+  is_same = __syncthreads_and(is_same);
+  if (ok && is_same) ok = find_dispatch_bases(params, waiter, epoch, routes, expert_base);
+  decision.ok = ok = __syncthreads_and(ok);
+  for (int r = threadIdx.x; r < num_ranks && ok && is_same; r += kDispatchThreads) {
+    lacks_capacity |= params.is_bound ? params.common_bound > params.slot.capacity
+                                      : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
+  }
+  lacks_capacity = __syncthreads_or(lacks_capacity);
+  decision.status = !ok || !is_same ? kFailed : lacks_capacity ? kNeedsCapacity : kSent;
+  return decision;
+}
+
 template <int kRanksPerLane>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -158,32 +220,10 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   const Range warp_tokens{cta_tokens.begin + split.begin, cta_tokens.begin + split.end};
   int* expert_base = warp_expert_counts(shared, kWarps, params.num_experts);
 
-  // Count, and publish to every rank.
-  bool ok = true;
   if (params.host_counts != nullptr && blockIdx.x + threadIdx.x == 0) {
     ptx::store_relaxed_system(&params.host_counts->started, params.counts_epoch);
   }
-  for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
-    routes.recv_base[r] = routes.num_recv[r] = 0;
-    routes.other_column[r] = CountRow::kNumCallColumns;
-  }
-  if (makes_route) {
-    count_tokens(params, warp_tokens, routes, shared);
-    __syncthreads();
-    sum_over_warps(params, routes, shared);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      ptx::add_acq_rel_gpu(&own.arrived_ctas, 1);
-      ok = waiter.until_count(&own.arrived_ctas, gridDim.x, WaitTag::kGrid);
-    }
-    ok = __syncthreads_and(ok);
-    // The last threads do this while the others sum the counts to send.
-    for (int r = kDispatchThreads - 1 - threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
-      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
-    }
-  }
-  send_counts(params, epoch);
-  __syncthreads();
+  bool ok = publish_counts(params, waiter, own, epoch, warp_tokens, routes, shared);
 
   // While the counts are in flight.
   const bool sends_rows = warp < params.num_send_warps;
@@ -201,26 +241,9 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     }
   }
 
-  // Read the calls of all ranks, and decide as they do: if a slot is too small, calls differ or one is refused, no rank
-  // sends.
-  ok &= receive_calls(params, waiter, epoch, routes);
-  if (makes_route && params.pad_multiple == 0 && threadIdx.x == kDispatchThreads - 1) {
-    ok &= waiter.until_count(&own.routed_ctas, gridDim.x, WaitTag::kGrid);
-  }
-  const bool has_calls = ok = __syncthreads_and(ok);
-  bool is_same = true, lacks_capacity = false;
-  for (int r = threadIdx.x; r < domain.num_ranks && ok; r += kDispatchThreads) {
-    is_same &= accepts_call(params, routes, r);
-  }
-  is_same = __syncthreads_and(is_same);
-  if (ok && is_same) ok = find_dispatch_bases(params, waiter, epoch, routes, expert_base);
-  ok = __syncthreads_and(ok);
-  for (int r = threadIdx.x; r < domain.num_ranks && ok && is_same; r += kDispatchThreads) {
-    lacks_capacity |= params.is_bound ? params.common_bound > params.slot.capacity
-                                      : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
-  }
-  lacks_capacity = __syncthreads_or(lacks_capacity);
-  CallStatus status = !ok || !is_same ? kFailed : lacks_capacity ? kNeedsCapacity : kSent;
+  const Decision decision = decide(params, waiter, own, epoch, routes, expert_base, ok);
+  CallStatus status = decision.status;
+  ok = decision.ok;
 
   // Send. The last warp first reports to the host.
   if (status == kSent && params.pad_multiple > 0 && makes_route) {
@@ -239,7 +262,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     if (!ok) status = kFailed;
   }
   if (blockIdx.x == 0 && warp == kWarps - 1) {
-    report_pool(params, routes, has_calls);
+    report_pool(params, routes, decision.has_calls);
     ok &= report_counts(params, waiter, epoch, routes, status);
   }
   if (status != kSent) {
