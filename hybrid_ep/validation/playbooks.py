@@ -57,7 +57,7 @@ def domains_command(results: Path) -> None:
 @click.command("record")
 @click.argument("results", type=_FOLDER)
 @click.argument("name")
-@click.option("--kind", type=click.Choice(["pair", "group", "nic"]), required=True)
+@click.option("--kind", type=click.Choice(["pair", "group", "link", "nic"]), required=True)
 @click.option("--host", "hosts", multiple=True, required=True, help="Where it ran; once for each host.")
 @click.option("--exit-code", type=int, required=True, help="Of the job, or of what launched it.")
 def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int) -> None:
