@@ -216,15 +216,15 @@ def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> Judg
     One NIC of several is held to the figure of the slowest, unless it has one of its own.
     """
     floors: list[tuple[float, str]] = []
-    name, whole_name = (f"{job.kind}.{part}" for part in (metric.name, metric.name.rpartition(" ")[0]))
+    whole_name = metric.name.rpartition(" ")[0]
     for profile in profiles:
         figures = profile["bandwidth.figures"]
-        whole: Any = figures.get(whole_name)
+        whole: Any = figures.get(f"{job.kind}.{whole_name}")
         in_same_unit = whole is not None and whole["unit"] == metric.unit
-        figure: Any = figures.get(name, whole if in_same_unit else None)
+        figure: Any = figures.get(f"{job.kind}.{metric.name}", whole if in_same_unit else None)
         if figure is None or figure["hosts"] != len(job.hosts):
             shares = profile["bandwidth.of_nics"]
-            of_nics = _of_nics(profile, shares.get(name, shares.get(whole_name)), metric.unit)
+            of_nics = _of_nics(profile, shares.get(metric.name, shares.get(whole_name)), metric.unit)
             if of_nics is None:
                 return JudgedMetric(metric.name, metric.value, metric.unit, None, "")
             floors.append(of_nics)
