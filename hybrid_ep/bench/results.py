@@ -17,8 +17,8 @@ __all__ = ["WIRE", "BenchReport", "BenchResult", "Operation", "Outcome", "settin
 
 WIRE = "the wire alone"
 _FABRIC_METRICS = {
-    "dispatch": "dispatch fabric",
-    "combine": "combine fabric",
+    "dispatch": "fabric dispatch",
+    "combine": "fabric combine",
     "dispatch: link alone": "link",
 }
 
@@ -45,8 +45,8 @@ class Operation:
         remote_gbps: GB/s of `remote_rows_bytes`.
         wire_us: what the wire alone takes for these rows with as many SMs, median; None where it was not measured.
         of_wire: `wire_us` over `median_us`; 1 is the limit.
-        fabric_gbps: for each rank, GB/s of the rows between it and its peers in other domains, in the direction that has
-            more of them, over `p50_us`; empty where there is one domain, or rows are not counted.
+        fabric_gbps: for each rank, GB/s of the rows between it and its peers in other domains, in the direction that
+            has more of them, over `p50_us`; empty where there is one domain, or rows are not counted.
     """
 
     name: str

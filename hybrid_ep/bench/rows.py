@@ -47,7 +47,7 @@ def count_rows(topk_idx: Tensor, num_experts: int, *, once_per_expert: bool) -> 
 
 
 def count_crossings(topk_idx: Tensor, num_experts: int, grid: RankGrid) -> int:
-    """Counts the rows that this rank sends to its peers, and those that it receives from them; returns the larger number.
+    """Counts the rows that this rank sends to its peers, and those that it receives; returns the larger number.
 
     A token crosses once to each other domain with an expert of it. Combine sends the same rows back. Collective.
     """

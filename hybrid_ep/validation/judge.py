@@ -1,10 +1,10 @@
 """Bandwidth of test jobs against the figures of the platform's profile.
 
 A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
-passes when it reaches the profile's fraction of it. Without a figure, what crosses between domains is held to a share of
-the rate of a GPU's NICs (``bandwidth.of_nics``), and a pair of hosts with GPUs to the median of the run. Any other job that ended well passes on correctness alone, and says so; one that
-measured nothing has nothing to say. What a job measured on hosts whose profile cannot be read is not known to be
-enough.
+passes when it reaches the profile's fraction of it. Without a figure, what crosses between domains is held to a share
+of the rate of a GPU's NICs (``bandwidth.of_nics``), and a pair of hosts with GPUs to the median of the run. Any other
+job that ended well passes on correctness alone, and says so; one that measured nothing has nothing to say. What a job
+measured on hosts whose profile cannot be read is not known to be enough.
 """
 
 from __future__ import annotations
@@ -242,7 +242,9 @@ def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> Judg
 def _of_nics(profile: Profile, share: float | None, unit: str) -> tuple[float, str] | None:
     """That share of the rate of a GPU's NICs, and where it comes from; None where the profile does not know the rate."""
     rate_gbps, num_nics, num_gpus = (profile[key] for key in ("nic.rate_gbps", "nic.count", "gpu.count"))
-    if share is None or unit != "GB/s" or not (rate_gbps and num_nics and isinstance(num_gpus, int) and num_gpus):
+    if not isinstance(num_gpus, int):  # any number, or not checked
+        return None
+    if share is None or unit != "GB/s" or not (rate_gbps and num_nics and num_gpus):
         return None
     gbytes_per_s = rate_gbps / 8 * num_nics / num_gpus
     return share * gbytes_per_s, f"{share:g} of the {gbytes_per_s:g} GB/s of a GPU's NICs, profile {profile.name}"

@@ -36,7 +36,7 @@ PROFILE = f"{HOME}/site/tray.yaml"  # on the controller only
 # The domain is four trays of four GPUs, not 18: a profile of the site says so.
 SITE = {"extends": "gb200-nvl72", "mnnvl": {"domain_gpus": 16, "imex": True}}
 # Rows cross the network of one machine, by the torch engine: a share of the NICs' rate that this reaches.
-SITE |= {"bandwidth": {"of_nics": dict.fromkeys(("dispatch fabric", "combine fabric"), 1e-7)}}
+SITE |= {"bandwidth": {"of_nics": dict.fromkeys(("fabric dispatch", "fabric combine"), 1e-7)}}
 LINK = "--runs 20 --hidden 128 --topk 2"
 BENCH = "--device cpu --tokens 16 --hidden 128 --topk 2 --runs 1 --warmups 1"
 GROUPS = {"gb200_nvl72": (*FIT, "node-d", "node-e"), "domain_rack_1": (*FIT, "node-d"), "domain_rack_2": ("node-e",)}
@@ -196,7 +196,7 @@ def test_what_crosses_between_nodes_is_held_to_the_rate_of_the_nics(fleet: Fleet
     report = {job["name"]: job for job in json.loads(fleet.results("report/report.json").read_text())["jobs"]}
     for name in ("pair-node-c-node-a", "all"):
         floors = {metric["name"]: metric["least"] for metric in report[name]["metrics"]}
-        judged = {f"{call} fabric{rail}" for call in ("dispatch", "combine") for rail in ("", " rail0")}
+        judged = {f"fabric {call}{rail}" for call in ("dispatch", "combine") for rail in ("", " rail0")}
         assert {metric for metric, least in floors.items() if least == pytest.approx(5e-6)} == judged
         assert "of the 50 GB/s of a GPU's NICs, profile tray" in report[name]["expected"]
 

@@ -280,7 +280,7 @@ def test_link_alone(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _crossing(sender: int, receiver: int) -> int:
-    """Tokens of a rank with an expert in the domain of another one, counted token by token; domains of two of four ranks."""
+    """Tokens of a rank with an expert in another one's domain, counted token by token; two domains of two ranks."""
     routing = make_routing(Workload(num_tokens=16, hidden=128, num_topk=2, num_experts=4), sender)[0].tolist()
     return sum(any(expert // 2 == receiver // 2 for expert in experts) for experts in routing)
 
@@ -294,7 +294,7 @@ def test_what_crosses_between_domains_is_a_metric() -> None:
     (outcome,) = report["outcomes"]
     assert outcome["num_ranks_per_domain"] == 2
     metrics = {metric["name"]: metric["value"] for metric in report["metrics"]}
-    names = [f"{call} fabric{rail}" for call in CALLS for rail in ("", " rail0", " rail1")]
+    names = [f"fabric {call}{rail}" for call in CALLS for rail in ("", " rail0", " rail1")]
     assert list(metrics) == names
     for operation in outcome["operations"]:
         if operation["name"] not in CALLS:
@@ -303,7 +303,7 @@ def test_what_crosses_between_domains_is_a_metric() -> None:
         expected = [256 * num / us / 1e3 for num, us in zip(rows, operation["p50_us"], strict=True)]
         assert operation["fabric_gbps"] == pytest.approx(expected)
         rails = [min(expected[rail::2]) for rail in (0, 1)]
-        found = [metrics[f"{operation['name']} fabric{rail}"] for rail in ("", " rail0", " rail1")]
+        found = [metrics[f"fabric {operation['name']}{rail}"] for rail in ("", " rail0", " rail1")]
         assert found == pytest.approx([min(rails), *rails])
 
 

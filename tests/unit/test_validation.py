@@ -367,7 +367,7 @@ def test_a_link_between_domains_is_a_job() -> None:
 
 _FABRIC = {
     "dispatch": (120, "GB/s"),
-    "dispatch fabric": (31, "GB/s"),
+    "fabric dispatch": (31, "GB/s"),
     "link": (22, "GB/s"),
     "link rail0": (46, "GB/s"),
     "link rail3": (22, "GB/s"),
@@ -382,11 +382,11 @@ def _judged_fabric(kind: str, hosts: tuple[str, ...], profile: Profile) -> Job:
 
 @pytest.mark.parametrize(("kind", "hosts"), [("pair", ("a", "b")), ("group", ("a", "b", "c"))])
 def test_the_rate_of_the_nics_is_the_floor_between_domains(kind: str, hosts: tuple[str, ...]) -> None:
-    """Eight GPUs and eight NICs of 400 Gb/s: 50 GB/s each. The rail of one is slow; the calls reach half of the rate."""
+    """Eight GPUs and eight NICs of 400 Gb/s: 50 GB/s each. One rail is slow; the calls reach half of the rate."""
     judged = _judged_fabric(kind, hosts, load_profile("hgx-h200"))
     assert (judged.status, judged.reason) == ("fail", "link rail3 22 GB/s, expected ≥ 40")
     floors = {metric.name: metric.least for metric in judged.metrics}
-    assert floors == {"dispatch": None, "dispatch fabric": 25, "link": 40, "link rail0": 40, "link rail3": 40}
+    assert floors == {"dispatch": None, "fabric dispatch": 25, "link": 40, "link rail0": 40, "link rail3": 40}
     assert "link ≥ 40 GB/s (0.8 of the 50 GB/s of a GPU's NICs, profile hgx-h200)" in judged.expected
 
 

@@ -264,7 +264,9 @@ def nvlink_fabric_state(node: Node, profile: Profile) -> Finding:
 def _fabric_fault(node: Node, gpu_idx: int) -> str | None:
     state = node.nvml.gpu(gpu_idx, "fabric.state")
     if state == _FABRIC_NOT_SUPPORTED and not node.nvml.links(gpu_idx):
-        raise Unreadable("not supported, and the GPU shows no NVLink: switched off, or not given to this virtual machine")
+        raise Unreadable(
+            "not supported, and the GPU shows no NVLink: switched off, or not given to this virtual machine"
+        )
     if state != FABRIC_COMPLETED:
         return f"state {_FABRIC_STATES.get(state, state)}"
     status = node.nvml.gpu(gpu_idx, "fabric.status")
