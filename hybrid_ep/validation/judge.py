@@ -240,7 +240,7 @@ def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> Judg
 
 
 def _of_nics(profile: Profile, share: float | None, unit: str) -> tuple[float, str] | None:
-    """That share of the rate of a GPU's NICs, and where it comes from; None where the profile does not know the rate."""
+    """That share of the rate of a GPU's NICs, and where it comes from; None where the profile knows no rate."""
     rate_gbps, num_nics, num_gpus = (profile[key] for key in ("nic.rate_gbps", "nic.count", "gpu.count"))
     if not isinstance(num_gpus, int):  # any number, or not checked
         return None
