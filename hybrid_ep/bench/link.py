@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import _C, env
+from hybrid_ep.bench.rails import rail_metrics
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.report.units import format_bytes
@@ -43,6 +44,7 @@ class LinkFigures:
         seconds: until every chunk had come and every credit was back.
         num_wrong: chunks that were missing or not what was sent.
         post_ns: median time from a command in the FIFO to its posted work request.
+        num_ranks_per_domain: of the domains that the link joins.
     """
 
     transport: str
@@ -51,6 +53,7 @@ class LinkFigures:
     seconds: float
     num_wrong: int
     post_ns: float
+    num_ranks_per_domain: int
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,20 @@ class LinkReport:
     def to_json(self) -> dict[str, Any]:
         ranks = [asdict(one) | {"gbytes_per_s": self.gbytes_per_s(one)} for one in self.ranks]
         sizes = {"chunk_bytes": self.chunk_bytes, "num_chunks": self.num_chunks}
-        return sizes | {"ok": self.ok, "reason": self._faults(), "metrics": self._metrics(), "ranks": ranks}
+        return sizes | {"ok": self.ok, "reason": self._reason(), "metrics": self._metrics(), "ranks": ranks}
 
     def _metrics(self) -> list[dict[str, Any]]:
-        """For the report of a cluster: the slowest rank, and each, which is the rail of its NIC."""
+        """For the report of a cluster."""
         values = [self.gbytes_per_s(one) for one in self.ranks]
-        named = {"link": min(values)} | {f"link rank{rank}": value for rank, value in enumerate(values)}
-        return [{"name": name, "value": value, "unit": "GB/s"} for name, value in named.items()]
+        return rail_metrics("write", values, self.ranks[0].num_ranks_per_domain)
 
     def _faults(self) -> str:
         faults = {rank: one.num_wrong for rank, one in enumerate(self.ranks) if one.num_wrong}
         return "; ".join(f"rank {rank}: {num} chunks missing or wrong" for rank, num in faults.items())
+
+    def _reason(self) -> str:
+        """The faults, else what carried the chunks."""
+        return self._faults() or f"by {self.ranks[0].transport}"
 
 
 def chunk_bytes_of(hidden: int, num_topk: int) -> int:
@@ -137,7 +143,8 @@ def measure_link(chunk_bytes: int, num_chunks: int, transport: str) -> LinkFigur
         post_ns = writer.median_post_ns(1 if grid.domain_idx == 0 else 0, _POSTS)
         writer.end_call()
         dist.barrier(group)
-        return LinkFigures(link.choice.name, link.description, num_peers, seconds, num_wrong, post_ns)
+        name, per_domain = link.choice.name, grid.num_ranks_per_domain
+        return LinkFigures(name, link.description, num_peers, seconds, num_wrong, post_ns, per_domain)
     finally:
         link.close()
 

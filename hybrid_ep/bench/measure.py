@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid_ep.bench.expected import check_combined, check_received, expert_factor
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
-from hybrid_ep.bench.rows import RowCounts, count_rows
+from hybrid_ep.bench.rows import RowCounts, count_crossings, count_rows
 from hybrid_ep.bench.subject import Subject
 from hybrid_ep.bench.subjects import open_subject
 from hybrid_ep.bench.timing import Holding, Times, time_calls, time_host, time_until_done
@@ -30,6 +30,7 @@ class RankMeasurement:
         times: operation → time of each run.
         rows: call → rows that cross to this rank.
         fullest: in mode ``balance``, copies of the fullest rank over the mean.
+        num_ranks_per_domain: where rows cross between domains and are counted; None elsewhere.
     """
 
     engine: str
@@ -37,6 +38,7 @@ class RankMeasurement:
     times: dict[str, Times]
     rows: dict[str, RowCounts]
     fullest: float | None = None
+    num_ranks_per_domain: int | None = None
 
 
 def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
@@ -74,7 +76,13 @@ def measure(candidate: Candidate, plan: BenchPlan) -> RankMeasurement:
             times |= _time_as_callers_live(subject, plan, calls, outputs)
             times |= {name: times[name].each_of(number) for name, number in subject.num_calls.items()}
         counts = count_rows(batch.topk_idx, plan.workload.num_experts, once_per_expert=plan.mode == "low-latency")
-        return RankMeasurement(subject.engine, problems, times, dict.fromkeys(CALLS, counts))
+        per_domain = None
+        grid = subject.grid
+        if grid is not None and grid.num_domains > 1 and plan.mode != "low-latency":  # that packs rows in its own way
+            per_domain = grid.num_ranks_per_domain
+            counts = counts._replace(crossing=count_crossings(batch.topk_idx, plan.workload.num_experts, grid))
+        rows = dict.fromkeys(CALLS, counts)
+        return RankMeasurement(subject.engine, problems, times, rows, num_ranks_per_domain=per_domain)
     finally:
         subject.close()
 

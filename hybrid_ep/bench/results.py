@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid_ep.bench.measure import RankMeasurement
 from hybrid_ep.bench.plan import BALANCE, CALLS, SKEWS_PER_EXPONENT, BenchPlan, Candidate, call_of
+from hybrid_ep.bench.rails import rail_metrics
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.timing import Times
 from hybrid_ep.bench.wire import RankWire, compared_sms
@@ -15,6 +16,11 @@ from hybrid_ep.bench.wire import RankWire, compared_sms
 __all__ = ["WIRE", "BenchReport", "BenchResult", "Operation", "Outcome", "settings", "summarize", "varying"]
 
 WIRE = "the wire alone"
+_FABRIC_METRICS = {
+    "dispatch": "fabric dispatch",
+    "combine": "fabric combine",
+    "dispatch: link alone": "link",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Operation:
         remote_gbps: GB/s of `remote_rows_bytes`.
         wire_us: what the wire alone takes for these rows with as many SMs, median; None where it was not measured.
         of_wire: `wire_us` over `median_us`; 1 is the limit.
+        fabric_gbps: for each rank, GB/s of the rows between it and its peers in other domains, in the direction that
+            has more of them, over `p50_us`; empty where there is one domain, or rows are not counted.
     """
 
     name: str
@@ -57,6 +65,7 @@ class Operation:
     remote_gbps: float
     wire_us: float | None
     of_wire: float | None
+    fabric_gbps: list[float]
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class Outcome:
         engine: what moved its tokens.
         problems: what is wrong, in words; then `operations` is empty.
         operations: what was timed.
+        fullest: in mode ``balance``, copies of the fullest rank over the mean.
+        num_ranks_per_domain: of the domains that `Operation.fabric_gbps` is between; None without it.
     """
 
     candidate: Candidate
@@ -75,6 +86,7 @@ class Outcome:
     problems: list[str]
     operations: list[Operation]
     fullest: float | None = None
+    num_ranks_per_domain: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,19 @@ class BenchReport:
             "outcomes": [_to_json(result, outcome) for result in self.results for outcome in result.outcomes],
             "wire": [_to_json(result, outcome) for result in self.results for outcome in result.wire],
             "wire_obstacle": obstacles[0] if obstacles else None,
+            "metrics": self._fabric_metrics(),
         }
+
+    def _fabric_metrics(self) -> list[dict[str, Any]]:
+        """For the report of a cluster: what crosses between domains, of the first candidate that says so."""
+        outcomes = [outcome for result in self.results for outcome in result.outcomes]
+        for outcome in outcomes:
+            if outcome.num_ranks_per_domain is not None and outcome.operations:
+                found = {operation.name: operation.fabric_gbps for operation in outcome.operations}
+                values = {metric: found.get(name, []) for name, metric in _FABRIC_METRICS.items()}
+                per_domain = outcome.num_ranks_per_domain
+                return [one for name in values if values[name] for one in rail_metrics(name, values[name], per_domain)]
+        return []
 
 
 def _to_json(result: BenchResult, outcome: Outcome) -> dict[str, Any]:
@@ -191,7 +215,8 @@ def summarize(plan: BenchPlan, wire: list[RankWire] | None, measurements: list[l
         wire_us = {op.name: op.median_us for limit in same_sms for op in limit.operations}
         ranks = [(rank.times, rank.rows) for rank in found]
         operations = [_operation(name, plan, ranks, wire_us.get(call_of(name) or "")) for name in found[0].times]
-        outcomes.append(Outcome(candidate, found[0].engine, problems, operations, found[0].fullest))
+        outcome = Outcome(candidate, found[0].engine, problems, operations, found[0].fullest)
+        outcomes.append(replace(outcome, num_ranks_per_domain=found[0].num_ranks_per_domain))
     return BenchResult(plan, outcomes, limits, wire[0].obstacle if wire else None)
 
 
@@ -205,6 +230,7 @@ def _operation(
     default_device = [times[name].default_device_microseconds for times, _ in ranks]
     call = call_of(name)
     row_bytes = plan.row_bytes(call or "")
+    p50_us = [_percentile(times, 50) for times in by_rank]
     rows = [counts[call] if call else RowCounts(0, 0) for _, counts in ranks]
     rows_bytes = row_bytes * statistics.fmean(counts.total for counts in rows)
     remote_rows_bytes = row_bytes * statistics.fmean(counts.remote for counts in rows)
@@ -213,7 +239,7 @@ def _operation(
         min_us=min(slowest),
         median_us=median_us,
         max_us=max(slowest),
-        p50_us=[_percentile(times, 50) for times in by_rank],
+        p50_us=p50_us,
         p99_us=[_percentile(times, 99) for times in by_rank],
         host_us=max(statistics.median(times[name].host_microseconds) for times, _ in ranks),
         host_in_a_row_us=max(map(statistics.median, in_a_row)) if all(in_a_row) else None,
@@ -225,7 +251,15 @@ def _operation(
         remote_gbps=remote_rows_bytes / median_us / 1e3,
         wire_us=wire_us,
         of_wire=None if wire_us is None else wire_us / median_us,
+        fabric_gbps=_fabric_gbps([row_bytes * counts.crossing for counts in rows], p50_us),
     )
+
+
+def _fabric_gbps(crossing_bytes: list[int], p50_us: list[float]) -> list[float]:
+    """Of each rank; empty where nothing crosses."""
+    if not any(crossing_bytes):
+        return []
+    return [num_bytes / us / 1e3 for num_bytes, us in zip(crossing_bytes, p50_us, strict=True)]
 
 
 def _percentile(values: list[float], percent: int) -> float:

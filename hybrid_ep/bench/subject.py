@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import cast_from_fp8
 
 __all__ = ["Received", "Subject", "as_float32"]
@@ -37,6 +38,7 @@ class Subject(abc.ABC):
     """One implementation, ready to be driven with one batch."""
 
     engine: str
+    grid: RankGrid | None = None  # its domains, where rows cross to a peer once for each domain
     waiting_calls: frozenset[str] = frozenset()  # in these the host waits for the device, so its time is the device's
     num_calls: Mapping[str, int] = MappingProxyType({})  # how many calls one run makes, of those that make several
     calls_with_results: tuple[str, ...] = ()  # dispatches whose results a caller may keep alive

@@ -89,6 +89,7 @@ class _ModuleSubject(Subject):
         self.open(num_sms)
         inner = getattr(self.buffer, "engine", None)
         self.engine = getattr(inner, "name", module.__name__)
+        self.grid = getattr(inner, "grid", None)
 
     @abc.abstractmethod
     def open(self, num_sms: int | None) -> None:

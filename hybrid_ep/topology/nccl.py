@@ -37,7 +37,8 @@ def to_nccl_xml(topology: Topology) -> str:
                     placed[part] = ElementTree.SubElement(parent, "pci", _attributes(by_address[part]))
                 parent = placed[part]
     ElementTree.indent(system)
-    return ElementTree.tostring(system, encoding="unicode") + "\n"
+    # NCCL takes the space before the end of an element for an attribute without a name.
+    return ElementTree.tostring(system, encoding="unicode").replace(" />", "/>") + "\n"
 
 
 def _attributes(device: PciDevice) -> dict[str, str]:

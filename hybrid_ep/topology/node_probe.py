@@ -80,7 +80,7 @@ def _ask_verbs(root: Path, missing: dict[str, str], before: Callable[[str], None
     if root != Path("/"):
         try:
             return "recorded", [_recorded_verbs(device) for device in read_facts(root).get("verbs", [])]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             missing["verbs"] = f"the recorded facts are damaged: {error!r}"
             return "", []
     try:
@@ -92,7 +92,8 @@ def _ask_verbs(root: Path, missing: dict[str, str], before: Callable[[str], None
 
 
 def _recorded_verbs(device: dict[str, Any]) -> VerbsDevice:
-    ports = [VerbsPort(port=port["port"], active_mtu_bytes=port["active_mtu_bytes"]) for port in device["ports"]]
+    # A recorded fact may hold anything; a list as a number would be no key.
+    ports = [VerbsPort(port=int(port["port"]), active_mtu_bytes=port["active_mtu_bytes"]) for port in device["ports"]]
     return VerbsDevice(name=str(device["name"]), dmabuf=device["dmabuf"], ports=ports)
 
 

@@ -71,6 +71,13 @@ def numa_name(topology: Topology, numa_node: int) -> str:
     return "the only NUMA node" if topology.num_numa_nodes == 1 else "NUMA node not given by the firmware"
 
 
+def _cpus_of(topology: Topology, numa_node: int) -> str:
+    """The CPUs of a NUMA node; of the only one where devices have no number."""
+    if numa_node < 0 and len(topology.numa_cpus) == 1:
+        return next(iter(topology.numa_cpus.values()))
+    return topology.numa_cpus.get(numa_node, "")
+
+
 def describe_gpu(gpu: Gpu, link: PciLink | None = None) -> str:
     """One line: index, name, address, PCIe link and NVLinks that are up."""
     links = f", NVLink {gpu.num_active_links}/{len(gpu.links)}" if gpu.links else ""
@@ -111,7 +118,7 @@ def _tree(topology: Topology) -> Tree:
     branches: dict[int, Tree] = {}
     for locality in localities(topology):
         if locality.numa_node not in branches:
-            cpus = topology.numa_cpus.get(locality.numa_node, "")
+            cpus = _cpus_of(topology, locality.numa_node)
             name = numa_name(topology, locality.numa_node) + (f"  CPUs {cpus}" if cpus else "")
             branches[locality.numa_node] = tree.add(Text(name))
         root = topology.pci_device(locality.root).link

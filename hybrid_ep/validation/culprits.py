@@ -32,7 +32,7 @@ def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Re
     for job in jobs:
         if len(job.hosts) == 1 and job.status == "fail":
             found[job.hosts[0]].append(_alone(job))
-    for kind in ("pair", "nic"):  # by itself: a host can pass the one and fail the other with everybody
+    for kind in ("pair", "link", "nic"):  # by itself: a host can pass the one and fail the other with everybody
         of_kind = [job for job in jobs if job.kind == kind]
         for host, failed in _shared(of_kind, set(found)).items():
             found[host].append(_with_others(host, failed, of_kind))

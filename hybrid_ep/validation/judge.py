@@ -1,10 +1,10 @@
 """Bandwidth of test jobs against the figures of the platform's profile.
 
 A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
-passes when it reaches the profile's fraction of it. Where no profile of its hosts has a figure, a pair of hosts with
-GPUs is held to the median of the run. Any other job that ended well passes on correctness alone, and says so; one that
-measured nothing has nothing to say. What a job measured on hosts whose profile cannot be read is not known to be
-enough.
+passes when it reaches the profile's fraction of it. Without a figure, what crosses between domains is held to a share
+of the rate of a GPU's NICs (``bandwidth.of_nics``), and a pair of hosts with GPUs to the median of the run. Any other
+job that ended well passes on correctness alone, and says so; one that measured nothing has nothing to say. What a job
+measured on hosts whose profile cannot be read is not known to be enough.
 """
 
 from __future__ import annotations
@@ -216,13 +216,19 @@ def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> Judg
     One NIC of several is held to the figure of the slowest, unless it has one of its own.
     """
     floors: list[tuple[float, str]] = []
+    whole_name = metric.name.rpartition(" ")[0]
     for profile in profiles:
         figures = profile["bandwidth.figures"]
-        whole: Any = figures.get(f"{job.kind}.{metric.name.rpartition(' ')[0]}")
+        whole: Any = figures.get(f"{job.kind}.{whole_name}")
         in_same_unit = whole is not None and whole["unit"] == metric.unit
         figure: Any = figures.get(f"{job.kind}.{metric.name}", whole if in_same_unit else None)
         if figure is None or figure["hosts"] != len(job.hosts):
-            return JudgedMetric(metric.name, metric.value, metric.unit, None, "")
+            shares = profile["bandwidth.of_nics"]
+            of_nics = _of_nics(profile, shares.get(metric.name, shares.get(whole_name)), metric.unit)
+            if of_nics is None:
+                return JudgedMetric(metric.name, metric.value, metric.unit, None, "")
+            floors.append(of_nics)
+            continue
         if figure["unit"] != metric.unit:
             said = f"profile {profile.name} has its figure in {figure['unit']}"
             return JudgedMetric(metric.name, metric.value, metric.unit, None, said)
@@ -231,6 +237,17 @@ def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> Judg
         floors.append((fraction * figure["value"], said))
     least, source = min(floors)
     return JudgedMetric(metric.name, metric.value, metric.unit, least, source)
+
+
+def _of_nics(profile: Profile, share: float | None, unit: str) -> tuple[float, str] | None:
+    """That share of the rate of a GPU's NICs, and where it comes from; None where the profile knows no rate."""
+    rate_gbps, num_nics, num_gpus = (profile[key] for key in ("nic.rate_gbps", "nic.count", "gpu.count"))
+    if not isinstance(num_gpus, int):  # any number, or not checked
+        return None
+    if share is None or unit != "GB/s" or not (rate_gbps and num_nics and num_gpus):
+        return None
+    gbytes_per_s = rate_gbps / 8 * num_nics / num_gpus
+    return share * gbytes_per_s, f"{share:g} of the {gbytes_per_s:g} GB/s of a GPU's NICs, profile {profile.name}"
 
 
 def _show(metric: JudgedMetric) -> str:

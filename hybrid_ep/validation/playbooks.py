@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import click
 
 from hybrid_ep.errors import ConfigError, TransportError
+from hybrid_ep.inputs import read_input
 
 __all__ = ["COMMANDS"]
 
+KINDS = ("pair", "group", "link", "nic")
 _NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -57,7 +60,7 @@ def domains_command(results: Path) -> None:
 @click.command("record")
 @click.argument("results", type=_FOLDER)
 @click.argument("name")
-@click.option("--kind", type=click.Choice(["pair", "group", "nic"]), required=True)
+@click.option("--kind", type=click.Choice(KINDS), required=True)
 @click.option("--host", "hosts", multiple=True, required=True, help="Where it ran; once for each host.")
 @click.option("--exit-code", type=int, required=True, help="Of the job, or of what launched it.")
 def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int) -> None:
@@ -66,6 +69,39 @@ def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], 
 
     job = record(results, name, kind, hosts, exit_code, sys.stdin.read())
     click.echo(f"{name}: {job.status} {job.reason}".rstrip())
+
+
+@click.command("judge")
+@click.option("--result", type=click.Path(path_type=Path), required=True, help="A file of what the job printed.")
+@click.option("--profile", default="", help="As the doctor's; default: the one that fits this node.")
+@click.option("--hosts", "num_hosts", type=click.IntRange(min=1), required=True, help="How many the job ran on.")
+@click.option("--kind", type=click.Choice(KINDS), help="Default: pair on two hosts, else group.")
+@click.pass_context
+def judge_command(ctx: click.Context, result: Path, profile: str, num_hosts: int, kind: str | None) -> None:
+    """Judge one job that ended with 0, without a results folder.
+
+    Exit status: 0 = passed, 1 = too slow or wrong, 2 = it left no result, or the profile cannot be used.
+    """
+    from hybrid_ep.doctor import WatchedNode
+    from hybrid_ep.doctor.command import propose
+    from hybrid_ep.validation.judge import Profiles, judge
+    from hybrid_ep.validation.record import judge_output
+
+    try:
+        output = read_input(result)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"result {result} cannot be read: {error}") from None
+    if not profile:
+        with closing(WatchedNode()) as node:
+            profile = propose(node)[0]
+    hosts = tuple(f"host {idx}" for idx in range(num_hosts))
+    found = judge_output("job", kind or ("pair" if num_hosts == 2 else "group"), hosts, 0, output)
+    job = judge(found, dict.fromkeys(hosts, profile), Profiles())
+    for metric in job.metrics:
+        floor = f", expected ≥ {metric.least:.4g}: {metric.source}" if metric.least is not None else ""
+        click.echo(f"{metric.name}: {metric.text}{floor}")
+    click.echo(f"{job.status}: {job.reason or job.expected}")
+    ctx.exit({"pass": 0, "skipped": 0, "fail": 1, "unknown": 2}[job.status])
 
 
 @click.command("record-node")
@@ -125,6 +161,7 @@ COMMANDS = (
     compare_command,
     domains_command,
     record_command,
+    judge_command,
     record_node_command,
     nic_bandwidth_command,
 )

@@ -103,7 +103,14 @@ def _objects(output: str) -> Iterator[dict[str, Any]]:
 
 
 def _reason(document: dict[str, Any]) -> str:
-    problems = [problem for outcome in document.get("outcomes", []) for problem in outcome["problems"]]
+    outcomes = document.get("outcomes", [])
+    problems = [problem for outcome in outcomes for problem in outcome["problems"]]
+    # Rows between domains without the kernels: whoever reads their bandwidth shall know.
+    problems += [
+        f"between domains by engine {outcome['engine']}"
+        for outcome in outcomes
+        if outcome.get("num_ranks_per_domain") and outcome["engine"] != "cuda"
+    ]
     return "; ".join(problems) or str(document.get("reason", ""))
 
 

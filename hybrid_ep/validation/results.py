@@ -85,7 +85,7 @@ class JobFile:
 
     Attributes:
         name: that of its file.
-        kind: ``pair``, ``group`` or ``nic``.
+        kind: ``pair``, ``group``, ``link`` or ``nic``.
         hosts: where it ran.
         status: ``pass``, ``fail``, ``unknown`` or ``skipped``.
         reason: why it did not pass; may be empty where it did.

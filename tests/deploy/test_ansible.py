@@ -35,6 +35,9 @@ FAULTS = {"nvlink.links", "host.memlock"}
 PROFILE = f"{HOME}/site/tray.yaml"  # on the controller only
 # The domain is four trays of four GPUs, not 18: a profile of the site says so.
 SITE = {"extends": "gb200-nvl72", "mnnvl": {"domain_gpus": 16, "imex": True}}
+# Rows cross the network of one machine, by the torch engine: a share of the NICs' rate that this reaches.
+SITE |= {"bandwidth": {"of_nics": dict.fromkeys(("fabric dispatch", "fabric combine"), 1e-7)}}
+LINK = "--runs 20 --hidden 128 --topk 2"
 BENCH = "--device cpu --tokens 16 --hidden 128 --topk 2 --runs 1 --warmups 1"
 GROUPS = {"gb200_nvl72": (*FIT, "node-d", "node-e"), "domain_rack_1": (*FIT, "node-d"), "domain_rack_2": ("node-e",)}
 # Nothing of this machine may be changed from within a node: what would reach the kernel notes that it was called.
@@ -97,6 +100,7 @@ def write_inventory(fleet: Fleet, **groups: tuple[str, ...]) -> None:
         jobs_ranks_per_node=1,
         jobs_experts=4,
         jobs_bench_options=BENCH.split(),
+        jobs_link_options=LINK.split(),
         jobs_poll_s=1,
         jobs_limit_s=120,
         mnnvl_address="2001:db8::{{ inventory_hostname[-1] }}",
@@ -180,6 +184,21 @@ def test_jobs_ran_on_the_fit_nodes_only(fleet: Fleet, tested: Play) -> None:
     assert "engine is 'cuda', but" in domain["reason"], tested.output
     assert {job["status"] for job in ran.values() if job["kind"] == "nic"} <= {"skipped", "fail"}
     assert "node-d is left out: " in tested.output
+
+
+def test_what_crosses_between_nodes_is_held_to_the_rate_of_the_nics(fleet: Fleet, tested: Play) -> None:
+    """Dispatch and combine of a pair and of all, and the link of each pair alone, by rail."""
+    found = jobs(fleet)
+    links = {name: job["status"] for name, job in found.items() if job["kind"] == "link"}
+    assert links == {"link-node-c-node-a": "pass", "link-node-b-node-c": "fail"}, tested.output
+    assert found["link-node-c-node-a"]["reason"] == "by tcp"
+    assert [metric["name"] for metric in found["link-node-c-node-a"]["metrics"]] == ["write", "write rail0"]
+    report = {job["name"]: job for job in json.loads(fleet.results("report/report.json").read_text())["jobs"]}
+    for name in ("pair-node-c-node-a", "all"):
+        floors = {metric["name"]: metric["least"] for metric in report[name]["metrics"]}
+        judged = {f"fabric {call}{rail}" for call in ("dispatch", "combine") for rail in ("", " rail0")}
+        assert {metric for metric, least in floors.items() if least == pytest.approx(5e-6)} == judged
+        assert "of the 50 GB/s of a GPU's NICs, profile tray" in report[name]["expected"]
 
 
 def test_failed_pair_does_not_stop_the_others(fleet: Fleet, tested: Play) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,8 +81,39 @@ def test_cpu_overlay_runs_across_two_hosts(open_mpi: int) -> None:
     assert result.succeeded, result.message + result.log
     assert [f"hybrid-ep-worker-{i}: profile cpu" in result.log for i in range(2)] == [True, True]
     assert_good(result.log)
+    # The link alone, between the nodes and not on one; then what crosses, judged.
+    assert re.search(r"^tcp: ", result.log, re.M), result.log
+    assert result.log.count("every chunk right") == 4
+    assert re.search(r"^fabric dispatch rail1: \S+ GB/s$", result.log, re.M), result.log
+    assert "pass: between domains by engine torch; passed on correctness alone: profile cpu" in result.log
     # cleanPodPolicy: Running
     assert [worker.phase for worker in result.workers] == ["Deleted", "Deleted"]
+
+
+def launcher_option(manifests: list[Manifest], name: str, value: str) -> None:
+    (spec,) = (manifest.content["spec"] for manifest in manifests if manifest.kind == "MPIJob")
+    variables = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["env"]
+    (variable,) = (variable for variable in variables if variable["name"] == name)
+    variable["value"] = value
+
+
+def test_job_is_judged_by_the_rate_of_the_nics(cluster: Cluster) -> None:
+    """Two hosts on a simulated network, held to the NICs of HGX H100: right results, and far too slow."""
+    manifests, _ = changed("cpu", backoffLimit=0)
+    launcher_option(manifests, "JUDGE_OPTIONS", "--profile=hgx-h100")
+    result = MPIJobRun(manifests, cluster).run()
+    assert_failed(result, "BackoffLimitExceeded")
+    assert_good(result.log)
+    assert re.search(r"^fail: .*fabric dispatch rail\d \S+ GB/s, expected ≥ 25", result.log, re.M), result.log
+
+
+def test_job_without_a_link_says_nothing_of_one(cluster: Cluster) -> None:
+    """As the overlay for one NVLink domain over nodes has it."""
+    manifests, _ = changed("cpu")
+    launcher_option(manifests, "LINK_OPTIONS", "")
+    result = MPIJobRun(manifests, cluster).run()
+    assert result.succeeded, result.message + result.log
+    assert "every chunk right" not in result.log
 
 
 @pytest.mark.parametrize(("open_mpi", "reached"), [(4, 2), (5, 0)])
@@ -222,7 +254,7 @@ def test_ranks_read_the_settings_of_their_network(cluster: Cluster) -> None:
 
     def settle(host: Host) -> None:
         said = "net=$NCCL_NET class=$HYBRID_EP_TRAFFIC_CLASS"
-        host.write("/usr/local/bin/hybrid-ep", f'#!/bin/sh\n[ "$*" = "bench --json" ] && echo {said}\n:\n', 0o755)
+        host.write("/usr/local/bin/hybrid-ep", f'#!/bin/sh\ncase "$*" in "bench --json"*) echo {said} ;; esac\n', 0o755)
         if host.name == "hybrid-ep-worker-1":
             host.write("/usr/local/gib/scripts/set_nccl_env.sh", "export NCCL_NET=gIB NCCL_IB_TC=56\n")
 

@@ -29,7 +29,7 @@ from hybrid_ep.bench.timing import time_host
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.testing.workload import Workload, make_batch
+from hybrid_ep.testing.workload import Workload, make_batch, make_routing
 from tests.conftest import RunRanks
 
 TINY = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]
@@ -273,10 +273,45 @@ def test_link_alone(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["ok"]
     assert report["chunk_bytes"] == 16 * 288  # 256 of the row, 24 of two experts, 8 of the source; a multiple of 16
     assert [rank["transport"] for rank in report["ranks"]] == [transport] * 3
+    assert [metric["name"] for metric in report["metrics"]] == ["write", "write rail0"]  # each rank is a domain
     for rank in report["ranks"]:
         assert (rank["num_peers"], rank["num_wrong"]) == (2, 0)
         assert rank["gbytes_per_s"] == pytest.approx(report["chunk_bytes"] * 40 * 2 / rank["seconds"] / 1e9)
         assert rank["post_ns"] > 0
+
+
+def _crossing(sender: int, receiver: int) -> int:
+    """Tokens of a rank with an expert in another one's domain, counted token by token; two domains of two ranks."""
+    routing = make_routing(Workload(num_tokens=16, hidden=128, num_topk=2, num_experts=4), sender)[0].tolist()
+    return sum(any(expert // 2 == receiver // 2 for expert in experts) for experts in routing)
+
+
+def test_what_crosses_between_domains_is_a_metric() -> None:
+    """Bytes between a rank and its peer over the rank's time; the slowest rank, and the slowest of each rail."""
+    variables = {**os.environ, "HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2"}
+    done = subprocess.run([*TINY_BENCH, "--ranks", "4"], env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (outcome,) = report["outcomes"]
+    assert outcome["num_ranks_per_domain"] == 2
+    metrics = {metric["name"]: metric["value"] for metric in report["metrics"]}
+    names = [f"fabric {call}{rail}" for call in CALLS for rail in ("", " rail0", " rail1")]
+    assert list(metrics) == names
+    for operation in outcome["operations"]:
+        if operation["name"] not in CALLS:
+            continue
+        rows = [max(_crossing(rank, rank ^ 2), _crossing(rank ^ 2, rank)) for rank in range(4)]
+        expected = [256 * num / us / 1e3 for num, us in zip(rows, operation["p50_us"], strict=True)]
+        assert operation["fabric_gbps"] == pytest.approx(expected)
+        rails = [min(expected[rail::2]) for rail in (0, 1)]
+        found = [metrics[f"fabric {operation['name']}{rail}"] for rail in ("", " rail0", " rail1")]
+        assert found == pytest.approx([min(rails), *rails])
+
+
+def test_one_domain_has_no_metric_of_a_fabric() -> None:
+    result = CliRunner().invoke(main, ["bench", *TINY, "--ranks", "2", "--json"])
+    report = json.loads(result.stdout)
+    assert (report["metrics"], report["outcomes"][0]["num_ranks_per_domain"]) == ([], None)
 
 
 def test_link_needs_two_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from hybrid_ep.doctor import (
     Finding,
     Node,
+    Profile,
     Report,
     Result,
     Selection,
@@ -216,6 +218,15 @@ def test_page_of_other_validators_names_checks_that_exist() -> None:
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_shipped_profile_follows_the_schema(name: str) -> None:
     assert load_profile(name).name == name
+
+
+def test_small_share_survives_the_way_to_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON writes 1e-07, which YAML takes for a word."""
+    values = load_profile("hgx-h100").values
+    site = Profile("site", {**values, "bandwidth": {**values["bandwidth"], "of_nics": {"link": 1e-7}}})
+    assert site.to_text().startswith("{")  # by which the playbooks' module knows it from a name
+    monkeypatch.setattr("sys.stdin", io.StringIO(site.to_text()))
+    assert load_profile("-") == site
 
 
 @pytest.mark.parametrize(

@@ -216,14 +216,14 @@ BREAKS = [
     ),
     Break(
         "mpijob-environment",
-        f"{L}.containers[0].env[4]",
+        f"{L}.containers[0].env[6]",
         lambda job: launcher(job)["containers"][0]["env"].append({"name": "NCCL_DEBUG", "value": "INFO"}),
     ),
     *(
         # A name that only begins like one that is handed on, or used.
         Break(
             "mpijob-environment",
-            f"{L}.containers[0].env[4]",
+            f"{L}.containers[0].env[6]",
             lambda job, longer=longer: (
                 launcher(job)["containers"][0]["env"].append({"name": "NCCL_DEBUG", "value": "INFO"}),
                 _before_hostfile(job, "-x", longer),

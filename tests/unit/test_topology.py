@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -248,6 +249,29 @@ def test_tree_and_matrix(one_gpu: Path) -> None:
     assert "NUMA node 1" in text
     assert "PIX*" in text
     assert "NIC mlx5_10  0000:81:00.0  InfiniBand 400 Gb/s ACTIVE" in text
+
+
+def test_cpus_are_shown_where_the_only_numa_node_has_no_number(tmp_path: Path) -> None:
+    """As in most virtual machines."""
+    _device(tmp_path, "pci0000:00", "0000:00:06.0", pci_class="0x030200", numa_node=-1)
+    node = tmp_path / "sys/devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("0-15\n")
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(render(probe(tmp_path)))
+    assert "the only NUMA node  CPUs 0-15" in captured.get()
+
+
+@pytest.mark.parametrize("port", [[], {}, "x", None, 1e300])
+def test_recorded_port_that_is_no_number_is_damage(one_gpu: Path, port: object) -> None:
+    """Of 6,036 damaged nodes, two had a list or a mapping there, and the topology crashed."""
+    device = {"name": "mlx5_0", "dmabuf": True, "ports": [{"port": port, "active_mtu_bytes": 4096}]}
+    (one_gpu / "hybrid_ep").mkdir()
+    (one_gpu / "hybrid_ep/facts.json").write_text(json.dumps({"verbs": [device]}))
+    topology = probe(one_gpu)
+    assert [nic.name for nic in topology.nics][:1] == ["mlx5_0"]
+    assert port == 1e300 or "the recorded facts are damaged" in topology.missing["verbs"]
 
 
 def test_recording_survives_its_file(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_same_fault_on_several_nodes_is_one_thing_to_do(results: Path) -> None:
 
 def _profile(name: str, **figures: Any) -> Profile:
     values = load_profile("hgx-h200").values
-    return Profile(name, {**values, "bandwidth": {"fraction": 0.9, "figures": figures}})
+    return Profile(name, {**values, "bandwidth": {**values["bandwidth"], "figures": figures}})
 
 
 _FIGURE = {"value": 400, "unit": "Gb/s", "hosts": 2, "source": "measured"}
@@ -345,24 +345,83 @@ def test_a_floor_comes_with_its_source() -> None:
 
 
 def test_a_link_between_domains_is_a_job() -> None:
-    """`hybrid-ep bench --mode link --json`: its slowest rank, and each of them."""
-    ranks = [LinkFigures("verbs", "mlx5_0", 1, seconds, 0, 100.0) for seconds in (1.0, 2.0)]
+    """`hybrid-ep bench --mode link --json`: its slowest rank, and the slowest of each rail, which two domains share."""
+    ranks = [LinkFigures("verbs", "mlx5_0", 1, seconds, 0, 100.0, 2) for seconds in (1.0, 2.0, 1.0, 1.0)]
     output = json.dumps(LinkReport(10**9, 40, ranks).to_json(), indent=2)
-    job = judge_output("pair-a-b-link", "pair", ("a", "b"), 0, output)
-    assert (job.status, job.reason) == ("pass", "")
+    job = judge_output("link-a-b", "link", ("a", "b"), 0, output)
+    assert (job.status, job.reason) == ("pass", "by verbs")
     assert [(m.name, m.value, m.unit) for m in job.metrics] == [
-        ("link", 20.0, "GB/s"),
-        ("link rank0", 40.0, "GB/s"),
-        ("link rank1", 20.0, "GB/s"),
+        ("write", 20.0, "GB/s"),
+        ("write rail0", 40.0, "GB/s"),
+        ("write rail1", 20.0, "GB/s"),
     ]
-    profiles = Profiles(
-        {"fast": _profile("fast", **{"pair.link": {**_FIGURE, "unit": "GB/s", "value": 40}})}.__getitem__
-    )
-    judged = judge(job, _PLATFORM_OF, profiles)
-    assert (judged.status, judged.reason) == ("fail", "link rank1 20 GB/s, expected ≥ 36")
+    # Its rings lie in host memory, so the NICs' rate is no floor; a figure of the site is.
+    assert judge(job, _PLATFORM_OF, Profiles(_PROFILES.__getitem__)).status == "pass"
+    figure = {"link.write": {**_FIGURE, "unit": "GB/s", "value": 40}}
+    judged = judge(job, _PLATFORM_OF, Profiles({"fast": _profile("fast", **figure)}.__getitem__))
+    assert (judged.status, judged.reason) == ("fail", "by verbs; write rail1 20 GB/s, expected ≥ 36")
     wrong = LinkReport(10**9, 40, [ranks[0], replace(ranks[1], num_wrong=3)])
-    job = judge_output("pair-a-b-link", "pair", ("a", "b"), 1, json.dumps(wrong.to_json()))
+    job = judge_output("link-a-b", "link", ("a", "b"), 1, json.dumps(wrong.to_json()))
     assert (job.status, job.reason) == ("fail", "rank 1: 3 chunks missing or wrong")
+
+
+_FABRIC = {
+    "dispatch": (120, "GB/s"),
+    "fabric dispatch": (31, "GB/s"),
+    "link": (22, "GB/s"),
+    "link rail0": (46, "GB/s"),
+    "link rail3": (22, "GB/s"),
+}
+
+
+def _judged_fabric(kind: str, hosts: tuple[str, ...], profile: Profile) -> Job:
+    metrics = tuple(Metric(name, value, unit) for name, (value, unit) in _FABRIC.items())
+    job = JobFile("j", kind, hosts, "pass", "", metrics, "")
+    return judge(job, dict.fromkeys(hosts, "p"), Profiles({"p": profile}.__getitem__))
+
+
+@pytest.mark.parametrize(("kind", "hosts"), [("pair", ("a", "b")), ("group", ("a", "b", "c"))])
+def test_the_rate_of_the_nics_is_the_floor_between_domains(kind: str, hosts: tuple[str, ...]) -> None:
+    """Eight GPUs and eight NICs of 400 Gb/s: 50 GB/s each. One rail is slow; the calls reach half of the rate."""
+    judged = _judged_fabric(kind, hosts, load_profile("hgx-h200"))
+    assert (judged.status, judged.reason) == ("fail", "link rail3 22 GB/s, expected ≥ 40")
+    floors = {metric.name: metric.least for metric in judged.metrics}
+    assert floors == {"dispatch": None, "fabric dispatch": 25, "link": 40, "link rail0": 40, "link rail3": 40}
+    assert "link ≥ 40 GB/s (0.8 of the 50 GB/s of a GPU's NICs, profile hgx-h200)" in judged.expected
+
+
+def test_two_nics_of_a_gpu_make_one_rate() -> None:
+    judged = _judged_fabric("pair", ("a", "b"), load_profile("oci-h100"))
+    assert {metric.least for metric in judged.metrics} == {None, 25, 40}  # sixteen ports of 200 Gb/s
+
+
+@pytest.mark.parametrize(
+    ("change", "floor"),
+    [
+        ({"gpu": {"count": None}}, None),
+        ({"gpu": {"count": "any"}}, None),
+        ({"nic": {"rate_gbps": None}}, None),
+        ({"nic": {"count": 0}}, None),
+        ({"bandwidth": {"of_nics": {"link": None}}}, None),
+        ({"bandwidth": {"of_nics": {"link": 0.4}}}, 20),
+        ({"bandwidth": {"figures": {"pair.link": {**_FIGURE, "unit": "GB/s", "value": 24}}}}, 21.6),
+        ({"bandwidth": {"figures": {"pair.link": {**_FIGURE, "unit": "GB/s", "hosts": 3}}}}, 40),
+    ],
+)
+def test_a_site_says_what_holds_between_domains(change: dict[str, Any], floor: float | None) -> None:
+    values = load_profile("hgx-h200").values
+    for key, over in change.items():
+        values = {**values, key: {**values[key], **over}}
+    judged = _judged_fabric("pair", ("a", "b"), Profile("site", values))
+    (link,) = (metric for metric in judged.metrics if metric.name == "link")
+    assert link.least == (None if floor is None else pytest.approx(floor))
+
+
+def test_rows_between_domains_without_the_kernels_are_said() -> None:
+    outcome = {"engine": "torch", "num_ranks_per_domain": 8, "problems": [], "operations": []}
+    for engine, said in (("torch", "between domains by engine torch"), ("cuda", "")):
+        output = json.dumps({"ok": True, "outcomes": [{**outcome, "engine": engine}]})
+        assert judge_output("pair-a-b", "pair", ("a", "b"), 0, output).reason == said
 
 
 def test_a_slow_rail_is_named() -> None:

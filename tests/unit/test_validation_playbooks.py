@@ -413,6 +413,42 @@ def test_node_whose_peer_does_not_come_says_so_in_time(with_gpu: Topology) -> No
         measure_between(0, HashStore(), "peer", with_gpu, None, 0.2)
 
 
+_FABRIC = {"ok": True, "outcomes": [], "metrics": [{"name": "link", "value": 12.0, "unit": "GB/s"}]}
+
+
+@pytest.mark.parametrize(
+    ("printed", "options", "code", "said"),
+    [
+        (_FABRIC, ["--profile=hgx-h100"], 1, "fail: link 12 GB/s, expected ≥ 40"),
+        (_FABRIC, ["--profile=hgx-h100", "--hosts=9"], 1, "fail: link 12 GB/s, expected ≥ 40"),
+        (
+            _FABRIC,
+            ["--profile=hgx-h100", "--profile=gpu-server"],
+            0,
+            "pass: passed on correctness alone: profile gpu-server",
+        ),
+        (_FABRIC, [], 0, "pass: passed on correctness alone: profile cpu"),  # what fits this machine
+        ({**_FABRIC, "ok": False, "reason": "rows are wrong"}, ["--profile=cpu"], 1, "fail: rows are wrong"),
+        ({**_FABRIC, "status": "skipped"}, ["--profile=cpu"], 0, "skipped: "),
+        (_FABRIC, ["--profile=none"], 2, "unknown: whether that is enough is not known: profile 'none' is not known"),
+        ("no document", ["--profile=cpu"], 2, "unknown: ended with 0 and left no result"),
+    ],
+)
+def test_one_job_is_judged_without_a_folder(
+    tmp_path: Path, printed: Any, options: list[str], code: int, said: str
+) -> None:
+    """The last of several --profile counts, so that an overlay can say another one."""
+    result = tmp_path / "result"
+    result.write_text("a line before it\n" + (printed if isinstance(printed, str) else json.dumps(printed)))
+    done = CliRunner().invoke(main, ["validation", "judge", "--result", str(result), "--hosts=2", *options])
+    assert (done.exit_code, said in done.output) == (code, True), done.output
+
+
+def test_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["validation", "judge", "--result", str(tmp_path / "none"), "--hosts=2"])
+    assert (done.exit_code, f"result {tmp_path}/none cannot be read" in done.output) == (2, True), done.output
+
+
 def test_nic_bandwidth_wants_two_ranks_of_mpirun() -> None:
     command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "validation", "nic-bandwidth"]
     done = subprocess.run(command, capture_output=True, text=True)

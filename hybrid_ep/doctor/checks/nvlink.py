@@ -20,7 +20,8 @@ _LINK_COUNT = int(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT)  # field 91
 _LINK_SPEED = int(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)  # field 164, MB/s per direction, scope = link
 # systemd's services: cgroup v2, v1, and both at once.
 _SERVICES = tuple(f"/sys/fs/cgroup/{tree}system.slice" for tree in ("", "systemd/", "unified/"))
-_FABRIC_STATES = {1: "not started", 2: "in progress", 3: "completed"}
+_FABRIC_NOT_SUPPORTED = 0
+_FABRIC_STATES = {_FABRIC_NOT_SUPPORTED: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
 # NVLink 5 counts per link in fields; earlier generations answer nvmlDeviceGetNvLinkErrorCounter instead. Left out of
 # 206–222: 213 and 215 count successful recoveries with 214, and 216–218, 220, 222 are error rates, not counters.
 _NVLINK5_COUNTERS = {
@@ -262,6 +263,10 @@ def nvlink_fabric_state(node: Node, profile: Profile) -> Finding:
 
 def _fabric_fault(node: Node, gpu_idx: int) -> str | None:
     state = node.nvml.gpu(gpu_idx, "fabric.state")
+    if state == _FABRIC_NOT_SUPPORTED and not node.nvml.links(gpu_idx):
+        raise Unreadable(
+            "not supported, and the GPU shows no NVLink: switched off, or not given to this virtual machine"
+        )
     if state != FABRIC_COMPLETED:
         return f"state {_FABRIC_STATES.get(state, state)}"
     status = node.nvml.gpu(gpu_idx, "fabric.status")
