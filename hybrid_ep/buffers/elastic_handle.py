@@ -138,7 +138,9 @@ class EPHandle:
         """
         buffer = self._buffer()
         if buffer is None:
-            raise ClosedError("recv_src_metadata was read after its buffer was dropped")
+            raise ClosedError(
+                "recv_src_metadata was read after its buffer was dropped; allowed: while the buffer is referenced"
+            )
         engine, dispatch = buffer.engine, self.dispatch
         device = self.psum_num_recv_tokens_per_expert.device
         num_topk = dispatch.num_topk

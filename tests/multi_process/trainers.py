@@ -40,8 +40,8 @@ class Model(nn.Module):
 
 
 def here() -> str:
-    """The device type of this process's group."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    """The device type of this process's rank."""
+    return "cuda" if dist.is_initialized() and torch.cuda.is_initialized() else "cpu"
 
 
 def tokens(rank: int) -> Tensor:
