@@ -27,6 +27,12 @@ def test_sglang(run_ranks: RunRanks, is_decode: bool) -> None:
     run_ranks(2, released.check_sglang, is_decode)
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
+def test_sglang_normal(run_ranks: RunRanks, is_async: bool) -> None:
+    _require("sglang")
+    run_ranks(2, released.check_sglang_normal, is_async)
+
+
 @pytest.mark.parametrize("is_blackwell", [False, True], ids=["comp_signal", "src_signals"])
 def test_sglang_overlap(run_ranks: RunRanks, is_blackwell: bool) -> None:
     _require("sglang")
@@ -38,3 +44,10 @@ def test_sglang_overlap(run_ranks: RunRanks, is_blackwell: bool) -> None:
 def test_vllm(run_ranks: RunRanks, check: Callable[..., None], is_async: bool) -> None:
     _require("vllm")
     run_ranks(2, check, is_async)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
+@pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
+def test_vllm_v2(run_ranks: RunRanks, is_decode: bool, is_async: bool) -> None:
+    _require("vllm")
+    run_ranks(2, released.check_vllm_v2, is_decode, is_async)
