@@ -38,6 +38,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
     LowLatencyHandle,
     Rows,
+    state_of,
 )
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
@@ -261,7 +262,7 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        route = self._route_of(handle)
+        route = state_of(handle, _Route)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, 0, route.max_recv)
@@ -332,7 +333,7 @@ class CudaBetween(TorchEngine):
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         data, weights, bias, num_sms, _ = request
-        route = self._route_of(handle)
+        route = state_of(handle, _Route)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         num_rows, hidden = data.shape
@@ -427,9 +428,7 @@ class CudaBetween(TorchEngine):
         self._end_launch()
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        route = handle.state
-        assert isinstance(route, _Route)
-        return route.max_recv
+        return state_of(handle, _Route).max_recv
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
         num_local = handle.num_experts // self.grid.num_ranks
@@ -448,7 +447,7 @@ class CudaBetween(TorchEngine):
 
     def _counts_of(self, handle: DispatchHandle, part: int, shape: list[int]) -> Tensor:
         """What `_cuda.between_counts` names in a route, for the current stream."""
-        route = self._route_of(handle)
+        route = state_of(handle, _Route)
         route.chunk.note_use(current_raw_stream(self._index))
         offset = _cuda.between_counts(
             num_domains=self.grid.num_domains,
@@ -506,12 +505,6 @@ class CudaBetween(TorchEngine):
         """Must follow all that a call does with the arena; raises what an earlier call left."""
         self._order.end()
         self._raise_late()
-
-    def _route_of(self, handle: DispatchHandle) -> _Route:
-        route = handle.state
-        if not isinstance(route, _Route) or handle.grid != self.grid:
-            raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
-        return route
 
     def _wait_for_counts(self, counts_epoch: int, stream: int, reported: Tensor | None) -> HostCounts:
         num_counts = 0 if reported is None else len(reported)
