@@ -44,8 +44,10 @@ from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
+    CombineShape,
     DispatchShape,
-    plan_combine_between,
+    combine_shape_of,
+    plan_combine,
     plan_dispatch_between,
     scale_kind,
     shape_along,
@@ -332,31 +334,20 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        data, weights, bias, num_sms, _ = request
+        data, weights = aligned(request.data), request.weights
         route = state_of(handle, _Route)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        num_rows, hidden = data.shape
-        num_weights = 0 if weights is None else weights.shape[1]
-        plan = plan_combine_between(
-            handle.num_tokens,
-            num_rows,
-            hidden,
-            data.dtype,
-            num_weights,
-            num_sms,
-            handle.num_topk,
-            handle.num_experts,
-        )
+        plan = plan_combine(combine_shape_of(request, handle))
         self._arena.ensure(plan.slot_bytes_for(route.max_sums))
         self._arena.note_use(stream)
-        out, own_sums = (torch.empty(handle.num_tokens, hidden, dtype=data.dtype, device=data.device) for _ in range(2))
+        size = (handle.num_tokens, data.shape[1])
+        out, own_sums = (torch.empty(size, dtype=data.dtype, device=data.device) for _ in range(2))
         out_weights = own_weights = None
         if weights is not None:
-            size = (handle.num_tokens, num_weights)
+            size = (handle.num_tokens, weights.shape[1])
             out_weights, own_weights = (torch.empty(size, dtype=torch.float32, device=data.device) for _ in range(2))
-        data = aligned(data)
-        terms = [aligned(term) for term in bias]
+        terms = [aligned(term) for term in request.bias]
         self._between.combine(
             plan=plan,
             rows=data.data_ptr(),
@@ -411,7 +402,7 @@ class CudaBetween(TorchEngine):
             None,
         )
         dispatch = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
-        combine = plan_combine_between(num_tokens, num_tokens, hidden, bf16, 0, None, num_topk, num_experts)
+        combine = plan_combine(CombineShape(num_tokens, num_tokens, hidden, bf16, num_topk, num_experts, 0))
         return _cuda.between_chunk(dispatch), _cuda.between_chunk(combine)
 
     @one_at_a_time

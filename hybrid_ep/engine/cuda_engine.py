@@ -47,7 +47,14 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import plan_combine, plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda_plan import (
+    combine_shape_of,
+    combine_shape_of_experts,
+    plan_combine,
+    plan_dispatch,
+    shape_along,
+    shape_of,
+)
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
@@ -151,13 +158,10 @@ class CudaEngine(Engine):
         return _as_sent(request.rows, output.rows, output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        data, weights, bias, num_sms, _ = request
         route = state_of(handle, Route)
         stream = self._begin()
-        num_rows, hidden = data.shape
-        num_weights = 0 if weights is None else weights.shape[1]
-        plan = plan_combine(handle.num_tokens, num_rows, hidden, data.dtype, num_weights, num_sms)
-        return self._combine(plan, aligned(data), weights, bias, handle, route, stream)
+        plan = plan_combine(combine_shape_of(request, handle))
+        return self._combine(plan, aligned(request.data), request.weights, request.bias, handle, route, stream)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing
@@ -189,31 +193,18 @@ class CudaEngine(Engine):
         return permuted
 
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        data, probs, bias, num_sms, num_expert_sms = request
-        state, route = state_of(handle, PermuteState), state_of(handle.dispatch, Route)
+        data, probs, dispatch = aligned(request.data), request.weights, handle.dispatch
+        state, route = state_of(handle, PermuteState), state_of(dispatch, Route)
         stream = self._begin()
-        (num_copies, hidden), dispatch = data.shape, handle.dispatch
         num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
         state.begin_combine(self._communicator, num_recv, num_topk, stream)
-        data = aligned(data)
-        sums = torch.empty(num_recv, hidden, dtype=data.dtype, device=data.device)
+        sums = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
         weights = None
         if probs is not None:
             weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
-        num_weights = 0 if probs is None else num_topk
-        plan = plan_combine(
-            dispatch.num_tokens,
-            num_recv,
-            hidden,
-            data.dtype,
-            num_weights,
-            num_sms,
-            num_topk,
-            num_copies,
-            num_expert_sms,
-        )
+        plan = plan_combine(combine_shape_of_experts(request, dispatch))
         experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(plan, sums, weights, bias, dispatch, route, stream, experts)
+        return self._combine(plan, sums, weights, request.bias, dispatch, route, stream, experts)
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
         return state_of(handle, Route).tokens_per_expert(handle.num_experts // self.grid.num_ranks)
