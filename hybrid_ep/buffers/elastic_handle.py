@@ -48,7 +48,8 @@ class EPHandle:
         psum_num_recv_tokens_per_expert: ``[LE]`` int32; running sum of the rounded counts. With `do_expand`: where the
             expert's block begins, plus its exact count.
         num_unaligned_recv_tokens_per_expert: ``[LE]`` int32; exact counts.
-        token_metadata_at_forward, channel_linked_list: None: nothing here needs them.
+        token_metadata_at_forward: None; nothing here needs it.
+        channel_linked_list: None; nothing here needs it.
 
     Example:
         >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])

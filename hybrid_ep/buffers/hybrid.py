@@ -69,8 +69,10 @@ class HybridEPBuffer(HybridArguments):
 
     Attributes:
         configurer: `configurer.buffer_config` holds the sizes above.
-        num_of_hybrid_ep_ranks_per_nvlink_domain, num_of_nodes: ranks of a domain, and domains.
-        local_rank, node_rank: of this rank in its domain, and of its domain.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a domain.
+        num_of_nodes: domains.
+        local_rank: index of this rank in its domain.
+        node_rank: index of this rank's domain.
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
