@@ -29,6 +29,7 @@ __all__ = [
     "check_sglang",
     "check_sglang_normal",
     "check_sglang_overlap",
+    "check_torchtitan",
     "check_vllm_decode",
     "check_vllm_prefill",
     "check_vllm_v2",
@@ -252,6 +253,78 @@ def check_sglang(is_decode: bool) -> None:
         torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
     assert state.buffer is not None
     state.buffer.close()
+
+
+def _import_torchtitan(part: str) -> Any:
+    """Its operators for one of the interfaces, on CPU tensors too."""
+    _import_from("torchtitan")
+    name = "torchtitan.distributed.deepep"
+    folder = ROOT / "torchtitan" / "torchtitan" / "distributed" / "deepep"
+    if name not in sys.modules:
+        files = {f"{name}.{file}": folder / f"{file}.py" for file in ("deepep", "hybridep")}
+        sys.meta_path.insert(0, _Stubs("torchtitan", files))
+    is_new = f"{name}.{part}" not in sys.modules
+    import torch._library.opaque_object as opaque_object
+
+    if not hasattr(opaque_object, "CustomClassBase"):  # its name after torch 2.13
+        opaque_object.CustomClassBase = opaque_object.OpaqueBase  # type: ignore[attr-defined]
+    module: Any = __import__(f"{name}.{part}", fromlist=[part])
+    if is_new and part == "deepep":
+        module._lib.impl("dispatch", module._dispatch_op_impl, "CPU")
+        module._lib.impl("combine", module._combine_op_impl, "CPU")
+    elif is_new:
+        for operator in (
+            module._dispatch_impl,
+            module._combine_impl,
+            module._dispatch_bwd_impl,
+            module._combine_bwd_impl,
+        ):
+            operator.register_kernel("cpu")(operator._init_fn)
+    return module
+
+
+def check_torchtitan(backend: str, is_training: bool) -> None:
+    """Its dispatcher against a dense mixture: with a backward pass, and without it a number of rows that is fixed."""
+    module = _import_torchtitan(backend)
+    rank, case = dist.get_rank(), replace(_case(), tokens=24)
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    x, scores = inputs.x.clone().requires_grad_(is_training), inputs.topk_weights.clone().requires_grad_(is_training)
+    tokens = (x, inputs.topk_idx, scores, num_local, case.num_experts)
+    if backend == "deepep":
+        module.get_buffer(dist.group.WORLD, hidden=case.hidden, num_max_tokens_per_rank=64, num_topk=case.topk)
+    else:
+        module.get_buffer(dist.group.WORLD, case.hidden, case.max_tokens, num_local)
+    for _ in range(2):
+        with torch.set_grad_enabled(is_training):
+            if backend == "deepep":
+                options = {
+                    "num_tokens_per_rank": case.max_tokens,
+                    "cudagraphable": True,
+                }  # False where gradients are on
+            else:
+                factor = None if is_training else 1.0
+                options = {"group": dist.group.WORLD, "non_blocking_expert_capacity_factor": factor}
+            rows, counts, state = module.dispatch_tokens(*tokens, **options)
+            if not is_training:
+                assert len(rows) > counts.sum(), "the number of rows does not follow the routing"
+            used = int(counts.sum())
+            y = _times_expert(rows[:used], counts.tolist(), torch.ones(used))
+            y = torch.cat([y, torch.zeros(len(rows) - used, case.hidden, dtype=y.dtype)])
+            combined = module.combine_tokens(y, state)
+            if backend == "deepep":
+                module.sync_combine()
+        torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+        if is_training:
+            x.grad = scores.grad = None
+            combined.float().sum().backward()
+            assert x.grad is not None
+            assert scores.grad is not None
+            factors = (inputs.topk_weights * (inputs.topk_idx + 1)).sum(1, keepdim=True).expand_as(x)
+            torch.testing.assert_close(x.grad.float(), factors, rtol=2**-5, atol=2**-5)
+            sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
+            torch.testing.assert_close(scores.grad, sums, rtol=2**-4, atol=2**-1)
+    module._buffer.close()
+    module._buffer = None
 
 
 def _import_vllm(part: str) -> Any:

@@ -39,6 +39,13 @@ def test_sglang_overlap(run_ranks: RunRanks, is_blackwell: bool) -> None:
     run_ranks(2, released.check_sglang_overlap, is_blackwell)
 
 
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_torchtitan(run_ranks: RunRanks, backend: str, is_training: bool) -> None:
+    _require("torchtitan")
+    run_ranks(2, released.check_torchtitan, backend, is_training)
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
 @pytest.mark.parametrize("check", [released.check_vllm_prefill, released.check_vllm_decode])
 def test_vllm(run_ranks: RunRanks, check: Callable[..., None], is_async: bool) -> None:
