@@ -118,7 +118,7 @@ def draw(path: Path) -> None:
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 8), width_ratios=[1.25, 1])
+    figure, axes = plt.subplots(1, 2, figsize=(13, 10), width_ratios=[1.25, 1])
     graphs = [("Python: hybrid_ep", PYTHON, python_edges()), ("C++ and CUDA: csrc", CXX, cxx_edges())]
     for axis, (title, levels, edges) in zip(axes, graphs, strict=True):
         used = {component for edge in edges for component in edge[:2]}
@@ -147,8 +147,8 @@ def draw(path: Path) -> None:
         for component, (x, y) in place.items():
             box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
             # Arrows pass behind the boxes.
-            axis.text(x, y, component, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=9, zorder=5)
-        axis.set_title(title, fontsize=13)
+            axis.text(x, y, component, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=15, zorder=5)
+        axis.set_title(title, fontsize=18)
         axis.set_xlim(0, 1)
         axis.set_ylim(-len(levels) + 0.4, 0.6)
         axis.axis("off")

@@ -29,6 +29,7 @@ PY
 
 fetch megatron-core
 fetch sglang 'sglang/srt/layers/moe/token_dispatcher/*'
+fetch torchtitan 'torchtitan/distributed/deepep/*'
 fetch vllm 'vllm/model_executor/layers/fused_moe/*' 'vllm/utils/math_utils.py'  # of a wheel of some 340 MB
 rm -rf out/consumers/wheels
 if [ ${#missing[@]} -gt 0 ]; then

@@ -24,6 +24,7 @@ from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
 from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
+from hybrid_ep.engine.cuda_plan import CombineShape as PlannedCombine
 from hybrid_ep.engine.cuda_plan import DispatchShape as PlannedShape
 
 version: str
@@ -58,18 +59,7 @@ class DispatchPlan(DispatchShape):
     def counts_at(self) -> int: ...
 
 class CombinePlan:
-    def __init__(
-        self,
-        *,
-        num_tokens: int,
-        num_rows: int,
-        row_bytes: int,
-        num_weights: int,
-        num_sms: int,
-        num_topk: int,
-        num_expert_rows: int,
-        num_expert_sms: int,
-    ) -> None: ...
+    def __init__(self, shape: PlannedCombine) -> None: ...
     @property
     def record_bytes(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
@@ -161,29 +151,13 @@ rank_elsewhere: int
 max_domains: int
 max_matrix_ranks: int
 
-def between_chunk(plan: DispatchShape | BetweenCombinePlan) -> tuple[int, int]: ...
+def between_chunk(plan: DispatchShape | CombinePlan) -> tuple[int, int]: ...
 def between_rank_prefix(
     *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> int: ...
 def between_counts(
     *, num_domains: int, ranks_per_domain: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> tuple[int, int]: ...
-
-class BetweenCombinePlan:
-    def __init__(
-        self,
-        *,
-        num_tokens: int,
-        num_rows: int,
-        row_bytes: int,
-        num_topk: int,
-        num_experts: int,
-        num_weights: int,
-        num_sms: int,
-    ) -> None: ...
-    @property
-    def record_bytes(self) -> int: ...
-    def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class BetweenCommunicator:
     def __init__(
@@ -207,7 +181,7 @@ class BetweenCommunicator:
     def combine(
         self,
         *,
-        plan: BetweenCombinePlan,
+        plan: CombinePlan,
         rows: int,
         weights: int,
         bias: list[int],

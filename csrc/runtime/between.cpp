@@ -20,7 +20,7 @@ RecordLayout record_of(const DispatchShape& plan) {
                           format.weights.num);
 }
 
-RecordLayout record_of(const BetweenCombinePlan& plan) {
+RecordLayout record_of(const CombinePlan& plan) {
   return RecordLayout::of(plan.widths.rows, 0, 0, 0, plan.num_weights);
 }
 
@@ -102,7 +102,7 @@ void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, in
   kernels_.stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
 }
 
-void BetweenCommunicator::combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
+void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
                                   int held_capacity, int handle, cudaStream_t stream) {
   const DeviceGuard guard(domain_.device());
   CombineBetweenParams params{};

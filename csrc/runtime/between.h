@@ -12,14 +12,9 @@
 
 namespace hybrid_ep {
 
-struct BetweenCombinePlan {
-  RowWidths widths;
-  int num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms;
-};
-
 // The record that crosses for each token.
 RecordLayout record_of(const DispatchShape& plan);
-RecordLayout record_of(const BetweenCombinePlan& plan);
+RecordLayout record_of(const CombinePlan& plan);
 
 // Scratch of a combine for each token's sum over this domain; nullptr without weights.
 struct OwnSums {
@@ -36,7 +31,7 @@ class BetweenCommunicator {
   // counts.
   uint32_t dispatch(const DispatchShape& plan, const DispatchTensors& tensors, int held_capacity, int handle,
                     int slot_idx, cudaStream_t stream);
-  void combine(const BetweenCombinePlan& plan, const CombineTensors& tensors, const OwnSums& own, int held_capacity,
+  void combine(const CombinePlan& plan, const CombineTensors& tensors, const OwnSums& own, int held_capacity,
                int handle, cudaStream_t stream);
   // Measures the link alone: sends num_chunks chunks without rows to each peer, and takes as many from each.
   void stream_chunks(int num_chunks, uint32_t chunk_bytes, int num_sms, cudaStream_t stream);

@@ -262,11 +262,11 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
   int num_expert_sms = 0;
-  if (plan.num_topk > 0) {
+  if (plan.num_expert_rows) {
     num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
     const KeptRows kept = kept_rows(experts.kept, plan.num_rows, plan.num_topk);
     params.experts = {experts.rows,    experts.probs,  kept.dst_row,  tensors.rows,
-                      tensors.weights, kept.row_epoch, plan.num_topk, plan.num_expert_rows};
+                      tensors.weights, kept.row_epoch, plan.num_topk, *plan.num_expert_rows};
   }
   launch_combine(params, num_expert_sms, stream);
 }

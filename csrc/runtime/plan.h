@@ -117,11 +117,14 @@ struct DuplicateTensors {
   uint32_t* scales;
 };
 
+// A combine, inside a domain or between domains. CombineShape in hybrid_ep/engine/cuda_plan.py has the same fields, and
+// says what they are.
 struct CombinePlan {
   RowWidths widths;
-  int num_tokens, num_rows, num_weights, num_sms;
-  // Of a combine from experts; otherwise 0, and num_expert_sms also for the default.
-  int num_topk, num_expert_rows, num_expert_sms;
+  int num_tokens, num_rows, num_topk, num_experts, num_weights;
+  int num_sms;                         // 0: the default
+  std::optional<int> num_expert_rows;  // of experts; they are first summed to the rows
+  int num_expert_sms;                  // 0: the default
 };
 
 // The addresses of one combine; nullptr for what the call does not have.

@@ -25,10 +25,11 @@ from hybrid_ep.core.checks import (
     require_tensor,
 )
 from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.core.layout import map_to_indices, widest_token
 from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic
-from hybrid_ep.engine.calls import Rows
+from hybrid_ep.engine.calls import Routing, Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 
@@ -111,7 +112,9 @@ class BaseBuffer:
             ClosedError: the buffer is closed, its process group is destroyed, or this is a forked child.
         """
         if self._engine is None:
-            raise ClosedError(f"{type(self).__name__} of rank {self.rank} was used after it was closed")
+            raise ClosedError(
+                f"{type(self).__name__} of rank {self.rank} was used after it was closed; allowed: a new one"
+            )
         if os.getpid() != self._process_id:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was made in process {self._process_id} and used in its "
@@ -119,7 +122,8 @@ class BaseBuffer:
             )
         if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
             raise ClosedError(
-                f"{type(self).__name__} of rank {self.rank} was used after its process group was destroyed"
+                f"{type(self).__name__} of rank {self.rank} was used after its process group was destroyed; allowed: a "
+                "new process group and a buffer of it"
             )
         return self._engine
 
@@ -205,9 +209,18 @@ class BaseBuffer:
     def _num_local_experts(self, num_experts: int) -> int:
         return require_int("num_experts", num_experts, minimum=1, multiple_of=self.group_size) // self.group_size
 
+    def _routing_by_rank(self, is_token_in_rank: Tensor, num_experts: int) -> Routing:
+        """A routing to ranks, ``[T, R]`` bool: it names the first expert of each. Waits for a GPU above 32 ranks."""
+        if self.group_size > MAX_TOPK:
+            widest = int(widest_token(is_token_in_rank))
+            require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
+        ranks, _ = map_to_indices(is_token_in_rank, None)
+        first_experts = ranks * (num_experts // self.group_size)
+        return Routing(torch.where(ranks >= 0, first_experts, -1), None, num_experts, has_topk=False)
+
     def _check_geometry(self, grid: RankGrid) -> None:
         if grid is not self.grid and grid != self.grid:
-            require(False, "handle", f"made for {grid}", f"handles of {self.grid}")
+            require(False, "handle", f"made at {grid}", f"one that was made at {self.grid}")
 
     def _check_topk(
         self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None

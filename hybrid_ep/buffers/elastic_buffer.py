@@ -62,12 +62,17 @@ class ElasticBuffer(ElasticCalls):
         timeout_s: seconds to wait for a rank, instead of the two above.
 
     Attributes:
-        group, rank_idx, num_ranks: of the process group.
-        num_bytes, num_max_tokens_per_rank, num_allocated_qps, deterministic, allow_hybrid_mode,
-            allow_multiple_reduction, prefer_overlap_with_compute, explicitly_destroy: as given.
-        num_rdma_ranks, num_nvlink_ranks: domains, and ranks of each.
-        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: logical domains, ranks of each, and
-            where this rank is.
+        group: the process group.
+        rank_idx: of this process in the group.
+        num_ranks: of the group.
+        num_bytes: as given, or what `get_buffer_size_hint` says.
+        num_max_tokens_per_rank: as given, and the other arguments likewise under their names.
+        num_rdma_ranks: domains.
+        num_nvlink_ranks: ranks of a domain.
+        num_scaleout_ranks: logical domains.
+        num_scaleup_ranks: ranks of a logical domain.
+        scaleout_rank_idx: index of this rank's logical domain.
+        scaleup_rank_idx: index of this rank in it.
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.

@@ -48,7 +48,8 @@ class EPHandle:
         psum_num_recv_tokens_per_expert: ``[LE]`` int32; running sum of the rounded counts. With `do_expand`: where the
             expert's block begins, plus its exact count.
         num_unaligned_recv_tokens_per_expert: ``[LE]`` int32; exact counts.
-        token_metadata_at_forward, channel_linked_list: None: nothing here needs them.
+        token_metadata_at_forward: None; nothing here needs it.
+        channel_linked_list: None; nothing here needs it.
 
     Example:
         >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
@@ -138,7 +139,9 @@ class EPHandle:
         """
         buffer = self._buffer()
         if buffer is None:
-            raise ClosedError("recv_src_metadata was read after its buffer was dropped")
+            raise ClosedError(
+                "recv_src_metadata was read after its buffer was dropped; allowed: while the buffer is referenced"
+            )
         engine, dispatch = buffer.engine, self.dispatch
         device = self.psum_num_recv_tokens_per_expert.device
         num_topk = dispatch.num_topk

@@ -18,6 +18,7 @@ from hybrid_ep.buffers.base import check_rows
 from hybrid_ep.buffers.hybrid_arguments import HybridArguments
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
+from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor
 from hybrid_ep.core.geometry import RankGrid
@@ -27,7 +28,7 @@ from hybrid_ep.core.layout import (
     weights_to_probs,
     widest_token,
 )
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest, Rows
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
@@ -39,8 +40,9 @@ class HybridEPBuffer(HybridArguments):
 
     Every call runs on the current stream. On the cuda engine the host waits for the GPU in these calls: `dispatch`
     without `handle` and number of rows; `dispatch_with_permute` without `handle` and `non_blocking`; a call whose
-    number of rows is a tensor on the GPU; a call with a map of more than 32 experts, unless `non_blocking`. On the
-    torch engine the host may wait in every call.
+    number of rows is a tensor on the GPU; `dispatch_with_permute` with a map of more than 32 experts, unless
+    `non_blocking`; `dispatch` with such a map on more than 32 ranks. On the torch engine the host may wait in every
+    call.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -67,8 +69,10 @@ class HybridEPBuffer(HybridArguments):
 
     Attributes:
         configurer: `configurer.buffer_config` holds the sizes above.
-        num_of_hybrid_ep_ranks_per_nvlink_domain, num_of_nodes: ranks of a domain, and domains.
-        local_rank, node_rank: of this rank in its domain, and of its domain.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a domain.
+        num_of_nodes: domains.
+        local_rank: index of this rank in its domain.
+        node_rank: index of this rank's domain.
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.
@@ -209,7 +213,7 @@ class HybridEPBuffer(HybridArguments):
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts: E, a multiple of the ranks; None = LE × ranks of the buffer.
             probs: ``[T, E]`` float32, with `routing_map`.
-            routing_map: ``[T, E]`` bool, at most 32 experts of a token; `dispatch_with_permute` takes more.
+            routing_map: ``[T, E]`` bool. A token may have any number of experts, on at most 32 ranks.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
                 with `handle`, which knows them, left alone.
             num_dispatched_tokens: the same as a number: the result has that many rows. Either on every rank, or none
@@ -235,53 +239,53 @@ class HybridEPBuffer(HybridArguments):
             >>> probs.tolist(), combined_x[:, 0].tolist(), summed.tolist() == probs.tolist()
             ([[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]], [3.0, 3.0], True)
         """
-        engine = self.engine
+        engine, num_sms = self.engine, self._num_sms_dispatch
         if handle is not None:
             rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
             self._check_handle(handle.dispatch, rows)
+            num_experts = handle.dispatch.num_experts
             _check_made_with(
-                ("num_of_experts", num_of_experts, handle.dispatch.num_experts),
-                ("num_dispatched_tokens", num_dispatched_tokens, handle.recv_topk_idx.shape[0]),
+                ("num_of_experts", num_of_experts, num_experts),
+                ("num_dispatched_tokens", num_dispatched_tokens, handle.dispatch.num_recv),
             )
-            weights = self._weights_along(
-                handle.topk_idx, handle.dispatch.num_experts, topk_idx, topk_weights, probs, routing_map
-            )
-            if weights is None:
-                received = engine.dispatch_cached(CachedDispatchRequest(rows, self._num_sms_dispatch), handle.dispatch)
-                return _given(received.data, as_bytes), None, received.scales, handle
-            expert_range = self._experts_of_domain(handle.dispatch.num_experts)
-            result = engine.dispatch_again(
-                rows,
-                handle.topk_idx,
-                weights,
-                handle.dispatch,
-                expert_range=expert_range,
-                num_sms=self._num_sms_dispatch,
-            )
+            along = self._probs_along if handle.is_map else self._weights_along
+            weights = along(handle.routing, num_experts, topk_idx, topk_weights, probs, routing_map)
+            experts, received_probs = self._experts_of_domain(num_experts), None
+            if weights is None or handle.is_map:
+                received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle.dispatch)
+                if weights is not None:
+                    _, received_probs = send_along(engine, handle.dispatch, experts, None, weights, num_sms)
+            else:
+                again = engine.dispatch_again(
+                    rows, handle.routing, weights, handle.dispatch, expert_range=experts, num_sms=num_sms
+                )
+                received, received_probs = again.rows, _probs_of(again, experts)
+            return _given(received.data, as_bytes), received_probs, received.scales, handle
+        rows, as_bytes, routing = self._rows_and_routing(
+            hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
+        )
+        bound = num_dispatched_tokens
+        if bound is None and num_dispatched_tokens_tensor is not None:
+            name, dtypes = "num_dispatched_tokens_tensor", (torch.int32, torch.int64)
+            require_tensor(name, num_dispatched_tokens_tensor, dtypes=dtypes, shape=(1,))
+            bound = int(num_dispatched_tokens_tensor.item())
+        if bound is not None:
+            require_int("num_dispatched_tokens", bound, minimum=0)
+        experts = self._experts_of_domain(routing.num_experts)
+        common_bound = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
+        result = engine.dispatch(DispatchRequest(rows, routing, bound, num_sms, experts, common_bound))
+        if routing.has_topk:
+            known, received_experts, received_probs = routing.topk_idx, result.topk_idx, _probs_of(result, experts)
         else:
-            rows, as_bytes, routing = self._rows_and_routing(
-                hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
-            )
-            bound = num_dispatched_tokens
-            if bound is None and num_dispatched_tokens_tensor is not None:
-                name, dtypes = "num_dispatched_tokens_tensor", (torch.int32, torch.int64)
-                require_tensor(name, num_dispatched_tokens_tensor, dtypes=dtypes, shape=(1,))
-                bound = int(num_dispatched_tokens_tensor.item())
-            if bound is not None:
-                require_int("num_dispatched_tokens", bound, minimum=0)
-            expert_range = self._experts_of_domain(routing.num_experts)
-            common_bound = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
-            result = engine.dispatch(
-                DispatchRequest(rows, routing, bound, self._num_sms_dispatch, expert_range, common_bound)
-            )
-        received_probs = None
-        if result.topk_weights is not None:
-            first, end = expert_range
-            received_probs = weights_to_probs(result.topk_idx, result.topk_weights, end - first)
-        if handle is None:
-            handle = HybridHandle(routing.topk_idx, result.topk_idx, result.handle, self._sizes(0))
-        return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, handle
+            assert routing_map is not None
+            known = routing_map.contiguous()
+            sent_probs = None if probs is None else torch.where(known, probs, 0.0)
+            received_map, received_probs = send_along(engine, result.handle, experts, known, sent_probs, num_sms)
+            assert received_map is not None
+            received_experts = received_map
+        made = HybridHandle(known, received_experts, result.handle, self._sizes(0))
+        return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
 
     @plain_tensors
     def combine(
@@ -304,23 +308,25 @@ class HybridEPBuffer(HybridArguments):
         engine = self.engine
         require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
         assert handle is not None
-        num_recv = handle.recv_topk_idx.shape[0]
-        self._check_geometry(handle.dispatch.grid)
+        dispatch, received = handle.dispatch, handle.received
+        num_recv = len(received)
+        self._check_geometry(dispatch.grid)
         check_rows("hidden", hidden, None, device=engine.device)
         require(hidden.shape[0] == num_recv, "rows of hidden", hidden.shape[0], f"{num_recv}, as received")
-        weights = None
-        if probs is not None:
-            num_local = handle.dispatch.num_experts // self.group_size
-            shape = (num_recv, num_local * self.grid.num_ranks_per_domain)
-            require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
-            picked = probs.gather(1, handle.recv_topk_idx.clamp_min(0))
-            weights = torch.where(handle.recv_topk_idx >= 0, picked, 0.0)
-        request = CombineRequest(hidden.contiguous(), weights, num_sms=self._num_sms_combine)
-        combined = engine.combine(request, handle.dispatch)
-        if combined.weights is None:
-            return combined.data, None
+        request = CombineRequest(hidden.contiguous(), num_sms=self._num_sms_combine)
+        if probs is None:
+            return engine.combine(request, dispatch).data, None
+        experts = first, end = self._experts_of_domain(dispatch.num_experts)
+        shape = (num_recv, end - first)
+        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
+        if handle.is_map:
+            combined = combine_with_probs(engine, request, torch.where(received, probs, 0.0), experts, dispatch)
+            return combined.data, combined.weights
+        weights = torch.where(received >= 0, probs.gather(1, received.clamp_min(0)), 0.0)
+        combined = engine.combine(request._replace(weights=weights), dispatch)
+        assert combined.weights is not None
         # Columns of the same expert have the same value.
-        return combined.data, experts_of_columns(handle.topk_idx, combined.weights, handle.dispatch.num_experts)
+        return combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
 
     @plain_tensors
     def dispatch_with_permute(
@@ -451,7 +457,10 @@ class HybridEPBuffer(HybridArguments):
         if num_of_experts_per_rank is not None:
             num_local = routing.num_experts // self.group_size
             require(
-                num_of_experts_per_rank == num_local, "num_of_experts_per_rank", num_of_experts_per_rank, str(num_local)
+                num_of_experts_per_rank == num_local,
+                "num_of_experts_per_rank",
+                num_of_experts_per_rank,
+                f"{num_local}, as {routing.num_experts} experts on {self.group_size} ranks are",
             )
         request = DispatchRequest(
             rows, routing, bound, self._num_sms_dispatch, pad_multiple=pad, num_expert_sms=self._num_sms_permute
@@ -557,6 +566,14 @@ def _sum_of_parts(rows: Tensor, num_parts: int) -> Tensor:
     for part in others:
         total = total + part
     return total
+
+
+def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
+    """``[N, end − first]`` of received top-k weights; None where none were sent."""
+    if received.topk_weights is None:
+        return None
+    first, end = experts
+    return weights_to_probs(received.topk_idx, received.topk_weights, end - first)
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:

@@ -98,7 +98,11 @@ class HybridArguments(BaseBuffer):
         no_sync: bool = False,
         in_parts: bool = False,
     ) -> Routing:
-        """Checks where tokens go. With `in_parts`, a token of a map has a row of the result for every 32 experts."""
+        """Checks where tokens go.
+
+        Tokens of a map with more than 32 columns are routed by their ranks. With `in_parts`, they are routed by their
+        experts, and have a row of the result for every 32.
+        """
         _check_pairs(topk_idx, topk_weights, probs, routing_map)
         num_tokens, device = rows.data.shape[0], rows.data.device
         if routing_map is not None:
@@ -112,17 +116,17 @@ class HybridArguments(BaseBuffer):
                 require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
             num_parts = 1
             if num_experts > MAX_TOPK:
+                if not in_parts:
+                    owners = routing_map.view(num_tokens, self.group_size, num_experts // self.group_size).any(2)
+                    return self._routing_by_rank(owners, num_experts)
                 widest = min(self._max_experts_per_token, num_experts)
                 if not (no_sync and routing_map.is_cuda):
                     widest = int(widest_token(routing_map))
-                num_parts = max(1, -(-widest // MAX_TOPK)) if in_parts else 1
-                if not in_parts:
-                    allowed = f"≤ {MAX_TOPK}, or dispatch_with_permute"
-                    require(widest <= MAX_TOPK, "experts of one token in routing_map", widest, allowed)
+                num_parts = max(1, -(-widest // MAX_TOPK))
             topk_idx, topk_weights = map_to_indices(routing_map, probs, num_parts)
             num_tokens *= num_parts
         elif topk_idx is None:
-            raise ConfigError("neither of topk_idx and routing_map given; allowed: one of them")
+            raise ConfigError("neither of topk_idx and routing_map is given; allowed: one of them")
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
@@ -165,8 +169,9 @@ class HybridArguments(BaseBuffer):
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=map_shape, device=device)
             if routing_map.is_cpu:
                 of_parts, _ = indices_to_map(known_idx, None, known_idx.shape[0], num_experts)
-                same = torch.equal(routing_map, of_parts.view(num_tokens, num_parts, num_experts).any(1))
-                require(same, "routing", "another than that of the handle", "the same, or None")
+                _require_same_routing(
+                    torch.equal(routing_map, of_parts.view(num_tokens, num_parts, num_experts).any(1))
+                )
         if probs is not None:
             require_tensor("probs", probs, dtypes=(torch.float32,), shape=map_shape, device=device)
             return probs_in_columns(known_idx, probs.repeat_interleave(num_parts, 0) if num_parts > 1 else probs)
@@ -175,13 +180,46 @@ class HybridArguments(BaseBuffer):
             require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
         return packed(topk_weights)
 
+    def _probs_along(
+        self,
+        known_map: Tensor,
+        num_experts: int,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        probs: Tensor | None,
+        routing_map: Tensor | None,
+    ) -> Tensor | None:
+        """The same of a handle that was made with a map: ``[T, E]``, 0 outside the map."""
+        if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
+            return None
+        _check_pairs(topk_idx, topk_weights, probs, routing_map)
+        num_tokens, device = known_map.shape[0], known_map.device
+        if topk_idx is not None:
+            self._check_topk(topk_idx, topk_weights, num_experts, device)
+            routing_map, probs = indices_to_map(topk_idx, topk_weights, num_tokens, num_experts)
+        elif topk_weights is not None:
+            require(False, "topk_weights", "given without topk_idx", "probs, with this handle, which a map has made")
+        shape = (num_tokens, num_experts)
+        if routing_map is not None:
+            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
+            if routing_map.is_cpu:
+                _require_same_routing(torch.equal(routing_map, known_map))
+        if probs is None:
+            return None
+        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
+        return torch.where(known_map, probs, 0.0)
+
+
+def _require_same_routing(is_same: bool) -> None:
+    require(is_same, "routing", "another than that of the handle", "the handle's, or None")
+
 
 def _check_pairs(
     topk_idx: Tensor | None, topk_weights: Tensor | None, probs: Tensor | None, routing_map: Tensor | None
 ) -> None:
     """`topk_weights` belong to `topk_idx`, and `probs` to `routing_map`."""
     if topk_idx is not None and routing_map is not None:
-        raise ConfigError("both of topk_idx and routing_map given; allowed: one of them")
+        raise ConfigError("both of topk_idx and routing_map are given; allowed: one of them")
     require(topk_idx is None or probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
     require(routing_map is None or topk_weights is None, "topk_weights", "given with routing_map", "None (give probs)")
     require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")

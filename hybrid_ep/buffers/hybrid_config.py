@@ -36,8 +36,11 @@ class HybridEpConfigInstance:
     """The sizes of one call, and settings of the peer's kernels that nothing here depends on.
 
     Attributes:
-        hidden_dim, max_num_of_tokens_per_rank, num_of_experts_per_rank: as in `BufferConfig`.
-        num_of_ranks_per_node, num_of_nodes: ranks of a domain, and domains.
+        hidden_dim: as in `BufferConfig`.
+        max_num_of_tokens_per_rank: as in `BufferConfig`.
+        num_of_experts_per_rank: as in `BufferConfig`.
+        num_of_ranks_per_node: ranks of a domain.
+        num_of_nodes: domains.
         pad_multiple: of every expert's block.
 
     Example:

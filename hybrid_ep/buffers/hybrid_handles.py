@@ -44,8 +44,9 @@ class HybridHandle(_Handle):
     """Of `dispatch`, for `combine` and for a cached `dispatch`; 7 entries, in the order of the attributes.
 
     Attributes:
-        topk_idx: ``[T, K]`` int64; this rank's routing.
-        recv_topk_idx: ``[N, K]`` int64; experts of each received row, counted from the domain's first, −1 elsewhere.
+        routing: this rank's: ``[T, K]`` int64, or ``[T, E]`` bool where a map of more than 32 columns was given.
+        received: of each received row, the experts of the domain: ``[N, K]`` int64 counted from the domain's first, −1
+            elsewhere; or ``[N, experts of the domain]`` bool.
         dispatch: the engine's handle.
         num_dispatched_tokens: ``[1]`` int32 on the device; rows that arrived.
         local_expert_routing_map: ``[N, LE]`` bool; which of this rank's experts a received row is for.
@@ -54,8 +55,8 @@ class HybridHandle(_Handle):
     """
 
     _entries = (
-        "topk_idx",
-        "recv_topk_idx",
+        "routing",
+        "received",
         "dispatch",
         "num_dispatched_tokens",
         "local_expert_routing_map",
@@ -64,10 +65,15 @@ class HybridHandle(_Handle):
     )
 
     def __init__(
-        self, topk_idx: Tensor, recv_topk_idx: Tensor, dispatch: DispatchHandle, config: HybridEpConfigInstance
+        self, routing: Tensor, received: Tensor, dispatch: DispatchHandle, config: HybridEpConfigInstance
     ) -> None:
-        self.topk_idx, self.recv_topk_idx, self.dispatch, self.config = topk_idx, recv_topk_idx, dispatch, config
+        self.routing, self.received, self.dispatch, self.config = routing, received, dispatch, config
         self.num_of_tokens_per_rank = dispatch.num_tokens
+
+    @property
+    def is_map(self) -> bool:
+        """Whether `routing` and `received` are maps."""
+        return self.routing.dtype == torch.bool
 
     @property
     def num_dispatched_tokens(self) -> Tensor:
@@ -77,7 +83,10 @@ class HybridHandle(_Handle):
     def local_expert_routing_map(self) -> Tensor:
         grid = self.dispatch.grid
         num_local = self.dispatch.num_experts // grid.num_ranks
-        local = self.recv_topk_idx - (grid.rank - grid.domain.start) * num_local
+        first = (grid.rank - grid.domain.start) * num_local
+        if self.is_map:
+            return self.received[:, first : first + num_local]
+        local = self.received - first
         return _to_map(torch.where((local >= 0) & (local < num_local), local, -1), num_local)
 
 

@@ -424,7 +424,7 @@ class LowLatencyCalls(BaseBuffer):
             nonlocal num_calls
             num_calls += 1
             # Otherwise it would wait for what no rank sends, or take the place of a later call.
-            require(num_calls == 1, "calls of a receive hook", num_calls, "1")
+            require(num_calls == 1, "calls of one receive hook", num_calls, "1")
             since = self._num_cleanings - num_cleanings
             require(since == 0, "calls of clean_low_latency_buffer since a hook's call", since, "0")
             self._finish_call(finish)

@@ -76,7 +76,9 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     Attributes:
         num_sms: SMs that configurations made by `get_dispatch_config` and `get_combine_config` use, and once
             `set_num_sms` was called, calls without a configuration.
-        group, rank, group_size: of the process group.
+        group: the process group.
+        rank: of this process in the group.
+        group_size: its ranks.
 
     Raises:
         ConfigError, TopologyError: an argument does not fit the group.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, as_rows, as_words, check_nvfp4_rows, check_rows
-from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_tensor, traits
-from hybrid_ep.core.layout import compute_layout, map_to_indices, widest_token
+from hybrid_ep.core.checks import Passed, packed, require, require_tensor, traits
+from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
@@ -76,14 +76,10 @@ class NormalArguments(BaseBuffer):
         in_rank_shape = (num_tokens, self.group_size)
         require_tensor("is_token_in_rank", is_token_in_rank, dtypes=(torch.bool,), shape=in_rank_shape, device=device)
         num_experts = num_tokens_per_expert.shape[0]
-        num_local = self._num_local_experts(num_experts)
+        self._num_local_experts(num_experts)
         if topk_idx is None:
             require(topk_weights is None, "topk_weights", "given", "None without topk_idx")
-            if self.group_size > MAX_TOPK:
-                widest = int(widest_token(is_token_in_rank))
-                require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
-            ranks, _ = map_to_indices(is_token_in_rank, None)
-            return Routing(torch.where(ranks >= 0, ranks * num_local, -1), None, num_experts, has_topk=False)
+            return self._routing_by_rank(is_token_in_rank, num_experts)
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")

@@ -31,6 +31,9 @@ class RankGrid:
                 f"num_ranks_per_domain is {self.num_ranks_per_domain}; allowed: a divisor of {self.num_ranks} ranks"
             )
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.num_domains} domains of {self.num_ranks_per_domain} ranks"
+
     @property
     def num_domains(self) -> int:
         return self.num_ranks // self.num_ranks_per_domain

@@ -192,7 +192,7 @@ class Arena:
             ConfigError: a CUDA graph is captured.
         """
         if is_capturing(self._device.index):
-            raise ConfigError("the receive pool was to shrink in a capture; allowed: outside of one")
+            raise ConfigError("empty_cache is called while a CUDA graph is captured; allowed: before and after it")
         self._replace(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, self._most_slots))
         self._is_full = False
 

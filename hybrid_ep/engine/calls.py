@@ -8,13 +8,13 @@ rank may send in low-latency mode.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
-from hybrid_ep.errors import TimeoutError
+from hybrid_ep.errors import ConfigError, TimeoutError
 
 __all__ = [
     "MIN_TOKENS_TO_SUM",
@@ -36,12 +36,15 @@ __all__ = [
     "Routing",
     "Rows",
     "missing_signal",
+    "state_of",
 ]
 
 # A source must have so many tokens for low-latency combine to sum a token's rows on one rank before they cross. With
 # fewer, waiting for the weights costs more than the saved bytes (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
 NO_SUMS = 2**29 - 1
+_T = TypeVar("_T")
+
 SEND_TIMEOUT_DIVISOR = 2  # a low-latency send waits for at most this part of the timeout
 
 
@@ -140,6 +143,17 @@ class LowLatencyHandle(NamedTuple):
     grid: RankGrid
     memory: Tensor
     state: Any
+
+
+def state_of(handle: DispatchHandle | PermuteHandle | LowLatencyHandle, kind: type[_T]) -> _T:
+    """What an engine keeps in a handle.
+
+    Raises:
+        ConfigError: another engine made the handle.
+    """
+    if not isinstance(handle.state, kind):
+        raise ConfigError("handle is of another engine; allowed: one that a dispatch of this buffer's engine returned")
+    return handle.state
 
 
 class ExpertSignals(NamedTuple):

@@ -38,13 +38,16 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
     LowLatencyHandle,
     Rows,
+    state_of,
 )
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
+    CombineShape,
     DispatchShape,
-    plan_combine_between,
+    combine_shape_of,
+    plan_combine,
     plan_dispatch_between,
     scale_kind,
     shape_along,
@@ -261,7 +264,7 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        route = self._route_of(handle)
+        route = state_of(handle, _Route)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, 0, route.max_recv)
@@ -331,31 +334,20 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        data, weights, bias, num_sms, _ = request
-        route = self._route_of(handle)
+        data, weights = aligned(request.data), request.weights
+        route = state_of(handle, _Route)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        num_rows, hidden = data.shape
-        num_weights = 0 if weights is None else weights.shape[1]
-        plan = plan_combine_between(
-            handle.num_tokens,
-            num_rows,
-            hidden,
-            data.dtype,
-            num_weights,
-            num_sms,
-            handle.num_topk,
-            handle.num_experts,
-        )
+        plan = plan_combine(combine_shape_of(request, handle))
         self._arena.ensure(plan.slot_bytes_for(route.max_sums))
         self._arena.note_use(stream)
-        out, own_sums = (torch.empty(handle.num_tokens, hidden, dtype=data.dtype, device=data.device) for _ in range(2))
+        size = (handle.num_tokens, data.shape[1])
+        out, own_sums = (torch.empty(size, dtype=data.dtype, device=data.device) for _ in range(2))
         out_weights = own_weights = None
         if weights is not None:
-            size = (handle.num_tokens, num_weights)
+            size = (handle.num_tokens, weights.shape[1])
             out_weights, own_weights = (torch.empty(size, dtype=torch.float32, device=data.device) for _ in range(2))
-        data = aligned(data)
-        terms = [aligned(term) for term in bias]
+        terms = [aligned(term) for term in request.bias]
         self._between.combine(
             plan=plan,
             rows=data.data_ptr(),
@@ -410,7 +402,7 @@ class CudaBetween(TorchEngine):
             None,
         )
         dispatch = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
-        combine = plan_combine_between(num_tokens, num_tokens, hidden, bf16, 0, None, num_topk, num_experts)
+        combine = plan_combine(CombineShape(num_tokens, num_tokens, hidden, bf16, num_topk, num_experts, 0))
         return _cuda.between_chunk(dispatch), _cuda.between_chunk(combine)
 
     @one_at_a_time
@@ -427,9 +419,7 @@ class CudaBetween(TorchEngine):
         self._end_launch()
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        route = handle.state
-        assert isinstance(route, _Route)
-        return route.max_recv
+        return state_of(handle, _Route).max_recv
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
         num_local = handle.num_experts // self.grid.num_ranks
@@ -448,7 +438,7 @@ class CudaBetween(TorchEngine):
 
     def _counts_of(self, handle: DispatchHandle, part: int, shape: list[int]) -> Tensor:
         """What `_cuda.between_counts` names in a route, for the current stream."""
-        route = self._route_of(handle)
+        route = state_of(handle, _Route)
         route.chunk.note_use(current_raw_stream(self._index))
         offset = _cuda.between_counts(
             num_domains=self.grid.num_domains,
@@ -506,12 +496,6 @@ class CudaBetween(TorchEngine):
         """Must follow all that a call does with the arena; raises what an earlier call left."""
         self._order.end()
         self._raise_late()
-
-    def _route_of(self, handle: DispatchHandle) -> _Route:
-        route = handle.state
-        if not isinstance(route, _Route) or handle.grid != self.grid:
-            raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
-        return route
 
     def _wait_for_counts(self, counts_epoch: int, stream: int, reported: Tensor | None) -> HostCounts:
         num_counts = 0 if reported is None else len(reported)

@@ -42,11 +42,19 @@ from hybrid_ep.engine.calls import (
     PermuteHandle,
     Routing,
     Rows,
+    state_of,
 )
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import plan_combine, plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda_plan import (
+    combine_shape_of,
+    combine_shape_of_experts,
+    plan_combine,
+    plan_dispatch,
+    shape_along,
+    shape_of,
+)
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
@@ -143,20 +151,17 @@ class CudaEngine(Engine):
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        sent = self._send_again(request, handle, _route_of(handle).num_recv, 0)
+        sent = self._send_again(request, handle, state_of(handle, Route).num_recv, 0)
         with sent.lease:
             output = self._results(sent)
             self._end()
         return _as_sent(request.rows, output.rows, output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        data, weights, bias, num_sms, _ = request
-        route = _route_of(handle)
+        route = state_of(handle, Route)
         stream = self._begin()
-        num_rows, hidden = data.shape
-        num_weights = 0 if weights is None else weights.shape[1]
-        plan = plan_combine(handle.num_tokens, num_rows, hidden, data.dtype, num_weights, num_sms)
-        return self._combine(plan, aligned(data), weights, bias, handle, route, stream)
+        plan = plan_combine(combine_shape_of(request, handle))
+        return self._combine(plan, aligned(request.data), request.weights, request.bias, handle, route, stream)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing
@@ -179,7 +184,7 @@ class CudaEngine(Engine):
         return Permuted(permuted, probs, counts, handle)
 
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
-        state = _state_of(handle)
+        state = state_of(handle, PermuteState)
         sent = self._send_again(request, handle.dispatch, handle.num_permuted, handle.pad_multiple)
         with sent.lease:
             state.chunk.note_use(sent.stream)
@@ -188,34 +193,21 @@ class CudaEngine(Engine):
         return permuted
 
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        data, probs, bias, num_sms, num_expert_sms = request
-        state, route = _state_of(handle), _route_of(handle.dispatch)
+        data, probs, dispatch = aligned(request.data), request.weights, handle.dispatch
+        state, route = state_of(handle, PermuteState), state_of(dispatch, Route)
         stream = self._begin()
-        (num_copies, hidden), dispatch = data.shape, handle.dispatch
         num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
         state.begin_combine(self._communicator, num_recv, num_topk, stream)
-        data = aligned(data)
-        sums = torch.empty(num_recv, hidden, dtype=data.dtype, device=data.device)
+        sums = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
         weights = None
         if probs is not None:
             weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
-        num_weights = 0 if probs is None else num_topk
-        plan = plan_combine(
-            dispatch.num_tokens,
-            num_recv,
-            hidden,
-            data.dtype,
-            num_weights,
-            num_sms,
-            num_topk,
-            num_copies,
-            num_expert_sms,
-        )
+        plan = plan_combine(combine_shape_of_experts(request, dispatch))
         experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(plan, sums, weights, bias, dispatch, route, stream, experts)
+        return self._combine(plan, sums, weights, request.bias, dispatch, route, stream, experts)
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        return _route_of(handle).tokens_per_expert(handle.num_experts // self.grid.num_ranks)
+        return state_of(handle, Route).tokens_per_expert(handle.num_experts // self.grid.num_ranks)
 
     @property
     def default_num_sms(self) -> int:
@@ -223,10 +215,10 @@ class CudaEngine(Engine):
         return num_sms
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        return _route_of(handle).max_recv
+        return state_of(handle, Route).max_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
-        if not _state_of(handle).waited:
+        if not state_of(handle, PermuteState).waited:
             super().raise_on_overflow(handle)
 
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
@@ -466,7 +458,7 @@ class CudaEngine(Engine):
             num_rows: of the result.
             pad_multiple: as in `DispatchRequest`.
         """
-        route = _route_of(handle)
+        route = state_of(handle, Route)
         stream = self._begin()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, pad_multiple, route.max_recv)
@@ -568,21 +560,3 @@ class CudaEngine(Engine):
 def _as_sent(sent: Rows, data: Tensor, scales: Tensor | None) -> Rows:
     """The rows of a dispatch, in the dtype in which they were sent."""
     return Rows(data) if sent.scales is None else Rows(data.view(sent.data.dtype), scales)
-
-
-def _route_of(handle: DispatchHandle) -> Route:
-    """What this engine keeps in a handle.
-
-    Raises:
-        ConfigError: another engine made it.
-    """
-    if not isinstance(handle.state, Route):
-        raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
-    return handle.state
-
-
-def _state_of(handle: PermuteHandle) -> PermuteState:
-    """The same of an expert-major dispatch."""
-    if not isinstance(handle.state, PermuteState):
-        raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
-    return handle.state

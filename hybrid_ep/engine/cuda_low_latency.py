@@ -27,6 +27,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
+    state_of,
 )
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -122,8 +123,8 @@ class _Buffers:
     def next(self, what: str) -> int:
         """The buffer that the next call sends into."""
         if self.in_flight[self.next_idx]:
-            allowed = f"at most {len(self.in_flight)} whose hook has not been called"
-            raise ConfigError(f"{what} calls on their way are {len(self.in_flight) + 1}; allowed: {allowed}")
+            most = len(self.in_flight)
+            raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
         return self.next_idx
 
     def note_sent(self) -> None:
@@ -274,9 +275,7 @@ class CudaLowLatency:
 
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         data, topk_idx, topk_weights, out, min_tokens_to_sum, use_logfmt, wait_stats, signals = request
-        state = handle.state
-        if not isinstance(state, _State):
-            raise ConfigError("handle is of another engine; allowed: one that a dispatch of the cuda engine returned")
+        state = state_of(handle, _State)
         plan, num_tokens = state.plan, state.num_tokens
         if topk_idx.shape != (num_tokens, plan.num_topk):
             allowed = f"{[num_tokens, plan.num_topk]}, as dispatched"
@@ -291,7 +290,9 @@ class CudaLowLatency:
             data = aligned(data)
         elif data.data_ptr() % _cuda.row_align_bytes:  # a copy would be made before the experts have written
             offset, unit = data.data_ptr() % _cuda.row_align_bytes, _cuda.row_align_bytes
-            raise ConfigError(f"x begins {offset} bytes after a multiple of {unit}; allowed with overlap: 0")
+            raise ConfigError(
+                f"x.data_ptr() is {offset} bytes after a multiple of {unit}; allowed with overlap: a multiple"
+            )
         stream = self._begin()
         state.chunk.note_use(stream)
         rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt

@@ -14,14 +14,16 @@ import torch
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import ABSENT, dtype_code, too_many_tokens
-from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
+    "CombineShape",
     "DispatchPlan",
     "DispatchShape",
+    "combine_shape_of",
+    "combine_shape_of_experts",
     "plan_combine",
-    "plan_combine_between",
     "plan_dispatch",
     "plan_dispatch_between",
     "refusal_of",
@@ -210,57 +212,73 @@ def _plan(make: type[_Native], rank: int, num_ranks: int, shape: DispatchShape) 
     return DispatchPlan(native, text, native.num_tokens)
 
 
-@functools.lru_cache(_MAX_PLANS)
-def plan_combine(
-    num_tokens: int,
-    num_rows: int,
-    hidden: int,
-    dtype: torch.dtype,
-    num_weights: int,
-    num_sms: int | None,
-    num_topk: int = 0,
-    num_expert_rows: int = 0,
-    num_expert_sms: int | None = None,
-) -> _cuda.CombinePlan:
-    """Plans a combine of rows into `num_tokens` tokens.
+class CombineShape(NamedTuple):
+    """What a plan must know of a combine: those of one shape share a plan.
 
-    Args:
-        num_tokens, num_rows, hidden, dtype: of the result, and of the rows that are sent.
+    Attributes:
+        num_tokens: of the result.
+        num_rows, hidden, dtype: of the rows that are sent.
+        num_topk, num_experts: of the route.
         num_weights: of a row; 0 = none.
-        num_sms: as in `CombineRequest`.
-        num_topk, num_expert_rows: from experts, as many rows are first summed, at most `num_topk` to one; 0 = none are.
+        num_sms: SMs to use; None = the default.
+        num_expert_rows: of experts, which are first summed to the rows that are sent; None = those are given.
         num_expert_sms: SMs that do that; None = the default.
     """
-    return _cuda.CombinePlan(
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        row_bytes=row_bytes_of(hidden, dtype),
-        num_weights=num_weights,
-        num_sms=num_sms or 0,
-        num_topk=num_topk,
-        num_expert_rows=num_expert_rows,
-        num_expert_sms=num_expert_sms or 0,
+
+    num_tokens: int
+    num_rows: int
+    hidden: int
+    dtype: torch.dtype
+    num_topk: int
+    num_experts: int
+    num_weights: int
+    num_sms: int | None = None
+    num_expert_rows: int | None = None
+    num_expert_sms: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes_of(self.hidden, self.dtype)
+
+
+def combine_shape_of(request: CombineRequest, handle: DispatchHandle) -> CombineShape:
+    """The shape of a combine of received rows."""
+    num_rows, hidden = request.data.shape
+    num_weights = 0 if request.weights is None else request.weights.shape[1]
+    return CombineShape(
+        handle.num_tokens,
+        num_rows,
+        hidden,
+        request.data.dtype,
+        handle.num_topk,
+        handle.num_experts,
+        num_weights,
+        request.num_sms,
+    )
+
+
+def combine_shape_of_experts(request: CombineRequest, handle: DispatchHandle) -> CombineShape:
+    """The shape of a combine of permuted rows."""
+    num_expert_rows, hidden = request.data.shape
+    return CombineShape(
+        handle.num_tokens,
+        handle.num_recv,
+        hidden,
+        request.data.dtype,
+        handle.num_topk,
+        handle.num_experts,
+        0 if request.weights is None else handle.num_topk,
+        request.num_sms,
+        num_expert_rows,
+        request.num_expert_sms,
     )
 
 
 @functools.lru_cache(_MAX_PLANS)
-def plan_combine_between(
-    num_tokens: int,
-    num_rows: int,
-    hidden: int,
-    dtype: torch.dtype,
-    num_weights: int,
-    num_sms: int | None,
-    num_topk: int,
-    num_experts: int,
-) -> _cuda.BetweenCombinePlan:
-    """Plans a combine between domains; `num_topk` and `num_experts` are those of the route, the rest as above."""
-    return _cuda.BetweenCombinePlan(
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        row_bytes=row_bytes_of(hidden, dtype),
-        num_topk=num_topk,
-        num_experts=num_experts,
-        num_weights=num_weights,
-        num_sms=num_sms or 0,
-    )
+def plan_combine(shape: CombineShape) -> _cuda.CombinePlan:
+    """Plans a combine, inside a domain or between domains.
+
+    Raises:
+        ConfigError: rows that the kernels cannot move.
+    """
+    return _cuda.CombinePlan(shape)

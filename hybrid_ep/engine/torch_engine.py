@@ -39,6 +39,7 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     Rows,
+    state_of,
 )
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
@@ -156,8 +157,7 @@ class TorchEngine(Engine):
 
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        route = handle.state
-        assert isinstance(route, _Route)
+        route = state_of(handle, _Route)
         rows = request.rows
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
         fmt = RecordFormat.of(columns)
@@ -170,8 +170,7 @@ class TorchEngine(Engine):
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         data, weights = request.data, request.weights
-        route = handle.state
-        assert isinstance(route, _Route)
+        route = state_of(handle, _Route)
         num_weights = 0 if weights is None else weights.shape[1]
         same = _row_fields(Rows(data)) | {"num_weights": num_weights, "handle": route.number}
         self._begin("combine", data.device, same)
@@ -217,7 +216,7 @@ class TorchEngine(Engine):
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         data, probs = request.data, request.weights
         num_recv = handle.dispatch.num_recv
-        permutation: Permutation = handle.state
+        permutation = state_of(handle, Permutation)
         kept = permutation.dst_row < handle.num_permuted
         row, column, dst_row = permutation.row[kept], permutation.column[kept], permutation.dst_row[kept]
         # A row's copies in ascending order of their rows: by local expert, then column.
@@ -234,9 +233,7 @@ class TorchEngine(Engine):
         return self.combine(request._replace(data=sums.to(data.dtype), weights=weights), handle.dispatch)
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        route = handle.state
-        assert isinstance(route, _Route)
-        return route.num_tokens_per_expert
+        return state_of(handle, _Route).num_tokens_per_expert
 
     @property
     def default_num_sms(self) -> int:
@@ -365,7 +362,7 @@ def _padded(result: Dispatched, bound: int) -> Dispatched:
 
 def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) -> Tensor:
     """``[N, …]`` received rows → ``[P, …]`` (or, for weights, ``[N, K]`` → ``[P]``); padding stays zero."""
-    permutation: Permutation = handle.state
+    permutation = state_of(handle, Permutation)
     kept = permutation.dst_row < handle.num_permuted
     row, dst_row = permutation.row[kept], permutation.dst_row[kept]
     copies = received[row, permutation.column[kept]] if weights else received[row]

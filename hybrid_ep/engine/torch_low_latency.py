@@ -27,6 +27,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Rows,
     missing_signal,
+    state_of,
 )
 from hybrid_ep.engine.exchange import Exchange
 from hybrid_ep.engine.hop import Hop
@@ -138,7 +139,7 @@ class TorchLowLatency:
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         data, topk_idx, topk_weights, out, min_tokens_to_sum, use_logfmt, wait_stats, signals = request
         exchange, grid = self._exchange, self._exchange.grid
-        state: _State = handle.state
+        state = state_of(handle, _State)
         num_local = handle.num_experts // grid.num_ranks
         if not torch.equal(topk_idx, state.topk_idx):
             raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")

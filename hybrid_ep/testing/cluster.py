@@ -101,7 +101,7 @@ class VirtualCluster:
             raise ConfigError(f"ranks_share_gpus is True with device {device!r}; allowed with it: 'cuda'")
         num_gpus = torch.cuda.device_count() if device == "cuda" else 0
         if ranks_share_gpus and num_gpus == 0:
-            raise ConfigError("the GPUs that ranks share are 0; allowed: ≥ 1")
+            raise ConfigError("ranks_share_gpus is True, and no GPU is visible; allowed: with at least one")
         if device == "cuda" and not ranks_share_gpus and num_gpus < num_ranks:
             raise ConfigError(f"num_ranks is {num_ranks}; allowed with cuda: ≤ {num_gpus} GPUs")
         for variable in env.VARIABLES:

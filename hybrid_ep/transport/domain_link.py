@@ -172,7 +172,7 @@ def open_link(
     by_rank = [[TransportState(**state) for state in vote["states"]] for vote in votes]
     choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
     if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
-        raise ConfigError("transport is 'nvshmem', which has no link without kernels; allowed: verbs, tcp or loopback")
+        raise ConfigError("transport is 'nvshmem' without the cuda engine; allowed then: verbs, tcp or loopback")
     store, prefix = board.store, f"{board.name}/link {number}"
     return connect_link(
         choice,

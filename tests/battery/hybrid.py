@@ -40,15 +40,16 @@ def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
 
 
 def routings(case: Case, device: str) -> list[tuple[dict[str, Any], Case]]:
-    """The same routing as indices and as a map, and the case that each of them is."""
+    """The same routing as indices, up to 32 for a token, and as a map, and the case that each of them is."""
     inputs = on(device, case.inputs(dist.get_rank()))
     routing_map, probs = indices_to_map(
         inputs.topk_idx, inputs.topk_weights, inputs.topk_idx.shape[0], case.num_experts
     )
-    return [
-        ({"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts}, case),
-        ({"routing_map": routing_map, "probs": probs}, case.as_map()),
-    ]
+    as_map = ({"routing_map": routing_map, "probs": probs}, case.as_map())
+    if case.topk > MAX_TOPK:
+        return [as_map]
+    as_indices = {"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts}
+    return [(as_indices, case), as_map]
 
 
 def probs_of(case: Case, rank: int) -> Tensor:
@@ -69,12 +70,19 @@ def check_plain(case: Case, device: str = "cpu") -> None:
     first, size = domain * case.per_domain * num_local, case.per_domain * num_local
     sources = [case.inputs(r).x for r in range(case.num_ranks)]
     all_probs = [probs_of(case, r)[:, first : first + size] for r in range(case.num_ranks)]
+    maps = [
+        indices_to_map(i.topk_idx, None, len(i.x), case.num_experts)[0] for i in map(case.inputs, range(case.num_ranks))
+    ]
     with make_buffer(case) as buffer:
         for routing, _ in routings(case, device):
             hidden, probs, scales, handle = buffer.dispatch(inputs.x, **routing)
             assert scales is None
             equal(hidden, gather_rows(case, rows, sources), "hidden")
             equal(probs, gather_rows(case, rows, all_probs), "probs")
+            own_experts = slice(rank * num_local - first, (rank + 1) * num_local - first)
+            named = gather_rows(case, rows, [chosen[:, first : first + size] for chosen in maps])
+            equal(handle[4], named[:, own_experts], "routing map of local experts")
+            assert int(handle[3]) == len(rows)
             again, no_probs, _, _ = buffer.dispatch(inputs.x * 2, handle=handle)
             assert no_probs is None
             given = {name: routing[name] for name in ("topk_weights", "probs") if name in routing}
@@ -84,6 +92,14 @@ def check_plain(case: Case, device: str = "cpu") -> None:
             equal(doubled, twice, "hidden with weights")
             equal(probs_again, gather_rows(case, rows, all_probs), "probs along a handle")
             assert same is handle
+
+            # With a bound that leaves rows free, where all ranks can send more.
+            bound = min(len(rows) + 3, case.max_tokens * case.num_ranks)
+            bounded, free_probs, _, _ = buffer.dispatch(inputs.x, **routing, num_dispatched_tokens=bound)
+            equal(bounded[: len(rows)], hidden.cpu(), "hidden within a bound")
+            equal(
+                free_probs, torch.cat([probs, probs.new_zeros(bound - len(rows), size)]).cpu(), "probs within a bound"
+            )
 
             # Each rank sends home the probabilities of its own experts, as a training step does.
             own = torch.zeros_like(probs)
@@ -299,10 +315,6 @@ def check_wide(case: Case, device: str = "cpu") -> None:
             again, again_probs, *_ = buffer.dispatch_with_permute(hidden=2 * inputs.x, handle=handle, **given)
             equal(again, permuted_rows(copies, [2 * x for x in tokens]), "hidden along the handle")
             equal(again_probs, torch.tensor(want_probs, dtype=torch.float32), "probs along the handle")
-        if num_tokens:
-            told = f"in routing_map is {case.topk}; allowed: ≤ 32, or dispatch_with_permute"
-            with pytest.raises(hybrid_ep.ConfigError, match=told):
-                buffer.dispatch(inputs.x, **given)
         narrow = case.inputs(rank).topk_idx[:, :2].to(device)
         _, _, _, counts, _ = buffer.dispatch_with_permute(
             hidden=inputs.x, topk_idx=narrow, num_of_experts=case.num_experts

@@ -27,9 +27,12 @@ __all__ = [
     "ROOT",
     "check_megatron",
     "check_sglang",
+    "check_sglang_normal",
     "check_sglang_overlap",
+    "check_torchtitan",
     "check_vllm_decode",
     "check_vllm_prefill",
+    "check_vllm_v2",
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -149,6 +152,34 @@ def _import_sglang(part: str) -> Any:
     return __import__(f"{name}.{part}", fromlist=[part])
 
 
+def check_sglang_normal(is_async: bool) -> None:
+    """Its dispatcher for DeepEP V1 in prefill: rows by source, with local experts."""
+    module = _import_sglang("deepep")
+    module.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = True  # combine takes rows of no other experts
+    module._is_npu = False
+    module._deepep_precompile_tp_barrier = lambda: None
+    module.DeepEPConfig._instance = SimpleNamespace(normal_dispatch_config=None, normal_combine_config=None)
+    rank, case = dist.get_rank(), _case()
+    inputs, first = case.inputs(rank), rank * case.num_experts // case.num_ranks
+    buffer = module.Buffer(dist.group.WORLD, 1 << 20, 0)
+    made = object.__new__(module._DeepEPDispatcherImplNormal)
+    made.async_finish, made.use_fp8, made.num_experts, made._get_buffer = (
+        is_async,
+        False,
+        case.num_experts,
+        lambda: buffer,
+    )
+    topk = SimpleNamespace(topk_ids=inputs.topk_idx.to(torch.int32), topk_weights=inputs.topk_weights)
+    for _ in range(2):
+        sent = made.dispatch_b(*made.dispatch_a(inputs.x, topk))
+        assert all(count % 128 == 0 for count in sent.num_recv_tokens_per_expert)
+        factors = torch.where(sent.topk_ids >= 0, sent.topk_weights * (sent.topk_ids + first + 1), 0.0)
+        y = (sent.hidden_states.float() * factors.sum(1, keepdim=True)).to(torch.bfloat16)
+        combined = made.combine_b(*made.combine_a(y, sent.topk_ids, sent.topk_weights))
+        torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    buffer.destroy()
+
+
 def check_sglang_overlap(is_blackwell: bool) -> None:
     """Its low-latency dispatcher with single-batch overlap: combine is called while experts still write."""
     module = _import_sglang("deepep")
@@ -224,6 +255,78 @@ def check_sglang(is_decode: bool) -> None:
     state.buffer.close()
 
 
+def _import_torchtitan(part: str) -> Any:
+    """Its operators for one of the interfaces, on CPU tensors too."""
+    _import_from("torchtitan")
+    name = "torchtitan.distributed.deepep"
+    folder = ROOT / "torchtitan" / "torchtitan" / "distributed" / "deepep"
+    if name not in sys.modules:
+        files = {f"{name}.{file}": folder / f"{file}.py" for file in ("deepep", "hybridep")}
+        sys.meta_path.insert(0, _Stubs("torchtitan", files))
+    is_new = f"{name}.{part}" not in sys.modules
+    import torch._library.opaque_object as opaque_object
+
+    if not hasattr(opaque_object, "CustomClassBase"):  # its name after torch 2.13
+        opaque_object.CustomClassBase = opaque_object.OpaqueBase  # type: ignore[attr-defined]
+    module: Any = __import__(f"{name}.{part}", fromlist=[part])
+    if is_new and part == "deepep":
+        module._lib.impl("dispatch", module._dispatch_op_impl, "CPU")
+        module._lib.impl("combine", module._combine_op_impl, "CPU")
+    elif is_new:
+        for operator in (
+            module._dispatch_impl,
+            module._combine_impl,
+            module._dispatch_bwd_impl,
+            module._combine_bwd_impl,
+        ):
+            operator.register_kernel("cpu")(operator._init_fn)
+    return module
+
+
+def check_torchtitan(backend: str, is_training: bool) -> None:
+    """Its dispatcher against a dense mixture: with a backward pass, and without it a number of rows that is fixed."""
+    module = _import_torchtitan(backend)
+    rank, case = dist.get_rank(), replace(_case(), tokens=24)
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    x, scores = inputs.x.clone().requires_grad_(is_training), inputs.topk_weights.clone().requires_grad_(is_training)
+    tokens = (x, inputs.topk_idx, scores, num_local, case.num_experts)
+    if backend == "deepep":
+        module.get_buffer(dist.group.WORLD, hidden=case.hidden, num_max_tokens_per_rank=64, num_topk=case.topk)
+    else:
+        module.get_buffer(dist.group.WORLD, case.hidden, case.max_tokens, num_local)
+    for _ in range(2):
+        with torch.set_grad_enabled(is_training):
+            if backend == "deepep":
+                options = {
+                    "num_tokens_per_rank": case.max_tokens,
+                    "cudagraphable": True,
+                }  # False where gradients are on
+            else:
+                factor = None if is_training else 1.0
+                options = {"group": dist.group.WORLD, "non_blocking_expert_capacity_factor": factor}
+            rows, counts, state = module.dispatch_tokens(*tokens, **options)
+            if not is_training:
+                assert len(rows) > counts.sum(), "the number of rows does not follow the routing"
+            used = int(counts.sum())
+            y = _times_expert(rows[:used], counts.tolist(), torch.ones(used))
+            y = torch.cat([y, torch.zeros(len(rows) - used, case.hidden, dtype=y.dtype)])
+            combined = module.combine_tokens(y, state)
+            if backend == "deepep":
+                module.sync_combine()
+        torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+        if is_training:
+            x.grad = scores.grad = None
+            combined.float().sum().backward()
+            assert x.grad is not None
+            assert scores.grad is not None
+            factors = (inputs.topk_weights * (inputs.topk_idx + 1)).sum(1, keepdim=True).expand_as(x)
+            torch.testing.assert_close(x.grad.float(), factors, rtol=2**-5, atol=2**-5)
+            sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
+            torch.testing.assert_close(scores.grad, sums, rtol=2**-4, atol=2**-1)
+    module._buffer.close()
+    module._buffer = None
+
+
 def _import_vllm(part: str) -> Any:
     """One of its files for `Buffer`, with what it says of micro-batches made plain: there is one."""
     _import_from("vllm")
@@ -232,7 +335,7 @@ def _import_vllm(part: str) -> Any:
     if name not in sys.modules:
         parts = ("modular_kernel", "topk_weight_and_reduce")
         files = {f"{name}.{file}": folder / f"{file}.py" for file in parts}
-        for file in ("deepep_ht", "deepep_ll"):
+        for file in ("deepep_ht", "deepep_ll", "deepep_v2"):
             files[f"{name}.prepare_finalize.{file}"] = folder / "prepare_finalize" / f"{file}.py"
         files["vllm.utils.math_utils"] = ROOT / "vllm" / "vllm" / "utils" / "math_utils.py"
         sys.meta_path.insert(0, _Stubs("vllm", files))
@@ -308,6 +411,48 @@ def check_vllm_decode(is_async: bool) -> None:
             hook, receive = made.finalize_async(*back)
             hook()
             receive()
+        else:
+            made.finalize(*back)
+        torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    buffer.destroy()
+
+
+def _globalize(topk_idx: torch.Tensor, arrived: torch.Tensor, first: int, num_experts: int) -> torch.Tensor:
+    """What a Triton kernel of vLLM does to local experts of received rows."""
+    is_row = torch.arange(len(topk_idx)).unsqueeze(1) < arrived[-1]
+    is_kept = is_row & (topk_idx >= 0) & (topk_idx + first < num_experts)
+    return torch.where(is_kept, topk_idx + first, -1)
+
+
+def check_vllm_v2(is_decode: bool, is_async: bool) -> None:
+    """`DeepEPV2PrepareAndFinalize`: prefill has rows by expert, decode a bounded number of rows by source."""
+    module = _import_vllm("deepep_v2")
+    rank, case = dist.get_rank(), _case()
+    inputs, first = case.inputs(rank), rank * case.num_experts // case.num_ranks
+    import deep_ep
+
+    buffer = deep_ep.ElasticBuffer(
+        dist.group.WORLD, num_max_tokens_per_rank=64, hidden=case.hidden, num_topk=case.topk, explicitly_destroy=True
+    )
+    made = module.DeepEPV2PrepareAndFinalize(
+        buffer, case.num_ranks, 1, first, case.num_experts, case.topk, use_cudagraph=is_decode
+    )
+    module._globalize_recv_topk_idx = _globalize
+    everywhere = SimpleNamespace(num_tokens_across_dp_cpu=torch.full((case.num_ranks,), case.max_tokens))
+    module.get_forward_context = lambda: SimpleNamespace(dp_metadata=everywhere)
+    config = SimpleNamespace(is_block_quantized=False, quant_dtype=None, a1_scale=None)
+    sent = (inputs.x, inputs.topk_weights, inputs.topk_idx, case.num_experts, None, False, config)
+    for _ in range(2):
+        rows, scales, _, experts, weights = made.prepare_async(*sent, True)() if is_async else made.prepare(*sent, True)
+        assert scales is None
+        assert len(rows) == (case.num_ranks * 32 if is_decode else len(experts))
+        factors = torch.where(experts >= 0, weights * (experts + 1), 0.0).sum(1, keepdim=True)
+        y = torch.where(factors > 0, rows.float() * factors, 0.0).to(rows.dtype)
+        reduce = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+        output = torch.empty_like(inputs.x)
+        back = (output, y, weights, experts, False, reduce)
+        if is_async:
+            made.finalize_async(*back)()
         else:
             made.finalize(*back)
         torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)

@@ -27,10 +27,23 @@ def test_sglang(run_ranks: RunRanks, is_decode: bool) -> None:
     run_ranks(2, released.check_sglang, is_decode)
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
+def test_sglang_normal(run_ranks: RunRanks, is_async: bool) -> None:
+    _require("sglang")
+    run_ranks(2, released.check_sglang_normal, is_async)
+
+
 @pytest.mark.parametrize("is_blackwell", [False, True], ids=["comp_signal", "src_signals"])
 def test_sglang_overlap(run_ranks: RunRanks, is_blackwell: bool) -> None:
     _require("sglang")
     run_ranks(2, released.check_sglang_overlap, is_blackwell)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_torchtitan(run_ranks: RunRanks, backend: str, is_training: bool) -> None:
+    _require("torchtitan")
+    run_ranks(2, released.check_torchtitan, backend, is_training)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
@@ -38,3 +51,10 @@ def test_sglang_overlap(run_ranks: RunRanks, is_blackwell: bool) -> None:
 def test_vllm(run_ranks: RunRanks, check: Callable[..., None], is_async: bool) -> None:
     _require("vllm")
     run_ranks(2, check, is_async)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at_once", "async"])
+@pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
+def test_vllm_v2(run_ranks: RunRanks, is_decode: bool, is_async: bool) -> None:
+    _require("vllm")
+    run_ranks(2, released.check_vllm_v2, is_decode, is_async)

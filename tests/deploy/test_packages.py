@@ -53,7 +53,7 @@ assert deep_ep.Buffer is hybrid_ep.Buffer and indices_to_map is hybrid_ep.indice
     (real / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1\n")
     late = run(python, "-c", "import deep_ep", cwd=tmp_path)
     assert late.returncode != 0
-    assert "stands in the way of the real DeepEP 1.2.1" in late.stderr
+    assert "is installed beside the real DeepEP 1.2.1" in late.stderr
 
 
 @pytest.mark.parametrize(

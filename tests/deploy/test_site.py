@@ -58,3 +58,11 @@ def test_every_error_class_has_a_place_in_troubleshooting(site: Path) -> None:
     for name in set(errors.__all__) - {"HybridEPError"}:
         assert f'id="{name.lower()}"' in page, name
         assert f'href="../troubleshooting.html#{name.lower()}"' in reference, name
+
+
+def test_examples_are_code_and_results_are_one_text(site: Path) -> None:
+    page = (site / "reference" / "python.html").read_text()
+    assert page.count("&gt;&gt;&gt;") > 50
+    assert 'class="example"' not in page, "an example is a remark, and its lines are joined"
+    results = page.partition("Counts where this rank's tokens go")[2].partition("Returns:")[2].partition("Raises:")[0]
+    assert results.count("<li") == 1, results

@@ -241,14 +241,18 @@ class Rank(End):
         assert not needs_capacity
         received = self._check_received(num_recv, seed)
         out, own_sums = (Memory(2 * shape.hidden * shape.num_tokens) for _ in range(2))
-        combine = native.BetweenCombinePlan(
-            num_tokens=shape.num_tokens,
-            num_rows=num_recv,
-            row_bytes=2 * shape.hidden,
-            num_topk=shape.num_topk,
-            num_experts=shape.num_experts,
-            num_weights=0,
-            num_sms=_NUM_SMS,
+        combine = native.CombinePlan(
+            SimpleNamespace(
+                num_tokens=shape.num_tokens,
+                num_rows=num_recv,
+                row_bytes=2 * shape.hidden,
+                num_topk=shape.num_topk,
+                num_experts=shape.num_experts,
+                num_weights=0,
+                num_sms=_NUM_SMS,
+                num_expert_rows=None,
+                num_expert_sms=None,
+            )
         )
         returned = Memory(2 * shape.hidden * max(num_recv, 1))
         returned.write(b"".join(bf16([value + rank for value in values_of(row)]) for row in received))

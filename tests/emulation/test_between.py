@@ -128,6 +128,12 @@ def test_hybrid(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(4, f"battery.hybrid.{check}", Case("hybrid", 4, 20, num_ranks_per_domain=2))
 
 
+@pytest.mark.parametrize("check", ["check_plain", "check_wide"])
+def test_tokens_with_many_experts(run_emulated: RunEmulated, check: str) -> None:
+    case = Case("wide", 4, 6, hidden=128, topk=40, num_experts=160, num_ranks_per_domain=2)
+    run_emulated(4, f"battery.hybrid.{check}", case)
+
+
 @pytest.mark.parametrize("check", ["check_compact", "check_expanded", "check_gradients"])
 def test_elastic_buffer(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(4, f"battery.elastic.{check}", Case("elastic", 4, 20, num_ranks_per_domain=2))

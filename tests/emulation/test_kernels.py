@@ -51,7 +51,9 @@ def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
 
 
 def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
-    run_emulated(2, "battery.hybrid.check_wide", Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80))
+    case = Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80)
+    run_emulated(2, "battery.hybrid.check_wide", case)
+    run_emulated(2, "battery.hybrid.check_plain", case)
 
 
 @_cases("two_ranks", "holes", "zero_tokens_on_one_rank")

@@ -28,6 +28,7 @@ __all__ = [
     "check_captured_streams",
     "check_graph",
     "check_graph_by_expert",
+    "check_graph_by_map",
     "check_kept_handles",
     "check_long_earlier_work",
     "check_other_streams",
@@ -132,6 +133,49 @@ def check_graph_by_expert(num_replays: int) -> None:
             for got, want in zip(captured, step(), strict=True):
                 assert torch.equal(got, want), f"replay {seed}"
             assert torch.equal(captured[-1], kept_home)
+
+
+def check_graph_by_map(num_replays: int) -> None:
+    """The same of plain calls with a map of 80 columns, up to 60 experts of a token."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_tokens, num_experts = 40, 80 * num_ranks
+
+    def routing(seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(97 * seed + rank)
+        probs = torch.rand(num_tokens, num_experts, generator=generator)
+        chosen = probs >= probs.sort(1, descending=True).values[:, seed % 60 : seed % 60 + 1]
+        return chosen.cuda(), torch.where(chosen, probs, 0.0).cuda()
+
+    x = torch.randn(num_tokens, 1024, dtype=torch.bfloat16, device="cuda")
+    chosen, probs = routing(59)
+    with hybrid_ep.HybridEPBuffer(dist.group.WORLD, 1024, num_tokens, 80, engine="cuda") as buffer:
+
+        def step() -> list[Tensor]:
+            rows, row_probs, _, handle = buffer.dispatch(
+                x, routing_map=chosen, probs=probs, num_dispatched_tokens=num_tokens * num_ranks
+            )
+            assert row_probs is not None
+            used = torch.arange(len(rows), device="cuda").unsqueeze(1) < handle.num_dispatched_tokens
+            rows = torch.where(used, rows, 0.0)
+            first = rank * 80
+            own = torch.zeros_like(row_probs)
+            own[:, first : first + 80] = row_probs[:, first : first + 80]
+            home, home_probs = buffer.combine(rows, own, handle)
+            assert home_probs is not None
+            return [rows, row_probs, handle.local_expert_routing_map, home, home_probs]
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for seed in range(1, num_replays + 1):
+            for target, source in zip((chosen, probs), routing(seed), strict=True):
+                target.copy_(source)
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(captured[-1], probs), f"replay {seed}"
+            for got, want in zip(captured, step(), strict=True):
+                assert torch.equal(got, want), f"replay {seed}"
 
 
 def check_kept_handles() -> None:

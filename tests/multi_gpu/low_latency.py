@@ -232,7 +232,7 @@ def check_three_on_their_way() -> None:
     send = (sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts)
     with _buffer() as buffer:
         hooks = [buffer.low_latency_dispatch(*send, return_recv_hook=True)[4] for _ in range(2)]
-        with pytest.raises(hybrid_ep.ConfigError, match="on their way are 3"):
+        with pytest.raises(hybrid_ep.ConfigError, match="whose hook has not been called are 3"):
             buffer.low_latency_dispatch(*send, return_recv_hook=True)
         for hook in hooks:
             assert hook is not None

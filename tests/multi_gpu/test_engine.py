@@ -72,6 +72,7 @@ def _permuted_fp8(case: Case) -> None:
 def test_tokens_with_many_experts(run_gpus: RunGpus) -> None:
     case = Case("wide", NUM_GPUS, 50, hidden=7168, topk=min(64, 36 * NUM_GPUS), num_experts=36 * NUM_GPUS)
     run_gpus(NUM_GPUS, hybrid.check_wide, case, "cuda")
+    run_gpus(NUM_GPUS, hybrid.check_plain, case, "cuda")
 
 
 @pytest.mark.parametrize("check", [normal.check_two_buffers, hybrid.check_two_buffers])
@@ -106,7 +107,9 @@ def test_random_routings(run_gpus: RunGpus) -> None:
     run_gpus(NUM_GPUS, random_routings.check_random_routings, 2000)
 
 
-@pytest.mark.parametrize("check", [behaviour.check_graph, behaviour.check_graph_by_expert])
+@pytest.mark.parametrize(
+    "check", [behaviour.check_graph, behaviour.check_graph_by_expert, behaviour.check_graph_by_map]
+)
 def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
     run_gpus(NUM_GPUS, check, 40)
 

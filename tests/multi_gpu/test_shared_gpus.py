@@ -14,6 +14,8 @@ from tests.battery import hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.multi_gpu import subgroups
+from tests.multi_process import trainers
+from tests.multi_process.test_trainers import STEPS, TRAINERS, compare
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -44,6 +46,9 @@ LARGEST = Case("seventy_two_ranks", 72, 3, hidden=128, num_experts=144, topk=8)
 
 EIGHT = [case for case in select_cases(CASES + MORE_OF_EIGHT, one_domain=True) if case.num_ranks == 8]
 EIGHT_LOW_LATENCY = [case for case in LOW_LATENCY_CASES + MORE_LOW_LATENCY_OF_EIGHT if case.num_ranks == 8]
+
+# FSDP2 asks of a group what gloo does not do for tensors on a GPU.
+TRAINERS_OVER_GLOO = [name for name in TRAINERS if "FSDP2" not in name and "TorchTitan" not in name]
 
 RunRanks = Callable[..., object]
 
@@ -117,6 +122,18 @@ def test_eight_ranks_low_latency(run_ranks: RunRanks, case: Case) -> None:
 )
 def test_forty_ranks(run_ranks: RunRanks, check: Callable[..., None]) -> None:
     run_ranks(40, check, FORTY, "cuda")
+
+
+def test_tokens_with_many_experts(run_ranks: RunRanks) -> None:
+    case = Case("wide", 8, 9, hidden=1024, topk=48, num_experts=160)
+    run_ranks(8, hybrid.check_wide, case, "cuda")
+    run_ranks(8, hybrid.check_plain, case, "cuda")
+
+
+@pytest.mark.parametrize("name", TRAINERS_OVER_GLOO)
+def test_trainers(run_ranks: Callable[..., list[dict[str, torch.Tensor]]], name: str) -> None:
+    num_ranks, trainer, args = TRAINERS[name]
+    compare(run_ranks(num_ranks, trainers.on_each_rank, trainer, *args), STEPS.get(name, 8))
 
 
 def test_forty_ranks_low_latency(run_ranks: RunRanks) -> None:

@@ -480,6 +480,30 @@ def test_bad_construction() -> None:
         HybridEPBuffer(None, 0, 1, 1)
 
 
+def test_a_handle_of_another_engine_is_refused(buffer: Buffer) -> None:
+    """As a cuda engine's is, beside a torch engine on the same ranks."""
+    words = "handle is of another engine; allowed: one that a dispatch of this buffer's engine returned"
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(TOPK, E)
+    rows, _, _, _, handle, _ = buffer.dispatch(X, None, per_rank, None, in_rank, per_expert, TOPK, WEIGHTS)
+    foreign = handle._replace(state=object())
+    with pytest.raises(ConfigError, match=words):
+        buffer.dispatch(X, foreign)
+    with pytest.raises(ConfigError, match=words):
+        buffer.combine(rows, foreign)
+    low_latency = low_latency_handle(buffer)
+    with pytest.raises(ConfigError, match=words):
+        buffer.low_latency_combine(
+            torch.ones(E, 8, H, dtype=torch.bfloat16), TOPK, WEIGHTS, low_latency._replace(state=None)
+        )
+    with HybridEPBuffer(None, H, T, E) as hybrid:
+        rows, _, _, _, permuted = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, num_of_experts=E)
+        permuted.permute = permuted.permute._replace(state=object())
+        with pytest.raises(ConfigError, match=words):
+            hybrid.combine_with_unpermute(hidden=rows, handle=permuted)
+        with pytest.raises(ConfigError, match=words):
+            hybrid.dispatch_with_permute(hidden=X, handle=permuted)
+
+
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_a_hook_is_called_once(buffer: Buffer, call: str) -> None:
     received, _, handle, _, hook = buffer.low_latency_dispatch(X, TOPK, 8, E, use_fp8=False, return_recv_hook=True)
@@ -490,7 +514,7 @@ def test_a_hook_is_called_once(buffer: Buffer, call: str) -> None:
         _, _, hook = buffer.low_latency_combine(received, TOPK, WEIGHTS, handle, return_recv_hook=True)
         assert hook is not None
     hook()
-    with pytest.raises(ConfigError, match="calls of a receive hook is 2; allowed: 1"):
+    with pytest.raises(ConfigError, match="calls of one receive hook is 2; allowed: 1"):
         hook()
 
 

@@ -79,11 +79,13 @@ def test_low_latency_sums_rows_inside_a_domain_only(run_ranks: RunRanks, check: 
         Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80),
         Case("wide_domains", 4, 6, hidden=128, topk=64, num_experts=72, num_ranks_per_domain=2),
         Case("all_experts", 2, (5, 0), hidden=128, topk=40, num_experts=40),
+        Case("many_columns", 2, (3, 5), hidden=128, topk=34, num_experts=300),
     ],
     ids=lambda case: case.id,
 )
 def test_tokens_with_many_experts(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(case.num_ranks, hybrid.check_wide, case)
+    run_ranks(case.num_ranks, hybrid.check_plain, case)
 
 
 @pytest.mark.parametrize(

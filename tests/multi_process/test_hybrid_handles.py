@@ -42,7 +42,7 @@ def test_a_cached_hybrid_dispatch_has_the_shape_of_its_handle(hybrid: HybridEPBu
 
 HYBRID_CALLS = ["dispatch", "dispatch_with_permute"]
 MAP, PROBS = indices_to_map(TOPK, WEIGHTS, T, E)
-ANOTHER_ROUTING = "routing is another than that of the handle; allowed: the same, or None"
+ANOTHER_ROUTING = "routing is another than that of the handle; allowed: the handle's, or None"
 AGAINST_A_HANDLE: dict[str, tuple[dict[str, Any], str]] = {
     "other indices": ({"topk_idx": TOPK.flip(0)}, ANOTHER_ROUTING),
     "other indices with weights": ({"topk_idx": TOPK.flip(0), "topk_weights": WEIGHTS}, ANOTHER_ROUTING),

@@ -42,7 +42,7 @@ def test_mistakes_between_ranks(run_ranks: RunRanks) -> None:
     for seen in run_ranks(2, _on_two_ranks):
         indivisible, other_grid, other_size, overflow = seen
         assert "ConfigError: num_experts is 7; allowed: an integer ≥ 1 that is a multiple of 2" in indivisible
-        assert "ConfigError: handle is made for" in other_grid
+        assert "ConfigError: handle is made at" in other_grid
         assert "ConfigError: hidden is " in other_size
         assert overflow.startswith(OverflowError.__name__)
         assert "allowed by the bound: 2" in overflow

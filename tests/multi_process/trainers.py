@@ -40,8 +40,8 @@ class Model(nn.Module):
 
 
 def here() -> str:
-    """The device type of this process's group."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    """The device type of this process's rank."""
+    return "cuda" if dist.is_initialized() and torch.cuda.is_initialized() else "cpu"
 
 
 def tokens(rank: int) -> Tensor:
@@ -75,8 +75,14 @@ def dense(num_ranks: int) -> dict[str, Tensor]:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded. Collective."""
-    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.is_cuda and dist.get_backend() == "gloo":  # which gathers CPU memory only
+        shard = tensor.to_local().detach().cpu()
+        shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, shard)
+        return torch.cat(shards)
+    return tensor.full_tensor().detach()
 
 
 def gradients(model: nn.Module, y: Tensor) -> dict[str, Tensor]:

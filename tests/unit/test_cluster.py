@@ -24,7 +24,11 @@ from tests.prerequisites import require_programs
         (2, {"num_ranks": 0}, "num_ranks is 0; allowed: ≥ 1"),
         (2, {"num_ranks": 1, "device": "tpu"}, "device is 'tpu'; allowed: 'cpu' or 'cuda'"),
         (2, {"num_ranks": 3, "device": "cuda"}, "num_ranks is 3; allowed with cuda: ≤ 2 GPUs"),
-        (0, {"num_ranks": 3, "device": "cuda", "ranks_share_gpus": True}, "GPUs that ranks share are 0; allowed: ≥ 1"),
+        (
+            0,
+            {"num_ranks": 3, "device": "cuda", "ranks_share_gpus": True},
+            "no GPU is visible; allowed: with at least one",
+        ),
         (2, {"num_ranks": 3, "ranks_share_gpus": True}, "ranks_share_gpus is True with device 'cpu'; allowed"),
     ],
 )

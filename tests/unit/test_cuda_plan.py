@@ -15,6 +15,7 @@ from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
 from hybrid_ep.engine.cuda_plan import (
+    CombineShape,
     DispatchShape,
     plan_combine,
     plan_dispatch,
@@ -58,8 +59,10 @@ def test_bytes_of_a_row() -> None:
     # Between domains rows land by source, and are permuted later.
     between = plan_dispatch_between(RANK, NUM_RANKS, SHAPE._replace(pad_multiple=1)).native
     assert between.record_bytes == 2 * H + 8 * K + 4 * K
-    for experts in ((), (K, 200)):  # what is summed first does not travel
-        combined = plan_combine(T, 70, H, torch.bfloat16, K, None, *experts)
+    for num_expert_rows in (None, 200):  # what is summed first does not travel
+        combined = plan_combine(
+            CombineShape(T, 70, H, torch.bfloat16, K, 64, num_weights=K, num_expert_rows=num_expert_rows)
+        )
         assert combined.record_bytes == 2 * H + 4 * K
         assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.record_bytes
 

@@ -8,7 +8,7 @@ except metadata.PackageNotFoundError:
     pass
 else:
     raise ImportError(
-        f"hybrid-ep-as-deep-ep stands in the way of the real DeepEP {_real}; allowed: one of them "
+        f"hybrid-ep-as-deep-ep is installed beside the real DeepEP {_real}; allowed: one of them "
         "(`pip uninstall hybrid-ep-as-deep-ep`, then reinstall deep_ep, or the other way round)"
     )
 

@@ -9,28 +9,9 @@ namespace {
 
 Grid make_grid(int rank, int num_domains, int ranks_per_domain) { return {rank, num_domains, ranks_per_domain}; }
 
-BetweenCombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_topk, int num_experts,
-                                int num_weights, int num_sms) {
-  RowWidths widths{};
-  widths.rows = row_bytes;
-  widths.weights = static_cast<int64_t>(num_weights) * sizeof(float);
-  return {widths, num_tokens, num_rows, num_topk, num_experts, num_weights, num_sms};
-}
-
 // Tokens of a chunk, and its bytes.
 py::tuple chunk_of(const RecordLayout& record) {
   return py::make_tuple(record.per_chunk, record.per_chunk * record.num_bytes);
-}
-
-void add_plans(py::module_& module) {
-  py::class_<BetweenCombinePlan>(module, "BetweenCombinePlan")
-      .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
-           py::arg("num_topk"), py::arg("num_experts"), py::arg("num_weights"), py::arg("num_sms"))
-      .def_property_readonly("record_bytes", [](const BetweenCombinePlan& plan) { return plan.widths.record_bytes(); })
-      .def(
-          "slot_bytes_for",
-          [](const BetweenCombinePlan& plan, int64_t num_rows) { return slot_bytes_for(plan.widths, num_rows); },
-          py::arg("num_rows"));
 }
 
 }  // namespace
@@ -43,11 +24,9 @@ LinkKernels link_kernels_of(const py::object& capsule) {
 }
 
 void add_between(py::module_& module) {
-  add_plans(module);
   module.attr("rank_elsewhere") = kMaxRanks;
   module.def("between_chunk", [](const DispatchShape& shape) { return chunk_of(record_of(shape)); }, py::arg("plan"));
-  module.def(
-      "between_chunk", [](const BetweenCombinePlan& plan) { return chunk_of(record_of(plan)); }, py::arg("plan"));
+  module.def("between_chunk", [](const CombinePlan& plan) { return chunk_of(record_of(plan)); }, py::arg("plan"));
   // The offset of rank_prefix in a route, in int32 from its begin.
   module.def(
       "between_rank_prefix",
@@ -95,7 +74,7 @@ void add_between(py::module_& module) {
           py::kw_only(), py::arg("num_chunks"), py::arg("chunk_bytes"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
-          [](BetweenCommunicator& self, const BetweenCombinePlan& plan, uintptr_t rows, uintptr_t weights,
+          [](BetweenCommunicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights,
              const std::vector<uintptr_t>& bias, uintptr_t out, uintptr_t out_weights, uintptr_t own_sums,
              uintptr_t own_weights, uintptr_t route, int held_capacity, int handle, uintptr_t stream) {
             CombineTensors tensors{};

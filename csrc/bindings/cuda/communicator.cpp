@@ -12,29 +12,35 @@ namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
 
-// `shape` is a DispatchShape of hybrid_ep/engine/cuda_plan.py.
+// The fields of a shape of hybrid_ep/engine/cuda_plan.py.
+struct Fields {
+  const py::object& shape;
+
+  int integer(const char* name) const { return shape.attr(name).cast<int>(); }
+  bool flag(const char* name) const { return shape.attr(name).cast<bool>(); }
+  std::optional<int> optional(const char* name) const { return shape.attr(name).cast<std::optional<int>>(); }
+};
+
 DispatchRequest request_of(const py::object& shape) {
-  const auto integer = [&](const char* name) { return shape.attr(name).cast<int>(); };
-  const auto flag = [&](const char* name) { return shape.attr(name).cast<bool>(); };
-  const auto optional = [&](const char* name) { return shape.attr(name).cast<std::optional<int>>(); };
+  const Fields fields{shape};
   DispatchRequest request{};
-  request.num_tokens = integer("num_tokens");
-  request.hidden = integer("hidden");
-  request.dtype = integer("dtype_code");
-  request.num_scales = integer("num_scales");
-  request.scale_dtype = integer("scale_dtype_code");
-  request.num_topk = integer("num_topk");
-  request.num_experts = integer("num_experts");
-  request.has_topk = flag("has_topk");
-  request.has_weights = flag("has_weights");
+  request.num_tokens = fields.integer("num_tokens");
+  request.hidden = fields.integer("hidden");
+  request.dtype = fields.integer("dtype_code");
+  request.num_scales = fields.integer("num_scales");
+  request.scale_dtype = fields.integer("scale_dtype_code");
+  request.num_topk = fields.integer("num_topk");
+  request.num_experts = fields.integer("num_experts");
+  request.has_topk = fields.flag("has_topk");
+  request.has_weights = fields.flag("has_weights");
   if (const auto range = shape.attr("expert_range").cast<std::optional<std::pair<int, int>>>()) {
     request.expert_range = ExpertRange{range->first, range->second};
   }
-  request.pad_multiple = integer("pad_multiple");
-  request.bound = optional("bound");
-  request.common_bound = optional("common_bound");
-  request.num_sms = optional("num_sms");
-  request.max_tokens = optional("max_tokens");
+  request.pad_multiple = fields.integer("pad_multiple");
+  request.bound = fields.optional("bound");
+  request.common_bound = fields.optional("common_bound");
+  request.num_sms = fields.optional("num_sms");
+  request.max_tokens = fields.optional("max_tokens");
   return request;
 }
 
@@ -49,12 +55,20 @@ std::optional<std::tuple<FaultKind, int, int>> refusal_of(const DispatchShape& s
   return std::tuple{shape.call.refusal, shape.call.refused_value, shape.call.allowed};
 }
 
-CombinePlan combine_plan(int num_tokens, int num_rows, int row_bytes, int num_weights, int num_sms, int num_topk,
-                         int num_expert_rows, int num_expert_sms) {
-  RowWidths widths{};
-  widths.rows = row_bytes;
-  widths.weights = static_cast<int64_t>(num_weights) * sizeof(float);
-  return {widths, num_tokens, num_rows, num_weights, num_sms, num_topk, num_expert_rows, num_expert_sms};
+CombinePlan combine_plan_of(const py::object& shape) {
+  const Fields fields{shape};
+  CombinePlan plan{};
+  plan.num_tokens = fields.integer("num_tokens");
+  plan.num_rows = fields.integer("num_rows");
+  plan.num_topk = fields.integer("num_topk");
+  plan.num_experts = fields.integer("num_experts");
+  plan.num_weights = fields.integer("num_weights");
+  plan.num_sms = fields.optional("num_sms").value_or(0);
+  plan.num_expert_rows = fields.optional("num_expert_rows");
+  plan.num_expert_sms = fields.optional("num_expert_sms").value_or(0);
+  plan.widths.rows = fields.integer("row_bytes");
+  plan.widths.weights = static_cast<int64_t>(plan.num_weights) * sizeof(float);
+  return plan;
 }
 
 // Waits for the host counts, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the
@@ -97,9 +111,7 @@ void add_plans(py::module_& module) {
                                return plan.route.num_tokens_per_expert + (plan.pad_multiple > 0 ? num_local : 0);
                              });
   py::class_<CombinePlan>(module, "CombinePlan")
-      .def(py::init(&combine_plan), py::kw_only(), py::arg("num_tokens"), py::arg("num_rows"), py::arg("row_bytes"),
-           py::arg("num_weights"), py::arg("num_sms"), py::arg("num_topk"), py::arg("num_expert_rows"),
-           py::arg("num_expert_sms"))
+      .def(py::init(&combine_plan_of), py::arg("shape"))
       .def_property_readonly("record_bytes", [](const CombinePlan& plan) { return plan.widths.record_bytes(); })
       .def(
           "slot_bytes_for",
