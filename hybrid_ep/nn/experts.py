@@ -60,6 +60,7 @@ class Experts(nn.Module):
         if self.mesh is not None:
             _look_at_what_is_sharded()
         self._memory: dict[str, Tensor] = {}  # of `slots`, by parameter
+        self.mark_of_spare: object = None  # of the forward pass whose replicas are in the spare slots
         self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
 
     def _sharded(self, weight: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class Experts(nn.Module):
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": {}}  # a copy makes its own
+        return {**self.__dict__, "_memory": {}, "mark_of_spare": None}  # a copy makes its own
 
     def _local(self, name: str, parameter: Tensor) -> Tensor:
         if self.mesh is None:
