@@ -4,8 +4,8 @@
     python benchmarks/shared_gpu.py --ranks 2 --ranks-per-domain 1
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 python benchmarks/shared_gpu.py --ranks 2 --ranks-per-domain 2 --mode balance
 
-The first times calls between domains. The second times a MoE layer whose ranks have half of the SMs each, with a uniform
-routing and with 30 % of the tokens at one expert.
+The first times calls between domains. The second times a MoE layer whose ranks have half of the SMs each, with a
+uniform routing and with 30 % of the tokens at one expert.
 
 Each rank has SMs of its own, and all share the memory that stands for NVLink and the network. So two builds can be
 compared, and no figure says what a network would give. Without the service ranks take turns of milliseconds.
