@@ -17,6 +17,7 @@ from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn import DispatchedTokens, GroupedTokens, MoELayer
+from hybrid_ep.nn.experts import _mesh_of
 from tests.conftest import RunRanks
 
 BF16_STEP = 2.0**-8  # half the distance between neighbouring bf16 values, relative
@@ -212,6 +213,17 @@ def test_replicas_go_behind_the_weights(has_gradients: bool) -> None:
         slots, _ = layer.experts.slots(3)
         assert slots.dtype == torch.bfloat16
         assert slots.data_ptr() == layer.experts.up.data_ptr()
+
+
+def _kinds_of_meshes() -> list[str]:
+    with hybrid_ep.Buffer() as buffer:
+        meshes = [_mesh_of(buffer, None, torch.device(kind)) for kind in ("cpu", "cuda")]
+    return [mesh.device_type for mesh in meshes if mesh is not None]
+
+
+def test_the_mesh_of_weights_is_of_their_devices(run_ranks: RunRanks) -> None:
+    """Over gloo, too: a DTensor moves its weights to the devices of its mesh."""
+    assert run_ranks(2, _kinds_of_meshes) == 2 * [["cpu", "cuda"]]
 
 
 @pytest.mark.parametrize("has_weight_buffer", [False, True])
