@@ -55,7 +55,8 @@ _DEFAULT_CHUNKS = 1000
     "--skew",
     default=",".join(map(str, range(11))),
     show_default=True,
-    help="In mode balance: skews of the router; the r-th most popular expert is liked ∝ r^(−skew/5).",
+    help="In mode balance: skews of the router; the r-th most popular expert is liked ∝ r^(−skew/5). --routing hot "
+    "measures that routing instead, beside the uniform one.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of tokens and routing.")
 @click.option(
@@ -117,9 +118,12 @@ def bench(
             chunks = require_int("runs", _DEFAULT_CHUNKS if runs is None else runs, minimum=1)
             ctx.exit(_bench_link(num_ranks, launcher, sizes, chunks, as_json))
         require_int("experts", sizes["experts"], minimum=num_ranks, multiple_of=num_ranks)
-        exponents: list[float | None] = [None]
+        routings = [(routing, ZIPF_EXPONENT)]
         if mode == BALANCE:
-            exponents = [one / SKEWS_PER_EXPONENT for one in _integers("skew", skew, minimum=0)]
+            if routing == "hot":
+                routings.insert(0, ("uniform", ZIPF_EXPONENT))
+            else:
+                routings = [("skewed", one / SKEWS_PER_EXPONENT) for one in _integers("skew", skew, minimum=0)]
             candidates = tuple(Candidate(policy) for policy in POLICIES)
         else:
             for implementation in implementations:
@@ -133,9 +137,9 @@ def bench(
                     num_topk=sizes["topk"],
                     num_experts=sizes["experts"],
                     dtype=dtype,
-                    routing=routing if exponent is None else "skewed",
+                    routing=one,
                     seed=seed,
-                    exponent=ZIPF_EXPONENT if exponent is None else exponent,
+                    exponent=exponent,
                 ),
                 mode=mode,
                 candidates=candidates,
@@ -147,7 +151,7 @@ def bench(
                 num_held=hold,
             )
             for num_tokens in ([sizes["tokens"]] if tokens is None else _integers("tokens", tokens, minimum=0))
-            for exponent in exponents
+            for one, exponent in routings
         ]
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

@@ -74,7 +74,7 @@ def draw(report: BenchReport) -> Picture:
 
 
 def _draw_balance(report: BenchReport) -> Picture:
-    """Over the skew of the router: the time of the layer, and how full the fullest rank is."""
+    """Over the skew of the router, or its routing: the time of the layer, and how full the fullest rank is."""
     panels: tuple[tuple[str, Callable[[Outcome], float]], ...] = (
         ("time of the layer, ms", lambda outcome: _operation(outcome, "layer").median_us / 1e3),
         ("copies of the fullest rank over the mean", lambda outcome: outcome.fullest or 0.0),
@@ -83,16 +83,19 @@ def _draw_balance(report: BenchReport) -> Picture:
         figure, axes = new_figure(1, 2, size=(12, 5.6), title=_title(report, report.results), grid="y")
         for axis, (title, value) in zip(axes[0], panels, strict=True):
             axis.set_title(title)
-            lines: dict[str, list[_Point]] = {}
-            for result in report.results:
-                skew = result.plan.workload.exponent * SKEWS_PER_EXPONENT
+            lines: dict[str, list[tuple[float | str, float]]] = {}
+            skews = all(result.plan.workload.routing == "skewed" for result in report.results)
+            for result in sorted(report.results, key=lambda result: result.plan.workload.exponent):
+                workload = result.plan.workload
+                x = workload.exponent * SKEWS_PER_EXPONENT if skews else workload.routing
                 for outcome in result.outcomes:
                     if outcome.operations:
-                        lines.setdefault(outcome.candidate.title, []).append((skew, value(outcome)))
+                        lines.setdefault(outcome.candidate.title, []).append((x, value(outcome)))
             for i, (name, points) in enumerate(lines.items()):
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", color=PALETTE[i], linewidth=2, label=name)
+                axis.plot(*zip(*points, strict=True), marker="o", color=PALETTE[i], linewidth=2, label=name)
             axis.set_ylim(bottom=0)
-            _set_scale(axis, "skew of the router", logarithmic=False)
+            if skews:
+                _set_scale(axis, "skew of the router", logarithmic=False)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.5)
         png = to_png(figure)
     return Picture("balance", png, "Time of a layer and its fullest rank over the skew of the router")

@@ -191,7 +191,11 @@ def settings(plan: BenchPlan) -> dict[str, str]:
         "topk": str(workload.num_topk),
         "experts": str(workload.num_experts),
         "no-sync": "yes" if plan.no_sync else "no",
-        **({"skew": f"{workload.exponent * SKEWS_PER_EXPONENT:g}"} if plan.mode == BALANCE else {}),
+        **(
+            {"skew": f"{workload.exponent * SKEWS_PER_EXPONENT:g}"}
+            if plan.mode == BALANCE and workload.routing == "skewed"
+            else {}
+        ),
     }
 
 

@@ -158,11 +158,13 @@ def copy_weights(
     nth = ((mine < mine.unsqueeze(1)) & is_first & (mine >= 0)).sum(1)
     is_used = (mine >= 0).unsqueeze(1)
     for slots, homes in zip(spare, experts, strict=True):
-        flat = homes.detach().index_select(0, sent).flatten(1)
-        for part in _parts(flat):
-            rows, num_pieces = _as_rows(flat[:, part])
+        ours, theirs = _wide(slots), _wide(homes)
+        if ours.dtype != theirs.dtype:
+            ours, theirs = _flat(slots), _flat(homes)
+        for part in _parts(theirs, len(sent)):
+            rows, num_pieces = _as_rows(theirs[:, part].index_select(0, sent))
             arrived = _send(buffer, rows, indices, num_slots * num_pieces, num_sms)
-            target = _flat(slots)[:, part]
+            target = ours[:, part]
             found = _as_tensors(arrived, tuple(target.shape), target.dtype).index_select(0, nth)
             torch.where(is_used, found, target, out=target)
 
@@ -192,7 +194,7 @@ def add_gradients(
         if 0 <= expert < num_local
     ]
     for ours, sums in zip(spare, homes, strict=True):
-        for part in _parts(ours):
+        for part in _parts(_flat(ours), len(ours)):
             rows, _ = _as_rows(_flat(ours)[:, part])
             arrived = _send(buffer, rows, indices, None, num_sms)
             target = _flat(sums)[:, part]
@@ -250,11 +252,18 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(tensor.shape[0], -1)
 
 
-def _parts(tensor: Tensor) -> Iterator[slice]:
-    """Cuts ``[n, *shape]`` along its elements, so that the rows of each part fit one dispatch."""
-    num_elements = tensor[0].numel()
+def _wide(tensor: Tensor) -> Tensor:
+    """``[n, *shape]`` → ``[n, elements]`` of 8 bytes, where memory allows: torch selects few wide elements faster."""
+    flat = _flat(tensor)
+    is_wide = all(size * flat.dtype.itemsize % 8 == 0 for size in (flat.shape[1], flat.storage_offset()))
+    return flat.view(torch.int64) if is_wide else flat
+
+
+def _parts(tensor: Tensor, num_sent: int) -> Iterator[slice]:
+    """Cuts ``[n, elements]`` along its elements, so that the rows of each part of `num_sent` fit one dispatch."""
+    num_elements = tensor.shape[1]
     # Of the last part, rows may be four times as many as at least needed: _row_bytes.
-    rows_of_each = max(1, _MAX_ROWS // (4 * tensor.shape[0]))
+    rows_of_each = max(1, _MAX_ROWS // (4 * num_sent))
     step = rows_of_each * 2 * _ROW_ELEMENTS // tensor.dtype.itemsize
     return (slice(first, min(first + step, num_elements)) for first in range(0, num_elements, step))
 

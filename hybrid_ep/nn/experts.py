@@ -56,10 +56,11 @@ class Experts(nn.Module):
         super().__init__()
         self.num_ranks = buffer.group_size
         self.ranks = [0] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
-        self.mesh = _mesh_of(buffer, mesh)
+        self.mesh = _mesh_of(buffer, mesh, up.device)
         if self.mesh is not None:
             _look_at_what_is_sharded()
         self._memory: dict[str, Tensor] = {}  # of `slots`, by parameter
+        self.mark_of_spare: object = None  # of the forward pass whose replicas are in the spare slots
         self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
 
     def _sharded(self, weight: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class Experts(nn.Module):
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": {}}  # a copy makes its own
+        return {**self.__dict__, "_memory": {}, "mark_of_spare": None}  # a copy makes its own
 
     def _local(self, name: str, parameter: Tensor) -> Tensor:
         if self.mesh is None:
@@ -181,8 +182,8 @@ class _MeanOverRanks(torch.autograd.Function):
         return grads[0] / ctx.num_ranks, None
 
 
-def _mesh_of(buffer: Buffer, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """A mesh of the buffer's ranks; None for a single one."""
+def _mesh_of(buffer: Buffer, mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | None:
+    """A mesh of the buffer's ranks; None for a single one. A DTensor moves its weights to the devices of the mesh."""
     if mesh is not None:
         require(isinstance(mesh, DeviceMesh), "mesh", type(mesh).__name__, "a DeviceMesh")
         ranks = [] if buffer.group is None else dist.get_process_group_ranks(buffer.group)
@@ -191,7 +192,8 @@ def _mesh_of(buffer: Buffer, mesh: DeviceMesh | None) -> DeviceMesh | None:
         return mesh
     if buffer.group is None or buffer.group_size == 1:
         return None
-    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(buffer.group)
+    has_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config(buffer.group)
+    on_gpu = has_nccl or device.type == "cuda"
     return DeviceMesh.from_group(buffer.group, "cuda" if on_gpu else "cpu", mesh_dim_names=("experts",))
 
 

@@ -146,6 +146,8 @@ class MoELayer(nn.Module):
             received = self.dispatch(rows, routed.slots, topk_weights)
             routed.ready.current_stream_wait()
             computed = self.experts(received, *routed.weights)
+            if computed.requires_grad:
+                computed.register_hook(lambda _: routed.restore())  # before the experts' backward pass
         combined: Tensor = self.combine(computed, received.handle)
         return combined.to(x.dtype).view(x.shape)
 

@@ -6,6 +6,7 @@ sends the gradients of replicas home. So parameters, optimiser state and checkpo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,11 +33,14 @@ class Routed(NamedTuple):
         weights: for each parameter, ``[slots of this rank, *shape]``; complete once the current stream has waited for
             `ready`.
         ready: of the weights.
+        restore: makes the weights these again, after a later forward pass; called before they are used in the backward
+            pass. Collective.
     """
 
     slots: Tensor
     weights: tuple[Tensor, ...]
     ready: EventOverlap
+    restore: Callable[[], None] = lambda: None
 
 
 class Balancer(Protocol):
@@ -106,15 +110,21 @@ class _Placed:
         require(found == wanted, "experts, ranks and ranks per domain of balance", found, str(wanted))
         self.num_slots = placement.num_slots
         self._buffer, self._layer, self._placement = buffer, layer, placement
-        self._weight_buffer = weight_buffer
+        self._mover, self._is_apart = weight_buffer or buffer, weight_buffer is not None
         self._mapper = placement.on("cpu", buffer.rank)
 
     def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
         if self._mapper.phy2log.device != topk_idx.device:
             self._mapper = self._placement.on(topk_idx.device, self._buffer.rank)
         mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
-        placed, ready = _replicate(self._buffer, self._weight_buffer, mapping, False, experts)
-        return Routed(self._mapper.map_topk(self._layer, topk_idx), placed, ready)
+        weights = experts.weights()
+        with self._mover._comm_stream.scope(None, self._is_apart):
+            placed = [home.new_zeros(self.num_slots, *home.shape[1:]) for home in weights]
+            copy_weights(self._mover, placed, [home.contiguous() for home in weights], mapping, 0)
+            # Autograd runs the backward pass on the same stream: gradients go home beside that of the dispatch.
+            placed = _Placement.apply(self._mover, mapping, 0, placed, *weights)  # type: ignore[no-untyped-call]
+        ready = self._mover._comm_stream.finish(None, self._is_apart, (mapping, *weights, *placed))
+        return Routed(self._mapper.map_topk(self._layer, topk_idx), tuple(placed), ready)
 
 
 class _Online:
@@ -123,14 +133,16 @@ class _Online:
     def __init__(self, buffer: Buffer, num_experts: int, num_spare: int, weight_buffer: Buffer | None) -> None:
         self.num_slots = num_experts // buffer.group_size + num_spare
         self._buffer, self._num_experts, self._num_spare = buffer, num_experts, num_spare
-        self._weight_buffer = weight_buffer
+        self._mover, self._is_apart = weight_buffer or buffer, weight_buffer is not None
 
     def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
         counts = gather_counts(self._buffer, count_copies(topk_idx, self._num_experts))
         per_domain = self._buffer.grid.num_ranks_per_domain
         plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare)
-        placed, ready = _replicate(self._buffer, self._weight_buffer, plan.spare, True, experts)
-        return Routed(map_online(plan, counts, topk_idx, self._buffer.rank), placed, ready)
+        replicas = _Replicas(self._mover, self._is_apart, plan.spare, experts)
+        placed, ready = replicas.fetch()
+        slots = map_online(plan, counts, topk_idx, self._buffer.rank)
+        return Routed(slots, placed, ready, replicas.restore)
 
 
 def count_copies(topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -139,50 +151,85 @@ def count_copies(topk_idx: Tensor, num_experts: int) -> Tensor:
     return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-def _replicate(
-    buffer: Buffer, weight_buffer: Buffer | None, mapping: Tensor, keeps_home: bool, experts: Experts
-) -> tuple[tuple[Tensor, ...], EventOverlap]:
-    """The weights of all slots, and their event. A buffer of its own moves them on its communication stream.
+class _Replicas:
+    """The replicas of one forward pass, behind the home experts in the memory of these: no home expert is copied.
 
-    Autograd runs the backward pass on the stream of the forward pass, so that gradients go home beside the backward
-    pass of the dispatch. Without gradients, replicas go behind the home experts, which need not be copied. With
-    gradients, the weights of a forward pass are kept for its backward pass.
+    A later forward pass writes its replicas there, too. If it came before this one's backward pass, that fetches its
+    replicas again. All ranks make their passes in the same order, so all of them do.
+
+    Args:
+        mover: moves the weights.
+        is_apart: on its communication stream.
+        mapping: ``[R, B]`` int64: the expert in each spare slot, or −1.
+        experts: of this rank.
     """
-    is_apart = weight_buffer is not None
-    mover = buffer if weight_buffer is None else weight_buffer
-    weights = experts.weights()
-    with mover._comm_stream.scope(None, is_apart):
-        if keeps_home and not torch.is_grad_enabled():
-            num_local = weights[0].shape[0]
-            placed: tuple[Tensor, ...] = experts.slots(mapping.shape[1])
-            spare, home = [one[num_local:] for one in placed], [one[:num_local] for one in placed]
-            copy_weights(mover, spare, home, mapping, 0)
-        else:
-            placed = _Replicate.apply(mover, mapping, keeps_home, *weights)  # type: ignore[no-untyped-call]
-    return placed, mover._comm_stream.finish(None, is_apart, (mapping, *weights, *placed))
+
+    def __init__(self, mover: Buffer, is_apart: bool, mapping: Tensor, experts: Experts) -> None:
+        self._mover, self._is_apart, self._mapping, self._experts = mover, is_apart, mapping, experts
+        self._memory = experts.slots(mapping.shape[1])
+        self._mark, self._versions = object(), _versions_of(experts)
+
+    def fetch(self) -> tuple[tuple[Tensor, ...], EventOverlap]:
+        """The weights of all slots, and their event. Collective."""
+        weights = self._experts.weights()
+        num_local = weights[0].shape[0]
+        with self._mover._comm_stream.scope(None, self._is_apart):
+            self._copy(num_local)
+            # Autograd must not take what a later pass writes for a change of these weights.
+            placed = [one.data for one in self._memory]
+            placed = _Placement.apply(self._mover, self._mapping, num_local, placed, *weights)  # type: ignore[no-untyped-call]
+        return tuple(placed), self._finish()
+
+    def restore(self) -> None:
+        """Fetches the replicas again if others are in the slots. Collective.
+
+        Raises:
+            ConfigError: a weight has changed since the forward pass.
+        """
+        # Autograd does not see it: the memory is written by other passes, and DTensors count their changes themselves.
+        if _versions_of(self._experts) != self._versions:
+            raise ConfigError(
+                "the experts' weights are other ones than in the forward pass; allowed: to change them, as an "
+                "optimizer's step does, after the backward pass"
+            )
+        if self._experts.mark_of_spare is self._mark:
+            return
+        with self._mover._comm_stream.scope(None, self._is_apart):
+            self._copy(self._memory[0].shape[0] - self._mapping.shape[1])
+        self._finish().current_stream_wait()
+
+    def _copy(self, num_local: int) -> None:
+        spare, home = [one[num_local:] for one in self._memory], [one[:num_local] for one in self._memory]
+        copy_weights(self._mover, spare, home, self._mapping, 0)
+        self._experts.mark_of_spare = self._mark
+
+    def _finish(self) -> EventOverlap:
+        return self._mover._comm_stream.finish(None, self._is_apart, (self._mapping, *self._memory))
 
 
-class _Replicate(torch.autograd.Function):
-    """``[LE, *shape]`` home weights → those of all slots; backwards the gradients of all slots → home."""
+def _versions_of(experts: Experts) -> list[int]:
+    return [parameter._version for parameter in experts.parameters()]
+
+
+class _Placement(torch.autograd.Function):
+    """Gives ``[LE, *shape]`` home weights the gradients of all slots.
+
+    Forward returns `placed`, the weights of all slots, of which the first `num_home` are the home weights themselves.
+    """
 
     @staticmethod
-    def forward(ctx: Any, buffer: Buffer, mapping: Tensor, keeps_home: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.buffer, ctx.keeps_home, ctx.num_local = buffer, keeps_home, weights[0].shape[0]
+    def forward(
+        ctx: Any, buffer: Buffer, mapping: Tensor, num_home: int, placed: list[Tensor], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.buffer, ctx.num_home, ctx.num_local = buffer, num_home, weights[0].shape[0]
         ctx.save_for_backward(mapping)
-        num_home = ctx.num_local if keeps_home else 0
-        placed = tuple(home.new_empty(num_home + mapping.shape[1], *home.shape[1:]) for home in weights)
-        for slots, home in zip(placed, weights, strict=True):
-            slots[:num_home] = home[:num_home]
-            slots[num_home:].zero_()
-        copy_weights(buffer, [one[num_home:] for one in placed], [one.contiguous() for one in weights], mapping, 0)
-        return placed
+        return tuple(placed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        (mapping,) = ctx.saved_tensors
-        num_home = ctx.num_local if ctx.keeps_home else 0
+        (mapping,), num_home = ctx.saved_tensors, ctx.num_home
         sums = [grad.new_zeros(ctx.num_local, *grad.shape[1:], dtype=torch.float32) for grad in grads]
         for home, grad in zip(sums, grads, strict=True):
             home[:num_home] = grad[:num_home]
         add_gradients(ctx.buffer, [grad[num_home:].float().contiguous() for grad in grads], sums, mapping, 0)
-        return None, None, None, *(home.to(grad.dtype) for home, grad in zip(sums, grads, strict=True))
+        return None, None, None, None, *(home.to(grad.dtype) for home, grad in zip(sums, grads, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
 
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.online import map_online, plan_online
@@ -17,6 +18,8 @@ def check_plan(count: int) -> None:
     """Random counts: even, skewed, with ties and zeros; several domains; more spare slots than experts."""
     from hybrid_ep import _cuda
 
+    # What is left of expert 1 is as much as expert 0 has, which comes first: it gives to the last rank.
+    _compare_plan(torch.tensor([[4, 12, 0, 0, 0, 0, 0, 0], *[[0] * 8] * 3]), 4, 1, 0.0, "equal copies that are left")
     for seed in range(count):
         draw = random.Random(seed)
         num_domains, per_domain = draw.choice([(1, 8), (1, 1), (2, 4), (3, 2), (1, 34), (1, 5)])
@@ -32,29 +35,34 @@ def check_plan(count: int) -> None:
         counts = torch.randint(0, most + 1, (num_ranks, num_experts), generator=generator)
         if draw.random() < 0.6:  # a few get most
             counts[:, torch.randint(0, num_experts, (3,), generator=generator)] *= draw.choice([0, 7, 300])
-        tolerance = draw.choice([0.0, 0.0, 0.05, 0.3])
-        want = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=num_spare, tolerance=tolerance)
-
-        spare = torch.full((num_ranks, num_spare), -7)
-        quota = torch.full((num_experts, per_domain), -7)
-        loads = torch.full((num_ranks,), -7)
-        _cuda.plan_online(
-            counts=counts.data_ptr(),
-            spare=spare.data_ptr(),
-            quota=quota.data_ptr(),
-            loads=loads.data_ptr(),
-            num_ranks=num_ranks,
-            num_experts=num_experts,
-            ranks_per_domain=per_domain,
-            num_spare=num_spare,
-            tolerance_factor=1 + tolerance,
-            device=0,
-            stream=0,
-        )
         about = f"seed {seed}, {num_domains} × {per_domain} ranks, {num_local} experts, {num_spare} spare slots"
-        equal(spare, want.spare, f"{about}: spare")
-        equal(quota, want.quota, f"{about}: quota")
-        equal(loads, want.loads, f"{about}: loads")
+        _compare_plan(counts, per_domain, num_spare, draw.choice([0.0, 0.0, 0.05, 0.3]), about)
+
+
+def _compare_plan(counts: Tensor, per_domain: int, num_spare: int, tolerance: float, about: str) -> None:
+    from hybrid_ep import _cuda
+
+    num_ranks, num_experts = counts.shape
+    want = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=num_spare, tolerance=tolerance)
+    spare = torch.full((num_ranks, num_spare), -7)
+    quota = torch.full((num_experts, per_domain), -7)
+    loads = torch.full((num_ranks,), -7)
+    _cuda.plan_online(
+        counts=counts.data_ptr(),
+        spare=spare.data_ptr(),
+        quota=quota.data_ptr(),
+        loads=loads.data_ptr(),
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        ranks_per_domain=per_domain,
+        num_spare=num_spare,
+        tolerance_factor=1 + tolerance,
+        device=0,
+        stream=0,
+    )
+    equal(spare, want.spare, f"{about}: spare")
+    equal(quota, want.quota, f"{about}: quota")
+    equal(loads, want.loads, f"{about}: loads")
 
 
 def check_map_online(count: int) -> None:

@@ -75,24 +75,23 @@ def _kill(host: Host) -> None:
     host.stop()
 
 
+def _start(host: Host, first: Host, hosts: int, node: int, ranks_per_host: int, *job: str) -> subprocess.Popen[bytes]:
+    options = [f"--nnodes={hosts}", f"--node-rank={node}", f"--nproc-per-node={ranks_per_host}"]
+    options += [f"--master-addr={first.address}", "--master-port=29500", "-m", "tests.emulation.hosts_job", *job]
+    return host.start(
+        ["sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), "torchrun", *options],
+        user=1000,
+        variables={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+        output=subprocess.PIPE,
+    )
+
+
 @pytest.mark.parametrize("harm", [_cut_cable, _kill], ids=["link_down", "host_killed"])
 def test_a_host_that_is_lost(cluster: Cluster, emulated_module: Path, harm: Callable[[Host], None]) -> None:
     """The ranks of the other host name one of its ranks in their time."""
     hosts = [cluster.add_host(f"{harm.__name__.strip('_').replace('_', '-')}-{i}") for i in range(NUM_HOSTS)]
-    job = ["-m", "tests.emulation.hosts_job", str(emulated_module), str(TIMEOUT_S), "1000"]
-    agents = []
-    for i, host in enumerate(hosts):
-        options = [f"--nnodes={NUM_HOSTS}", f"--node-rank={i}", f"--nproc-per-node={RANKS_PER_HOST}"]
-        options += [f"--master-addr={hosts[0].address}", "--master-port=29500"]
-        command = ["sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), "torchrun", *options, *job]
-        agents.append(
-            host.start(
-                command,
-                user=1000,
-                variables={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
-                output=subprocess.PIPE,
-            )
-        )
+    job = [str(emulated_module), str(TIMEOUT_S), "1000"]
+    agents = [_start(host, hosts[0], NUM_HOSTS, i, RANKS_PER_HOST, *job) for i, host in enumerate(hosts)]
     output = agents[0].stdout
     assert output is not None
     lines: list[str] = []
@@ -116,3 +115,37 @@ def test_a_host_that_is_lost(cluster: Cluster, emulated_module: Path, harm: Call
     assert set(by_rank(found, "peer").values()) <= {2, 3}, text
     assert max(by_rank(found, "seconds").values()) < 2 * TIMEOUT_S, text
     assert seconds < 4 * TIMEOUT_S, text
+
+
+def test_ranks_recover_from_a_host_without_network(cluster: Cluster, emulated_module: Path) -> None:
+    """One rank's network goes away, while it runs. The others recover and go on; it is told that it cannot."""
+    hosts = [cluster.add_host(f"cut-off-{i}") for i in range(3)]
+    job = [str(emulated_module), str(TIMEOUT_S), "1000", "recover"]
+    agents = [_start(host, hosts[0], len(hosts), i, 1, *job) for i, host in enumerate(hosts)]
+    lines: list[str] = []
+    for agent in agents:
+        assert agent.stdout is not None
+        for line in map(bytes.decode, agent.stdout):
+            lines.append(line)
+            if agent is agents[0] and f'"round": {PAUSE - 1}}}' in line:
+                time.sleep(1)  # the other hosts' ranks are as far
+                _cut_cable(hosts[2])
+                for host in hosts:
+                    host.write(str(GO), "")
+            if "seconds_to_recover" in line or "left_out" in line:
+                break  # torchrun's agents now wait for each other, for minutes
+    for agent in agents:
+        agent.kill()
+        agent.wait()
+    text_of_all = "".join(lines)
+    found = said(text_of_all)
+    assert set(by_rank(found, "error")) == {0, 1, 2}, text_of_all
+    assert {0: 2, 1: 2}.items() <= by_rank(found, "peer").items(), text_of_all
+    assert by_rank(found, "went_on_with") == {0: [0, 1], 1: [0, 1]}, text_of_all
+    assert by_rank(found, "lost") == {0: [2], 1: [2]}
+    assert by_rank(found, "engine_after") == {0: "cuda", 1: "cuda"}
+    assert by_rank(found, "by") == dict.fromkeys(range(3), "NVLink, tcp")
+    assert by_rank(found, "round_after") == {0: 2, 1: 2}
+    assert by_rank(found, "unserved") == {0: [], 1: []}
+    assert sorted(e for experts in by_rank(found, "loaded").values() for e in experts) == [8, 9, 10, 11]
+    assert set(by_rank(found, "left_out")) == {2}, text_of_all

@@ -1,6 +1,7 @@
 """Loses one rank or two at random moments of a random job, again and again, and sees that the others go on.
 
     python -m tests.multi_process.recovery_trials --trials 200 --seed 0
+    python -m tests.multi_process.recovery_trials --trials 20 --device cuda    # ranks share the GPUs; the cuda engine
 
 A trial is a job of 2 to 8 ranks that dispatches, computes and combines through one of the buffers. A rank is killed,
 stopped, or hangs; in some trials a second one is killed while the first is recovered from. The survivors must end in
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import Buffer, HybridEPBuffer, TransportError
+from hybrid_ep import Buffer, HybridEPBuffer, TransportError, env
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.core.board import Board, rendezvous
 from hybrid_ep.elastic import recover
@@ -35,6 +36,8 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 __all__ = ["Job", "Outcome", "Trial", "run", "step"]
 
 TIMEOUT_S = 5.0
+_GPU_TIMEOUT_S = 10.0  # ranks that share a GPU take turns of milliseconds
+_GPU_VARIABLES = {env.ENGINE.name: "cuda", env.TRANSPORT.name: "tcp", env.TCP_ADDRESS.name: "127.0.0.1"}
 MAX_RECOVERY_S = 2.0  # from the moment in which the last survivor was told, on a machine that is not busy
 _LIMIT_S = 90.0
 _NUM_STEPS_AFTER = 2
@@ -56,6 +59,7 @@ class Trial:
         can_load: whether experts that nobody holds can be loaded.
         victims: ranks that are lost; the second kills itself during the recovery.
         after_s: when the first is lost, after all have begun; and the second, after it has begun to recover.
+        device: of the tokens: ``cpu`` with the torch engine, ``cuda`` with the cuda engine.
     """
 
     seed: str
@@ -67,9 +71,15 @@ class Trial:
     can_load: bool
     victims: tuple[int, ...]
     after_s: tuple[float, float]
+    device: str = "cpu"
+
+    @property
+    def timeout_s(self) -> float:
+        """Of the buffers."""
+        return TIMEOUT_S if self.device == "cpu" else _GPU_TIMEOUT_S
 
     @classmethod
-    def draw(cls, seed: int, number: int) -> Trial:
+    def draw(cls, seed: int, number: int, device: str = "cpu") -> Trial:
         """Returns a trial at random."""
         draw = random.Random(f"{seed}/{number}")
         num_ranks, per_domain = draw.choice([(2, 2), (3, 3), (4, 4), (4, 2), (6, 3), (8, 8), (8, 4)])
@@ -79,7 +89,7 @@ class Trial:
         after_s = draw.uniform(0.0, 0.4), draw.uniform(0.0, 0.6)
         slots = draw.choice([2, 3])
         can_load = draw.random() < 0.7
-        return cls(f"{seed}/{number}", how, calls, num_ranks, per_domain, slots, can_load, victims, after_s)
+        return cls(f"{seed}/{number}", how, calls, num_ranks, per_domain, slots, can_load, victims, after_s, device)
 
     def placement(self) -> ExpertPlacement:
         """Two experts of each rank, and replicas of others in further slots."""
@@ -233,10 +243,10 @@ def _make_buffer(trial: Trial) -> Buffer | HybridEPBuffer:
             _TOKENS,
             trial.num_slots,
             num_of_hybrid_ep_ranks_per_nvlink_domain=per_domain,
-            timeout_s=TIMEOUT_S,
+            timeout_s=trial.timeout_s,
         )
     is_low = trial.calls == "low latency"
-    return Buffer(low_latency_mode=is_low, num_ranks_per_domain=per_domain, timeout_s=TIMEOUT_S)
+    return Buffer(low_latency_mode=is_low, num_ranks_per_domain=per_domain, timeout_s=trial.timeout_s)
 
 
 def _work(trial: Trial) -> Told:
@@ -248,7 +258,7 @@ def _work(trial: Trial) -> Told:
     while True:
         try:
             if left == 0:
-                lost = _missing_at_the_end(job, told)
+                lost = _missing_at_the_end(job, told, trial.timeout_s)
                 if not lost:
                     told.ranks = job.ranks
                     unserved = job.placement.unserved[0] if job.placement.unserved else ()
@@ -259,7 +269,7 @@ def _work(trial: Trial) -> Told:
             is_hanging = (
                 trial.how == "hang" and rank == trial.victims[0] and time.monotonic() - begin > trial.after_s[0]
             )
-            problem = step(job, number, 4 * TIMEOUT_S if is_hanging and left < 0 else 0.0)
+            problem = step(job, number, 4 * trial.timeout_s if is_hanging and left < 0 else 0.0, trial.device)
             told.wrong += [problem] if problem else []
             told.num_steps += not problem
             number, left = number + 1, left - (left > 0)
@@ -276,7 +286,7 @@ def _work(trial: Trial) -> Told:
                     job.placement,
                     _load_slowly if trial.can_load else None,
                     lost=lost,
-                    load_timeout_s=2 * TIMEOUT_S,
+                    load_timeout_s=2 * trial.timeout_s,
                 )
             except TransportError as error:
                 told.left_out = str(error)
@@ -287,11 +297,11 @@ def _work(trial: Trial) -> Told:
             number, left, lost = 1000 * recovered.report.generation, _NUM_STEPS_AFTER, []
 
 
-def _missing_at_the_end(job: Job, told: Told) -> list[int]:
+def _missing_at_the_end(job: Job, told: Told, timeout_s: float) -> list[int]:
     """Nobody ends before all have: one that has not been told yet could not recover without the others."""
     board = Board.of(dist.group.WORLD).at(f"end of {told.generations[-1]}")
     num_ranks = job.placement.num_ranks
-    joined = rendezvous(board, job.buffer.rank, range(num_ranks), "", timeout_s=3 * TIMEOUT_S)
+    joined = rendezvous(board, job.buffer.rank, range(num_ranks), "", timeout_s=3 * timeout_s)
     return sorted(set(range(num_ranks)) - set(joined.members))
 
 
@@ -304,7 +314,13 @@ def _run_one(trial: Trial) -> Outcome:
     survivors = [rank for rank in range(trial.num_ranks) if rank not in trial.victims]
     first = trial.victims[0]
     problems: list[str] = []
-    with VirtualCluster(trial.num_ranks) as cluster:
+    on_gpu = trial.device == "cuda"
+    with VirtualCluster(
+        trial.num_ranks,
+        device=trial.device,
+        ranks_share_gpus=on_gpu,
+        variables=_GPU_VARIABLES if on_gpu else None,
+    ) as cluster:
         pid = cluster.process_id(first)
         try:
             cluster.run(_prepare, trial)
@@ -352,7 +368,15 @@ def _judge(trial: Trial, survivors: list[int], told: list[Told]) -> list[str]:
     return problems
 
 
-def run(num_trials: int, seed: int, *, first: int = 0, at_once: int = 1) -> list[Outcome]:
+def run(
+    num_trials: int,
+    seed: int,
+    *,
+    first: int = 0,
+    at_once: int = 1,
+    device: str = "cpu",
+    begin_within_s: float = float("inf"),
+) -> list[Outcome]:
     """Runs trials and returns their outcomes.
 
     Args:
@@ -360,10 +384,14 @@ def run(num_trials: int, seed: int, *, first: int = 0, at_once: int = 1) -> list
         seed: of all trials.
         first: number of the first trial.
         at_once: trials that run beside each other.
+        device: of the tokens.
+        begin_within_s: a trial that has not begun by then is left out.
     """
-    trials = [Trial.draw(seed, first + i) for i in range(num_trials)]
+    trials = [Trial.draw(seed, first + i, device) for i in range(num_trials)]
+    deadline = time.monotonic() + begin_within_s
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(_run_one, trials))
+        outcomes = pool.map(lambda trial: _run_one(trial) if time.monotonic() < deadline else None, trials)
+        return [outcome for outcome in outcomes if outcome is not None]
 
 
 def main() -> int:
@@ -373,8 +401,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--begin-within-s", type=float, default=float("inf"), help="Begin no trial later than that.")
     given = parser.parse_args()
-    outcomes = run(given.trials, given.seed, first=given.first, at_once=given.at_once)
+    outcomes = run(
+        given.trials,
+        given.seed,
+        first=given.first,
+        at_once=given.at_once,
+        device=given.device,
+        begin_within_s=given.begin_within_s,
+    )
     failed = [outcome for outcome in outcomes if outcome.problems]
     for how in _HOWS:  # with one loss
         of_kind = [outcome for outcome in outcomes if outcome.trial.how == how and len(outcome.trial.victims) == 1]

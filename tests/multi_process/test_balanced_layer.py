@@ -17,6 +17,7 @@ from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn import DispatchedTokens, GroupedTokens, MoELayer
+from hybrid_ep.nn.experts import _mesh_of
 from tests.conftest import RunRanks
 
 BF16_STEP = 2.0**-8  # half the distance between neighbouring bf16 values, relative
@@ -186,15 +187,19 @@ def test_weights_move_beside_the_dispatch_and_experts_wait(
     assert steps == ["copy", "dispatch", waits, "experts"]
 
 
-def test_without_gradients_replicas_go_behind_the_weights() -> None:
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_replicas_go_behind_the_weights(has_gradients: bool) -> None:
     """No call but the first copies a weight, and parameters are those of home experts as before."""
     with hybrid_ep.Buffer(None) as buffer:
         layer = MoELayer(buffer, **SIZES, balance="online", num_spare=3)  # type: ignore[arg-type]
         before = {name: value.clone() for name, value in layer.state_dict().items()}
-        with torch.no_grad():
-            y = layer(tokens(0))
+        computed_with: list[int] = []
+        layer.experts.register_forward_pre_hook(lambda _, given: computed_with.extend(w.data_ptr() for w in given[1:]))
+        with torch.set_grad_enabled(has_gradients):
+            y = layer(tokens(0)).detach()
             first = layer.experts.slots(3)
             assert torch.equal(layer(tokens(0)), y)
+        assert computed_with == 2 * [parameter.data_ptr() for parameter in layer.experts.parameters()]
         assert [one.shape for one in first] == [(EXPERTS + 3, WIDTH, HIDDEN), (EXPERTS + 3, HIDDEN, WIDTH)]
         for slots, again, parameter in zip(first, layer.experts.slots(3), layer.experts.parameters(), strict=True):
             assert slots.data_ptr() == again.data_ptr() == parameter.data_ptr()
@@ -210,17 +215,32 @@ def test_without_gradients_replicas_go_behind_the_weights() -> None:
         assert slots.data_ptr() == layer.experts.up.data_ptr()
 
 
-def test_two_forward_passes_before_their_backward_passes(run_ranks: RunRanks) -> None:
-    run_ranks(2, _run_two_batches)
+def _kinds_of_meshes() -> list[str]:
+    with hybrid_ep.Buffer() as buffer:
+        meshes = [_mesh_of(buffer, None, torch.device(kind)) for kind in ("cpu", "cuda")]
+    return [mesh.device_type for mesh in meshes if mesh is not None]
 
 
-def _run_two_batches() -> None:
+def test_the_mesh_of_weights_is_of_their_devices(run_ranks: RunRanks) -> None:
+    """Over gloo, too: a DTensor moves its weights to the devices of its mesh."""
+    assert run_ranks(2, _kinds_of_meshes) == 2 * [["cpu", "cuda"]]
+
+
+@pytest.mark.parametrize("has_weight_buffer", [False, True])
+def test_two_forward_passes_before_their_backward_passes(run_ranks: RunRanks, has_weight_buffer: bool) -> None:
+    run_ranks(2, _run_two_batches, has_weight_buffer)
+
+
+def _run_two_batches(has_weight_buffer: bool) -> None:
     """Each has its own replicas: gradients are those of one batch after the other."""
-    batches = [tokens(seed) for seed in (0, 1 + dist.get_rank())]
-    with hybrid_ep.Buffer(num_ranks_per_domain=2) as buffer:
+    noise = [torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(70 + i)) for i in range(2)]
+    # The second batch leans the other way, so that other experts have replicas.
+    batches = [sign * tokens(1) + one for sign, one in zip((1, -1), noise, strict=True)]
+    with hybrid_ep.Buffer(num_ranks_per_domain=2) as buffer, hybrid_ep.Buffer(num_ranks_per_domain=2) as other:
+        options = {"weight_buffer": other} if has_weight_buffer else {}
         grads = []
         for is_at_once in (True, False):
-            layer = MoELayer(buffer, **SIZES, balance="online")  # type: ignore[arg-type]
+            layer = MoELayer(buffer, **SIZES, balance="online", **options)  # type: ignore[arg-type]
             with torch.no_grad():
                 layer(batches[0])
             losses = []
@@ -233,6 +253,20 @@ def _run_two_batches() -> None:
             grads.append([_local(parameter.grad) for parameter in layer.parameters()])
     for a, b in zip(*grads, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_changes_before_the_backward_pass_is_told(run_ranks: RunRanks) -> None:
+    run_ranks(2, _change_a_weight)
+
+
+def _change_a_weight() -> None:
+    with hybrid_ep.Buffer(num_ranks_per_domain=2) as buffer:
+        layer = MoELayer(buffer, **SIZES, balance="online")  # type: ignore[arg-type]
+        loss = layer(tokens(0)).sum()
+        with torch.no_grad():
+            layer.experts.up.mul_(2)
+        with pytest.raises(ConfigError, match="weights are other ones than in the forward pass; allowed: "):
+            loss.backward()
 
 
 def test_a_weight_buffer_is_another_one_of_these_ranks() -> None:

@@ -68,7 +68,7 @@ def test_spare_slots_get_the_bits_of_their_experts(run_ranks: RunRanks, per_doma
 def _in_parts(per_domain: int) -> None:
     """With so few rows in a dispatch that tensors are cut."""
     with mock.patch.object(load_balance, "_MAX_ROWS", 12):
-        assert len(list(load_balance._parts(weights(0, "odd rows")))) == 6
+        assert len(list(load_balance._parts(weights(0, "odd rows").flatten(1), NUM_LOCAL))) == 6
         _prefetch(per_domain)
     with mock.patch.multiple(load_balance, _MAX_ROWS=12, _ROW_ELEMENTS=16):
         _reduce(per_domain)
