@@ -8,7 +8,7 @@ there. Where ranks may be masked, the link joins it to every rank of other domai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,12 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.calls import LowLatencyDispatchRequest
+from hybrid_ep.engine.calls import (
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+)
 from hybrid_ep.engine.cuda_low_latency import MAX_PLANS, CudaLowLatency, Plan, Region, plan_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.losses import Losses
@@ -104,6 +109,7 @@ class LowLatencyBetween(CudaLowLatency):
         self.takes_masks = False
         self._board = board
         self._blame = self._new_blame()
+        self._held: HybridEPError | None = None  # of an earlier call, found before this one was launched
         self._asked: Plan | None = None  # that a region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
@@ -134,6 +140,29 @@ class LowLatencyBetween(CudaLowLatency):
         """All ranks, and as domains the groups that a peer stands for."""
         size = 1 if self.takes_masks else self._grid.num_ranks_per_domain
         return RankGrid(self._grid.rank, self._grid.num_ranks, size)
+
+    def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        self._look_for_loss()
+        return super().dispatch(request)
+
+    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        self._look_for_loss()
+        return super().combine(request, handle)
+
+    def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
+        held, self._held = self._held, None
+        return super().take_fault(known) if held is None else held
+
+    def _look_for_loss(self) -> None:
+        """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
+
+        Kernels may have given up ranks that only waited for the lost one. Those must not miss the rows of this call.
+        """
+        if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
+            return
+        self._held = super().take_fault()
+        if isinstance(self._held, TransportError) and self._held.peer is not None:
+            self.set_masked([self._held.peer], True)
 
     def drain(self) -> None:
         """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work."""
@@ -193,6 +222,8 @@ class LowLatencyBetween(CudaLowLatency):
     def clean(self) -> None:
         torch.cuda.synchronize(self._device)
         self.drain()
+        if isinstance(self._held, TransportError):
+            self._held = None
         super().clean()
 
     def _forget_calls(self) -> None:

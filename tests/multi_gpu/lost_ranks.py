@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -119,13 +120,14 @@ def go_on_without() -> int:
         return team.members[_peer(error)]
 
 
-def lose_one_after(step: str, lost: int) -> int:
+def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
     """A rank is killed inside a round trip; the others name it, meet, and go on without it.
 
     Args:
         step: what the rank has done: ``some`` (its dispatch has reached one rank only), ``dispatch``, ``receive`` or
             ``combine`` (all that it sends has arrived).
         lost: the rank, of a team of several domains.
+        is_ahead: hosts learn of the loss when the round trip has ended, as where they run ahead of their GPUs.
 
     Returns:
         Whom the error names.
@@ -151,6 +153,10 @@ def lose_one_after(step: str, lost: int) -> int:
         engine._low_latency_kernels.drain()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
+        if is_ahead:
+            kernels: Any = buffer.engine
+            with mock.patch.object(kernels._low_latency_kernels, "raise_fault"):
+                finish_round_trip(buffer, sent, start_round_trip(buffer, sent))
         _low_latency_calls(team, 3)
     except hybrid_ep.TimeoutError as error:
         return _go_on_after(team, error)
