@@ -177,7 +177,13 @@ def test_survivors_name_a_rank_that_has_not_forwarded(emulated_module: Path, tra
 
 @contextlib.contextmanager
 def _team(
-    module: Path, transport: str, seed: int, *, grid: tuple[int, int] = (2, 2), shrink: bool = False
+    module: Path,
+    transport: str,
+    seed: int,
+    *,
+    grid: tuple[int, int] = (2, 2),
+    shrink: bool = False,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[tuple[VirtualCluster, Callable[..., Any]]]:
     """Domains of ranks that have made calls over a transport, and what runs a function of tests/ on them."""
     num_domains, size = grid
@@ -190,7 +196,7 @@ def _team(
     }
     run_here = functools.partial(run, str(module), seed)
     with VirtualCluster(num_ranks, variables=variables) as cluster:
-        join = "multi_gpu.lost_ranks.join", list(range(num_ranks)), True, shrink, TIMEOUT_S
+        join = "multi_gpu.lost_ranks.join", list(range(num_ranks)), True, shrink, timeout_s
         cluster.run(run_here, *join, limit_s=LIMIT_S)
         yield cluster, run_here
 
@@ -301,6 +307,14 @@ def test_survivors_go_on_without_a_rank_that_was_killed_after(
     with _team(emulated_module, transport, 0, grid=grid, shrink=True) as (cluster, run_here):
         cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", step, lost)
         assert _named_by_survivors(cluster, lost, grid=grid) == [lost] * (num_domains * size - 1)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Path, transport: str) -> None:
+    """Their hosts learn of the loss when the kernels have given up living ranks, too."""
+    with _team(emulated_module, transport, 0, shrink=True, timeout_s=8.0) as (cluster, run_here):
+        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", "some", 3, True)
+        assert _named_by_survivors(cluster, 3) == [3] * 3
 
 
 @pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2), ("tcp", 3)])
