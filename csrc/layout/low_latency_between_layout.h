@@ -5,9 +5,9 @@
 //
 // A call has one chunk and one flag for each peer. The link has a ring for each kind of call, with a slot for each
 // buffer, so that a buffer's chunk is free when the call before in that buffer has been forwarded. Words of the link
-// hold the call's number in the buffer and the session, which names the last barrier or cleaning: numbers of calls begin
-// again there, and words of the link are never reset.
-// Legend: T tokens of the sender, M most tokens of a rank, K top-k, G ranks of a domain.
+// hold the call's number in the buffer and the session, which names the last barrier or cleaning: numbers of calls
+// begin again there, and words of the link are never reset. Legend: T tokens of the sender, M most tokens of a rank, K
+// top-k, G ranks of a domain.
 #pragma once
 
 #include <cstdint>

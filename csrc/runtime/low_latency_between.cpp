@@ -42,8 +42,8 @@ LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicato
   domain_.rank = grid.rank;
   domain_.num_ranks = grid.num_ranks();
   for (int r = 0; r < domain_.num_ranks; ++r) {
-    domain_.region[r] = reinterpret_cast<uint8_t*>(
-        memory[peers_.is_in_domain(r) ? r % grid.ranks_per_domain : grid.domain_rank()]);
+    domain_.region[r] =
+        reinterpret_cast<uint8_t*>(memory[peers_.is_in_domain(r) ? r % grid.ranks_per_domain : grid.domain_rank()]);
   }
   receive_timeout_ns_ = domain_.timeout_ns + 2 * kForwardNs;
 }

@@ -45,18 +45,16 @@ void add_between_domains(py::module_& module) {
   module.attr("low_latency_session_offset") = offsetof(LowLatencyBetweenControl, session);
   module.attr("low_latency_max_chunk_bytes") = kMaxPeerChunkBytes;
   py::class_<LowLatencyBetweenRegion, LowLatencyRegion>(module, "LowLatencyBetweenRegion")
-      .def(
-          py::init([](const Communicator& communicator, int rank, int num_domains, int group_size,
-                      const std::vector<uintptr_t>& memory,
-                      const LowLatencyCapacity& capacity, Proxy& proxy, const py::object& kernels) {
-            const Grid grid{rank, num_domains, communicator.domain().num_ranks};
-            return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, group_size, memory, capacity, proxy,
-                                                             link_kernels_of(kernels));
-          }),
-          py::kw_only(), py::arg("communicator"), py::arg("rank"), py::arg("num_domains"), py::arg("group_size"),
-          py::arg("memory"),
-          py::arg("capacity"), py::arg("proxy"), py::arg("kernels") = py::none(), py::keep_alive<1, 2>(),
-          py::keep_alive<1, 8>());
+      .def(py::init([](const Communicator& communicator, int rank, int num_domains, int group_size,
+                       const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, Proxy& proxy,
+                       const py::object& kernels) {
+             const Grid grid{rank, num_domains, communicator.domain().num_ranks};
+             return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, group_size, memory, capacity, proxy,
+                                                              link_kernels_of(kernels));
+           }),
+           py::kw_only(), py::arg("communicator"), py::arg("rank"), py::arg("num_domains"), py::arg("group_size"),
+           py::arg("memory"), py::arg("capacity"), py::arg("proxy"), py::arg("kernels") = py::none(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 8>());
 }
 
 }  // namespace

@@ -109,7 +109,8 @@ class PeerChunk {
 // Collective over the CTA: waits for the chunk of each other domain, a thread for each. Writes whether it has come, and
 // how long it was waited for. `read(d, header)` runs in that thread if it has.
 template <typename ChunkOf, typename Read>
-__device__ void wait_for_chunks(const LowLatencyPeers& peers, bool* came, uint32_t* waited_us, ChunkOf&& chunk_of, Read&& read) {
+__device__ void wait_for_chunks(const LowLatencyPeers& peers, bool* came, uint32_t* waited_us, ChunkOf&& chunk_of,
+                                Read&& read) {
   const int d = threadIdx.x;
   if (d < peers.grid.num_domains) {
     const uint64_t started = ptx::clock_ns();
