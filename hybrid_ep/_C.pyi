@@ -96,6 +96,8 @@ class Proxy:
     def begin_call(self) -> None: ...
     @property
     def describe(self) -> str: ...
+    def keep_other_peers(self) -> None:
+        """From now on the loss of a peer is no failure of the link."""
     @property
     def failure(self) -> tuple[int, str, str] | None:
         """Domain index or −1, device, message."""

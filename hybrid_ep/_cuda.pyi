@@ -336,7 +336,7 @@ class LowLatencyPlan:
     @property
     def num_ints_between(self) -> int: ...
     def refused(self, num_tokens: int) -> LowLatencyPlan: ...
-    def peer_chunk_bytes(self, ranks_per_domain: int) -> tuple[int, int]: ...
+    def peer_chunk_bytes(self, group_size: int) -> tuple[int, int]: ...
     def tensors(
         self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -417,6 +417,7 @@ class LowLatencyBetweenRegion(LowLatencyRegion):
         communicator: Communicator,
         rank: int,
         num_domains: int,
+        group_size: int,
         memory: list[int],
         capacity: LowLatencyCapacity,
         proxy: Proxy,

@@ -186,7 +186,7 @@ LOW_LATENCY_BETWEEN = Variable(
     _choice("torch", "cuda"),
     "torch or cuda",
     "What serves low-latency calls of several domains where the cuda engine serves the others: `cuda` kernels, or "
-    "`torch`. Buffers with `enable_shrink` are served by torch in any case. The same on every rank.",
+    "`torch`. The same on every rank.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "HYBRID_EP_NUM_RANKS_PER_DOMAIN",

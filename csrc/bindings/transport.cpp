@@ -182,6 +182,7 @@ void add_transport(py::module_& module) {
       .def("view", &Proxy::view)
       .def("begin_call", &Proxy::begin_call)
       .def_property_readonly("describe", [](Proxy& self) { return self.link().describe(); })
+      .def("keep_other_peers", &Proxy::keep_other_peers)
       .def_property_readonly("failure", &failure)
       .def_property_readonly("counts", &counts)
       .def("drain", &drain, py::arg("timeout_s"))

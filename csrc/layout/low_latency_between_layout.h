@@ -5,9 +5,9 @@
 //
 // A call has one chunk and one flag for each peer. The link has a ring for each kind of call, with a slot for each
 // buffer, so that a buffer's chunk is free when the call before in that buffer has been forwarded. Words of the link
-// hold the call's number in the buffer and the session, which is the number of the last barrier: numbers of calls begin
-// again after a barrier, and words of the link are never reset.
-// Legend: T tokens of the sender, M most tokens of a rank, K top-k, G ranks of a domain.
+// hold the call's number in the buffer and the session, which names the last barrier or cleaning: numbers of calls
+// begin again there, and words of the link are never reset. Legend: T tokens of the sender, M most tokens of a rank, K
+// top-k, G ranks of a domain.
 #pragma once
 
 #include <cstdint>
@@ -80,9 +80,10 @@ HYBRID_EP_HOST_DEVICE int crossing_bytes(int hidden, bool is_logfmt) {
 struct PeerChunkBytes {
   int64_t tokens, rows;
 
-  static PeerChunkBytes of(const LowLatencyShape& shape, int ranks_per_domain) {
+  // To a peer that forwards to a group of so many ranks.
+  static PeerChunkBytes of(const LowLatencyShape& shape, int group_size) {
     const LowLatencyMessage message = LowLatencyMessage::of(shape, ScaleFormat::kNone);
-    const int64_t num_rows = static_cast<int64_t>(ranks_per_domain) * shape.max_tokens * shape.num_topk;
+    const int64_t num_rows = static_cast<int64_t>(group_size) * shape.max_tokens * shape.num_topk;
     return {
         TokenChunk::of(message, shape.max_tokens).records + static_cast<int64_t>(shape.max_tokens) * message.slot_bytes,
         align_records(kHeaderBytes + 4 * num_rows) + align_records(num_rows * 2 * shape.hidden)};
@@ -117,13 +118,23 @@ struct LowLatencyBetweenChannel {
 // Behind each region.
 struct LowLatencyBetweenControl {
   LowLatencyBetweenChannel channels[2][kLowLatencyBuffers];  // by LowLatencyKind
-  uint32_t session;                                          // by the host
+  // By the host.
+  uint32_t session;
+  uint32_t first_epoch;  // of a buffer in this session
 };
 
-// What kernels that ship and forward take beside the ranks: where the domains are, and what joins them.
+// What kernels that ship and forward take beside the ranks: what joins the domains.
+//
+// The ranks of a domain form groups of equal size. The link joins this rank to one rank of each group of other domains:
+// the peer, which forwards to its group. A group is the whole domain, or a single rank, which forwards only to itself.
 struct LowLatencyPeers {
-  Grid grid;
+  Grid grid;  // of groups: its domains are the groups
+  int domain_size;
   int64_t control_begin;  // in each region, bytes
+
+  HYBRID_EP_HOST_DEVICE bool is_in_domain(int rank) const { return rank / domain_size == grid.rank / domain_size; }
+  // Whether a group is part of this rank's domain, and so is not reached by the link.
+  HYBRID_EP_HOST_DEVICE bool is_near(int group) const { return is_in_domain(grid.peer_in(group)); }
 };
 
 }  // namespace hybrid_ep

@@ -15,17 +15,21 @@ OwnTables OwnTables::of(const LowLatencyPlan& plan) {
   return tables;
 }
 
-LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid,
+LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, int group_size,
                                                  const std::vector<uintptr_t>& memory,
                                                  const LowLatencyCapacity& capacity, Proxy& proxy,
                                                  const LinkKernels& kernels)
     : LowLatencyRegion(communicator, memory, capacity),
-      grid_(grid),
+      peers_{{grid.rank, grid.num_ranks() / group_size, group_size}, grid.ranks_per_domain, capacity.region_bytes()},
       proxy_(proxy),
       link_(proxy.view()),
       kernels_(kernels) {
   require(grid.num_domains >= 2 && grid.num_domains <= kMaxDomains, "domains", grid.num_domains, "2 … 64");
   require(grid.num_ranks() <= kMaxRanks, "ranks", grid.num_ranks(), "up to 72");
+  require(group_size == 1 || group_size == grid.ranks_per_domain, "ranks of a group", group_size,
+          "1, or those of a domain");
+  require(peers_.grid.num_domains == link_.layout.num_domains, "groups", peers_.grid.num_domains,
+          "those that the link joins");
   require(grid.ranks_per_domain == domain_.num_ranks, "ranks of a domain", grid.ranks_per_domain,
           "those of the communicator");
   require(link_.layout.num_rings == 2, "rings", link_.layout.num_rings, "one for each kind of call");
@@ -38,14 +42,14 @@ LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicato
   domain_.rank = grid.rank;
   domain_.num_ranks = grid.num_ranks();
   for (int r = 0; r < domain_.num_ranks; ++r) {
-    const bool is_own = r / grid.ranks_per_domain == grid.domain_idx();
-    domain_.region[r] = reinterpret_cast<uint8_t*>(memory[is_own ? r % grid.ranks_per_domain : grid.domain_rank()]);
+    domain_.region[r] =
+        reinterpret_cast<uint8_t*>(memory[peers_.is_in_domain(r) ? r % grid.ranks_per_domain : grid.domain_rank()]);
   }
   receive_timeout_ns_ = domain_.timeout_ns + 2 * kForwardNs;
 }
 
 bool LowLatencyBetweenRegion::covers(const LowLatencyPlan& plan) const {
-  const PeerChunkBytes needed = PeerChunkBytes::of(plan.shape, grid_.ranks_per_domain);
+  const PeerChunkBytes needed = PeerChunkBytes::of(plan.shape, peers_.grid.ranks_per_domain);
   return LowLatencyRegion::covers(plan) &&
          needed.tokens <= link_.layout.rings[ring_of(LowLatencyKind::kDispatch)].slot_bytes &&
          needed.rows <= link_.layout.rings[ring_of(LowLatencyKind::kCombine)].slot_bytes;
@@ -59,7 +63,7 @@ RowTables LowLatencyBetweenRegion::tables_of(const LowLatencyPlan& plan, const i
 void LowLatencyBetweenRegion::fill(AcrossDomainsParams& params, const LowLatencyPlan& plan, LowLatencyKind kind,
                                    int buffer_idx, cudaStream_t stream) {
   params.domain = begin(plan, kind, buffer_idx, stream);
-  params.peers = {grid_, capacity_.region_bytes()};
+  params.peers = peers_;
   params.shape = plan.shape;
   params.link = link_;
 }

@@ -24,11 +24,13 @@ struct OwnTables {
 
 class LowLatencyBetweenRegion final : public LowLatencyRegion {
  public:
-  // `memory` are the regions of the own domain's ranks, of capacity.region_bytes() with LowLatencyBetweenControl behind
-  // it. The link has two rings, of two slots each: LowLatencyKind numbers them. Communicator and proxy live longer than
-  // the region.
-  LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, const std::vector<uintptr_t>& memory,
-                          const LowLatencyCapacity& capacity, Proxy& proxy, const LinkKernels& kernels);
+  // `grid`: of the domains. `group_size`: ranks of a group, those of a domain or 1 (LowLatencyPeers). `memory` are the
+  // regions of the own domain's ranks, of capacity.region_bytes() with LowLatencyBetweenControl behind it. The link
+  // joins groups. It has two rings, of two slots each: LowLatencyKind numbers them. Communicator and proxy live longer
+  // than the region.
+  LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, int group_size,
+                          const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, Proxy& proxy,
+                          const LinkKernels& kernels);
 
   bool covers(const LowLatencyPlan& plan) const override;
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
@@ -51,7 +53,7 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
   ShipRowsParams ship_rows_params(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                   cudaStream_t stream);
 
-  const Grid grid_;
+  const LowLatencyPeers peers_;
   Proxy& proxy_;
   const LinkView link_;
   const LinkKernels kernels_;

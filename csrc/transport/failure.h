@@ -1,6 +1,7 @@
 // The first error of a transport: recorded once, read by kernels as a word and by the host as text.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -17,18 +18,26 @@ struct LinkFailure {
   std::string detail;  // its message
 };
 
+// The loss of a peer ends the whole link, unless the link has been told to keep the others.
 class FailureReport {
  public:
   FailureReport() : flag_(allocate_pinned(sizeof(uint32_t))) {}
 
+  // A lost peer is no failure from now on. Kernels wait for it until their deadline, and so name it when all ranks do.
+  void keep_other_peers() { keeps_others_ = true; }
+
   // Any thread. Later failures are dropped.
   void report(LinkFailure failure) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure.peer >= 0) has_lost_[failure.peer] = true;
+    if (failure.peer >= 0 && keeps_others_) return;
     if (failure_) return;
     failure_ = std::move(failure);
     __atomic_store_n(flag(), failure_word(failure_->peer), __ATOMIC_RELEASE);
   }
   bool has_failed() const { return __atomic_load_n(flag(), __ATOMIC_ACQUIRE) != 0; }
+  // Whether a peer was lost, so that nothing can be sent to it. Any thread.
+  bool has_lost(int peer) const { return has_lost_[peer]; }
   std::optional<LinkFailure> get() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return failure_;
@@ -39,6 +48,7 @@ class FailureReport {
  private:
   Memory flag_;
   mutable std::mutex mutex_;
+  std::atomic<bool> keeps_others_{false}, has_lost_[kMaxDomains]{};
   std::optional<LinkFailure> failure_;
 };
 

@@ -113,6 +113,11 @@ void Proxy::begin_call_of(void* proxy) noexcept {
   if (self->is_asleep_) self->wake();
 }
 
+void Proxy::keep_other_peers() {
+  require_own_process();
+  link_->failure().keep_other_peers();
+}
+
 std::optional<LinkFailure> Proxy::failure() const {
   require_own_process();
   return link_->failure().get();
@@ -208,7 +213,7 @@ bool Proxy::carry_out(const Command& command) {
                                "a command does not fit the link's layout: ring " + std::to_string(command.ring) +
                                    ", peer " + std::to_string(command.peer) + ", slot " + std::to_string(command.slot) +
                                    ", " + std::to_string(command.num_bytes) + " bytes"});
-    } else if (!link_->post(command)) {
+    } else if (!link_->failure().has_lost(command.peer) && !link_->post(command)) {
       return false;
     }
   }

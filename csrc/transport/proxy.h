@@ -6,8 +6,10 @@
 // complete, it sleeps until begin_call() or until the link's file descriptor wakes it. In a call in which nothing has
 // happened for a while it looks less and less often.
 //
-// After a failure the thread takes commands and drops them, so that no kernel waits for a free slot. A forked child has
-// no such thread: every function throws there, and the destructor does nothing.
+// After a failure the thread takes commands and drops them, so that no kernel waits for a free slot. Where the link
+// keeps its other peers, it does so with the commands for a lost one.
+//
+// A forked child has no such thread: every function throws there, and the destructor does nothing.
 #pragma once
 
 #include <sys/types.h>
@@ -56,6 +58,8 @@ class Proxy {
   void begin_call();
   static void begin_call_of(void* proxy) noexcept;  // cudaHostFn_t
 
+  // The loss of a peer is no failure of the link from now on: what goes to that peer is dropped.
+  void keep_other_peers();
   // The first failure of the link.
   std::optional<LinkFailure> failure() const;
   ProxyCounts counts() const;

@@ -191,7 +191,7 @@ class VerbsLink final : public Link {
   void close() override {
     const auto deadline = Clock::now() + kGoodbye;
     for (int peer = 0; peer < layout().num_domains; ++peer) {
-      if (peer == layout().domain_idx || failure().has_failed()) continue;
+      if (peer == layout().domain_idx || failure().has_failed() || failure().has_lost(peer)) continue;
       QueuePair& pair = pairs_[peer][0];
       if (pair.num_sends >= max_sends_) continue;
       uint64_t one = 1;
@@ -206,7 +206,7 @@ class VerbsLink final : public Link {
     }
     const auto all_closed = [&] {
       for (int peer = 0; peer < layout().num_domains; ++peer) {
-        if (peer != layout().domain_idx && !has_closed(peer)) return false;
+        if (peer != layout().domain_idx && !failure().has_lost(peer) && !has_closed(peer)) return false;
       }
       return true;
     };

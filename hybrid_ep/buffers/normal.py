@@ -129,8 +129,8 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         self._local_memory: dict[bool, Tensor] = {}
         self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
-        self.engine.takes_masks = enable_shrink
-        self.engine.only_masks_lost = enable_shrink and self.lost_ranks == "mask"
+        if enable_shrink:
+            self.engine.allow_masks(only_masks_lost=self.lost_ranks == "mask")
 
     def options(self) -> dict[str, Any]:
         names = (

@@ -110,7 +110,6 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
-    takes_masks: bool = False  # callers may mask ranks, or go on without lost ones
     only_masks_lost: bool = False  # whether ranks that low-latency kernels give up stay masked without an error
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
@@ -253,6 +252,14 @@ class Engine(abc.ABC):
         Returns a function that waits for the rows; `out` is complete once it has run. Rows of masked ranks count as
         zero.
         """
+
+    def allow_masks(self, *, only_masks_lost: bool) -> None:
+        """Local, before the first call, and the same at all ranks: callers may mask ranks, and go on without lost ones.
+
+        Args:
+            only_masks_lost: see the attribute.
+        """
+        self.only_masks_lost = only_masks_lost
 
     def leave_out(self, peer: int) -> None:
         """Goes on without a rank that a low-latency call of all survivors has lost.

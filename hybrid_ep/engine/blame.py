@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Collection
 
 from hybrid_ep.core.board import Board, StoreLostError
 
@@ -89,15 +90,20 @@ class Blame:
                 self._peer, self._lost = None, peer
                 self._write(f"lost {peer}")
 
-    def find(self, suspect: int) -> int:
-        """Returns the rank to name in the error; `suspect` is the rank that this one has lost."""
+    def find(self, suspect: int, known: Collection[int] = ()) -> int:
+        """Returns the rank to name in the error.
+
+        Args:
+            suspect: the rank that this one has lost.
+            known: ranks that were lost before: a note that names one of them is old.
+        """
         if self._board is None:
             return suspect
         seen = {self._rank}
         try:
             while suspect not in seen:
                 seen.add(suspect)
-                named = self._named_by(suspect)
+                named = self._named_by(suspect, known)
                 if named is None or named in seen:
                     break
                 suspect = named
@@ -118,7 +124,7 @@ class Blame:
         number = int(note.split()[0])
         return None if number == self._number else number
 
-    def _named_by(self, rank: int) -> int | None:
+    def _named_by(self, rank: int, known: Collection[int]) -> int | None:
         """Returns the rank that `rank` has lost or waits for; None if it writes no new note within the grace."""
         assert self._board is not None
         deadline = time.monotonic() + self.grace_s
@@ -126,7 +132,7 @@ class Blame:
         note = first
         while True:
             verb, peer, *_ = note.split() if note is not None else ("", "-1")
-            if verb == "lost" or (verb == "waits" and note != first):
+            if int(peer) not in known and (verb == "lost" or (verb == "waits" and note != first)):
                 return int(peer)
             if time.monotonic() >= deadline:
                 return None

@@ -12,7 +12,7 @@ too small, every rank reads that from the same counts. All grow their slots and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ from hybrid_ep.engine.cuda_plan import (
     shape_of,
 )
 from hybrid_ep.engine.cuda_route import Chunk, HostCounts, RouteMemory, address, aligned, aligned_rows
+from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -133,9 +134,11 @@ class CudaBetween(TorchEngine):
             rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
         self._group, self._timeout_s = group, timeout_s
+        self._everyone = RollCall(group, grid.rank, timeout_s, number)
         self._peers = roll_call_among(group, grid.rank, grid.peers, timeout_s, number)
-        roll_call.lost = self._peers.lost = self.lost
-        self._link, self._keep = self._open_link([Ring(*_cuda.between_ring(num_domains=grid.num_domains))])
+        roll_call.lost = self._peers.lost = self._everyone.lost = self.lost
+        ring = Ring(*_cuda.between_ring(num_domains=grid.num_domains))
+        self._link, self._keep = self._open_link([ring], grid, False)
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
             domain=self._communicator,
@@ -151,6 +154,7 @@ class CudaBetween(TorchEngine):
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
         self._low_latency_kernels: LowLatencyBetween | None = None
+        self._calls_kernels = False  # whether they have served the last low-latency call
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
             self._low_latency_kernels = LowLatencyBetween(
                 roll_call,
@@ -158,6 +162,7 @@ class CudaBetween(TorchEngine):
                 self.device,
                 self._communicator,
                 self._order,
+                Losses(Board.of(group).at(f"buffer {number}"), grid.rank),
                 board=Board.of(group).at(f"buffer {number}/low latency"),
                 open_link=self._open_link,
                 error_of=self._error_of,
@@ -366,17 +371,49 @@ class CudaBetween(TorchEngine):
         return Combined(out, out_weights)
 
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
-        # Masks are the torch engine's: without its peer a rank reaches nobody in that domain.
         kernels = self._low_latency_kernels
-        if kernels is None or self.takes_masks or not kernels.serves(request):
+        self._calls_kernels = kernels is not None and kernels.serves(request)
+        if kernels is None or not self._calls_kernels:
             return super().low_latency_dispatch(request)
         return kernels.dispatch(request)
 
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         kernels = self._low_latency_kernels
-        if kernels is None or not kernels.has_made(handle):
+        self._calls_kernels = kernels is not None and kernels.has_made(handle)
+        if kernels is None or not self._calls_kernels:
             return super().low_latency_combine(request, handle)
         return kernels.combine(request, handle)
+
+    def allow_masks(self, *, only_masks_lost: bool) -> None:
+        super().allow_masks(only_masks_lost=only_masks_lost)
+        if (kernels := self._low_latency_kernels) is not None:
+            kernels.takes_masks, kernels.only_masks_lost = True, only_masks_lost
+
+    @property
+    def completes_lost_calls(self) -> bool:  # type: ignore[override]
+        return not self._calls_kernels
+
+    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
+        ranks = set(ranks)
+        super().set_masked(ranks, masked)
+        if (kernels := self._low_latency_kernels) is not None:
+            kernels.set_masked(ranks, masked)
+
+    def leave_out(self, peer: int) -> None:
+        kernels = self._low_latency_kernels
+        if kernels is not None and self._calls_kernels:
+            kernels.leave_out(peer, self.set_masked)
+        else:
+            super().leave_out(peer)
+
+    @one_at_a_time
+    def clean(self) -> None:
+        torch.cuda.synchronize(self.device)
+        if isinstance(self._late, TimeoutError):
+            self._late = None
+        super().clean()
+        if (kernels := self._low_latency_kernels) is not None:
+            kernels.clean()
 
     def low_latency_memory(self) -> Tensor:
         kernels = self._low_latency_kernels
@@ -450,20 +487,28 @@ class CudaBetween(TorchEngine):
         return self._arena.int_tensor(route.chunk.memory, route.address + 4 * offset, shape)
 
     def masked(self) -> Tensor:
-        self.raise_pending()
-        return super().masked().to(self.device)
+        kernels = self._low_latency_kernels
+        if kernels is None:
+            self.raise_pending()
+            return super().masked().to(self.device)
+        self._raise_late()
+        kernels.note_losses()
+        return torch.maximum(kernels.masks(), super().masked().to(self.device, non_blocking=True))
 
     @one_at_a_time
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        self.raise_pending()
         kernels = self._low_latency_kernels
         if kernels is None:
+            self.raise_pending()
             super().barrier()
             return
+        self._raise_late()
+        kernels.raise_fault(kernels.lately_masked)
+        super().set_masked(kernels.note_told(), True)
         kernels.drain()
         super().barrier()
-        kernels.reset()
+        kernels.reset(self.take_number())
         torch.cuda.synchronize(self.device)
         super().barrier()
 
@@ -553,18 +598,25 @@ class CudaBetween(TorchEngine):
             return error
         return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
 
-    def _open_link(self, rings: list[Ring]) -> OpenedLink:
-        """Opens a link to the peers; collective."""
+    def _open_link(self, rings: list[Ring], grid: RankGrid, joins_all: bool) -> OpenedLink:
+        """Opens a link to the peers of a grid. Collective.
+
+        Args:
+            rings: of the link.
+            grid: that of the domains, or one in which every rank is a domain.
+            joins_all: it is the latter, and the link goes on without a lost rank.
+        """
         device = torch.device("cuda", self._index)
-        map_peers = _map_peers(self._peers, device)
+        map_peers = _map_peers(self._peers if grid == self.grid else self._everyone, device)
         link = open_link(
             self._group,
-            self.grid,
+            grid,
             rings,
             device=device,
             timeout_s=self._timeout_s,
             native=_cuda,
             map_symmetric=map_peers,
+            keeps_other_peers=joins_all,
         )
         return OpenedLink(link, map_peers)
 

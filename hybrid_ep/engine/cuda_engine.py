@@ -132,9 +132,9 @@ class CudaEngine(Engine):
         self._number, self._num_dispatches = number, 0
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
-        self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order)
+        losses = Losses(None if group is None else Board.of(group).at(f"buffer {number}"), grid.rank)
+        self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order, losses)
         self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
-        self._losses = Losses(None if group is None else Board.of(group).at(f"buffer {number}"), grid.rank)
 
     @property
     def memory_bytes(self) -> int:
@@ -239,16 +239,7 @@ class CudaEngine(Engine):
         self._low_latency.set_masked(ranks, masked)
 
     def leave_out(self, peer: int) -> None:
-        if self._low_latency.refusal is not None:
-            return
-        self.set_masked([peer], True)
-        if self.only_masks_lost:
-            return
-        refusal = self._low_latency.refusal = self._losses.report(peer)
-        if refusal is None:
-            self.set_masked(self._losses.left_out, True)
-        elif refusal.peer is not None:
-            self.set_masked(range(self.grid.num_ranks), False)  # for the rendezvous after a cleaning
+        self._low_latency.leave_out(peer, self.set_masked)
 
     def masked(self) -> Tensor:
         self._raise_late()
@@ -260,17 +251,11 @@ class CudaEngine(Engine):
         if isinstance(self._late, TimeoutError):
             self._late = None
         self._torch.clean()
-        self._low_latency.refusal = None
-        self._losses.clean()
         self._low_latency.clean()
 
-    @property
-    def only_masks_lost(self) -> bool:
-        return self._low_latency.only_masks_lost
-
-    @only_masks_lost.setter
-    def only_masks_lost(self, value: bool) -> None:
-        self._low_latency.only_masks_lost = value
+    def allow_masks(self, *, only_masks_lost: bool) -> None:
+        super().allow_masks(only_masks_lost=only_masks_lost)
+        self._low_latency.only_masks_lost = only_masks_lost
 
     def low_latency_memory(self) -> Tensor:
         return self._low_latency.rows_memory()
@@ -282,9 +267,7 @@ class CudaEngine(Engine):
         self._low_latency.raise_fault(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
         self._torch.barrier()
-        self._low_latency.refusal = None
-        self._losses.begin(self._torch.take_number())
-        self._low_latency.reset()
+        self._low_latency.reset(self._torch.take_number())
         torch.cuda.synchronize(self.device)
         self._torch.barrier()
 

@@ -32,6 +32,7 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
+from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
@@ -190,6 +191,7 @@ class CudaLowLatency:
         device: this rank's GPU.
         communicator: holds the fault record and the timeout.
         order: of the engine's launches.
+        losses: on which lost ranks the ranks agree.
     """
 
     def __init__(
@@ -199,9 +201,10 @@ class CudaLowLatency:
         device: torch.device,
         communicator: _cuda.Communicator,
         order: LaunchOrder,
+        losses: Losses,
     ) -> None:
         self._roll_call, self._grid, self._device = roll_call, grid, device
-        self._communicator, self._order = communicator, order
+        self._communicator, self._order, self._losses = communicator, order, losses
         self._numbering = grid  # by which faults of these calls number ranks
         self.refusal: HybridEPError | None = None
         self._index: int = device.index
@@ -214,6 +217,7 @@ class CudaLowLatency:
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._num_cleanings = 0
         self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
+        self._fault: _cuda.Fault | None = None  # taken and not raised yet
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
@@ -345,8 +349,7 @@ class CudaLowLatency:
             return overflow
         self.note_told()
         self.upload_masks()  # a kernel that gave a rank up has masked it
-        is_known = fault.peer in self.masked or fault.peer in known
-        if is_known and fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
+        if (fault.peer in self.masked or fault.peer in known) and _is_loss(fault):
             return None
         error = self._error_of(fault)
         if isinstance(error, TimeoutError) and error.peer is not None:
@@ -355,10 +358,16 @@ class CudaLowLatency:
 
     def _take_fault(self) -> _cuda.Fault | None:
         """Takes the fault record, but drops that other ranks' calls differ from one that this rank has refused."""
-        fault = self._communicator.take_fault()
+        fault, self._fault = self._fault or self._communicator.take_fault(), None
         if fault is not None and fault.tag == "shape" and _cuda.low_latency_call_fields(fault.expected)["num_too_many"]:
             return None
         return fault
+
+    def _forget_loss(self) -> None:
+        """Drops the fault record if it tells of a lost rank; anything else is raised next."""
+        fault = self._take_fault()
+        if fault is not None and not _is_loss(fault):
+            self._fault = fault
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         if fault.tag != "shape":
@@ -390,6 +399,24 @@ class CudaLowLatency:
         self.lately_masked |= self.masked
         self.upload_masks()
 
+    def leave_out(self, peer: int, set_masked: Callable[[Iterable[int], bool], None]) -> None:
+        """Goes on without a lost rank, if the others do not go on without this one: see `Losses`.
+
+        Args:
+            peer: the lost rank.
+            set_masked: masks ranks at the engine.
+        """
+        if self.refusal is not None:
+            return
+        set_masked([peer], True)
+        if self.only_masks_lost:
+            return
+        refusal = self.refusal = self._losses.report(peer)
+        if refusal is None:
+            set_masked(self._losses.left_out, True)
+        elif refusal.peer is not None:
+            set_masked(range(self._grid.num_ranks), False)  # for the rendezvous after a cleaning
+
     def note_losses(self) -> None:
         """Masks a rank that a kernel has reported as given up, and raises any other fault.
 
@@ -401,7 +428,7 @@ class CudaLowLatency:
             if overflow is not None:
                 raise overflow
             return
-        if fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency"):
+        if _is_loss(fault):
             self.masked.add(fault.peer)
             self.lately_masked.add(fault.peer)
             return
@@ -460,8 +487,14 @@ class CudaLowLatency:
                 region.masks[r : r + 1].zero_()
         self._order.end()
 
-    def reset(self) -> None:
-        """Forgets all calls, so that ranks which have made different ones can begin together; no call is running."""
+    def reset(self, number: int) -> None:
+        """Forgets all calls, so that ranks which have made different ones can begin together; no call is running.
+
+        Args:
+            number: ≥ 1; of the barrier that the ranks come from, equal at all of them.
+        """
+        self.refusal = None
+        self._losses.begin(number)
         self._num_cleanings = 0
         self._forget_calls()
 
@@ -474,6 +507,8 @@ class CudaLowLatency:
         Raises:
             ConfigError: what a kernel has found wrong, but the loss of a rank; the calls are forgotten nevertheless.
         """
+        self.refusal = None
+        self._losses.clean()
         error = self.take_fault(range(self._grid.num_ranks))
         self._unmask(range(self._grid.num_ranks))
         self._num_cleanings += 1
@@ -485,12 +520,16 @@ class CudaLowLatency:
     def _forget_calls(self) -> None:
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self.lately_masked = set(self.masked)
-        last_call = self._num_cleanings % _MAX_GENERATIONS << _CALL_BITS
         for region in self._regions:
             region.memory.local[: region.capacity.epochs_bytes].zero_()
-            if last_call:
-                set_last_call(region.memory.local, last_call)
+            if self._last_call:
+                set_last_call(region.memory.local, self._last_call)
         self.upload_masks()
+
+    @property
+    def _last_call(self) -> int:
+        """The number before that of the first call since the ranks have met, or were cleaned."""
+        return self._num_cleanings % _MAX_GENERATIONS << _CALL_BITS
 
     def rows_memory(self) -> Tensor:
         """``[n]`` uint8, this rank's slots of rows; empty before the first call."""
@@ -556,3 +595,8 @@ class CudaLowLatency:
 
     def _plan_of(self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None) -> Plan:
         return plan_of(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
+
+
+def _is_loss(fault: _cuda.Fault) -> bool:
+    """Whether a low-latency kernel has given a rank up."""
+    return fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency")

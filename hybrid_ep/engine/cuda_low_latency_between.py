@@ -1,13 +1,14 @@
 """Low-latency calls of the cuda engine for several domains; docs/internals/low_latency_between.md describes them.
 
 Every call is that of one domain, with a launch beside it that ships rows to the peers or forwards theirs. So only the
-region differs: it has a link.
+region differs: it has a link. The link joins this rank to its peer in each other domain, which forwards to the ranks
+there. Where ranks may be masked, the link joins it to every rank of other domains, so that no rank depends on another.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,10 +19,17 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.calls import LowLatencyDispatchRequest
+from hybrid_ep.engine.calls import (
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+)
 from hybrid_ep.engine.cuda_low_latency import MAX_PLANS, CudaLowLatency, Plan, Region, plan_of
 from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import HybridEPError, TransportError
@@ -34,6 +42,7 @@ _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way
 # By how much later than this rank another one may give up a call: receiving kernels of a domain wait for each other for
 # two seconds longer (csrc/runtime/low_latency_between.cpp), and ranks do not begin a call at once.
 _GRACE_S = 3.0
+_SESSION_BITS = 24  # of the number of a barrier
 
 
 class OpenedLink(NamedTuple):
@@ -71,9 +80,14 @@ class LowLatencyBetween(CudaLowLatency):
         roll_call: of the ranks of this domain.
         grid: of all ranks.
         device, communicator, order: as of `CudaLowLatency`; the communicator is that of the domain.
+        losses: as of `CudaLowLatency`.
         board: of these calls.
-        open_link: opens a link with rings. Collective over all ranks.
+        open_link: opens a link with rings over a grid, whose domains are the groups that a peer stands for; and
+            whether these are single ranks, and the link goes on without a lost one. Collective over all ranks.
         error_of: the error for a fault of a call that is not one of low latency.
+
+    Attributes:
+        takes_masks: whether ranks may be masked; set before the first call, equal at all ranks.
     """
 
     def __init__(
@@ -83,24 +97,28 @@ class LowLatencyBetween(CudaLowLatency):
         device: torch.device,
         communicator: _cuda.Communicator,
         order: LaunchOrder,
+        losses: Losses,
         *,
         board: Board,
-        open_link: Callable[[list[Ring]], OpenedLink],
+        open_link: Callable[[list[Ring], RankGrid, bool], OpenedLink],
         error_of: Callable[[_cuda.Fault], HybridEPError],
     ) -> None:
-        super().__init__(roll_call, grid, device, communicator, order)
+        super().__init__(roll_call, grid, device, communicator, order, losses)
         self._open_link, self._other_error_of = open_link, error_of
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
-        self._board, self._num_sessions = board, 0
+        self.takes_masks = False
+        self._board = board
         self._blame = self._new_blame()
+        self._held: HybridEPError | None = None  # of an earlier call, found before this one was launched
         self._asked: Plan | None = None  # that a region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
         """Whether the kernels take calls of this size; the same at every rank."""
-        grid, hidden = self._grid, request.data.shape[1]
+        grid, hidden = self._link_grid, request.data.shape[1]
         row_bytes = hidden * torch.bfloat16.itemsize
         fits = (
             grid.num_ranks <= _cuda.max_ranks
+            and grid.num_domains <= _cuda.max_domains
             and 0 < row_bytes <= _cuda.max_row_bytes
             and row_bytes % _cuda.row_align_bytes == 0
             and request.num_experts <= _cuda.max_experts
@@ -116,6 +134,35 @@ class LowLatencyBetween(CudaLowLatency):
             request.fmt,
         )
         return max(_chunk_bytes(plan, grid)) <= _cuda.low_latency_max_chunk_bytes
+
+    @property
+    def _link_grid(self) -> RankGrid:
+        """All ranks, and as domains the groups that a peer stands for."""
+        size = 1 if self.takes_masks else self._grid.num_ranks_per_domain
+        return RankGrid(self._grid.rank, self._grid.num_ranks, size)
+
+    def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        self._look_for_loss()
+        return super().dispatch(request)
+
+    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        self._look_for_loss()
+        return super().combine(request, handle)
+
+    def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
+        held, self._held = self._held, None
+        return super().take_fault(known) if held is None else held
+
+    def _look_for_loss(self) -> None:
+        """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
+
+        Kernels may have given up ranks that only waited for the lost one. Those must not miss the rows of this call.
+        """
+        if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
+            return
+        self._held = super().take_fault()
+        if isinstance(self._held, TransportError) and self._held.peer is not None:
+            self.set_masked([self._held.peer], True)
 
     def drain(self) -> None:
         """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work."""
@@ -141,7 +188,8 @@ class LowLatencyBetween(CudaLowLatency):
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         assert self._asked is not None
-        tokens_bytes, rows_bytes = _chunk_bytes(self._asked, self._grid)
+        grid = self._link_grid
+        tokens_bytes, rows_bytes = _chunk_bytes(self._asked, grid)
         self.drain()
         if self._regions:
             before = self._regions[-1]
@@ -150,11 +198,14 @@ class LowLatencyBetween(CudaLowLatency):
         num_bytes = capacity.region_bytes + _cuda.low_latency_between_bytes
         memory = SymmetricMemory.allocate(num_bytes, self._roll_call, self._device)
         num_slots = _cuda.low_latency_buffers
-        opened = self._open_link([Ring(tokens_bytes, num_slots, 1), Ring(rows_bytes, num_slots, 1)])
+        opened = self._open_link(
+            [Ring(tokens_bytes, num_slots, 1), Ring(rows_bytes, num_slots, 1)], grid, self.takes_masks
+        )
         native = _cuda.LowLatencyBetweenRegion(
             communicator=self._communicator,
             rank=self._grid.rank,
             num_domains=self._grid.num_domains,
+            group_size=grid.num_ranks_per_domain,
             memory=memory.addresses,
             capacity=capacity,
             proxy=opened.link.proxy,
@@ -168,22 +219,33 @@ class LowLatencyBetween(CudaLowLatency):
         super()._drop_region()
         link.close(_CLOSE_TIMEOUT_S)
 
+    def clean(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self.drain()
+        if isinstance(self._held, TransportError):
+            self._held = None
+        super().clean()
+
     def _forget_calls(self) -> None:
         super()._forget_calls()
-        self._num_sessions += 1
         self._blame = self._new_blame()
+        num_cleanings, number = self._losses.period
+        session = (num_cleanings & 0x7F) << _SESSION_BITS | number & (1 << _SESSION_BITS) - 1
+        first_epoch = self._last_call + 1
+        words = torch.tensor([session, first_epoch - (first_epoch >> 31 << 32)], dtype=torch.int32, device="cpu")
         for region in self._regions:
             control = region.memory.local[region.capacity.region_bytes :]
             control.zero_()
             offset = _cuda.low_latency_session_offset
-            control[offset : offset + 4].view(torch.int32).fill_(self._num_sessions & 0x7FFFFFFF)
+            control[offset : offset + words.nbytes].view(torch.int32).copy_(words)
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         if not fault.kernel.startswith("low_latency"):
             return self._other_error_of(fault)
         failed = fault.kind == _cuda.FaultKind.TRANSPORT
         error = self._transport_error(fault) if failed else super()._error_of(fault)
-        return self._of_culprit(error) if isinstance(error, TransportError) else error
+        # Ranks that only mask do not use the store.
+        return self._of_culprit(error) if isinstance(error, TransportError) and not self.only_masks_lost else error
 
     def _transport_error(self, fault: _cuda.Fault) -> TransportError:
         where = f"{fault.kernel}: {fault.tag}"
@@ -199,14 +261,18 @@ class LowLatencyBetween(CudaLowLatency):
         if error.peer is None:
             return error
         self._blame.write_lost(error.peer)
-        culprit = self._blame.find(error.peer)
+        culprit = self._blame.find(error.peer, self.masked)
+        if self.takes_masks and not is_capturing(self._index):
+            # Kernels that were waiting may report the peer, which the next call does not lose.
+            torch.cuda.synchronize(self._device)
+            self._forget_loss()
         if culprit == error.peer:
             return error
         self._blame.write_lost(culprit)
         return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
 
     def _new_blame(self) -> Blame:
-        board = self._board.at(f"session {self._num_sessions}")
+        board = self._board.at("session {}.{}".format(*self._losses.period))
         return Blame(board, self._grid.rank, 0.0, grace_s=_GRACE_S)
 
 

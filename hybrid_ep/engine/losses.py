@@ -54,6 +54,9 @@ class LossLog:
 class Losses:
     """The logs of one buffer: a new log begins whenever all its ranks take part again.
 
+    Attributes:
+        period: what names the current log: equal at all ranks that take part, and of no other log.
+
     Args:
         board: of the buffer; None without a group, where there is nothing to agree on.
         rank: this rank.
@@ -70,7 +73,7 @@ class Losses:
 
     def begin(self, number: int = 0) -> None:
         """Begins a log after a barrier in which the ranks have agreed on a number."""
-        self._log = None
+        self._log, self.period = None, (self._num_cleanings, number)
         if self._board is not None:
             self._log = LossLog(self._board.at(f"losses {self._num_cleanings} {number}"), self._rank)
 

@@ -131,6 +131,7 @@ def open_link(
     native: Any,
     asked: str | None = None,
     map_symmetric: Callable[[int], Sequence[int]] | None = None,
+    keeps_other_peers: bool = False,
     faults: Faults | None = None,
 ) -> DomainLink:
     """Connects this rank to its peers. Collective: every rank of the group calls it with the same rings.
@@ -145,10 +146,11 @@ def open_link(
         asked: ``auto`` or a transport; None = ``HYBRID_EP_TRANSPORT``.
         map_symmetric: allocates so many bytes at every rank and returns where those of `grid.peers` are in this
             process: then kernels write their peers' windows themselves over loopback. On GPUs it is needed.
+        keeps_other_peers: a lost peer is no failure of the link, and what goes to that peer is dropped.
         faults: what the network does wrong, for tests; only where a proxy carries the chunks.
 
     Raises:
-        ConfigError: the transport that was asked for cannot be used at some rank.
+        ConfigError: the transport that was asked for cannot be used at some rank, or the grids of ranks differ.
         TimeoutError: a rank has not come in time.
         TransportError: a connection could not be made.
     """
@@ -156,7 +158,8 @@ def open_link(
 
     asked = env.TRANSPORT.get() if asked is None else asked
     board = Board.of(group)
-    mine = json.dumps({"host": host_name(), "states": [asdict(state) for state in survey()]})
+    size = grid.num_ranks_per_domain
+    mine = json.dumps({"host": host_name(), "states": [asdict(state) for state in survey()], "size": size})
     # Not a collective of the group: that would wait for a lost rank for the group's own timeout, and name no rank.
     texts, number = rendezvous_all(
         board,
@@ -169,6 +172,11 @@ def open_link(
         missed="it has not come",
     )
     votes = [json.loads(text) for text in texts]
+    for rank, vote in enumerate(votes):
+        if vote["size"] != votes[0]["size"]:
+            sizes = f"{votes[0]['size']} at rank 0 and {vote['size']} at rank {rank}"
+            allowed = "the same on every rank; enable_shrink makes it 1"
+            raise ConfigError(f"ranks that a peer of the link stands for is {sizes}; allowed: {allowed}")
     by_rank = [[TransportState(**state) for state in vote["states"]] for vote in votes]
     choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
     if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
@@ -184,6 +192,7 @@ def open_link(
         timeout_s=timeout_s,
         native=native,
         map_symmetric=map_symmetric,
+        keeps_other_peers=keeps_other_peers,
         faults=faults,
     )
 
@@ -199,6 +208,7 @@ def connect_link(
     timeout_s: float,
     native: Any,
     map_symmetric: Callable[[int], Sequence[int]] | None = None,
+    keeps_other_peers: bool = False,
     faults: Faults | None = None,
 ) -> DomainLink:
     """Connects this rank to its peers by a transport that all ranks have chosen. Collective; does not import torch.
@@ -207,7 +217,7 @@ def connect_link(
         choice: equal at all ranks.
         store: through which ranks exchange their addresses; reached by all of them.
         prefix: names this link there; used once.
-        grid, rings, device, timeout_s, native, map_symmetric, faults: as in `open_link`.
+        grid, rings, device, timeout_s, native, map_symmetric, keeps_other_peers, faults: as in `open_link`.
 
     Raises:
         TimeoutError, TransportError: as `open_link`.
@@ -224,6 +234,8 @@ def connect_link(
             proxy, memory = _nvshmem_proxy(native, layout, store, prefix, grid, device, timeout_s)
         else:
             proxy, memory = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
+        if keeps_other_peers:
+            proxy.keep_other_peers()
         addresses = exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, proxy.address(), timeout_s, where=where)
         step = "ready"
         proxy.connect([addresses[peer] for peer in grid.peers], timeout_s)

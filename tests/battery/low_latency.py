@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -35,6 +35,8 @@ __all__ = [
     "check_late_rank_comes_back",
     "check_logfmt",
     "check_low_latency",
+    "check_masked",
+    "check_masks_that_differ",
     "check_mixed_hooks",
     "check_overlapping_batches",
     "check_too_many_rows",
@@ -68,16 +70,16 @@ def quantised(x: Tensor, fmt: RowFormat | None) -> Tensor | tuple[Tensor, Tensor
     return cast_to_nvfp4(x, GLOBAL_SCALE, fmt)[:2] if isinstance(fmt, Nvfp4Format) else cast_to_fp8(x, fmt)
 
 
-def expert_copies(case: Case, rank: int) -> list[list[Copy]]:
-    """For each local expert of `rank`, its copies by source rank, then token."""
+def expert_copies(case: Case, rank: int, lost: Collection[int] = ()) -> list[list[Copy]]:
+    """For each local expert of `rank`, its copies by source rank, then token; none of ranks in `lost`."""
     num_local = case.num_experts // case.num_ranks
-    copies = case.reference().copies(rank)
+    copies = [c for c in case.reference().copies(rank) if c.src_rank not in lost]
     return [[c for c in copies if c.expert == rank * num_local + e] for e in range(num_local)]
 
 
-def expert_output(case: Case, rank: int, capacity: int) -> Tensor:
+def expert_output(case: Case, rank: int, capacity: int, lost: Collection[int] = ()) -> Tensor:
     """``[LE, M×R, H]``: what the experts return, poisoned where no row stands."""
-    copies = expert_copies(case, rank)
+    copies = expert_copies(case, rank, lost)
     y = torch.full((len(copies), capacity, case.hidden), float("nan"), dtype=torch.bfloat16)
     for e, rows in enumerate(copies):
         for place, c in enumerate(rows):
@@ -86,12 +88,16 @@ def expert_output(case: Case, rank: int, capacity: int) -> Tensor:
 
 
 def expected_combine(
-    case: Case, rank: int, is_hooked: Callable[[int], bool], cross: Callable[[Tensor], Tensor] = Tensor.float
+    case: Case,
+    rank: int,
+    is_hooked: Callable[[int], bool],
+    cross: Callable[[Tensor], Tensor] = Tensor.float,
+    lost: Collection[int] = (),
 ) -> Tensor:
     """Σ_k weight × row in float32, in top-k order, rounded once.
 
     Of enough tokens, terms of experts on one rank of the own domain that has no hook are first summed and rounded.
-    `cross` is what becomes of a bf16 row on its way.
+    `cross` is what becomes of a bf16 row on its way. Rows of experts of ranks in `lost` do not count.
     """
     per_domain = case.num_ranks_per_domain or env.NUM_RANKS_PER_DOMAIN.get() or case.num_ranks
     inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
@@ -100,7 +106,7 @@ def expected_combine(
     for token, experts in enumerate(inputs.topk_idx.tolist()):
         groups: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         for column, expert in enumerate(experts):
-            if expert >= 0:
+            if expert >= 0 and expert // num_local not in lost:
                 row = expert_row(case, Copy(rank, token, column, expert))
                 term = row, inputs.topk_weights[token, column]
                 owner = expert // num_local
@@ -447,7 +453,7 @@ def check_late_rank_comes_back(timeout_s: float, device: str = "cpu") -> None:
                 count, _ = step()
             assert masks() == [int((r == late) != (rank == late)) for r in range(num_ranks)]
             if rank != late:  # which may have rows that the others sent before they gave it up
-                left = [[c for c in rows if c.src_rank != late] for rows in expert_copies(case, rank)]
+                left = expert_copies(case, rank, [late])
                 equal(count, torch.tensor([len(rows) for rows in left], dtype=torch.int32), "counts without the late")
             before = torch.cuda.memory_allocated() if device == "cuda" else 0
             buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
@@ -456,6 +462,107 @@ def check_late_rank_comes_back(timeout_s: float, device: str = "cpu") -> None:
             dist.barrier(others)
             assert masks() == [0] * num_ranks
         check_step()
+
+
+def check_masked(case: Case, format_name: str, lost: Collection[int], device: str = "cpu") -> None:
+    """Ranks are left out by hand and make no calls; then all come back, by way of a cleaning."""
+    rank, fmt, num_ranks = dist.get_rank(), FORMATS[format_name], case.num_ranks
+    inputs = on(device, case.inputs(rank))
+    sent = [quantised(case.inputs(r).x, fmt) for r in range(num_ranks)]
+    waited = torch.zeros(num_ranks, dtype=torch.int64, device=device)
+    status = torch.full((num_ranks,), -1, dtype=torch.int32, device=device)
+
+    def check_step(without: Collection[int], hooked: bool, use_logfmt: bool) -> None:
+        received, count, handle, _, hook = buffer.low_latency_dispatch(
+            inputs.x,
+            inputs.topk_idx,
+            case.max_tokens,
+            case.num_experts,
+            dispatch_wait_recv_cost_stats=waited,
+            **arguments_of(fmt, device),  # type: ignore[arg-type]
+            return_recv_hook=hooked,
+        )
+        if hook is not None:
+            hook()
+        copies = expert_copies(case, rank, without)
+        equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "packed_recv_count")
+        _check_packed(case, copies, sent, received, handle)
+        combined, _, hook = buffer.low_latency_combine(
+            expert_output(case, rank, case.max_tokens * num_ranks, without).to(device),
+            inputs.topk_idx,
+            inputs.topk_weights,
+            handle,
+            use_logfmt=use_logfmt,
+            return_recv_hook=hooked,
+            combine_wait_recv_cost_stats=waited,
+        )
+        if hook is not None:
+            hook()
+        cross = as_logfmt if use_logfmt else Tensor.float
+        equal(combined, expected_combine(case, rank, lambda _: hooked, cross, without), "combined_x")
+
+    with make_buffer(case, low_latency_mode=True, enable_shrink=True) as buffer:
+        check_step((), False, False)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        before = waited.tolist()
+        if rank not in lost:
+            for r in lost:
+                buffer.low_latency_update_mask_buffer(r, True)
+            for use_logfmt in (False, True)[: 1 + (case.hidden % 128 == 0)]:
+                for hooked in (False, True):
+                    check_step(lost, hooked, use_logfmt)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [int(r in lost) for r in range(num_ranks)]
+            after = waited.tolist()
+            assert [after[r] for r in lost] == [before[r] for r in lost], "a masked rank was waited for"
+        buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        buffer.low_latency_query_mask_buffer(status)
+        assert not status.any()
+        for hooked in (False, True, False):
+            check_step((), hooked, False)
+
+
+def check_masks_that_differ(timeout_s: float, device: str = "cpu") -> None:
+    """The first rank has masked a rank that the others lose in the same dispatch; then all go on without it."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    lost = num_ranks - 1
+    case = Case("masks", num_ranks, 6, hidden=128, num_experts=4 * num_ranks)
+    inputs = on(device, case.inputs(rank))
+    options = {"low_latency_mode": True, "enable_shrink": True, "lost_ranks": "mask"}
+    status = torch.zeros(num_ranks, dtype=torch.int32, device=device)
+    with make_buffer(case, timeout_s=timeout_s, **options) as buffer:
+
+        def check_step(without: Collection[int], meets: bool = False) -> None:
+            _, count, handle, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            copies = expert_copies(case, rank, without)
+            equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), "packed_recv_count")
+            if meets:
+                dist.barrier()
+            x = expert_output(case, rank, case.max_tokens * num_ranks, without).to(device)
+            combined, _, _ = buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle)
+            equal(combined, expected_combine(case, rank, lambda _: False, lost=without), "combined_x")
+
+        check_step(())
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        if rank == lost:
+            dist.barrier()
+        else:
+            if rank == 0:
+                buffer.low_latency_update_mask_buffer(lost, True)
+            for call in range(5):
+                check_step([lost], meets=call == 0)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [int(r == lost) for r in range(num_ranks)]
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
 
 
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:

@@ -62,6 +62,7 @@ class LowLatencyEnd(End):
             communicator=self.communicator,
             rank=rank,
             num_domains=shape.num_domains,
+            group_size=shape.ranks_per_domain,
             memory=[shared.memory[r].address for r in self.grid.domain],
             capacity=capacity,
             proxy=self.link.proxy,

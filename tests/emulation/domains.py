@@ -28,6 +28,7 @@ __all__ = [
     "check_link_alone",
     "check_missing_signal",
     "check_other_choice",
+    "check_other_shrink",
     "check_over",
     "check_torch_asked_for",
     "lose_a_rank",
@@ -93,6 +94,16 @@ def check_other_choice() -> None:
     assert "allowed: the same on every rank" in str(told.value)
 
 
+def check_other_shrink() -> None:
+    """One rank may go on without lost ranks, the others may not: the first call tells all."""
+    rank = dist.get_rank()
+    case = Case("shrink", 4, 4, num_ranks_per_domain=2)
+    inputs = case.inputs(rank)
+    told = pytest.raises(ConfigError, match=r"is 2 at rank 0 and 1 at rank 2; allowed: .* enable_shrink makes it 1")
+    with make_buffer(case, low_latency_mode=True, enable_shrink=rank == 2) as buffer, told:
+        buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False)
+
+
 def check_late_rank_is_named(timeout_s: float) -> None:
     """A rank comes too late for a dispatch; the others name it, all meet again, and the calls that follow are right."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -126,8 +137,9 @@ def check_late_rank_is_named(timeout_s: float) -> None:
 
 
 def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
-    """The kernels between domains serve no buffer that may shrink."""
-    signals.check_missing_signal(timeout_s, device, shrinks=False)
+    """Over the link that joins domains, and over the one that joins all ranks."""
+    for shrinks in (False, True):
+        signals.check_missing_signal(timeout_s, device, shrinks=shrinks)
 
 
 def check_auto() -> None:

@@ -30,13 +30,14 @@ _FOUR = (4, _ROUND_TRIP, Case("2x2", 4, 40, num_ranks_per_domain=2))
 _ONE_SIDED = Case("rows_for_one_rank", 2, 140, hidden=8192, topk=1, routing="hot", num_ranks_per_domain=1)
 _SLOW = "emulation.faulty_links.check_on_slow_link"
 _SLOW_MANY = (2, _SLOW, *_MANY[1:2], 0, *_MANY[2:])
+_IN_DOMAINS = "emulation.domains.check_in_domains"
 _MIXED_HOOKS = "battery.low_latency.check_mixed_hooks"
 _TWO_BY_TWO = Case("2x2", 4, 36, num_ranks_per_domain=2)
 _SLOW_FOUR = (4, _SLOW, *_FOUR[1:2], 0, *_FOUR[2:])
 
 
 def _in_domains(check: str, *args: Any) -> tuple[Any, ...]:
-    return 2, "emulation.domains.check_in_domains", 1, check, *args
+    return 2, _IN_DOMAINS, 1, check, *args
 
 
 def _by_kernels(num_ranks: int, check: str, *args: Any) -> tuple[Any, ...]:
@@ -207,6 +208,20 @@ STEPS = [
         _by_kernels(4, _SLOW, "battery.low_latency.check_cleaned", 0, Case("2x2", 4, 12, num_ranks_per_domain=2)),
     ),
     Step(
+        "first number after a cleaning",
+        _PEER,
+        "epoch_ == first_epoch_",
+        "epoch_ == 1",
+        _by_kernels(2, _IN_DOMAINS, 1, "battery.low_latency.check_late_rank_comes_back", 8.0),
+    ),
+    Step(
+        "ranks that NVLink joins",
+        _PEER,
+        "!peers.is_near(d)",
+        "d != peers.grid.domain_idx()",
+        _by_kernels(4, "battery.low_latency.check_masked", _TWO_BY_TWO, "bf16", (1,)),
+    ),
+    Step(
         "own memory is free again",
         _PEER,
         "own.free_epoch[r] = epoch;",
@@ -225,14 +240,14 @@ STEPS = [
         _HOME,
         "value = kTooManyRowsBit | num_too_many;",
         ";",
-        _by_kernels(4, "emulation.domains.check_in_domains", 2, "battery.low_latency.check_too_many_rows"),
+        _by_kernels(4, _IN_DOMAINS, 2, "battery.low_latency.check_too_many_rows"),
     ),
     Step(
         "a signal that was not raised",
         _HOME,
         "value = of_own;",
         ";",
-        _by_kernels(2, "emulation.domains.check_in_domains", 1, "emulation.domains.check_missing_signal", 8.0),
+        _by_kernels(2, _IN_DOMAINS, 1, "emulation.domains.check_missing_signal", 8.0),
     ),
 ]
 

@@ -36,6 +36,18 @@ CASES = [
 _BY_ID = {case.id: case for case in CASES}
 TIMEOUT_S = 12.0  # above the longest call of ranks that share two cores
 LIMIT_S = 100.0
+# Ranks that are left out by hand.
+MASKED = [
+    ("2x1", "bf16", (1,)),
+    ("2x2_holes", "bf16", (2,)),
+    ("2x2_hot", "fp8_rounded", (0,)),
+    ("3x2_duplicates", "fp8_ue8m0", (1, 4)),
+    ("3x2_duplicates", "nvfp4", (0, 1)),
+    ("4x1_groups", "nvfp4_ue8m0", (2,)),
+    ("2x4_ragged", "fp8", (0, 7)),
+    ("2x1_hidden_7168", "bf16", (0,)),
+    ("2x2_top_32", "fp8", (3,)),
+]
 _FEW = [_BY_ID[name] for name in ("2x2_holes", "3x2_duplicates", "2x4_ragged")]
 
 
@@ -148,7 +160,7 @@ def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated) -> None:
 def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, seed: int) -> None:
     """A rank is killed inside a call of 2 × 2 ranks: all name it in their time."""
     lost = seed % 4
-    with _two_by_two(emulated_module, transport, seed) as (cluster, run_here):
+    with _team(emulated_module, transport, seed) as (cluster, run_here):
         cluster.start(run_here, "emulation.domains.lose_a_rank")
         time.sleep(0.5 + 0.3 * seed)
         os.kill(cluster.process_id(lost), signal.SIGKILL)
@@ -158,31 +170,43 @@ def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, see
 @pytest.mark.parametrize(("transport", "lost"), [("loopback", 2), ("tcp", 1)])
 def test_survivors_name_a_rank_that_has_not_forwarded(emulated_module: Path, transport: str, lost: int) -> None:
     """And not the rank that it has stalled."""
-    with _two_by_two(emulated_module, transport, 0) as (cluster, run_here):
+    with _team(emulated_module, transport, 0) as (cluster, run_here):
         cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_that_has_not_forwarded", lost)
         assert _named_by_survivors(cluster, lost) == [lost] * 3
 
 
 @contextlib.contextmanager
-def _two_by_two(module: Path, transport: str, seed: int) -> Iterator[tuple[VirtualCluster, Callable[..., Any]]]:
-    """2 × 2 ranks that have made calls over a transport, and what runs a function of tests/ on them."""
+def _team(
+    module: Path,
+    transport: str,
+    seed: int,
+    *,
+    grid: tuple[int, int] = (2, 2),
+    shrink: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[tuple[VirtualCluster, Callable[..., Any]]]:
+    """Domains of ranks that have made calls over a transport, and what runs a function of tests/ on them."""
+    num_domains, size = grid
+    num_ranks = num_domains * size
     variables = {
-        "HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2",
+        "HYBRID_EP_NUM_RANKS_PER_DOMAIN": str(size),
         "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
         "HYBRID_EP_TRANSPORT": transport,
         "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
     }
     run_here = functools.partial(run, str(module), seed)
-    with VirtualCluster(4, variables=variables) as cluster:
-        cluster.run(run_here, "multi_gpu.lost_ranks.join", list(range(4)), True, False, TIMEOUT_S, limit_s=LIMIT_S)
+    with VirtualCluster(num_ranks, variables=variables) as cluster:
+        join = "multi_gpu.lost_ranks.join", list(range(num_ranks)), True, shrink, timeout_s
+        cluster.run(run_here, *join, limit_s=LIMIT_S)
         yield cluster, run_here
 
 
-def _named_by_survivors(cluster: VirtualCluster, lost: int) -> list[int]:
+def _named_by_survivors(cluster: VirtualCluster, lost: int, *, grid: tuple[int, int] = (2, 2)) -> list[int]:
     """What the ranks but one return; that one is killed."""
     with pytest.raises(RankError):
         cluster.collect([lost], limit_s=LIMIT_S)
-    named: list[int] = cluster.collect([rank for rank in range(4) if rank != lost], limit_s=LIMIT_S)
+    survivors = [rank for rank in range(grid[0] * grid[1]) if rank != lost]
+    named: list[int] = cluster.collect(survivors, limit_s=LIMIT_S)
     return named
 
 
@@ -198,11 +222,130 @@ def test_the_torch_engine_serves_rows_that_the_kernels_do_not_move(run_emulated:
     run_emulated(4, "emulation.domains.check_by_torch", check, case, "bf16")
 
 
-def test_the_torch_engine_serves_buffers_that_may_shrink(run_emulated: RunEmulated) -> None:
-    in_domains = "emulation.domains.check_in_domains"
-    run_emulated(
-        3, "emulation.domains.check_by_torch", in_domains, 1, "battery.low_latency.check_late_rank_comes_back", 8.0
-    )
+@pytest.mark.parametrize(("case_id", "format_name", "lost"), MASKED)
+def test_masks(run_by_kernels: RunEmulated, case_id: str, format_name: str, lost: tuple[int, ...]) -> None:
+    case = _BY_ID[case_id]
+    run_by_kernels(case.num_ranks, "battery.low_latency.check_masked", case, format_name, lost)
+
+
+@pytest.mark.parametrize(("case_id", "lost"), [("2x2_holes", (1,)), ("3x2_duplicates", (2, 5))])
+@pytest.mark.parametrize("transport", ["tcp", "nvshmem"])
+def test_masks_over_a_transport(
+    run_by_kernels: RunEmulated, transport: str, case_id: str, lost: tuple[int, ...]
+) -> None:
+    case, check = _BY_ID[case_id], "battery.low_latency.check_masked"
+    run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, "fp8", lost)
+
+
+@pytest.mark.parametrize(("case_id", "lost"), [("2x2_holes", (3,)), ("3x2_duplicates", (0,)), ("2x4_ragged", (4, 6))])
+def test_masks_where_chunks_overtake_each_other(
+    run_by_kernels: RunEmulated, case_id: str, lost: tuple[int, ...]
+) -> None:
+    case, check = _BY_ID[case_id], "battery.low_latency.check_masked"
+    slow = "emulation.faulty_links.check_on_slow_link"
+    run_by_kernels(case.num_ranks, slow, check, 1, case, "bf16", lost, seed=1)
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
+def test_masks_of_the_torch_engine(run_emulated: RunEmulated, format_name: str) -> None:
+    """By the same check: the engines give the same bits."""
+    case, check = _BY_ID["3x2_duplicates"], "battery.low_latency.check_masked"
+    run_emulated(6, "emulation.domains.check_torch_asked_for", check, case, format_name, (1, 4))
+
+
+def test_masks_of_rows_that_the_kernels_do_not_move(run_emulated: RunEmulated) -> None:
+    case, check = Case("hidden_12", 4, 36, hidden=12, num_ranks_per_domain=2), "battery.low_latency.check_masked"
+    run_emulated(4, "emulation.domains.check_by_torch", check, case, "bf16", (2,))
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), [(3, 1), (4, 2)])
+def test_a_late_rank_comes_back(run_by_kernels: RunEmulated, num_ranks: int, size: int) -> None:
+    check = "battery.low_latency.check_late_rank_comes_back"
+    run_by_kernels(num_ranks, "emulation.domains.check_in_domains", size, check, 8.0)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_masks_that_differ_for_a_call(run_by_kernels: RunEmulated, transport: str) -> None:
+    in_domains, check = "emulation.domains.check_in_domains", "battery.low_latency.check_masks_that_differ"
+    run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_given_up_on_the_device",
+        "check_named_at_close",
+        "check_pending_loss",
+        "check_told_at_close",
+        "check_told_once",
+    ],
+)
+def test_ranks_that_do_not_come(run_by_kernels: RunEmulated, check: str) -> None:
+    run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"multi_gpu.low_latency.{check}", 8.0)
+
+
+def test_ranks_that_differ_in_whether_they_shrink(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "emulation.domains.check_other_shrink")
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "size", "transport", "step", "lost"),
+    [
+        (2, 2, "loopback", "some", 3),
+        (2, 2, "tcp", "some", 0),
+        (2, 2, "loopback", "dispatch", 2),
+        (2, 2, "tcp", "receive", 1),
+        (2, 2, "loopback", "combine", 0),
+        (3, 2, "loopback", "dispatch", 5),
+        (2, 1, "tcp", "combine", 1),
+    ],
+)
+def test_survivors_go_on_without_a_rank_that_was_killed_after(
+    emulated_module: Path, num_domains: int, size: int, transport: str, step: str, lost: int
+) -> None:
+    grid = num_domains, size
+    with _team(emulated_module, transport, 0, grid=grid, shrink=True) as (cluster, run_here):
+        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", step, lost)
+        assert _named_by_survivors(cluster, lost, grid=grid) == [lost] * (num_domains * size - 1)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Path, transport: str) -> None:
+    """Their hosts learn of the loss when the kernels have given up living ranks, too."""
+    with _team(emulated_module, transport, 0, shrink=True, timeout_s=8.0) as (cluster, run_here):
+        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", "some", 3, True)
+        assert _named_by_survivors(cluster, 3) == [3] * 3
+
+
+@pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2), ("tcp", 3)])
+def test_survivors_go_on_without_a_rank_that_was_killed_at_some_time(
+    emulated_module: Path, transport: str, seed: int
+) -> None:
+    lost = seed % 4
+    with _team(emulated_module, transport, seed, shrink=True) as (cluster, run_here):
+        cluster.start(run_here, "multi_gpu.lost_ranks.go_on_after_loss")
+        time.sleep(0.5 + 0.3 * seed)
+        os.kill(cluster.process_id(lost), signal.SIGKILL)
+        assert _named_by_survivors(cluster, lost) == [lost] * 3
+
+
+def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> None:
+    """The others go on without it, and all meet again."""
+    late = 1
+    with _team(emulated_module, "loopback", 1, shrink=True) as (cluster, run_here):
+        cluster.start(run_here, "multi_gpu.lost_ranks.go_on_together", late)
+        time.sleep(1.0)
+        os.kill(cluster.process_id(late), signal.SIGSTOP)
+        time.sleep(1.5 * TIMEOUT_S)
+        os.kill(cluster.process_id(late), signal.SIGCONT)
+        results = cluster.collect(limit_s=2 * LIMIT_S)
+        for rank in {0, 2, 3}:
+            told, status = results[rank]
+            assert len(told) == 1
+            assert f"rank {rank} waited {TIMEOUT_S:g} s for rank {late}" in told[0]
+            assert status == [0, 1, 0, 0]
+        assert "the other ranks went on without this one, which was late" in results[late][0][-1]
+        cluster.run(run_here, "multi_gpu.lost_ranks.meet_again", limit_s=LIMIT_S)
 
 
 def test_ranks_that_choose_differently_are_told_so(run_emulated: RunEmulated) -> None:

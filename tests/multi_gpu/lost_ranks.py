@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,12 @@ from tests.multi_gpu.random_routings import (
 
 __all__ = [
     "call_until_lost",
+    "go_on_after_loss",
     "go_on_together",
     "go_on_without",
     "join",
+    "join_and_lose_one_after",
+    "lose_one_after",
     "lose_one_that_has_not_forwarded",
     "lose_one_that_reached_some",
     "meet_again",
@@ -114,6 +118,78 @@ def go_on_without() -> int:
         _low_latency_calls(team, CALLS_AFTER_LOSS)
         _check_gpu()
         return team.members[_peer(error)]
+
+
+def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
+    """A rank is killed inside a round trip; the others name it, meet, and go on without it.
+
+    Args:
+        step: what the rank has done: ``some`` (its dispatch has reached one rank only), ``dispatch``, ``receive`` or
+            ``combine`` (all that it sends has arrived).
+        lost: the rank, of a team of several domains.
+        is_ahead: hosts learn of the loss when the round trip has ended, as where they run ahead of their GPUs.
+
+    Returns:
+        Whom the error names.
+    """
+    team = _teams[-1]
+    buffer, sent, rank = team.buffer, team.pool[0], team.buffer.rank
+    if rank == lost:
+        if step == "some":
+            first = min({0, 1} - {lost})
+            for r in set(range(len(team.members))) - {first, lost}:
+                buffer.low_latency_update_mask_buffer(r, True)
+        x, topk_idx = sent.x[rank], sent.topk_idx[rank]
+        packed, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, topk_idx, MAX_TOKENS, sent.num_experts, use_fp8=False, return_recv_hook=True
+        )
+        assert hook is not None
+        if step in ("receive", "combine"):
+            hook()
+        if step == "combine":
+            buffer.low_latency_combine(packed, topk_idx, sent.weights[rank], handle, return_recv_hook=True)
+        engine: Any = buffer.engine
+        torch.cuda.synchronize()
+        engine._low_latency_kernels.drain()
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if is_ahead:
+            kernels: Any = buffer.engine
+            with mock.patch.object(kernels._low_latency_kernels, "raise_fault"):
+                finish_round_trip(buffer, sent, start_round_trip(buffer, sent))
+        _low_latency_calls(team, 3)
+    except hybrid_ep.TimeoutError as error:
+        return _go_on_after(team, error)
+    raise AssertionError("no rank was lost")
+
+
+def join_and_lose_one_after(timeout_s: float, step: str, lost: int) -> int:
+    """Makes a team of all ranks of the cluster, for `lose_one_after`."""
+    join(list(range(dist.get_world_size())), True, True, timeout_s)
+    return lose_one_after(step, lost)
+
+
+def go_on_after_loss() -> int:
+    """As `go_on_without`, but the ranks meet before they go on: they may have lost the rank in different calls."""
+    team = _teams[-1]
+    try:
+        _call(team)
+    except hybrid_ep.TimeoutError as error:
+        return _go_on_after(team, error)
+
+
+def _go_on_after(team: _Team, error: hybrid_ep.TimeoutError) -> int:
+    """Meets the survivors and goes on; returns whom the error names, as rank of the cluster."""
+    lost = _peer(error)
+    team.lost.add(lost)
+    sent = team.pool[0]
+    team.buffer.clean_low_latency_buffer(MAX_TOKENS, sent.x[0].shape[1], sent.num_experts)
+    _low_latency_calls(team, CALLS_AFTER_LOSS)
+    status = torch.zeros(len(team.members), dtype=torch.int32, device=current_device())
+    team.buffer.low_latency_query_mask_buffer(status)
+    assert {r for r, masked in enumerate(status.tolist()) if masked} == team.lost
+    _check_gpu()
+    return team.members[lost]
 
 
 def go_on_together(late: int) -> tuple[list[str], list[int]]:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 MAX_TOKENS = 64
+_NOT_THERE = "low_latency_dispatch: (routes|records of another domain)"
 
 
 def _buffer(**options: object) -> hybrid_ep.Buffer:
@@ -441,7 +443,13 @@ def check_told_once(timeout_s: float) -> None:
 
 def _untold(buffer: hybrid_ep.Buffer) -> contextlib.AbstractContextManager[object]:
     """Calls in it do not look at what kernels find wrong, as replays of a graph do not."""
-    return mock.patch.object(buffer.engine._low_latency, "take_fault", return_value=None)  # type: ignore[attr-defined]
+    return mock.patch.object(_kernels_of(buffer), "take_fault", return_value=None)
+
+
+def _kernels_of(buffer: hybrid_ep.Buffer) -> Any:
+    """What makes the low-latency calls of a buffer, of one domain or of several."""
+    engine: Any = buffer.engine
+    return getattr(engine, "_low_latency_kernels", None) or engine._low_latency
 
 
 def check_masks_by_hand(fp8: bool, hooked: bool) -> None:
@@ -481,7 +489,7 @@ def lose_a_rank(lost: int, timeout_s: float, fp8: bool, hooked: bool) -> int | N
             if hook is not None:
                 hook()
 
-        with pytest.raises(hybrid_ep.TimeoutError, match="low_latency_dispatch: routes") as told:  # noqa: PT012
+        with pytest.raises(hybrid_ep.TimeoutError, match=_NOT_THERE) as told:  # noqa: PT012
             dispatch()  # gives the rank up on the device
             torch.cuda.synchronize()
             dispatch()  # and here the host is told
@@ -559,7 +567,7 @@ def _raise_weights_flag_of(buffer: hybrid_ep.Buffer, peer: int) -> None:
     """Writes what the peer's third combine would."""
     from hybrid_ep import _cuda
 
-    memory = buffer.engine._low_latency._regions[-1].memory.local  # type: ignore[attr-defined]
+    memory = _kernels_of(buffer)._regions[-1].memory.local
     channel = _cuda.low_latency_buffers * _cuda.low_latency_channel_bytes  # those of dispatch come first
     begin = channel + _cuda.low_latency_channel_offsets["weights_epoch"]
     flag = memory[begin:][: 4 * _cuda.max_ranks].view(torch.int32)[peer]

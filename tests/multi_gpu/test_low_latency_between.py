@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hybrid_ep.testing.cluster import VirtualCluster
+from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
 from tests.emulation.domains import check_by_kernels, check_in_domains
-from tests.multi_gpu import low_latency
+from tests.multi_gpu import lost_ranks, low_latency
 from tests.multi_gpu.transports import TRANSPORTS
 from tests.rank_pool import RankPool
 
@@ -96,11 +96,67 @@ def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
         ("multi_gpu.low_latency.check_other_number_of_tokens", ()),
         ("multi_gpu.low_latency.check_refused_launch", ()),
         ("multi_gpu.low_latency.check_replays", (NUM_REPLAYS,)),
+        ("battery.low_latency.check_late_rank_comes_back", (4.0, "cuda")),
+        ("multi_gpu.low_latency.check_given_up_on_the_device", (4.0,)),
+        ("multi_gpu.low_latency.check_masks_of_old_graphs", ()),
+        ("multi_gpu.low_latency.check_named_at_close", (4.0,)),
+        ("multi_gpu.low_latency.check_pending_loss", (4.0,)),
+        ("multi_gpu.low_latency.check_told_at_close", (4.0,)),
+        ("multi_gpu.low_latency.check_told_once", (4.0,)),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "_".join(map(str, value)),
 )
 def test_behaviour(run_ranks: RunRanks, check: str, args: tuple[object, ...]) -> None:
     run_ranks(2, check_in_domains, 1, "emulation.domains.check_by_kernels", check, *args)
+
+
+@pytest.mark.parametrize(
+    ("case_id", "format_name", "lost"),
+    [
+        ("2x1_hidden_7168", "bf16", (0,)),
+        ("2x2_holes", "nvfp4", (2,)),
+        ("3x2_duplicates", "fp8_ue8m0", (1, 4)),
+        ("2x4_ragged", "fp8", (0, 7)),
+    ],
+)
+def test_masks(run_ranks: RunRanks, case_id: str, format_name: str, lost: tuple[int, ...]) -> None:
+    case = next(case for case in CASES if case.id == case_id)
+    run_ranks(case.num_ranks, check_by_kernels, "battery.low_latency.check_masked", case, format_name, lost, "cuda")
+
+
+def test_masks_that_differ_for_a_call(run_ranks: RunRanks) -> None:
+    check = "emulation.domains.check_by_kernels", "battery.low_latency.check_masks_that_differ"
+    run_ranks(4, check_in_domains, 2, *check, 4.0, "cuda")
+
+
+def _without_the_last(transport: str, function: Callable[..., object], *args: object) -> list[object]:
+    """Runs a function in which the last rank of 2 × 2 dies; what the others return."""
+    variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2"}
+    with VirtualCluster(4, device="cuda", ranks_share_gpus=NUM_GPUS < 4, variables=variables) as cluster:
+        cluster.start(function, *args)
+        with pytest.raises(RankError):
+            cluster.collect([3], limit_s=90)
+        return cluster.collect([0, 1, 2], limit_s=90)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("fp8", "hooked"), [(False, False), (True, True)])
+def test_calls_after_a_rank_was_killed(transport: str, fp8: bool, hooked: bool) -> None:
+    """Every survivor names it, and the calls after that succeed without it."""
+    assert _without_the_last(transport, low_latency.lose_a_rank, 3, 6.0, fp8, hooked) == [3] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_replays_after_a_rank_was_killed(transport: str) -> None:
+    """No call tells the survivors; they ask."""
+    assert _without_the_last(transport, low_latency.lose_a_rank_between_replays, 3, 6.0) == [[0, 0, 0, 1]] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("step", ["some", "dispatch", "receive", "combine"])
+def test_a_rank_is_killed_after_a_step(transport: str, step: str) -> None:
+    """The others name it, meet, and go on without it."""
+    assert _without_the_last(transport, lost_ranks.join_and_lose_one_after, 8.0, step, 3) == [3] * 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

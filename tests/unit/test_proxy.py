@@ -102,6 +102,41 @@ def test_drain_waits_for_what_is_on_its_way() -> None:
     proxies[1].close(0)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_lost_peer_and_the_others(keeps: bool) -> None:
+    """One of three ranks closes its end: that ends the link, or only what goes to this rank."""
+    layouts = [_C.LinkLayout(num_domains=3, domain_idx=i, rings=RINGS) for i in range(3)]
+    proxies = [_C.tcp_proxy(layout=layout, host="127.0.0.1", num_fifos=1) for layout in layouts]
+    addresses = [proxy.address() for proxy in proxies]
+    threads = [threading.Thread(target=proxy.connect, args=(addresses, LIMIT_S)) for proxy in proxies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if keeps:
+        proxies[0].keep_other_peers()
+    for proxy in proxies[:2]:
+        proxy.begin_call()
+    sender, receiver = (_C.HostWriter(proxy, 0) for proxy in proxies[:2])
+    assert proxies[2].close(LIMIT_S)
+    for number in range(1, 100):  # until the lost connection is noticed
+        assert sender.put(0, 2, 0, 16, number)
+        time.sleep(0.001)
+    assert sender.put(0, 1, 0, 0, 7)
+    sender.end_call()
+    assert proxies[0].drain(LIMIT_S) == keeps
+    if keeps:
+        assert proxies[0].failure is None
+        wait_until(lambda: receiver.poll(0, 0, 0) == 7)
+    else:
+        failure = proxies[0].failure
+        assert failure is not None
+        assert failure[0] == 2
+    receiver.end_call()
+    proxies[0].close(LIMIT_S)
+    proxies[1].close(LIMIT_S)
+
+
 def test_sleeps_without_a_call() -> None:
     """With no call open the threads take less than 1 % of a core, and the next call wakes them."""
     proxies, (sender, receiver) = make_pair()

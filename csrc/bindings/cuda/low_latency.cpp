@@ -34,26 +34,27 @@ RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, in
 }
 
 // Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
-py::tuple peer_chunk_bytes(const LowLatencyPlan& plan, int ranks_per_domain) {
-  const PeerChunkBytes bytes = PeerChunkBytes::of(plan.shape, ranks_per_domain);
+py::tuple peer_chunk_bytes(const LowLatencyPlan& plan, int group_size) {
+  const PeerChunkBytes bytes = PeerChunkBytes::of(plan.shape, group_size);
   return py::make_tuple(bytes.tokens, bytes.rows);
 }
 
 void add_between_domains(py::module_& module) {
   module.attr("low_latency_between_bytes") = sizeof(LowLatencyBetweenControl);
+  // Of the session, and of the first epoch behind it.
   module.attr("low_latency_session_offset") = offsetof(LowLatencyBetweenControl, session);
   module.attr("low_latency_max_chunk_bytes") = kMaxPeerChunkBytes;
   py::class_<LowLatencyBetweenRegion, LowLatencyRegion>(module, "LowLatencyBetweenRegion")
-      .def(
-          py::init([](const Communicator& communicator, int rank, int num_domains, const std::vector<uintptr_t>& memory,
-                      const LowLatencyCapacity& capacity, Proxy& proxy, const py::object& kernels) {
-            const Grid grid{rank, num_domains, communicator.domain().num_ranks};
-            return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, memory, capacity, proxy,
-                                                             link_kernels_of(kernels));
-          }),
-          py::kw_only(), py::arg("communicator"), py::arg("rank"), py::arg("num_domains"), py::arg("memory"),
-          py::arg("capacity"), py::arg("proxy"), py::arg("kernels") = py::none(), py::keep_alive<1, 2>(),
-          py::keep_alive<1, 7>());
+      .def(py::init([](const Communicator& communicator, int rank, int num_domains, int group_size,
+                       const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, Proxy& proxy,
+                       const py::object& kernels) {
+             const Grid grid{rank, num_domains, communicator.domain().num_ranks};
+             return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, group_size, memory, capacity, proxy,
+                                                              link_kernels_of(kernels));
+           }),
+           py::kw_only(), py::arg("communicator"), py::arg("rank"), py::arg("num_domains"), py::arg("group_size"),
+           py::arg("memory"), py::arg("capacity"), py::arg("proxy"), py::arg("kernels") = py::none(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 8>());
 }
 
 }  // namespace
@@ -115,7 +116,7 @@ void add_low_latency(py::module_& module) {
       .def_property_readonly("num_ints_between",
                              [](const LowLatencyPlan& plan) { return OwnTables::of(plan).num_ints; })
       .def("refused", &LowLatencyPlan::refused, py::arg("num_tokens"))
-      .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("ranks_per_domain"))
+      .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
       .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
       .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&>(), py::kw_only(),

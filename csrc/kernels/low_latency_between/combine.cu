@@ -31,7 +31,7 @@ struct Runs {
 __device__ void write_own_tables(const ShipRowsParams& params) {
   const Grid& grid = params.peers.grid;
   const int per_rank = params.shape.max_tokens * params.shape.num_topk, num_ranks = grid.num_ranks();
-  const auto is_own = [&](int rank) { return rank / grid.ranks_per_domain == grid.domain_idx(); };
+  const auto is_own = [&](int rank) { return params.peers.is_in_domain(rank); };
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_ranks * per_rank; i += gridDim.x * kThreads) {
     params.own_row_of[i] = is_own(i / per_rank) ? params.row_of[i] : -1;
   }
@@ -105,13 +105,14 @@ __global__ void __launch_bounds__(kThreads, 1) ship_rows_kernel(const __grid_con
   const Waiter waiter = waiter_of_send(ranks, KernelName::kLowLatencyCombine);
   const Link link(params.link, blockIdx.x);
   const auto chunk_of = [&](int d) { return PeerChunk<Link>(params, waiter, link, epoch, d); };
-  if (tid < grid.num_domains) is_free[tid] = tid != grid.domain_idx() && chunk_of(tid).wait_free();
+  if (tid < grid.num_domains) is_free[tid] = !params.peers.is_near(tid) && chunk_of(tid).wait_free();
   __syncthreads();
   const int num_local = params.shape.num_experts / ranks.num_ranks,
             capacity = params.shape.max_tokens * ranks.num_ranks;
   const int row_bytes = 2 * params.shape.hidden, record_bytes = crossing_bytes(params.shape.hidden, params.use_logfmt);
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains;
+    if (params.peers.is_near(d)) continue;
     find_runs(params, d, runs);
     const int count = runs.first[num_local];
     if (tid == 0) num_rows[d] = count;
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   const Waiter waiter(ranks.fault, KernelName::kLowLatencyCombine, ranks.rank, ranks.timeout_ns);
   const Link link(params.link, blockIdx.x);
   const auto chunk_of = [&](int d) { return PeerChunk<Link>(params, waiter, link, epoch, d); };
-  wait_for_chunks(grid, came, waited_us, chunk_of, [&](int d, const PeerHeader& header) {
+  wait_for_chunks(params.peers, came, waited_us, chunk_of, [&](int d, const PeerHeader& header) {
     const auto most = static_cast<uint32_t>(grid.ranks_per_domain * shape.max_tokens * shape.num_topk);
     num_records[d] = min(header.num_records, most);
     values[d] = header.value;
@@ -208,6 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   if (!is_last_cta(between_channel(params, ranks.rank), num_ctas)) return;
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains, source = grid.peer_in(d), rank = first_rank + tid;
+    if (params.peers.is_near(d)) continue;
     if (came[d] && tid < grid.ranks_per_domain && !is_masked(ranks, rank)) {
       ptx::store_release_system(&channel_of(ranks, rank).sent[source], static_cast<uint64_t>(values[d]) << 32 | epoch);
     }

@@ -44,13 +44,13 @@ __global__ void __launch_bounds__(kThreads, 1) ship_tokens_kernel(const __grid_c
   ptx::allow_next_kernel();
   const LowLatencyDomain& ranks = params.domain;
   const Grid& grid = params.peers.grid;
-  const int tid = threadIdx.x, own_domain = grid.domain_idx();
+  const int tid = threadIdx.x;
   const uint32_t epoch = ptx::load_relaxed_gpu(&channel_of(ranks, ranks.rank).send.epoch);  // send_tokens has ended
   LowLatencyBetweenChannel& own = between_channel(params, ranks.rank);
   const Waiter waiter = waiter_of_send(ranks, KernelName::kLowLatencyDispatch);
   const Link link(params.link, blockIdx.x);
   const auto chunk_of = [&](int d) { return PeerChunk<Link>(params, waiter, link, epoch, d); };
-  if (tid < grid.num_domains) is_free[tid] = tid != own_domain && chunk_of(tid).wait_free();
+  if (tid < grid.num_domains) is_free[tid] = !params.peers.is_near(tid) && chunk_of(tid).wait_free();
   __syncthreads();
 
   const TokenChunk parts = TokenChunk::of(params.message, params.num_tokens);
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Waiter waiter(ranks.fault, KernelName::kLowLatencyDispatch, ranks.rank, ranks.timeout_ns);
   const Link link(params.link, blockIdx.x);
   const auto chunk_of = [&](int d) { return PeerChunk<Link>(params, waiter, link, epoch, d); };
-  wait_for_chunks(grid, came, waited_us, chunk_of, [&](int d, const PeerHeader& header) { headers[d] = header; });
+  wait_for_chunks(params.peers, came, waited_us, chunk_of,
+                  [&](int d, const PeerHeader& header) { headers[d] = header; });
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains, source = grid.peer_in(d);
     if (!came[d]) continue;
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (!is_last_cta(between_channel(params, ranks.rank), num_ctas)) return;
   for (int d = 0; d < grid.num_domains; ++d) {
-    if (d == grid.domain_idx()) continue;
+    if (params.peers.is_near(d)) continue;
     tell_forwarded(params, link, epoch, grid.peer_in(d), waited_us[d]);
     if (tid == 0) chunk_of(d).credit();  // a chunk that comes later is not read any more
   }

@@ -35,6 +35,7 @@ class PeerChunk {
         link_(link),
         epoch_(epoch),
         session_(between_control(params, params.domain.rank).session),
+        first_epoch_(between_control(params, params.domain.rank).first_epoch),
         ring_(static_cast<int>(params.domain.kind)),
         domain_(domain),
         peer_(params.peers.grid.peer_in(domain)) {}
@@ -46,7 +47,7 @@ class PeerChunk {
   __device__ bool wait_free() const {
     const auto is_free = [&] {
       const uint64_t credit = link_.poll_credit(ring_, domain_, slot());
-      if (static_cast<uint32_t>(credit) != session_) return epoch_ == 1;
+      if (static_cast<uint32_t>(credit) != session_) return epoch_ == first_epoch_;
       return has_reached_epoch(static_cast<uint32_t>(credit >> 32), previous_epoch(epoch_));
     };
     return takes_part(params_.domain, peer_,
@@ -101,18 +102,19 @@ class PeerChunk {
   const AcrossDomainsParams& params_;
   const Waiter& waiter_;
   const Link& link_;
-  const uint32_t epoch_, session_;
+  const uint32_t epoch_, session_, first_epoch_;
   const int ring_, domain_, peer_;
 };
 
 // Collective over the CTA: waits for the chunk of each other domain, a thread for each. Writes whether it has come, and
 // how long it was waited for. `read(d, header)` runs in that thread if it has.
 template <typename ChunkOf, typename Read>
-__device__ void wait_for_chunks(const Grid& grid, bool* came, uint32_t* waited_us, ChunkOf&& chunk_of, Read&& read) {
+__device__ void wait_for_chunks(const LowLatencyPeers& peers, bool* came, uint32_t* waited_us, ChunkOf&& chunk_of,
+                                Read&& read) {
   const int d = threadIdx.x;
-  if (d < grid.num_domains) {
+  if (d < peers.grid.num_domains) {
     const uint64_t started = ptx::clock_ns();
-    came[d] = d != grid.domain_idx() && chunk_of(d).wait();
+    came[d] = !peers.is_near(d) && chunk_of(d).wait();
     waited_us[d] = static_cast<uint32_t>((ptx::clock_ns() - started) / 1000);
     if (came[d]) read(d, *reinterpret_cast<const PeerHeader*>(chunk_of(d).in()));
   }
@@ -147,10 +149,9 @@ __device__ void end_call(const AcrossDomainsParams& params, const Waiter& waiter
 // Collective over the last CTA of a kernel that ships: the own memory that stands for ranks of other domains may be
 // written by the next call.
 __device__ inline void free_own_memory(const AcrossDomainsParams& params, uint32_t epoch) {
-  const Grid& grid = params.peers.grid;
   LowLatencyChannel& own = channel_of(params.domain, params.domain.rank);
   const int r = threadIdx.x;
-  if (r < grid.num_ranks() && r / grid.ranks_per_domain != grid.domain_idx()) own.free_epoch[r] = epoch;
+  if (r < params.domain.num_ranks && !params.peers.is_in_domain(r)) own.free_epoch[r] = epoch;
 }
 
 // Tells the ranks of the domain that the chunk of `source` has been forwarded, or why not, and how long it was waited
@@ -181,7 +182,7 @@ __device__ void wait_for_ranks(const AcrossDomainsParams& params, KernelName ker
   if (r >= grid.num_ranks() || is_masked(ranks, r)) return;
   const uint64_t started = ptx::clock_ns();
   const Waiter waiter(ranks.fault, kernel, ranks.rank, ranks.timeout_ns);
-  if (r / size == grid.domain_idx()) {
+  if (params.peers.is_in_domain(r)) {
     takes_part(ranks, r, [&] { return wait_for(waiter, r); });
     if (wait_stats != nullptr) wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
     return;
