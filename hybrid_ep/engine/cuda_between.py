@@ -349,11 +349,15 @@ class CudaBetween(TorchEngine):
         )
         self._arena.ensure(plan.slot_bytes_for(route.max_sums))
         self._arena.note_use(stream)
-        out, own_sums = (torch.empty(handle.num_tokens, hidden, dtype=data.dtype, device=data.device) for _ in range(2))
-        out_weights = own_weights = None
-        if weights is not None:
+
+        def make_sums() -> tuple[Tensor, Tensor | None]:
+            sums = torch.empty(handle.num_tokens, hidden, dtype=data.dtype, device=data.device)
             size = (handle.num_tokens, num_weights)
-            out_weights, own_weights = (torch.empty(size, dtype=torch.float32, device=data.device) for _ in range(2))
+            return sums, None if weights is None else torch.empty(size, dtype=torch.float32, device=data.device)
+
+        out, out_weights = make_sums()
+        # A rank that is alone in its domain has no sums over it: the kernel reads the rows of `data`.
+        own_sums, own_weights = make_sums() if self.grid.num_ranks_per_domain > 1 else (None, None)
         data = aligned(data)
         terms = [aligned(term) for term in bias]
         self._between.combine(
@@ -363,7 +367,7 @@ class CudaBetween(TorchEngine):
             bias=[term.data_ptr() for term in terms],
             out=out.data_ptr(),
             out_weights=address(out_weights),
-            own_sums=own_sums.data_ptr(),
+            own_sums=address(own_sums),
             own_weights=address(own_weights),
             route=route.address,
             held_capacity=route.held_capacity,
