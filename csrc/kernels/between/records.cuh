@@ -56,7 +56,7 @@ class Records {
   }
 
  private:
-  static constexpr int kRowsOfPart = 8;
+  static constexpr int kRowsOfPart = 4;
 
   __device__ bool next_part() {
     const int num_peers = grid_.num_domains - 1, per_chunk = layout_.per_chunk;

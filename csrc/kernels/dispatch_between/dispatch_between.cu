@@ -5,8 +5,8 @@
 //
 // A token crosses to another domain once. Its record has its destinations: a rank, and the token's index among those
 // that its source sends there. So the peer can forward each record alone. Warps that forward never wait for warps that
-// send, so a rank always returns credits. The indices come from index_tokens.cu. Legend: T tokens, K top-k, D domains,
-// G ranks of a domain.
+// send, so a rank always returns credits. A warp that waits for a chunk pushes tokens that stay here. The indices come
+// from index_tokens.cu. Legend: T tokens, K top-k, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
