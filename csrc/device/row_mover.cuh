@@ -9,7 +9,7 @@ namespace hybrid_ep {
 
 class RowMover {
  public:
-  static constexpr int kPieceBytes = 4096, kStages = 6, kStoresInFlight = 3;
+  static constexpr int kPieceBytes = 4096, kStages = 3, kStoresInFlight = 1;
   static constexpr int kRingBytes = kStages * kPieceBytes;
 
   // Collective over the warp, as everything here. `stages` has kRingBytes, `barriers` kStages.

@@ -80,10 +80,11 @@ struct BetweenLayout {
   // dispatch relaxed, because the word holds all that is decided; of combine with release at system scope, and a fence
   // behind the load, so that all CTAs see what the first has acquired
   int64_t decisions;
-  int64_t sent_chunks;  // uint64 [D] of the stream to each peer, before this call; stored plainly by the last CTA
-  int64_t read_chunks;  // uint64 [D] of the stream from each peer, likewise
-  int64_t rows_read;    // uint32 [D][S] rows read of the chunk in the slot: acq_rel additions at GPU scope
-  int64_t slots_read;   // uint32 [D][S] slots read of each group, in this lap: the same
+  int64_t sent_chunks;   // uint64 [D] of the stream to each peer, before this call; stored plainly by the last CTA
+  int64_t read_chunks;   // uint64 [D] of the stream from each peer, likewise
+  int64_t rows_written;  // uint32 [D][S] rows written of the chunk in the slot: acq_rel additions at GPU scope
+  int64_t rows_read;     // uint32 [D][S] rows read of the chunk in the slot: the same
+  int64_t slots_read;    // uint32 [D][S] slots read of each group, in this lap: the same
   // uint32 [kMaxTokens] epoch of the combine that has last summed each chunk of this domain's rows: release, acquire at
   // GPU scope
   int64_t own_epoch;
@@ -103,6 +104,7 @@ struct BetweenLayout {
     layout.decisions = offsets.append(16);
     layout.sent_chunks = offsets.append(8 * num_domains);
     layout.read_chunks = offsets.append(8 * num_domains);
+    layout.rows_written = offsets.append(4 * num_domains * num_slots);
     layout.rows_read = offsets.append(4 * num_domains * num_slots);
     layout.slots_read = offsets.append(4 * num_domains * num_slots);
     layout.own_epoch = offsets.append(4ll * kMaxTokens);

@@ -16,7 +16,8 @@ namespace hybrid_ep {
 RecordLayout record_of(const DispatchShape& plan);
 RecordLayout record_of(const CombinePlan& plan);
 
-// Scratch of a combine for each token's sum over this domain; nullptr without weights.
+// Scratch of a combine for each token's sum over the ranks of this domain, if there are several. `weights` is nullptr
+// without weights.
 struct OwnSums {
   uint8_t* rows;
   float* weights;

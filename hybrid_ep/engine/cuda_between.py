@@ -346,12 +346,16 @@ class CudaBetween(TorchEngine):
         plan = plan_combine(combine_shape_of(request, handle))
         self._arena.ensure(plan.slot_bytes_for(route.max_sums))
         self._arena.note_use(stream)
-        size = (handle.num_tokens, data.shape[1])
-        out, own_sums = (torch.empty(size, dtype=data.dtype, device=data.device) for _ in range(2))
-        out_weights = own_weights = None
-        if weights is not None:
-            size = (handle.num_tokens, weights.shape[1])
-            out_weights, own_weights = (torch.empty(size, dtype=torch.float32, device=data.device) for _ in range(2))
+
+        def make_sums() -> tuple[Tensor, Tensor | None]:
+            sums = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
+            if weights is None:
+                return sums, None
+            return sums, torch.empty(handle.num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
+
+        out, out_weights = make_sums()
+        # A rank that is alone in its domain has no sums over it: the kernel reads the rows of `data`.
+        own_sums, own_weights = make_sums() if self.grid.num_ranks_per_domain > 1 else (None, None)
         terms = [aligned(term) for term in request.bias]
         self._between.combine(
             plan=plan,
@@ -360,7 +364,7 @@ class CudaBetween(TorchEngine):
             bias=[term.data_ptr() for term in terms],
             out=out.data_ptr(),
             out_weights=address(out_weights),
-            own_sums=own_sums.data_ptr(),
+            own_sums=address(own_sums),
             own_weights=address(own_weights),
             route=route.address,
             held_capacity=route.held_capacity,

@@ -30,6 +30,7 @@ __all__ = [
     "check_other_choice",
     "check_other_shrink",
     "check_over",
+    "check_scratch_of_combine",
     "check_torch_asked_for",
     "lose_a_rank",
 ]
@@ -163,6 +164,18 @@ def check_link_alone(case: Case) -> None:
             assert torch.equal(again, want)
             combined, *_ = buffer.combine(want, handle)
             assert torch.equal(combined, buffer.combine(again, handle)[0])
+
+
+def check_scratch_of_combine(case: Case, num_tensors: int) -> None:
+    """A combine makes so many tensors of a row for each token: its output, and scratch for sums over a domain."""
+    from hybrid_ep.engine import cuda_between
+
+    inputs = case.inputs(dist.get_rank())
+    with make_buffer(case) as buffer:
+        recv, *_, handle, _ = dispatch(buffer, case, inputs)
+        with mock.patch.object(cuda_between.torch, "empty", create=True, side_effect=torch.empty) as made:
+            buffer.combine(recv, handle)
+    assert len([call for call in made.call_args_list if case.hidden in call.args]) == num_tensors
 
 
 def lose_a_rank() -> int:

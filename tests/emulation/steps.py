@@ -24,6 +24,10 @@ _COMBINE = "kernels/combine_between/combine_between.cu"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
 
+_WRITE_ROWS = (
+    "if (!stream.write_rows(record.chunk, record.part_size(), num_rows, num_rows * layout.num_bytes)) return false;"
+)
+
 _ROUND_TRIP = "battery.normal.check_round_trip"
 _MANY = (2, _ROUND_TRIP, Case("many_chunks", 2, (4400, 3), hidden=16, num_ranks_per_domain=1))
 _FOUR = (4, _ROUND_TRIP, Case("2x2", 4, 40, num_ranks_per_domain=2))
@@ -97,9 +101,15 @@ STEPS = [
     Step(
         "rows stand in a chunk before it leaves",
         _DISPATCH,
-        "mover.finish();\n    "
-        "if (!stream.send(chunk, item.num_records * layout.num_bytes, item.num_records)) return false;",
-        "if (!stream.send(chunk, item.num_records * layout.num_bytes, item.num_records)) return false;",
+        f"mover.finish();\n      {_WRITE_ROWS}",
+        _WRITE_ROWS,
+        _FOUR,
+    ),
+    Step(
+        "a chunk leaves only with all rows",
+        _STREAM,
+        "ptx::add_acq_rel_gpu(rows_written, num_written) + num_written == static_cast<uint32_t>(num_rows)",
+        "true",
         _FOUR,
     ),
     Step(
@@ -112,7 +122,7 @@ STEPS = [
     Step(
         "streams move on behind a dispatch",
         _DISPATCH,
-        "kControlChunks + (is_sent ? num_chunks(params, call.num_sent[d]) : 0)",
+        "kControlChunks + (is_sent ? num_chunks(params.record, call.num_sent[d]) : 0)",
         "0",
         _FOUR,
     ),
@@ -175,7 +185,7 @@ STEPS = [
     Step(
         "streams move on behind a combine",
         _COMBINE,
-        "kControlChunks + num_chunks(params.route[params.parts.num_records + d])",
+        "kControlChunks + sent_chunks(params.route[params.parts.num_records + d])",
         "0",
         _FOUR,
     ),

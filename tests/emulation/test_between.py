@@ -112,6 +112,11 @@ def test_auto(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.domains.check_auto")
 
 
+@pytest.mark.parametrize(("case", "num_tensors"), [(CASES[0], 1), (CASES[1], 2)], ids=["2x1", "2x2"])
+def test_scratch_of_combine(run_emulated: RunEmulated, case: Case, num_tensors: int) -> None:
+    run_emulated(case.num_ranks, "emulation.domains.check_scratch_of_combine", case, num_tensors)
+
+
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
 def test_link_alone(run_emulated: RunEmulated, transport: str) -> None:
     case = Case("link", 4, 20, num_ranks_per_domain=2)

@@ -1,6 +1,9 @@
 // The stream of chunks between this rank and its peer in another domain: layout/between_layout.h.
 //
-//     sender: wait_free(n) ─► send_slot(n) ─ send(n) ─► receiver: wait(n) ─► chunk(n) ─ read_rows(n) ─► credit
+//     sender: wait_free(n) ─► send_slot(n) ─ write_rows(n) ─► receiver: wait(n) ─► chunk(n) ─ read_rows(n) ─► credit
+//
+// Several warps may write a chunk's rows, and several may read them. The one that writes the last row sends the chunk,
+// and the one that reads the last row returns the credit.
 //
 // A chunk's flag names the use of its slot, so that chunks may come in any order.
 #pragma once
@@ -72,6 +75,23 @@ class ChunkStream {
     bool ok = put_signal_by_warp(link_, kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up());
     if (!ok && threadIdx.x % 32 == 0) ok = give_up_command();
     return __all_sync(kAllLanes, ok);
+  }
+
+  // Counts rows of a chunk as written, of `num_rows` in all, and sends the chunk of num_bytes if all are. Collective
+  // over the warp, after its bulk stores.
+  __device__ bool write_rows(int chunk, int num_written, int num_rows, uint32_t num_bytes) const {
+    if (num_written < num_rows) {
+      uint32_t* rows_written = own_part<uint32_t>(between_, between_.layout.rows_written) +
+                               domain_ * static_cast<int>(shape_.num_slots) + slot_of(sent_before_ + chunk);
+      bool is_last = false;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        is_last = ptx::add_acq_rel_gpu(rows_written, num_written) + num_written == static_cast<uint32_t>(num_rows);
+        if (is_last) *rows_written = 0;
+      }
+      if (__ballot_sync(kAllLanes, is_last) == 0) return true;
+    }
+    return send(chunk, num_bytes, num_rows);
   }
 
   // Whether the chunk has arrived. Acquires for the calling thread.

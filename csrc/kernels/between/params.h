@@ -59,8 +59,9 @@ struct CombineBetweenParams {
   const uint8_t* bias[2];  // [T, H] bf16 or nullptr
   uint8_t* out;            // [T, H] bf16
   float* out_weights;      // [T, W] or nullptr
-  uint8_t* own_sums;       // [T, H] bf16 scratch: each token's sum over the ranks of this domain
-  float* own_weights;      // [T, W] scratch or nullptr
+  // Scratch where a domain has several ranks: each token's sum over them.
+  uint8_t* own_sums;   // [T, H] bf16
+  float* own_weights;  // [T, W] or nullptr
   int num_tokens, num_rows, num_topk, num_weights, row_bytes;
   uint32_t call[kNumReadyWords];  // what all ranks must have alike
   RecordLayout record;

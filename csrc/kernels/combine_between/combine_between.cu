@@ -4,6 +4,10 @@
 //     y ─ bulk copy ─► arena of the rank that sums ─ rows_pushed ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
 //     out[t] part of this domain: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums
 //
+// A rank that is alone in its domain has nothing to push or sum for it, and sends its rows home:
+//
+//     y ─ bulk copy ─► chunk ─ link ─► home: HomeSums ─► out[t]
+//
 // Rows for all domains are pushed in turn, chunk by chunk, and the count of rows pushed is published to the rank that
 // sums. So network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet
 // never waits, so no credit waits for itself, however tokens are routed. rows.cuh defines what is summed. Legend: T
@@ -14,6 +18,7 @@
 
 #include "device/epilogue.cuh"
 #include "device/row_mover.cuh"
+#include "kernels/between/records.cuh"
 #include "kernels/combine_between/rows.cuh"
 #include "kernels/launch.h"
 
@@ -22,13 +27,13 @@ namespace {
 
 // Of a CTA. A warp that has no rows left in its role goes on to the next role: push, sum for each domain, sum at home.
 constexpr int kPushWarps = 2, kDomainWarps = 4, kHomeWarps = 6;
+constexpr int kSendWarps = 4;  // of a rank that is alone in its domain; the others sum at home
 constexpr int kWarps = kPushWarps + kDomainWarps + kHomeWarps;
 constexpr int kThreads = kWarps * 32;
-constexpr int kPushRows = 16;         // that a warp pushes at once
-constexpr int kMaxTokensPerTurn = 4;  // that a warp at home takes at once
-constexpr int kPushRingBytes = RowMover::kRingBytes;
-static_assert(kPushRingBytes >= kSumRingBytes, "a warp that has pushed sums in the same shared memory");
-constexpr int kRingsBytes = kPushWarps * kPushRingBytes + (kWarps - kPushWarps) * kSumRingBytes;
+constexpr int kPushRows = 16;                  // that a warp pushes at once
+constexpr int kMaxTokensPerTurn = 4;           // that a warp at home takes at once
+constexpr int kWarpRingBytes = kSumRingBytes;  // of a warp, in each of its roles
+static_assert(kWarpRingBytes >= RowMover::kRingBytes);
 
 // What a rank publishes to its peers ahead of its records.
 struct CombineHeader {
@@ -166,10 +171,10 @@ __device__ bool push_rows(const CombineBetweenParams& params, const CombineTable
   for (int source = lane; source < grid.num_ranks(); source += 32) {
     if (source % size != me) most_rows = max(most_rows, count_of(params, source, me));
   }
-  const int num_chunks = (__reduce_max_sync(kAllLanes, most_rows) + kPushRows - 1) / kPushRows;
+  const int most_chunks = (__reduce_max_sync(kAllLanes, most_rows) + kPushRows - 1) / kPushRows;
   const int num_streams = num_peers * grid.num_domains;
   WorkIndices<> items(&between.domain.control[me]->sent_items);
-  for (int item = items.take(); item < num_chunks * num_streams; item = items.take()) {
+  for (int item = items.take(); item < most_chunks * num_streams; item = items.take()) {
     const int chunk = item / num_streams, stream = item % num_streams;
     const int g = (me + 1 + stream % num_peers) % size;
     const int domain = (grid.domain_idx() + 1 + stream / num_peers) % grid.num_domains;
@@ -207,6 +212,53 @@ __device__ bool push_rows(const CombineBetweenParams& params, const CombineTable
   return true;
 }
 
+// Sends the rows of x home by a rank that is alone in its domain: each is the only partial row of its record. The rows
+// for a domain are consecutive, as its records are. Returns false if a peer gives no credit. Collective over a warp.
+template <typename Link>
+__device__ bool send_rows(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
+                          const Link& link, RowMover& mover) {
+  const BetweenDomain& between = params.between;
+  const int lane = threadIdx.x % 32;
+  const RecordLayout& layout = params.record;
+  Records records(between.grid, layout, kControlChunks, params.route + params.parts.num_records,
+                  own_part<uint32_t>(between, between.layout.items));
+  const auto row_of = [&](const Record& record) {
+    return tables.send_begin[record.domain] + static_cast<int64_t>(record.index);
+  };
+  const auto address_of = [&](int64_t row) {
+    return row < params.num_rows ? params.rows + row * params.row_bytes : nullptr;
+  };
+  Record record, next;
+  uint8_t* target = nullptr;  // of the record
+  for (bool has_record = records.next(record), has_next = false; has_record; has_record = has_next, record = next) {
+    const ChunkStream<Link> stream(between, waiter, link, record.domain);
+    if (record.is_first()) {
+      if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(record.chunk))) return false;
+      __syncwarp();
+      target = stream.send_slot(record.chunk) + record.index % layout.per_chunk * layout.num_bytes;
+    }
+    has_next = records.next(next);
+    const int64_t row = row_of(record);
+    if (row < params.num_rows) {
+      mover.move(address_of(row), params.row_bytes, lane == 0 ? target : nullptr,
+                 has_next ? address_of(row_of(next)) : nullptr);
+    } else {
+      for (int i = lane; i < params.row_bytes / 16; i += 32)
+        reinterpret_cast<uint4*>(target)[i] = make_uint4(0, 0, 0, 0);
+    }
+    for (int k = lane; k < params.num_weights; k += 32) {
+      reinterpret_cast<float*>(target + layout.weights)[k] =
+          row < params.num_rows ? params.weights[row * params.num_weights + k] : 0.0f;
+    }
+    target += layout.num_bytes;
+    if (!record.is_last()) continue;
+    const int num_rows = record.num_chunk_records;
+    mover.finish();
+    if (!stream.write_rows(record.chunk, record.part_size(), num_rows, num_rows * layout.num_bytes)) return false;
+  }
+  return true;
+}
+
 // Sums all rows of a warp in a role. Returns false if some do not come.
 template <typename Rows>
 __device__ bool sum_all(Rows& rows, RowRing<0>& ring, Segment* segments) {
@@ -218,7 +270,7 @@ template <typename Link>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_between_kernel(const __grid_constant__ CombineBetweenParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ uint64_t push_barriers[kPushWarps][RowMover::kStages], sum_barriers[kWarps][kSumStages];
+  __shared__ uint64_t push_barriers[kWarps][RowMover::kStages], sum_barriers[kWarps][kSumStages];
   __shared__ Segment segments[kWarps][kSumStages];
   __shared__ int shared_status;
   const BetweenDomain& between = params.between;
@@ -231,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Link link(between.link, blockIdx.x);
   const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
   const int warp = threadIdx.x / 32;
-  int* send_begin = reinterpret_cast<int*>(shared + kRingsBytes);
+  int* send_begin = reinterpret_cast<int*>(shared + kWarps * kWarpRingBytes);
   const CombineTables tables{send_begin, send_begin + grid.num_ranks(), send_begin + 2 * grid.num_ranks(),
                              send_begin + 3 * grid.num_ranks()};
 
@@ -255,13 +307,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Push, sum for each domain, and sum at home, each warp from its role on.
   if (shared_status == kSent) {
-    uint8_t* stages = shared + min(warp, kPushWarps) * kPushRingBytes + max(warp - kPushWarps, 0) * kSumRingBytes;
-    if (warp < kPushWarps) {
+    const bool is_alone = is_alone_in_domain(params);
+    uint8_t* stages = shared + warp * kWarpRingBytes;
+    if (warp < (is_alone ? kSendWarps : kPushWarps)) {
       RowMover mover(stages, push_barriers[warp]);
-      ok = push_rows(params, tables, own_waiter, epoch, mover);
+      ok = is_alone ? send_rows(params, tables, waiter, link, mover)
+                    : push_rows(params, tables, own_waiter, epoch, mover);
     }
     RowRing<0> ring(stages, sum_barriers[warp], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
-    if (ok && warp < kPushWarps + kDomainWarps) {
+    if (ok && !is_alone && warp < kPushWarps + kDomainWarps) {
       const int number = blockIdx.x * (kPushWarps + kDomainWarps) + warp;
       DomainSums<Link> rows(params, tables, waiter, link, epoch, number % grid.num_domains);
       ok = sum_all(rows, ring, segments[warp]);
@@ -278,16 +332,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // The last CTA advances the streams and resets the counters.
   if (!finish_cta(own, ok)) return;
-  const auto num_chunks = [&](int num_records) {
-    return shared_status == kSent ? (num_records + params.record.per_chunk - 1) / params.record.per_chunk : 0;
+  const auto sent_chunks = [&](int num_records) {
+    return shared_status == kSent ? num_chunks(params.record, num_records) : 0;
   };
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
     own_part<uint32_t>(between, between.layout.items)[d] = 0;
     if (d == grid.domain_idx()) continue;
     own_part<uint64_t>(between, between.layout.sent_chunks)[d] +=
-        kControlChunks + num_chunks(params.route[params.parts.num_records + d]);
+        kControlChunks + sent_chunks(params.route[params.parts.num_records + d]);
     own_part<uint64_t>(between, between.layout.read_chunks)[d] +=
-        kControlChunks + num_chunks(params.route[params.parts.domain_counts + d]);
+        kControlChunks + sent_chunks(params.route[params.parts.domain_counts + d]);
   }
   for (int i = threadIdx.x; i < grid.num_ranks(); i += kThreads) {
     own_part<uint32_t>(between, between.layout.pushed)[i] = 0;
@@ -307,7 +361,8 @@ void launch_combine_between(const CombineBetweenParams& params, int num_sms, cud
   const int table_bytes = (3 * grid.num_ranks() + grid.num_domains) * static_cast<int>(sizeof(int));
   const auto kernel =
       kernel_for(params.between.link, [](auto link) { return combine_between_kernel<typename decltype(link)::type>; });
-  launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads, kRingsBytes + table_bytes, stream);
+  launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads,
+                kWarps * kWarpRingBytes + table_bytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -4,8 +4,9 @@
 //     arena, y ─ partial rows of a record, ranks ascending ─► fp32 ─► bf16 ─► record of a chunk home, or own_sums[t]
 //     chunks, own_sums[t] ─ the sum of each domain, domains ascending ─► fp32 ─► + bias ─► out[t]
 //
-// A single partial row is its own sum, and is copied: the sum at home turns −0 into 0, as a sum of one row would. Where
-// this rank is alone in its domain, its own tokens have one partial row each, in y, and the sum at home reads it there.
+// A single partial row is its own sum, and is copied: the sum at home turns −0 into 0, as a sum of one row would. A
+// rank that is alone in its domain sums nothing for it: send_rows of combine_between.cu sends its rows of y, and the
+// sum at home reads the partial rows of its own tokens in y.
 //
 // Legend: T tokens, K top-k, W columns of weights, R ranks, D domains, G ranks of a domain.
 #pragma once
@@ -32,8 +33,8 @@ __device__ int count_of(const CombineBetweenParams& params, int source, int doma
       .route[params.parts.counts + static_cast<int64_t>(source) * params.between.grid.ranks_per_domain + domain_rank];
 }
 
-// Whether the sum at home reads this rank's own rows in y: they are the only partial rows of their domain.
-__device__ bool reads_own_rows_in_place(const CombineBetweenParams& params) {
+// Whether each row of y is the only partial row of its record.
+__device__ bool is_alone_in_domain(const CombineBetweenParams& params) {
   return params.between.grid.ranks_per_domain == 1;
 }
 
@@ -127,7 +128,6 @@ class DomainSums {
 
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
   __device__ int num_records(int domain) const {
-    if (is_own(domain) && reads_own_rows_in_place(params_)) return 0;
     return params_.route[(is_own(domain) ? params_.parts.domain_counts : params_.parts.num_records) + domain];
   }
   __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
@@ -441,7 +441,7 @@ class HomeSums {
 
  private:
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
-  __device__ bool is_in_place(int domain) const { return is_own(domain) && reads_own_rows_in_place(params_); }
+  __device__ bool is_in_place(int domain) const { return is_own(domain) && is_alone_in_domain(params_); }
   __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
   __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
 

@@ -5,28 +5,26 @@
 //
 // A token crosses to another domain once. Its record has its destinations: a rank, and the token's index among those
 // that its source sends there. So the peer can forward each record alone. Warps that forward never wait for warps that
-// send, so a rank always returns credits. The indices come from index_tokens.cu. Legend: T tokens, K top-k, D domains,
-// G ranks of a domain.
+// send, so a rank always returns credits. A warp that waits for a chunk pushes tokens that stay here. The indices come
+// from index_tokens.cu. Legend: T tokens, K top-k, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
 #include "device/row_mover.cuh"
 #include "device/work_index.cuh"
+#include "kernels/between/records.cuh"
 #include "kernels/dispatch_between/exchange.cuh"
 #include "kernels/launch.h"
 
 namespace hybrid_ep {
 namespace {
 
-// Warps of a CTA by role. Those that push this rank's tokens send records afterwards.
-constexpr int kOwnWarps = 2, kSendWarps = 3, kForwardWarps = 3;
-constexpr int kWarps = kOwnWarps + kSendWarps + kForwardWarps;
+// Warps of a CTA by role. This rank's tokens that stay are pushed by all of them: by those that forward while they
+// wait, and by each when its role has no work left.
+constexpr int kSendWarps = 8, kForwardWarps = 8;
+constexpr int kWarps = kSendWarps + kForwardWarps;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRingsBytes = kWarps * RowMover::kRingBytes;
-
-__device__ int num_chunks(const DispatchBetweenParams& params, int num_records) {
-  return (num_records + params.record.per_chunk - 1) / params.record.per_chunk;
-}
 
 // One column of a token's top-k, which a lane has: its destination in this domain, expert and weight.
 struct Column {
@@ -94,65 +92,46 @@ __device__ const uint32_t* scales_of_token(const DispatchBetweenParams& params, 
   return params.scales + static_cast<int64_t>(token) * params.num_scales;
 }
 
-// Pushes this rank's tokens that stay in the domain.
-__device__ void push_own_tokens(const DispatchBetweenParams& params, const CallBetween& call, const int* base,
-                                RowMover& mover) {
-  const Grid& grid = params.between.grid;
-  const int domain = grid.domain_idx();
-  const int32_t* list = params.route + params.parts.domain_list + static_cast<int64_t>(domain) * params.num_tokens;
-  WorkIndices<> items(&params.between.domain.control[params.between.domain.rank]->sent_items);
-  const auto take = [&] {
-    const int i = items.take();
-    return i < call.num_sent[domain] ? list[i] : -1;
-  };
-  int token = take();
-  Column column = token < 0 ? Column{} : column_of_token(params, token);
-  while (token >= 0) {
-    const int next = take();
-    const Column next_column = next < 0 ? Column{} : column_of_token(params, next);  // loaded while the row moves
-    push_token(params, call, base + domain * grid.ranks_per_domain, mover, row_of_token(params, token),
-               next < 0 ? nullptr : row_of_token(params, next), scales_of_token(params, token), column);
-    token = next;
-    column = next_column;
-  }
-  mover.finish();
-}
-
-// A chunk of the stream to or from another domain.
-struct ChunkItem {
-  int domain, index;  // of the domain's records
-  int first, num_records;
-};
-
-// Hands out the chunks of all other domains in turn. Collective over the warp.
-class ChunkItems {
+// Pushes this rank's tokens that stay in the domain. They need no other rank, so they fill the time that a warp would
+// wait. Collective over a warp, as everything here.
+class OwnTokens {
  public:
-  __device__ ChunkItems(const DispatchBetweenParams& params, const int* num_records, uint32_t* counter)
-      : params_(params), num_records_(num_records), items_(counter) {
-    for (int d = 0; d < params.between.grid.num_domains; ++d) {
-      if (d != params.between.grid.domain_idx()) most_ = max(most_, num_chunks(params, num_records[d]));
-    }
+  __device__ OwnTokens(const DispatchBetweenParams& params, const CallBetween& call, const int* base, RowMover& mover)
+      : params_(params),
+        call_(call),
+        base_(base + params.between.grid.domain_idx() * params.between.grid.ranks_per_domain),
+        mover_(mover),
+        items_(&params.between.domain.control[params.between.domain.rank]->sent_items) {
+    advance();
   }
 
-  __device__ bool next(ChunkItem& item) {
-    const Grid& grid = params_.between.grid;
-    const int num_peers = grid.num_domains - 1, per_chunk = params_.record.per_chunk;
-    while (true) {
-      const int number = items_.take();
-      if (number >= most_ * num_peers) return false;
-      item.domain = (grid.domain_idx() + 1 + number % num_peers) % grid.num_domains;
-      item.index = number / num_peers;
-      item.first = item.index * per_chunk;
-      item.num_records = min(per_chunk, num_records_[item.domain] - item.first);
-      if (item.num_records > 0) return true;
-    }
+  __device__ bool is_done() const { return token_ < 0; }
+
+  // Pushes the next one. `goes_on`: push() is called again before the mover moves any other row.
+  __device__ void push(bool goes_on) {
+    const int token = token_;
+    const Column column = column_;
+    advance();  // loads the next column while the row moves
+    const uint8_t* next = goes_on && !is_done() ? row_of_token(params_, token_) : nullptr;
+    push_token(params_, call_, base_, mover_, row_of_token(params_, token), next, scales_of_token(params_, token),
+               column);
   }
 
  private:
+  __device__ void advance() {
+    const int domain = params_.between.grid.domain_idx(), i = items_.take();
+    const int64_t list = params_.parts.domain_list + static_cast<int64_t>(domain) * params_.num_tokens;
+    token_ = i < call_.num_sent[domain] ? params_.route[list + i] : -1;
+    if (!is_done()) column_ = column_of_token(params_, token_);
+  }
+
   const DispatchBetweenParams& params_;
-  const int* num_records_;
+  const CallBetween& call_;
+  const int* base_;
+  RowMover& mover_;
   WorkIndices<> items_;
-  int most_ = 0;
+  int token_ = -1;
+  Column column_{};
 };
 
 // Sends records to the peers. Returns false if one of them gives no credit.
@@ -162,38 +141,49 @@ __device__ bool send_records(const DispatchBetweenParams& params, const CallBetw
   const BetweenDomain& between = params.between;
   const int lane = threadIdx.x % 32, size = between.grid.ranks_per_domain;
   const RecordLayout& layout = params.record;
-  ChunkItems items(params, call.num_sent, &between.domain.control[between.domain.rank]->summed_tokens);
-  ChunkItem item;
-  while (items.next(item)) {
-    const ChunkStream<Link> stream(between, waiter, link, item.domain);
-    const int chunk = kControlChunks + item.index;
-    if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(chunk))) return false;
-    __syncwarp();
-    const int32_t* list =
-        params.route + params.parts.domain_list + static_cast<int64_t>(item.domain) * params.num_tokens + item.first;
-    int token = list[0];
-    Column column = column_of_token(params, token);
-    for (int i = 0; i < item.num_records; ++i) {
-      const int next = i + 1 < item.num_records ? list[i + 1] : -1;
-      const Column next_column = next < 0 ? Column{} : column_of_token(params, next);  // loaded while the row moves
-      uint8_t* record = stream.send_slot(chunk) + i * layout.num_bytes;
-      mover.move(row_of_token(params, token), params.row_bytes, lane == 0 ? record : nullptr,
-                 next < 0 ? nullptr : row_of_token(params, next));
-      for (int s = lane; s < params.num_scales; s += 32) {
-        reinterpret_cast<uint32_t*>(record + layout.scales)[s] = scales_of_token(params, token)[s];
-      }
-      if (lane < params.num_topk) {
-        const bool goes =
-            column.destination != kNowhere && rank_of_destination(column.destination) / size == item.domain;
-        reinterpret_cast<uint32_t*>(record + layout.destinations)[lane] = goes ? column.destination : kNowhere;
-        if (params.makes_route) reinterpret_cast<int32_t*>(record + layout.experts)[lane] = column.expert;
-        if (params.has_weights) reinterpret_cast<float*>(record + layout.weights)[lane] = column.weight;
-      }
-      token = next;
-      column = next_column;
+  Records records(between.grid, layout, kControlChunks, call.num_sent,
+                  &between.domain.control[between.domain.rank]->summed_tokens);
+  Record record, next;
+  int token = -1, next_token = -1;
+  Column column, next_column;
+  uint8_t* target = nullptr;  // of the record
+  const auto load = [&](const Record& of, int& its_token, Column& its_column) {
+    its_token = params.route[params.parts.domain_list + static_cast<int64_t>(of.domain) * params.num_tokens + of.index];
+    its_column = column_of_token(params, its_token);
+  };
+  bool has_record = records.next(record);
+  if (has_record) load(record, token, column);
+  while (has_record) {
+    const ChunkStream<Link> stream(between, waiter, link, record.domain);
+    if (record.is_first()) {
+      if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(record.chunk))) return false;
+      __syncwarp();
+      target = stream.send_slot(record.chunk) + record.index % layout.per_chunk * layout.num_bytes;
     }
-    mover.finish();
-    if (!stream.send(chunk, item.num_records * layout.num_bytes, item.num_records)) return false;
+    const bool has_next = records.next(next);
+    if (has_next) load(next, next_token, next_column);  // while the row moves
+    mover.move(row_of_token(params, token), params.row_bytes, lane == 0 ? target : nullptr,
+               has_next ? row_of_token(params, next_token) : nullptr);
+    for (int s = lane; s < params.num_scales; s += 32) {
+      reinterpret_cast<uint32_t*>(target + layout.scales)[s] = scales_of_token(params, token)[s];
+    }
+    if (lane < params.num_topk) {
+      const bool goes =
+          column.destination != kNowhere && rank_of_destination(column.destination) / size == record.domain;
+      reinterpret_cast<uint32_t*>(target + layout.destinations)[lane] = goes ? column.destination : kNowhere;
+      if (params.makes_route) reinterpret_cast<int32_t*>(target + layout.experts)[lane] = column.expert;
+      if (params.has_weights) reinterpret_cast<float*>(target + layout.weights)[lane] = column.weight;
+    }
+    if (record.is_last()) {
+      const int num_rows = record.num_chunk_records;
+      mover.finish();
+      if (!stream.write_rows(record.chunk, record.part_size(), num_rows, num_rows * layout.num_bytes)) return false;
+    }
+    target += layout.num_bytes;
+    has_record = has_next;
+    record = next;
+    token = next_token;
+    column = next_column;
   }
   return true;
 }
@@ -211,52 +201,71 @@ __device__ Column column_of_record(const DispatchBetweenParams& params, const ui
   return column;
 }
 
-// Forwards records of the peers. Returns false if one of them does not come.
+// Forwards records of the peers, and pushes own tokens while none has come. Returns false if one does not come.
 template <typename Link>
 __device__ bool forward_records(const DispatchBetweenParams& params, const CallBetween& call, const int* base,
-                                const Waiter& waiter, const Link& link, RowMover& mover) {
+                                const Waiter& waiter, const Link& link, RowMover& mover, OwnTokens& own_tokens) {
   const BetweenDomain& between = params.between;
   const int lane = threadIdx.x % 32, size = between.grid.ranks_per_domain;
   const RecordLayout& layout = params.record;
-  ChunkItems items(params, call.num_records, own_part<uint32_t>(between, between.layout.items));
-  ChunkItem item;
-  while (items.next(item)) {
-    const ChunkStream<Link> stream(between, waiter, link, item.domain);
-    const int chunk = kControlChunks + item.index;
-    if (!__all_sync(kAllLanes, lane > 0 || stream.wait(chunk))) return false;
-    __syncwarp();
-    ptx::fence_global_for_bulk();
-    const uint8_t* record = stream.chunk(chunk);
-    Column column = column_of_record(params, record);
-    for (int i = 0; i < item.num_records; ++i) {
-      const uint8_t* next = i + 1 < item.num_records ? record + layout.num_bytes : nullptr;
-      const Column next_column =
-          next == nullptr ? Column{} : column_of_record(params, next);  // in flight during the push
-      if (params.makes_route && lane < params.num_topk) {
-        const int64_t held = call.held_begin[item.domain] + item.first + i;
-        params.route[params.parts.held + held * params.num_topk + lane] = static_cast<int>(column.destination);
+  Records records(between.grid, layout, kControlChunks, call.num_records,
+                  own_part<uint32_t>(between, between.layout.items));
+  Record record, next;
+  const uint8_t *row = nullptr, *next_row = nullptr;
+  Column column, next_column;
+  const auto row_of = [&](const Record& of) {
+    const ChunkStream<Link> stream(between, waiter, link, of.domain);
+    return stream.chunk(of.chunk) + of.index % layout.per_chunk * layout.num_bytes;
+  };
+  const auto is_here = [&](const Record& of) {  // then the warp may load it
+    const ChunkStream<Link> stream(between, waiter, link, of.domain);
+    const bool is_here = __ballot_sync(kAllLanes, lane == 0 && stream.is_here(of.chunk)) != 0;
+    if (is_here) ptx::fence_global_for_bulk();
+    return is_here;
+  };
+  bool has_record = records.next(record);
+  while (has_record) {
+    const ChunkStream<Link> stream(between, waiter, link, record.domain);
+    if (row == nullptr) {
+      for (bool waits = !is_here(record); waits && !own_tokens.is_done();) {
+        waits = !is_here(record);
+        own_tokens.push(waits);
       }
-      push_token(params, call, base + item.domain * size, mover, record, next,
-                 reinterpret_cast<const uint32_t*>(record + layout.scales), column);
-      record = next;
-      column = next_column;
+      if (!__all_sync(kAllLanes, lane > 0 || stream.wait(record.chunk))) return false;
+      __syncwarp();
+      ptx::fence_global_for_bulk();
+      row = row_of(record);
+      column = column_of_record(params, row);
     }
-    __syncwarp();
-    const bool ok = lane > 0 || stream.read_rows(chunk, item.num_records, item.num_records);
-    if (!__all_sync(kAllLanes, ok)) return false;
+    const bool has_next = records.next(next);
+    next_row = !has_next ? nullptr : !next.is_first() ? row + layout.num_bytes : is_here(next) ? row_of(next) : nullptr;
+    if (next_row != nullptr) next_column = column_of_record(params, next_row);  // in flight during the push
+    if (params.makes_route && lane < params.num_topk) {
+      const int64_t held = call.held_begin[record.domain] + record.index;
+      params.route[params.parts.held + held * params.num_topk + lane] = static_cast<int>(column.destination);
+    }
+    push_token(params, call, base + record.domain * size, mover, row, next_row,
+               reinterpret_cast<const uint32_t*>(row + layout.scales), column);
+    if (record.is_last()) {
+      __syncwarp();
+      const bool ok = lane > 0 || stream.read_rows(record.chunk, record.part_size(), record.num_chunk_records);
+      if (!__all_sync(kAllLanes, ok)) return false;
+    }
+    has_record = has_next;
+    record = next;
+    row = next_row;
+    column = next_column;
   }
-  mover.finish();
   return true;
 }
 
-// Marks the rows between the last that arrives and the bound: no rank sends them. By `num_threads` threads of the CTA.
-__device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBetween& call, int thread,
-                               int num_threads) {
+// Marks the rows between the last that arrives and the bound: no rank sends them.
+__device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBetween& call) {
   if (!params.makes_route || !params.is_bound) return;
   const int own = params.between.domain.rank;
   const int64_t begin = min(call.needed[own], params.row_limit) * static_cast<int64_t>(params.num_topk);
   const int64_t end = params.row_limit * static_cast<int64_t>(params.num_topk);
-  for (int64_t i = begin + blockIdx.x * num_threads + thread; i < end; i += gridDim.x * num_threads) {
+  for (int64_t i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
     reinterpret_cast<int64_t*>(call.slot[own] + params.slot.experts)[i] = -1;
     if (params.has_weights) reinterpret_cast<float*>(call.slot[own] + params.slot.weights)[i] = 0.0f;
   }
@@ -385,15 +394,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Send and forward, each warp in its role.
   if (shared_status == kSent) {
     RowMover mover(shared + warp * RowMover::kRingBytes, barriers[warp]);
-    if (warp < kOwnWarps) {
-      push_own_tokens(params, call, base, mover);
-      mark_free_rows(params, call, threadIdx.x, kOwnWarps * 32);
-    }
-    if (warp < kOwnWarps + kSendWarps) {
+    const auto push_own = [&](OwnTokens& tokens) {
+      while (!tokens.is_done()) tokens.push(true);
+    };
+    if (warp < kSendWarps) {
       ok &= send_records(params, call, waiter, link, mover);
+      OwnTokens own_tokens(params, call, base, mover);
+      push_own(own_tokens);
     } else {
-      ok &= forward_records(params, call, base, waiter, link, mover);
+      OwnTokens own_tokens(params, call, base, mover);
+      ok &= forward_records(params, call, base, waiter, link, mover, own_tokens);
+      push_own(own_tokens);
     }
+    mark_free_rows(params, call);
     mover.finish();
   }
 
@@ -403,9 +416,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (d == grid.domain_idx()) continue;
     const bool is_sent = shared_status == kSent;
     own_part<uint64_t>(between, between.layout.sent_chunks)[d] +=
-        kControlChunks + (is_sent ? num_chunks(params, call.num_sent[d]) : 0);
+        kControlChunks + (is_sent ? num_chunks(params.record, call.num_sent[d]) : 0);
     own_part<uint64_t>(between, between.layout.read_chunks)[d] +=
-        kControlChunks + (is_sent ? num_chunks(params, call.num_records[d]) : 0);
+        kControlChunks + (is_sent ? num_chunks(params.record, call.num_records[d]) : 0);
   }
   if (threadIdx.x == 0) {
     waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);

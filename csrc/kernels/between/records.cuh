@@ -1,0 +1,88 @@
+// How the warps of a rank share the records of its streams: parts of chunks, by work index.
+//
+//     counter ─► part ─► chunk n of each peer in turn, its parts one after the other, then chunk n + 1
+//
+// Several warps work on a chunk, so that it is complete soon after its first record.
+#pragma once
+
+#include "device/work_index.cuh"
+#include "layout/between_layout.h"
+
+namespace hybrid_ep {
+namespace {
+
+__device__ int num_chunks(const RecordLayout& layout, int num_records) {
+  return (num_records + layout.per_chunk - 1) / layout.per_chunk;
+}
+
+// A record of the stream to or from another domain.
+struct Record {
+  int domain, index;      // of the domain's records
+  int chunk;              // of the call
+  int begin, end;         // of the warp's part of the chunk
+  int num_chunk_records;  // of the whole chunk
+
+  __device__ bool is_first() const { return index == begin; }
+  __device__ bool is_last() const { return index == end - 1; }
+  __device__ int part_size() const { return end - begin; }
+};
+
+// Hands out the records of all other domains. Collective over the warp.
+class Records {
+ public:
+  // `num_records` of each domain, in shared or global memory; they follow num_control_chunks of the call. `counter` is
+  // 0 before the kernel.
+  __device__ Records(const Grid& grid, const RecordLayout& layout, int num_control_chunks, const int* num_records,
+                     uint32_t* counter)
+      : grid_(grid),
+        layout_(layout),
+        num_control_chunks_(num_control_chunks),
+        num_records_(num_records),
+        items_(counter) {
+    for (int d = 0; d < grid.num_domains; ++d) {
+      if (d != grid.domain_idx()) most_chunks_ = max(most_chunks_, num_chunks(layout, num_records[d]));
+    }
+  }
+
+  // Goes on to the next one. Returns false if there is none.
+  __device__ bool next(Record& record) {
+    if (record_.index + 1 < record_.end) {
+      ++record_.index;
+    } else if (!next_part()) {
+      return false;
+    }
+    record = record_;
+    return true;
+  }
+
+ private:
+  static constexpr int kRowsOfPart = 4;
+
+  __device__ bool next_part() {
+    const int num_peers = grid_.num_domains - 1, per_chunk = layout_.per_chunk;
+    const int num_parts = (per_chunk + kRowsOfPart - 1) / kRowsOfPart;
+    while (true) {
+      const int number = items_.take(), stream = number / num_parts;
+      if (stream >= most_chunks_ * num_peers) return false;
+      const int domain = (grid_.domain_idx() + 1 + stream % num_peers) % grid_.num_domains;
+      const int chunk = stream / num_peers, first = chunk * per_chunk;
+      const int chunk_end = min(first + per_chunk, num_records_[domain]);
+      const int begin = first + number % num_parts * kRowsOfPart;
+      if (begin >= chunk_end) continue;
+      record_ = {domain,           begin, num_control_chunks_ + chunk, begin, min(begin + kRowsOfPart, chunk_end),
+                 chunk_end - first};
+      return true;
+    }
+  }
+
+  const Grid& grid_;
+  const RecordLayout& layout_;
+  const int num_control_chunks_;
+  const int* num_records_;
+  WorkIndices<> items_;
+  int most_chunks_ = 0;
+  Record record_{};
+};
+
+}  // namespace
+}  // namespace hybrid_ep
