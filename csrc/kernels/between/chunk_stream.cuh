@@ -57,7 +57,7 @@ class ChunkStream {
     return lap == 0 || link_.poll_credit(kStreamRing, domain_, group) >= lap;
   }
 
-  // Waits until can_send(index) holds.
+  // Waits until is_free(chunk).
   __device__ bool wait_free(int chunk) const {
     return waiter_.until([&] { return is_free(chunk); }, lost(), static_cast<uint32_t>(chunk), peer_,
                          WaitTag::kCredits);
@@ -127,7 +127,7 @@ class ChunkStream {
     return link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up()) || give_up_command();
   }
 
-  // Returns a function that returns `lost` of Waiter::lose.
+  // Returns a function for Waiter::until: 0 while the link works, otherwise the failure as Waiter::lose takes it.
   __device__ auto lost() const {
     return [this]() -> uint32_t {
       const uint32_t failure = link_.failure();
