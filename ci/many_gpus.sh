@@ -4,8 +4,8 @@
 #   tests    every test on GPUs and the sanitizers: ci/test_gpu.sh
 #   figures  the tables of benchmarks/results
 #   domains  the host as 2 domains, and as domains of 2 GPUs, over loopback, tcp and nvshmem: cases, calls and the link
-#   balance  a MoE layer at skew 0, 6 and 10, with and without balance
-#   record   the node: doctor, topology, recording
+#   balance  a MoE layer at skew 0, 6 and 10 and with one hot expert, with and without balance; the weights of an expert
+#   record   the node: doctor and its active checks, topology, recording
 #
 # Without a step all run. PYTHON is a Python with torch. Results and logs land in $OUT; the exit status is 1 if a step failed.
 set -uo pipefail
@@ -36,9 +36,15 @@ domains() {
   return "$failed"
 }
 
-balance() { bench --mode balance --skew 0,6,10; }
+balance() {
+  local failed=0
+  bench --mode balance --skew 0,6,10 || failed=1
+  bench --mode balance --routing hot || failed=1
+  "$python" benchmarks/weights.py --ranks "$gpus" || failed=1
+  return "$failed"
+}
 
-record() { OUT="$OUT/node" PYTHON="$python" ci/record_node.sh; }
+record() { ACTIVE=10 OUT="$OUT/node" PYTHON="$python" ci/record_node.sh; }
 
 HYBRID_EP_BUILD_CUDA=on ci/build_inplace.sh "$python" || exit 1
 failed=0

@@ -55,7 +55,7 @@ _DEFAULT_CHUNKS = 1000
     "--skew",
     default=",".join(map(str, range(11))),
     show_default=True,
-    help="In mode balance: skews of the router; the r-th most popular expert is liked ∝ r^(−skew/5). --routing hot "
+    help="In mode balance: skews of the router; the r-th most popular expert is chosen ∝ r^(−skew/5). --routing hot "
     "measures that routing instead, beside the uniform one.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of tokens and routing.")
