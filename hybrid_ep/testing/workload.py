@@ -44,7 +44,7 @@ class Workload:
         num_experts: E.
         dtype: ``bf16``, or ``fp8`` (e4m3 with a float32 scale for each 128 channels).
         routing: ``uniform``: every expert is as likely as any other. ``skewed``: as a trained router looks: experts
-            have a Zipf-like popularity (the r-th most popular is liked ∝ r^−0.6, which ones these are depends on the
+            have a Zipf-like popularity (the r-th most popular is chosen ∝ r^−0.6, which ones these are depends on the
             seed), and every token has its own noise on top. ``hot``: 30 % of the tokens want expert 0 first, the others
             not at all; otherwise uniform.
         seed: of tokens and routing.
@@ -124,7 +124,7 @@ def _seed(workload: Workload, rank: int) -> int:
 
 
 def log_popularity(workload: Workload) -> Tensor:
-    """Returns ``[E]`` float64: the logarithm of how much each expert is liked in the skewed routing, at every rank."""
+    """Returns ``[E]`` float64: the logarithm of the popularity of each expert in the skewed routing, at every rank."""
     popular_first = torch.randperm(workload.num_experts, generator=torch.Generator().manual_seed(workload.seed))
     return -workload.exponent * (popular_first.argsort() + 1).double().log()
 

@@ -139,8 +139,8 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
   }
 }
 
-// Counts this CTA's tokens, waits for the counts of all CTAs, and publishes the grid's to every rank. Returns whether all
-// CTAs came.
+// Counts this CTA's tokens, waits for the counts of all CTAs, and publishes the grid's to every rank. Returns whether
+// all CTAs came.
 __device__ bool publish_counts(const DispatchParams& params, const Waiter& waiter, ControlBlock& own, uint32_t epoch,
                                const Range warp_tokens, DispatchRoutes& routes, uint8_t* shared) {
   const int num_ranks = params.domain.num_ranks;
