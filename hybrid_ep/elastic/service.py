@@ -103,9 +103,9 @@ def recover(
     """Goes on with the ranks that are left, and with those that wait in `join`. Collective over the survivors.
 
     Each survivor comes here when a call has raised TransportError, or when the job asks for it. Who has not come within
-    `timeout_s` is left out. The old buffer is closed; NCCL communicators of its group are aborted. Survivors keep their
-    order, and their experts in their slots. An expert that no survivor holds is loaded into a slot whose expert has
-    another replica; where these are too few, every rank gets more slots.
+    `timeout_s` and two seconds is left out. The old buffer is closed; NCCL communicators of its group are aborted.
+    Survivors keep their order, and their experts in their slots. An expert that no survivor holds is loaded into a slot
+    whose expert has another replica; where these are too few, every rank gets more slots.
 
     Args:
         buffer: on the group that has lost a rank, a `Buffer` or a `HybridEPBuffer`.
@@ -302,7 +302,8 @@ def _meet_survivors(
         rank,
         ranks,
         text,
-        timeout_s=terms["timeout_s"],
+        # Another survivor may have begun to wait for this one only when this one came here.
+        timeout_s=terms["timeout_s"] + _MARGIN_S,
         lost=gone,
         grace_s=_GRACE_S,
     )

@@ -239,6 +239,20 @@ def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signa
             os.kill(cluster.process_id(2), signal.SIGKILL)
 
 
+def _recover_late() -> tuple[int, ...]:
+    """Rank 1 notices the loss by the timeout of a call that it begins when the others already recover."""
+    job = _lose(3)
+    if job.buffer.rank == 1:
+        time.sleep(TIMEOUT_S + 1)
+    job.take(recover(job.buffer, job.placement, _load_all))
+    return job.ranks
+
+
+def test_a_survivor_that_notices_at_its_timeout_is_awaited(cluster: VirtualCluster) -> None:
+    cluster.start(_recover_late)
+    assert cluster.collect([0, 1, 2], limit_s=60) == [(0, 1, 2)] * 3
+
+
 def _make_no_buffer() -> str:
     """One survivor can make no buffer; the other ones are told why."""
     job = _lose(3)
