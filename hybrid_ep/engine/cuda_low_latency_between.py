@@ -153,6 +153,12 @@ class LowLatencyBetween(CudaLowLatency):
         held, self._held = self._held, None
         return super().take_fault(known) if held is None else held
 
+    def note_losses(self) -> None:
+        held, self._held = self._held, None
+        if held is not None and not (isinstance(held, TransportError) and held.peer in self.masked):
+            raise held
+        super().note_losses()
+
     def _look_for_loss(self) -> None:
         """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
 
