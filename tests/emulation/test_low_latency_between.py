@@ -258,7 +258,7 @@ def test_masks_of_rows_that_the_kernels_do_not_move(run_emulated: RunEmulated) -
     run_emulated(4, "emulation.domains.check_by_torch", check, case, "bf16", (2,))
 
 
-@pytest.mark.parametrize(("num_ranks", "size"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "size"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)])
 def test_a_late_rank_comes_back(run_by_kernels: RunEmulated, num_ranks: int, size: int) -> None:
     check = "battery.low_latency.check_late_rank_comes_back"
     run_by_kernels(num_ranks, "emulation.domains.check_in_domains", size, check, 8.0)
@@ -294,10 +294,10 @@ def test_ranks_that_differ_in_whether_they_shrink(run_emulated: RunEmulated) -> 
         (2, 2, "loopback", "some", 3),
         (2, 2, "tcp", "some", 0),
         (2, 2, "loopback", "dispatch", 2),
-        (2, 2, "tcp", "receive", 1),
+        pytest.param(2, 2, "tcp", "receive", 1, marks=pytest.mark.slow),
         (2, 2, "loopback", "combine", 0),
-        (3, 2, "loopback", "dispatch", 5),
-        (2, 1, "tcp", "combine", 1),
+        pytest.param(3, 2, "loopback", "dispatch", 5, marks=pytest.mark.slow),
+        pytest.param(2, 1, "tcp", "combine", 1, marks=pytest.mark.slow),
     ],
 )
 def test_survivors_go_on_without_a_rank_that_was_killed_after(
@@ -317,7 +317,15 @@ def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Pa
         assert _named_by_survivors(cluster, 3) == [3] * 3
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2), ("tcp", 3)])
+@pytest.mark.parametrize(
+    ("transport", "seed"),
+    [
+        ("loopback", 0),
+        ("tcp", 1),
+        pytest.param("loopback", 2, marks=pytest.mark.slow),
+        pytest.param("tcp", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_survivors_go_on_without_a_rank_that_was_killed_at_some_time(
     emulated_module: Path, transport: str, seed: int
 ) -> None:
