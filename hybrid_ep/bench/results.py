@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_ep.bench.measure import RankMeasurement
@@ -219,8 +219,10 @@ def summarize(plan: BenchPlan, wire: list[RankWire] | None, measurements: list[l
         wire_us = {op.name: op.median_us for limit in same_sms for op in limit.operations}
         ranks = [(rank.times, rank.rows) for rank in found]
         operations = [_operation(name, plan, ranks, wire_us.get(call_of(name) or "")) for name in found[0].times]
-        outcome = Outcome(candidate, found[0].engine, problems, operations, found[0].fullest)
-        outcomes.append(replace(outcome, num_ranks_per_domain=found[0].num_ranks_per_domain))
+        first = found[0]
+        outcomes.append(
+            Outcome(candidate, first.engine, problems, operations, first.fullest, first.num_ranks_per_domain)
+        )
     return BenchResult(plan, outcomes, limits, wire[0].obstacle if wire else None)
 
 

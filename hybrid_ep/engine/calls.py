@@ -43,9 +43,9 @@ __all__ = [
 # fewer, waiting for the weights costs more than the saved bytes (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32
 NO_SUMS = 2**29 - 1
-_T = TypeVar("_T")
-
 SEND_TIMEOUT_DIVISOR = 2  # a low-latency send waits for at most this part of the timeout
+
+_T = TypeVar("_T")
 
 
 class Rows(NamedTuple):

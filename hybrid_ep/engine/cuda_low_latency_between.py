@@ -135,7 +135,7 @@ class LowLatencyBetween(CudaLowLatency):
         )
         return max(_chunk_bytes(plan, grid)) <= _cuda.low_latency_max_chunk_bytes
 
-    @property
+    @functools.cached_property
     def _link_grid(self) -> RankGrid:
         """All ranks, and as domains the groups that a peer stands for."""
         size = 1 if self.takes_masks else self._grid.num_ranks_per_domain

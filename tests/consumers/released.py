@@ -370,15 +370,23 @@ def check_vllm_prefill(is_async: bool) -> None:
         here = (experts >= first) & (experts < first + case.num_experts // case.num_ranks)
         factors = torch.where(here, weights * (experts + 1), 0.0).sum(1, keepdim=True)
         y = (rows.float() * factors).to(rows.dtype)
-        reduce = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
-        output = torch.empty_like(inputs.x)
-        back = (output, y, weights, experts, False, reduce)
-        if is_async:
-            made.finalize_async(*back)()
-        else:
-            made.finalize(*back)
+        output = _finalized(made, inputs.x, y, weights, experts, is_async)
         torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
     buffer.destroy()
+
+
+def _finalized(
+    made: Any, like: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, is_async: bool
+) -> torch.Tensor:
+    """What vLLM's `finalize` makes of the experts' rows, which they have weighted."""
+    reduce = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+    output = torch.empty_like(like)
+    back = (output, y, weights, experts, False, reduce)
+    if is_async:
+        made.finalize_async(*back)()
+    else:
+        made.finalize(*back)
+    return output
 
 
 def check_vllm_decode(is_async: bool) -> None:
@@ -448,12 +456,6 @@ def check_vllm_v2(is_decode: bool, is_async: bool) -> None:
         assert len(rows) == (case.num_ranks * 32 if is_decode else len(experts))
         factors = torch.where(experts >= 0, weights * (experts + 1), 0.0).sum(1, keepdim=True)
         y = torch.where(factors > 0, rows.float() * factors, 0.0).to(rows.dtype)
-        reduce = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
-        output = torch.empty_like(inputs.x)
-        back = (output, y, weights, experts, False, reduce)
-        if is_async:
-            made.finalize_async(*back)()
-        else:
-            made.finalize(*back)
+        output = _finalized(made, inputs.x, y, weights, experts, is_async)
         torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
     buffer.destroy()
