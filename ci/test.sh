@@ -18,5 +18,5 @@ esac
 ci/lint.sh "$bin" || status=$?
 wait "$types" || status=$?
 [ "$status" = 0 ] || exit "$status"
-# Workers get files in this order, so what takes long (deploy) begins first.
+# Workers get groups in this order: emulation, which takes longest (tests/conftest.py), then deploy.
 exec "$bin/pytest" -n 2 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"

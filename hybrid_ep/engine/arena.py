@@ -216,10 +216,6 @@ class Arena:
             self._is_short = False
         return lease
 
-    def int_tensor(self, memory: Tensor, address: int, shape: list[int]) -> Tensor:
-        """Returns an int32 tensor at an address of `memory`, which it keeps alive."""
-        return self._pool.int_tensor(memory, address, shape)
-
     def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0. A captured use keeps the memory for good."""
         self._pool.note_use(stream)

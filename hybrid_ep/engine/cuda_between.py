@@ -13,7 +13,6 @@ too small, every rank reads that from the same counts. All grow their slots and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch import Tensor
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.streams import current_raw_stream, is_capturing
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import one_at_a_time
@@ -40,6 +39,7 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
+from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -53,7 +53,7 @@ from hybrid_ep.engine.cuda_plan import (
     shape_along,
     shape_of,
 )
-from hybrid_ep.engine.cuda_route import Chunk, HostCounts, RouteMemory, address, aligned, aligned_rows
+from hybrid_ep.engine.cuda_route import HostCounts, RouteMemory, address, aligned, aligned_rows
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory
@@ -76,30 +76,6 @@ def refusal_of_grid(grid: RankGrid) -> str | None:
         f"grid is {grid.num_domains} domains of {grid.num_ranks_per_domain} ranks; allowed between domains: "
         f"2 … {_cuda.max_domains} domains of at most {_cuda.max_ranks}, {_cuda.max_experts} ranks in all"
     )
-
-
-class _Route(NamedTuple):
-    """What the engine keeps in a DispatchHandle.
-
-    Attributes:
-        chunk: the memory that the route is a piece of.
-        address: of the piece; csrc/layout/between_layout.h has its layout.
-        held_capacity: records of other domains that it can hold.
-        num_recv: rows of the result: what arrived, or the bound.
-        max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
-        max_sums: most rows that any rank sums in a combine; what the slots of a combine must hold.
-        sent: rows that this rank sends within its domain and between domains; 0 where the host did not learn it.
-        number: of the dispatch that made it, equal at all ranks.
-    """
-
-    chunk: Chunk
-    address: int
-    held_capacity: int
-    num_recv: int
-    max_recv: int
-    max_sums: int
-    sent: tuple[int, int]
-    number: int
 
 
 class CudaBetween(TorchEngine):
@@ -192,6 +168,7 @@ class CudaBetween(TorchEngine):
         planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         plan, num_tokens = planned.native, planned.num_tokens
         num_topk = topk_idx.shape[1]
+        sizes = RouteSizes(self.grid.num_domains, self.grid.num_ranks_per_domain, num_tokens, num_topk, num_experts)
         max_rows = 0
         held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
         if bound is not None:
@@ -211,14 +188,7 @@ class CudaBetween(TorchEngine):
         lease = self._arena.lease(stream)
         try:
             while True:
-                num_ints = _cuda.between_route_ints(
-                    num_domains=self.grid.num_domains,
-                    ranks_per_domain=self.grid.num_ranks_per_domain,
-                    num_tokens=num_tokens,
-                    num_topk=num_topk,
-                    num_experts=num_experts,
-                    held_capacity=held_capacity,
-                )
+                num_ints = sizes.num_ints(held_capacity)
                 chunk, base = self._routes.take(num_ints, stream, alone=lease.is_captured)
                 host_counts = self._launch(
                     plan,
@@ -243,13 +213,14 @@ class CudaBetween(TorchEngine):
                 lease = self._arena.lease(stream)
             number = dispatch_number(self._number, self._num_dispatches)
             if bound is not None:
-                route = _Route(chunk, base, held_capacity, bound, max_rows, max_rows, (0, 0), number)
+                route = BetweenRoute(chunk, base, sizes, held_capacity, bound, max_rows, max_rows, (0, 0), number)
             else:
                 assert host_counts is not None
                 crossed = (host_counts.num_sent_away, host_counts.num_sent_between)
-                route = _Route(
+                route = BetweenRoute(
                     chunk,
                     base,
+                    sizes,
                     held_capacity,
                     host_counts.num_recv,
                     host_counts.max_recv,
@@ -258,7 +229,7 @@ class CudaBetween(TorchEngine):
                     number,
                 )
             self._count_traffic(route, plan.record_bytes)
-            matrix = self._matrix(route, num_tokens, num_topk, num_experts)
+            matrix = route.rank_prefix_matrix()
             output = _results(lease, plan, route.num_recv)
             self._end_launch()
         finally:
@@ -269,7 +240,7 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        route = state_of(handle, _Route)
+        route = state_of(handle, BetweenRoute)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, 0, route.max_recv)
@@ -340,7 +311,7 @@ class CudaBetween(TorchEngine):
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         data, weights = aligned(request.data), request.weights
-        route = state_of(handle, _Route)
+        route = state_of(handle, BetweenRoute)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         plan = plan_combine(combine_shape_of(request, handle))
@@ -460,35 +431,21 @@ class CudaBetween(TorchEngine):
         self._end_launch()
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        return state_of(handle, _Route).max_recv
+        return state_of(handle, BetweenRoute).max_recv
 
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        num_local = handle.num_experts // self.grid.num_ranks
-        return self._counts_of(handle, 1, [num_local])
+        return state_of(handle, BetweenRoute).tokens_per_expert()
 
     def rows_by_source(self, handle: DispatchHandle) -> Tensor:
         if handle.rank_prefix_matrix.numel():
             return super().rows_by_source(handle)
-        counts = self._counts_of(handle, 0, [self.grid.num_ranks, self.grid.num_ranks_per_domain])
+        counts = state_of(handle, BetweenRoute).rows_to_ranks()
         return counts[:, self.grid.domain_rank].cumsum(0, dtype=torch.int32)
 
     @property
     def default_num_sms(self) -> int:
         num_sms: int = self._communicator.default_dispatch_sms
         return num_sms
-
-    def _counts_of(self, handle: DispatchHandle, part: int, shape: list[int]) -> Tensor:
-        """What `_cuda.between_counts` names in a route, for the current stream."""
-        route = state_of(handle, _Route)
-        route.chunk.note_use(current_raw_stream(self._index))
-        offset = _cuda.between_counts(
-            num_domains=self.grid.num_domains,
-            ranks_per_domain=self.grid.num_ranks_per_domain,
-            num_tokens=handle.num_tokens,
-            num_topk=handle.num_topk,
-            num_experts=handle.num_experts,
-        )[part]
-        return self._arena.int_tensor(route.chunk.memory, route.address + 4 * offset, shape)
 
     def masked(self) -> Tensor:
         kernels = self._low_latency_kernels
@@ -556,21 +513,7 @@ class CudaBetween(TorchEngine):
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
         raise fault
 
-    def _matrix(self, route: _Route, num_tokens: int, num_topk: int, num_experts: int) -> Tensor:
-        """``[R, R]`` rows that ranks 0…i send to j; ``[0, 0]`` above 256 ranks, where no rank has them all."""
-        num_ranks = self.grid.num_ranks
-        if num_ranks > _cuda.max_matrix_ranks:
-            return torch.empty(0, 0, dtype=torch.int32, device=self.device)
-        offset = _cuda.between_rank_prefix(
-            num_domains=self.grid.num_domains,
-            ranks_per_domain=self.grid.num_ranks_per_domain,
-            num_tokens=num_tokens,
-            num_topk=num_topk,
-            num_experts=num_experts,
-        )
-        return self._arena.int_tensor(route.chunk.memory, route.address + 4 * offset, [num_ranks, num_ranks])
-
-    def _count_traffic(self, route: _Route, record_bytes: int) -> None:
+    def _count_traffic(self, route: BetweenRoute, record_bytes: int) -> None:
         within, between = route.sent
         self.traffic.within_domain += within * record_bytes
         self.traffic.between_domains += between * record_bytes

@@ -1,9 +1,7 @@
-"""The module that every test here runs is built once for all workers. The ranks that run checks are kept for a file."""
+"""The module that every test here runs is built once, and the ranks that run its checks are kept for a file."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,15 +18,7 @@ from tests.rank_pool import RankPool
 def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of `_cuda` for the CPU."""
     require_programs("g++")
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # of all workers
-    built = base / "emulated_module"
-    with open(base / "emulated_module.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            built.write_text(str(build(base / "emulation")))
-    return Path(built.read_text())
+    return build(tmp_path_factory.mktemp("emulation"))
 
 
 class RunEmulated(Protocol):

@@ -41,7 +41,8 @@ class SlotTensors {
     const py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, is_permuted);
     if (plan.makes_route) {
       const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
-        return int_tensor(memory, route + offset * sizeof(int32_t), std::move(shape));
+        const uintptr_t address = route + offset * sizeof(int32_t);
+        return from_dlpack_(make_capsule(address, std::move(shape), {kInt, 32}, device_, [memory] {}));
       };
       rank_prefix = part(plan.route.rank_prefix, {plan.num_ranks, plan.num_ranks});
       if (is_permuted) {
@@ -58,11 +59,6 @@ class SlotTensors {
     py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, false);
     pool_->release(slot_idx);
     return slot;
-  }
-
-  // A tensor of int32 at an address of `memory`, which it keeps alive.
-  py::object int_tensor(const py::object& memory, uintptr_t address, std::vector<int64_t> shape) const {
-    return from_dlpack_(make_capsule(address, std::move(shape), {kInt, 32}, device_, [memory] {}));
   }
 
  private:
@@ -127,7 +123,6 @@ void add_slot_pool(py::module_& module) {
       .def("tensors", &SlotTensors::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"),
            py::arg("memory"), py::arg("route"))
       .def("tensors_between", &SlotTensors::tensors_between, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"))
-      .def("int_tensor", &SlotTensors::int_tensor, py::arg("memory"), py::arg("address"), py::arg("shape"))
       .def_property_readonly("was_captured", [](const SlotTensors& self) { return self.pool().was_captured(); })
       .def_property_readonly("num_free", [](const SlotTensors& self) { return self.pool().num_free(); });
 }
