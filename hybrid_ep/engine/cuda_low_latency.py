@@ -9,10 +9,8 @@ calls.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement, format_code, too_many_tokens
+from hybrid_ep.engine.agreement import FIELDS, disagreement, too_many_tokens
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
@@ -31,68 +29,17 @@ from hybrid_ep.engine.calls import (
 )
 from hybrid_ep.engine.cuda_faults import as_error
 from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
 from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError
 
-__all__ = ["MAX_PLANS", "CudaLowLatency", "Plan", "Region", "plan_of", "set_last_call"]
+__all__ = ["CudaLowLatency", "Region", "set_last_call"]
 
-MAX_PLANS = 1024
 _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
-
-
-class Plan(NamedTuple):
-    """What calls of one size and format have in common: made by the first of them, looked up by those that follow.
-
-    Attributes:
-        native: the plan of the kernels.
-        num_topk: K.
-        packed: rows and scales.
-        num_ints: of the memory that a dispatch fills beside its rows.
-    """
-
-    native: _cuda.LowLatencyPlan
-    num_topk: int
-    packed: PackedLayout
-    num_ints: int
-
-
-@functools.lru_cache(MAX_PLANS)
-def plan_of(
-    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
-) -> Plan:
-    """Plans calls of this size.
-
-    Raises:
-        ConfigError: more experts or tokens than the kernels take, or rows that they cannot move.
-    """
-    row_bytes = hidden * torch.bfloat16.itemsize
-    if row_bytes % _cuda.row_align_bytes or not 0 < row_bytes <= _cuda.max_row_bytes:
-        raise ConfigError(
-            f"hidden is {hidden}; allowed with the cuda engine: multiples of "
-            f"{_cuda.row_align_bytes // torch.bfloat16.itemsize} up to {_cuda.max_row_bytes // torch.bfloat16.itemsize}"
-        )
-    if num_experts > _cuda.max_experts:
-        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-    if max_tokens > _cuda.low_latency_max_tokens:
-        raise ConfigError(
-            f"num_max_dispatch_tokens_per_rank is {max_tokens}; allowed with the cuda engine: "
-            f"≤ {_cuda.low_latency_max_tokens}"
-        )
-    native = _cuda.LowLatencyPlan(
-        num_ranks=num_ranks,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        hidden=hidden,
-        max_tokens=max_tokens,
-        format=_cuda.ScaleFormat(format_code(fmt)),
-    )
-    packed = PackedLayout.of(num_experts // num_ranks, max_tokens * num_ranks, hidden, fmt)
-    return Plan(native, num_topk, packed, native.num_ints)
 
 
 @dataclass
@@ -107,7 +54,7 @@ class _State:
         is_received: whether its `finish` has run.
     """
 
-    plan: Plan
+    plan: LowLatencyPlan
     num_tokens: int
     chunk: Chunk
     results: int
@@ -221,7 +168,7 @@ class CudaLowLatency:
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
-        self._last_plan: Plan | None = None  # which the region in use covers
+        self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
@@ -557,7 +504,7 @@ class CudaLowLatency:
             self.upload_masks()
         return self._order.begin_low_latency()
 
-    def _region_for(self, plan: Plan) -> _cuda.LowLatencyRegion:
+    def _region_for(self, plan: LowLatencyPlan) -> _cuda.LowLatencyRegion:
         """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
         if plan is not self._last_plan:
             if not self._regions or not self._regions[-1].native.covers(plan.native):
@@ -593,8 +540,10 @@ class CudaLowLatency:
         """Frees the last region, which no rank uses any more."""
         self._regions.pop()
 
-    def _plan_of(self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None) -> Plan:
-        return plan_of(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
+    def _plan_of(
+        self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
+    ) -> LowLatencyPlan:
+        return plan_low_latency(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
 
 
 def _is_loss(fault: _cuda.Fault) -> bool:

@@ -27,8 +27,9 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
     LowLatencyHandle,
 )
-from hybrid_ep.engine.cuda_low_latency import MAX_PLANS, CudaLowLatency, Plan, Region, plan_of
+from hybrid_ep.engine.cuda_low_latency import CudaLowLatency, Region
 from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.cuda_plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
@@ -68,8 +69,8 @@ class _RegionWithLink(Region):
 @functools.lru_cache(MAX_PLANS)
 def _plan_between(
     num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
-) -> Plan:
-    plan = plan_of(num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
+) -> LowLatencyPlan:
+    plan = plan_low_latency(num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
     return plan._replace(num_ints=plan.native.num_ints_between)
 
 
@@ -110,7 +111,7 @@ class LowLatencyBetween(CudaLowLatency):
         self._board = board
         self._blame = self._new_blame()
         self._held: HybridEPError | None = None  # of an earlier call, found before this one was launched
-        self._asked: Plan | None = None  # that a region is made for
+        self._asked: LowLatencyPlan | None = None  # that a region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
         """Whether the kernels take calls of this size; the same at every rank."""
@@ -185,10 +186,12 @@ class LowLatencyBetween(CudaLowLatency):
         for link in links:
             link.close(_CLOSE_TIMEOUT_S)
 
-    def _plan_of(self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None) -> Plan:
+    def _plan_of(
+        self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
+    ) -> LowLatencyPlan:
         return _plan_between(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
 
-    def _region_for(self, plan: Plan) -> _cuda.LowLatencyRegion:
+    def _region_for(self, plan: LowLatencyPlan) -> _cuda.LowLatencyRegion:
         self._asked = plan
         return super()._region_for(plan)
 
@@ -282,7 +285,7 @@ class LowLatencyBetween(CudaLowLatency):
         return Blame(board, self._grid.rank, 0.0, grace_s=_GRACE_S)
 
 
-def _chunk_bytes(plan: Plan, grid: RankGrid) -> tuple[int, int]:
+def _chunk_bytes(plan: LowLatencyPlan, grid: RankGrid) -> tuple[int, int]:
     """Slots of the rings: for chunks of a dispatch, and of a combine."""
     tokens, rows = plan.native.peer_chunk_bytes(grid.num_ranks_per_domain)
     return _aligned(tokens), _aligned(rows)

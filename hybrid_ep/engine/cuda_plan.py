@@ -13,19 +13,24 @@ import torch
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.agreement import ABSENT, dtype_code, too_many_tokens
+from hybrid_ep.core.quantize import RowFormat
+from hybrid_ep.engine.agreement import ABSENT, dtype_code, format_code, too_many_tokens
 from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
+    "MAX_PLANS",
     "CombineShape",
     "DispatchPlan",
     "DispatchShape",
+    "LowLatencyPlan",
     "combine_shape_of",
     "combine_shape_of_experts",
     "plan_combine",
     "plan_dispatch",
     "plan_dispatch_between",
+    "plan_low_latency",
     "refusal_of",
     "shape_along",
     "shape_of",
@@ -34,7 +39,7 @@ __all__ = [
 _Native = TypeVar("_Native", bound=_cuda.DispatchShape)
 
 # Plans kept of each kind of call. A plan takes a few hundred bytes.
-_MAX_PLANS = 1024
+MAX_PLANS = 1024
 
 ScaleKind = tuple[int, torch.dtype]  # columns and dtype of the scales of rows
 
@@ -180,7 +185,7 @@ def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> st
     return f"topk_idx of rank {rank} has {value}; allowed: −1 … {allowed - 1}"
 
 
-@functools.lru_cache(_MAX_PLANS)
+@functools.lru_cache(MAX_PLANS)
 def plan_dispatch(rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPlan[_cuda.DispatchPlan]:
     """Plans a dispatch of `rank` inside a domain.
 
@@ -190,7 +195,7 @@ def plan_dispatch(rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPl
     return _plan(_cuda.DispatchPlan, rank, num_ranks, shape)
 
 
-@functools.lru_cache(_MAX_PLANS)
+@functools.lru_cache(MAX_PLANS)
 def plan_dispatch_between(rank: int, num_ranks: int, shape: DispatchShape) -> DispatchPlan[_cuda.DispatchShape]:
     """Plans a dispatch of `rank` between domains. Its rows land by source, and are permuted later.
 
@@ -274,7 +279,7 @@ def combine_shape_of_experts(request: CombineRequest, handle: DispatchHandle) ->
     )
 
 
-@functools.lru_cache(_MAX_PLANS)
+@functools.lru_cache(MAX_PLANS)
 def plan_combine(shape: CombineShape) -> _cuda.CombinePlan:
     """Plans a combine, inside a domain or between domains.
 
@@ -282,3 +287,48 @@ def plan_combine(shape: CombineShape) -> _cuda.CombinePlan:
         ConfigError: rows that the kernels cannot move.
     """
     return _cuda.CombinePlan(shape)
+
+
+class LowLatencyPlan(NamedTuple):
+    """What low-latency calls of one size and format have in common.
+
+    Attributes:
+        native: the plan of the kernels.
+        num_topk: K.
+        packed: rows and scales.
+        num_ints: of the memory that a dispatch fills beside its rows.
+    """
+
+    native: _cuda.LowLatencyPlan
+    num_topk: int
+    packed: PackedLayout
+    num_ints: int
+
+
+@functools.lru_cache(MAX_PLANS)
+def plan_low_latency(
+    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
+) -> LowLatencyPlan:
+    """Plans low-latency calls.
+
+    Raises:
+        ConfigError: more experts or tokens than the kernels take, or rows that they cannot move.
+    """
+    row_bytes_of(hidden, torch.bfloat16)
+    if num_experts > _cuda.max_experts:
+        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
+    if max_tokens > _cuda.low_latency_max_tokens:
+        raise ConfigError(
+            f"num_max_dispatch_tokens_per_rank is {max_tokens}; allowed with the cuda engine: "
+            f"≤ {_cuda.low_latency_max_tokens}"
+        )
+    native = _cuda.LowLatencyPlan(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=hidden,
+        max_tokens=max_tokens,
+        format=_cuda.ScaleFormat(format_code(fmt)),
+    )
+    packed = PackedLayout.of(num_experts // num_ranks, max_tokens * num_ranks, hidden, fmt)
+    return LowLatencyPlan(native, num_topk, packed, native.num_ints)
