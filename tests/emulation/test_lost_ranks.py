@@ -45,6 +45,17 @@ def test_survivors_name_the_lost_rank(emulated_module: Path, kind: str, seed: in
     assert named == [lost] * (NUM_RANKS - 1)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_that_wait_for_a_stalled_rank_leave_the_name_to_senders(emulated_module: Path, seed: int) -> None:
+    lost = 2
+    run_here = functools.partial(run, str(emulated_module), seed)
+    with VirtualCluster(NUM_RANKS) as cluster:
+        join = ("multi_gpu.lost_ranks.join", list(range(NUM_RANKS)), False, False, TIMEOUT_S)
+        cluster.run(run_here, *join, limit_s=LIMIT_S)
+        named = cluster.run(run_here, "multi_gpu.lost_ranks.lose_one_before_combine", lost, limit_s=LIMIT_S)
+    assert named == [lost, lost, None]
+
+
 def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> None:
     run_here = functools.partial(run, str(emulated_module), 1)
     with VirtualCluster(NUM_RANKS) as cluster:

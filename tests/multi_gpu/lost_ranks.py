@@ -43,6 +43,7 @@ __all__ = [
     "join",
     "join_and_lose_one_after",
     "lose_one_after",
+    "lose_one_before_combine",
     "lose_one_that_has_not_forwarded",
     "lose_one_that_reached_some",
     "meet_again",
@@ -222,6 +223,30 @@ def meet_again() -> None:
     sent = team.pool[0]
     team.buffer.clean_low_latency_buffer(8, sent.x[0].shape[1], sent.num_experts)
     _low_latency_calls(team, CALLS_AFTER_LOSS)
+
+
+def lose_one_before_combine(lost: int) -> int | None:
+    """A rank ends between its dispatch and its combine; returns whom the error of the others' combine names.
+
+    The others then wait for two things at once: their senders for the lost rank, and their sums for rows that the other
+    senders hold back.
+    """
+    team = _teams.pop()
+    group, buffer, sent = team.buffer.group, team.buffer, team.pool[0]
+    with buffer:
+        recv_x, _, weights, _, handle, _ = dispatch(buffer, sent, buffer.rank)
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        if buffer.rank == lost:
+            return None
+        buffer.combine(recv_x, handle, weights)
+        try:
+            torch.cuda.synchronize()
+            dispatch(buffer, sent, buffer.rank)
+        except hybrid_ep.TimeoutError as error:
+            _check_gpu()
+            return error.peer
+    raise AssertionError
 
 
 def lose_one_that_reached_some(members: list[int]) -> str:

@@ -304,7 +304,7 @@ def check_errors_keep_no_slot() -> None:
         if engine.grid.num_domains > 1:
             points += [
                 (engine, "_between"),
-                (engine, "_matrix"),
+                (cuda_between.BetweenRoute, "rank_prefix_matrix"),
                 (arena_module.SlotLease, "output_between"),
                 (cuda_between, "aligned_rows"),
             ]

@@ -268,7 +268,10 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   } else if (cta >= 0 && warp == kCombineSendWarps) {
     report_chunks(domain, epoch, own.report_queues[cta]);
   } else if (cta >= 0) {
-    PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, waiter, epoch, kSumWarps * params.num_sms);
+    // Peers send their rows when all ranks are ready. If one is not, the senders' report must come first.
+    const Waiter row_waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns + kListenNs,
+                            domain.control, domain.num_ranks);
+    PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, row_waiter, epoch, kSumWarps * params.num_sms);
     const int ring = warp - kCombineSendWarps - 1;
     sum_rows(rows, shared + kCombineSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[ring],
              segments[ring]);
