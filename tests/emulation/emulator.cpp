@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -23,6 +24,9 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr unsigned kWarpSize = 32;
 constexpr size_t kCtasAtATime = 8;  // of a launch that is not cooperative
+constexpr int kIdleRounds = 16;     // rounds of all threads without news before a CTA sleeps
+constexpr std::chrono::microseconds kSleep{100};
+constexpr size_t kNumLoaded = 16;  // flags that one thread polls in turn
 
 // The next CTA gets the stacks and rows of the last one. The system would have to map and clear their pages again.
 const bool keeps_memory = mallopt(M_MMAP_THRESHOLD, 16 << 20) == 1 && mallopt(M_TRIM_THRESHOLD, 1 << 30) == 1;
@@ -63,6 +67,12 @@ struct Warp {
   uint64_t generation = 0;
 };
 
+// What a thread has last seen in a flag or counter.
+struct Loaded {
+  const void* address = nullptr;
+  uint64_t value = 0;
+};
+
 struct Fiber {
   ucontext_t context;  // where it starts
   jmp_buf place;       // where it goes on
@@ -74,6 +84,7 @@ struct Fiber {
   unsigned lane = 0;
   Warp* warp = nullptr;
   bool has_ended = false;
+  Loaded loaded[kNumLoaded];  // by a hash of the address
   std::shared_ptr<Group> open = std::make_shared<Group>();
   std::deque<std::shared_ptr<Group>> groups;
 };
@@ -105,7 +116,9 @@ class Cta {
       makecontext(&fiber.context, &Cta::enter, 0);
     }
     num_running_ = fibers_.size();
+    int idle_rounds = 0;
     while (num_running_ > 0) {
+      has_news_ = false;
       const size_t first = random_() % fibers_.size();
       for (size_t i = 0; i < fibers_.size(); ++i) {
         Fiber& fiber = fibers_[(first + i) % fibers_.size()];
@@ -114,7 +127,12 @@ class Cta {
         for (int c = 0; c < copies_per_switch_; ++c) progress();
       }
       progress();
-      std::this_thread::yield();  // other CTAs and ranks
+      idle_rounds = has_news_ ? 0 : idle_rounds + 1;
+      if (idle_rounds < kIdleRounds) {
+        std::this_thread::yield();  // other CTAs and ranks
+      } else {
+        std::this_thread::sleep_for(kSleep);
+      }
     }
     for (const Copy& copy : copies_) {
       if (copy.group == nullptr || copy.read.empty()) fail("a CTA has ended while a copy still uses its shared memory");
@@ -144,9 +162,31 @@ class Cta {
       result_ = num_true_;
       arrived_ = num_true_ = 0;
       ++generation_;
+      has_news_ = true;
     }
     wait_while(generation_, generation);
     return result_;
+  }
+
+  const uint64_t* exchange(uint64_t value) {
+    Warp& warp = *current_->warp;
+    warp.values[current_->lane] = value;
+    const uint64_t generation = warp.generation;
+    if (++warp.arrived == kWarpSize) {
+      std::copy(warp.values, warp.values + kWarpSize, warp.results);
+      warp.arrived = 0;
+      ++warp.generation;
+      has_news_ = true;
+    }
+    wait_while(warp.generation, generation);
+    return warp.results;
+  }
+
+  void note_load(const void* address, uint64_t value) {
+    Loaded& last = current_->loaded[reinterpret_cast<uintptr_t>(address) * 0x9e3779b97f4a7c15u >> 60];
+    if (last.address == address && last.value == value) return;
+    last = {address, value};
+    has_news_ = true;
   }
 
   void add(Copy copy) { copies_.push_back(std::move(copy)); }
@@ -162,7 +202,7 @@ class Cta {
     Cta& cta = *current_cta;
     cta.kernel_();
     if (cta.arrived_ > 0) fail("a thread has ended that others wait for in a barrier of the CTA");
-    cta.current_->has_ended = true;
+    cta.current_->has_ended = cta.has_news_ = true;
     --cta.num_running_;
     _longjmp(cta.scheduler_, 1);
   }
@@ -180,6 +220,7 @@ class Cta {
   // One step of one copy.
   void progress() {
     if (copies_.empty()) return;
+    has_news_ = true;
     const size_t i = random_() % copies_.size();
     Copy& copy = copies_[i];
     if (copy.group != nullptr && copy.read.empty()) {
@@ -214,6 +255,7 @@ class Cta {
   size_t num_running_ = 0, arrived_ = 0;
   unsigned num_true_ = 0, result_ = 0;
   uint64_t generation_ = 0;
+  bool has_news_ = false;  // in this round of all threads
   int copies_per_switch_;  // with 0, one in a round of all threads
 };
 
@@ -232,19 +274,8 @@ const Index& grid_size() { return Cta::current_cta->grid().ctas; }
 uint8_t* dynamic_shared() { return Cta::current_cta->shared(); }
 void yield() { Cta::current_cta->yield(); }
 
-const uint64_t* exchange(uint64_t value) {
-  Fiber& fiber = Cta::current_cta->current();
-  Warp& warp = *fiber.warp;
-  warp.values[fiber.lane] = value;
-  const uint64_t generation = warp.generation;
-  if (++warp.arrived == kWarpSize) {
-    std::copy(warp.values, warp.values + kWarpSize, warp.results);
-    warp.arrived = 0;
-    ++warp.generation;
-  }
-  Cta::current_cta->wait_while(warp.generation, generation);
-  return warp.results;
-}
+void note_load(const void* address, uint64_t value) { Cta::current_cta->note_load(address, value); }
+const uint64_t* exchange(uint64_t value) { return Cta::current_cta->exchange(value); }
 
 unsigned count_in_block(bool value) { return Cta::current_cta->count(value); }
 

@@ -26,6 +26,10 @@ uint8_t* dynamic_shared();
 // Lets the CTA's other threads run, and copies go on. Every wait calls it until its condition holds.
 void yield();
 
+// Every load of a flag or counter calls it with what it saw. A CTA whose threads only load again what they have seen
+// waits for other CTAs or ranks. It sleeps then, and leaves them the cores.
+void note_load(const void* address, uint64_t value);
+
 // Collective over the warp: gives a value and returns those of all 32 lanes, until the next collective.
 const uint64_t* exchange(uint64_t value);
 

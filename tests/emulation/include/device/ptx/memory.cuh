@@ -10,7 +10,9 @@ namespace hybrid_ep::ptx {
 template <typename T>
 T load(const T* address) {
   emulated::yield();
-  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  const T value = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  emulated::note_load(address, value);
+  return value;
 }
 inline uint32_t load_acquire_system(const uint32_t* address) { return load(address); }
 inline uint64_t load_acquire_system(const uint64_t* address) { return load(address); }
