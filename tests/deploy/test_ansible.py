@@ -362,8 +362,8 @@ def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet
         "dcb app replace dev eth0 dscp-prio 26:3",
     ]
 
-    second = configure(fleet)
-    assert [second.recap(name)["changed"] for name in ("node-a", "node-d")] == [0, 0], second.output
+    second = configure(fleet, "--limit", "node-a")
+    assert second.recap("node-a")["changed"] == 0, second.output
     assert node.path("/run/called").read_text().splitlines() == called
 
 
