@@ -76,8 +76,8 @@ No check can hang or crash the doctor. A child process reads the node. A source 
 their rise per hour (`error_rise_per_h` of the profile). Keep the file on the node. In Kubernetes,
 `hybrid-ep k8s mark-node --remember` keeps the counters in an annotation of the node.
 
-If the file is lost or damaged, the counters start over; that is no fault. A counter that is lower than before was reset by
-the driver and counts from 0.
+If the file is lost or damaged, the counters start over; that is no fault. A counter that is lower than before was
+reset by the driver and counts from 0.
 
 ## Active checks
 
@@ -87,9 +87,10 @@ minutes; `--burn-seconds` sets the burn alone.
 - A bandwidth is compared with the profile (`active.*`). Without a figure there, it is compared with the median of the
   run. So one slow GPU or link shows either way.
 - The burn compares the bits of every result. Other bits are silent data corruption.
-- perftest measures GPUDirect RDMA with GPU memory. Where perftest is missing or has no CUDA, the transport `verbs` of this
-  package does. The NIC registers GPU memory by dma-buf or nvidia-peermem, and the bytes that arrived are compared. If no GPU
-  memory can be registered, the check is `unknown` and says why. Host memory is never measured in its place.
+- perftest measures GPUDirect RDMA with GPU memory. Where perftest is missing or has no CUDA, the transport `verbs` of
+  this package does. The NIC registers GPU memory by dma-buf or nvidia-peermem, and the bytes that arrived are
+  compared. If no GPU memory can be registered, the check is `unknown` and says why. Host memory is never measured in
+  its place.
 
 [Active checks](doctor_checks.md#active) lists them.
 

@@ -19,8 +19,8 @@ __all__ = ["MORE", "page"]
 
 _HEAD = """# Bad calls
 
-This page lists the errors of calls whose arguments do not fit. `python -m tests.multi_process.bad_calls` writes it: it makes
-every call on the torch engine. A test compares. After each of these errors the buffer can be used again.
+This page lists the errors of calls whose arguments do not fit. `python -m tests.multi_process.bad_calls` writes it:
+it makes every call on the torch engine. A test compares. After each of these errors the buffer can be used again.
 
 NaN and Inf in weights, probabilities and rows are sent like other values. A sum with one of them is NaN or Inf.
 
