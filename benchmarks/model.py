@@ -146,7 +146,9 @@ def ends(tail: Tail) -> tuple[float, float]:
 @click.option("--simulate", is_flag=True, help="Simulate as well: some minutes.")
 def main(simulate: bool) -> None:
     print_measured(compare_results(sorted(RESULTS.glob("*_?gpu.json"))))
-    click.echo("\n| who | domains | call | published | µs | model, µs | error |\n|---|---|---|---|---|---|---|")
+    click.echo(
+        "\n| who | domains | call | published | µs | model, µs | model / published − 1 |\n|---|---|---|---|---|---|---|"
+    )
     for figure in PUBLISHED:
         click.echo(published_row(figure))
     if simulate:

@@ -73,11 +73,11 @@ No check can hang or crash the doctor. A child process reads the node. A source 
 ## Counters between runs
 
 `--state FILE` keeps the counters of ECC, row remapping, PCIe (replay, AER), NVLink and NIC ports. The next run judges
-their rise per hour (`error_rise_per_h` of the profile). Keep the file on the node. In
-Kubernetes, `hybrid-ep k8s mark-node --remember` keeps it in an annotation of the node.
+their rise per hour (`error_rise_per_h` of the profile). Keep the file on the node. In Kubernetes,
+`hybrid-ep k8s mark-node --remember` keeps the counters in an annotation of the node.
 
-A file that is lost or damaged starts over. It is no fault. A counter that is lower than before was reset by the driver
-and counts from 0.
+If the file is lost or damaged, the counters start over; that is no fault. A counter that is lower than before was
+reset by the driver and counts from 0.
 
 ## Active checks
 
@@ -87,10 +87,10 @@ minutes; `--burn-seconds` sets the burn alone.
 - A bandwidth is compared with the profile (`active.*`). Without a figure there, it is compared with the median of the
   run. So one slow GPU or link shows either way.
 - The burn compares the bits of every result. Other bits are silent data corruption.
-- perftest measures GPUDirect RDMA with GPU memory. Where perftest is missing or has no CUDA, our verbs transport does.
-  The NIC then registers GPU memory by dma-buf or nvidia-peermem. The host gives the commands. The bytes that arrived
-  are compared. If no GPU memory can be registered, the check is `unknown` and says why. Host memory is never measured
-  in its place.
+- perftest measures GPUDirect RDMA with GPU memory. Where perftest is missing or has no CUDA, the transport `verbs` of
+  this package does. The NIC registers GPU memory by dma-buf or nvidia-peermem, and the bytes that arrived are
+  compared. If no GPU memory can be registered, the check is `unknown` and says why. Host memory is never measured in
+  its place.
 
 [Active checks](doctor_checks.md#active) lists them.
 
@@ -151,7 +151,8 @@ report names it.
 - A board of another model than the profile's is a fault (`gpu.model`).
 - GPUs that fit no other profile are judged by `gpu-server`: what any GPU must do. So are GPUs on PCI that NVML does not
   name.
-- A container without GPUs still sees the node's GPUs on PCI. `--profile cpu` says that none is meant.
+- A container without GPUs still sees the node's GPUs on PCI. `--profile cpu` says that the container is to have
+  none.
 
 ## The NICs that are judged
 

@@ -19,11 +19,10 @@ __all__ = ["MORE", "page"]
 
 _HEAD = """# Bad calls
 
-What a call raises that it cannot serve. `python -m tests.multi_process.bad_calls` makes this page by making every call
-on the torch engine, and a test compares. After each of them the buffer goes on.
+This page lists the errors of calls whose arguments do not fit. `python -m tests.multi_process.bad_calls` writes it:
+it makes every call on the torch engine. A test compares. After each of these errors the buffer can be used again.
 
-NaN and Inf in weights, probabilities and rows are values like others: they travel, and what they are added to becomes
-NaN or Inf.
+NaN and Inf in weights, probabilities and rows are sent like other values. A sum with one of them is NaN or Inf.
 
 """
 _LEAF = X.clone().requires_grad_()

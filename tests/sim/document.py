@@ -14,10 +14,12 @@ _INTRODUCTION = """# Which fault is found by which check
 
 <!-- Written by `python -m tests.sim.document`; a test compares. Change tests/sim/scenarios.yaml, not this page. -->
 
-Every row is a simulated node that the tests examine: a sound platform with one thing changed. The doctor must say
-what stands here and nothing else, so a fault raises no second alarm, and a sound node none. Every check fails in at
-least one row. Beside these, `tests/sim/damage.py` breaks files, NVML answers and facts at random, gives every kind of
-file every kind of damage, and asks that every check ends in a finding.
+Each row is a simulated node: a sound platform with one thing changed. A test examines it. The doctor must report what
+the row has, and nothing else. So a fault raises no second alarm, and a sound node raises none. Every check fails in
+at least one row.
+
+`tests/sim/damage.py` also breaks files, NVML answers and facts at random, and gives every kind of file every kind of
+damage. Every check must then end in a result.
 """
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from benchmarks import tables
 from ci.prose import MOST_WORDS, sentences, words
 from hybrid_ep import env
 from hybrid_ep.cli import main
@@ -118,8 +119,27 @@ def test_paths_exist(page: Path) -> None:
 
 
 @each_page
+def test_blocks_have_lines_of_their_own(page: Path) -> None:
+    assert not re.findall(r"^\s*```.*```", page.read_text(), re.M)
+
+
+@each_page
 def test_sentences_are_short(page: Path) -> None:
     assert [sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_measured_tables_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- table: " in text
+    assert tables.with_tables(text) == text, "write them again: python -m benchmarks.tables"
+
+
+def test_a_figure_that_is_missing_or_there_twice_is_refused() -> None:
+    with pytest.raises(KeyError, match="low_latency_2gpu: 2 times 'combine'"):
+        tables.measured("low_latency", 2, "combine", num_sms=None, num_tokens=8)
+    with pytest.raises(KeyError, match="0 times 'dispatch' with 9 SMs"):
+        tables.measured("figures", 2, "dispatch", num_sms=9)
 
 
 def test_every_extra_is_documented() -> None:
