@@ -71,9 +71,12 @@ class LinkLayout:
         num_domains: 2 to 64.
         domain_idx: of this rank.
         rings: slot bytes, slots per peer and direction, and slots per credit of each ring.
+        num_near: domains in a row that the link does not join to each other; divides `num_domains`.
     """
 
-    def __init__(self, *, num_domains: int, domain_idx: int, rings: Sequence[tuple[int, int, int]]) -> None: ...
+    def __init__(
+        self, *, num_domains: int, domain_idx: int, rings: Sequence[tuple[int, int, int]], num_near: int = 1
+    ) -> None: ...
     @property
     def num_domains(self) -> int: ...
     @property

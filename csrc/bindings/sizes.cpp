@@ -60,7 +60,7 @@ void add_sizes(py::module_& module) {
       "between_link_bytes",
       [](int num_domains) {
         const RingShape ring = stream_ring(num_domains);
-        const LinkLayout layout = arrange_link(num_domains, 0, &ring, 1);
+        const LinkLayout layout = arrange_link(num_domains, 0, 1, &ring, 1);
         return layout.window_bytes + layout.num_words * sizeof(uint64_t);
       },
       py::kw_only(), py::arg("num_domains"));

@@ -19,12 +19,12 @@ namespace {
 
 using Shape = std::tuple<uint32_t, uint32_t, uint32_t>;
 
-LinkLayout link_layout(int num_domains, int domain_idx, const std::vector<Shape>& rings) {
+LinkLayout link_layout(int num_domains, int domain_idx, const std::vector<Shape>& rings, int num_near) {
   std::vector<RingShape> shapes;
   for (const auto& [slot_bytes, num_slots, slots_per_credit] : rings) {
     shapes.push_back({slot_bytes, num_slots, slots_per_credit});
   }
-  return make_link_layout(num_domains, domain_idx, shapes.data(), static_cast<int>(shapes.size()));
+  return make_link_layout(num_domains, domain_idx, num_near, shapes.data(), static_cast<int>(shapes.size()));
 }
 
 // Of every transport: how the proxy runs, and the faults that tests ask for.
@@ -101,7 +101,7 @@ py::memoryview slot_memory(const HostWriter& self, uint8_t* memory, int ring, bo
 
 void require_slot(const LinkLayout& layout, int ring, int peer, int slot) {
   require(ring >= 0 && ring < layout.num_rings, "ring", ring, "a ring of the layout");
-  require(peer >= 0 && peer < layout.num_domains && peer != layout.domain_idx, "peer", peer, "another domain");
+  require(layout.joins(peer), "peer", peer, "another domain that the link joins");
   require(slot >= 0 && static_cast<uint32_t>(slot) < layout.rings[ring].num_slots, "slot", slot, "a slot of the ring");
 }
 
@@ -170,7 +170,8 @@ void add_transport(py::module_& module) {
     }
   });
   py::class_<LinkLayout>(module, "LinkLayout", py::module_local())
-      .def(py::init(&link_layout), py::kw_only(), py::arg("num_domains"), py::arg("domain_idx"), py::arg("rings"))
+      .def(py::init(&link_layout), py::kw_only(), py::arg("num_domains"), py::arg("domain_idx"), py::arg("rings"),
+           py::arg("num_near") = 1)
       .def_readonly("num_domains", &LinkLayout::num_domains)
       .def_readonly("domain_idx", &LinkLayout::domain_idx)
       .def_readonly("window_bytes", &LinkLayout::window_bytes)

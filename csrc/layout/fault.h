@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "layout/limits.h"
+
 namespace hybrid_ep {
 
 enum class FaultKind : int32_t {
@@ -49,6 +51,9 @@ constexpr bool is_of_send(WaitTag tag) {
 }
 constexpr int kSendTimeoutDivisor = 2;
 
+// Of ranks as faults name them: those of a domain, and all ranks of all domains, of which each has an expert.
+constexpr int kMissedWords = (kMaxRanks + kMaxExperts + 31) / 32;
+
 struct FaultRecord {
   uint32_t claimed;  // by an atomic at system scope: the first fault takes the record, later ones are dropped
   uint32_t written;  // 1 once the fields below can be read: stored with release at system scope
@@ -60,6 +65,8 @@ struct FaultRecord {
   int32_t witness;   // the rank that was waited for, which itself waited for the peer; −1 if that was the peer
   int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, this rank's value
   int64_t seen;      // epoch seen, or the value found; the peer's
+  // Bit r: a wait for rank r was given up before the fault was written. Set by relaxed atomics at system scope.
+  uint32_t missed[kMissedWords];
 };
 
 }  // namespace hybrid_ep

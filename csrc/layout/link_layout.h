@@ -1,6 +1,9 @@
 // Offsets of the chunks, flags and credits of a link. A link joins a rank to its peers: the ranks with its domain rank
 // in the other domains. Every rank has one window, and all windows have the same shape.
 //
+// What joins single ranks takes each for a domain. Then some of them share an NVLink domain: num_near domains in a row,
+// which have no slots for each other.
+//
 //     window: per ring and peer  send slots │ per ring and peer  receive slots
 //     words:  per ring and peer  a flag for each receive slot │ per ring and peer  a credit for each group of send
 //     slots
@@ -50,6 +53,7 @@ struct RingShape {
 
 struct LinkLayout {
   int num_domains, domain_idx;  // of this rank
+  int num_near;                 // domains in a row that the link does not join to each other; 1: it joins all
   int num_rings;
   RingShape rings[kMaxRings];
   uint64_t ring_begin[kMaxRings];     // of the ring's send slots in the window; its receive slots follow
@@ -57,6 +61,12 @@ struct LinkLayout {
   uint32_t credits_begin[kMaxRings];  // in words
   uint64_t window_bytes;
   uint32_t num_words;
+
+  HYBRID_EP_HOST_DEVICE int num_peers() const { return num_domains - num_near; }
+  // Whether the link joins this rank to that of another domain.
+  HYBRID_EP_HOST_DEVICE bool joins(int domain) const {
+    return domain >= 0 && domain < num_domains && domain / num_near != domain_idx / num_near;
+  }
 
   // Offsets in the window and in the words of the rank of domain `owner`, for its peer of domain `peer`.
   HYBRID_EP_HOST_DEVICE uint64_t send_offset(int owner, int ring, int peer, int slot) const {
@@ -73,20 +83,20 @@ struct LinkLayout {
   }
   // Bytes of a ring's slots in one direction, to all peers.
   HYBRID_EP_HOST_DEVICE uint64_t ring_bytes(int ring) const {
-    return static_cast<uint64_t>(num_domains - 1) * rings[ring].num_slots * rings[ring].slot_bytes;
+    return static_cast<uint64_t>(num_peers()) * rings[ring].num_slots * rings[ring].slot_bytes;
   }
 
  private:
-  // A rank has no slots for its own domain.
-  static HYBRID_EP_HOST_DEVICE uint32_t peer_idx(int owner, int peer) { return peer < owner ? peer : peer - 1; }
+  // A rank has no slots for its own domain, nor for those near it.
+  HYBRID_EP_HOST_DEVICE uint32_t peer_idx(int owner, int peer) const { return peer < owner ? peer : peer - num_near; }
   HYBRID_EP_HOST_DEVICE uint64_t slot_offset(int owner, int ring, int peer, int slot) const {
     return (static_cast<uint64_t>(peer_idx(owner, peer)) * rings[ring].num_slots + slot) * rings[ring].slot_bytes;
   }
 };
 
 // Host only. Offsets of any number of domains and of any rings.
-LinkLayout arrange_link(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
+LinkLayout arrange_link(int num_domains, int domain_idx, int num_near, const RingShape* rings, int num_rings);
 // The layout of a link, checked. Throws std::invalid_argument for shapes that are not allowed.
-LinkLayout make_link_layout(int num_domains, int domain_idx, const RingShape* rings, int num_rings);
+LinkLayout make_link_layout(int num_domains, int domain_idx, int num_near, const RingShape* rings, int num_rings);
 
 }  // namespace hybrid_ep

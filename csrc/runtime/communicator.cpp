@@ -311,8 +311,12 @@ std::optional<Fault> Communicator::take_fault() {
   const bool is_other_call = fault_->kind == FaultKind::kOtherCall;
   const char* tag = is_other_call ? key_of(static_cast<CallField>(fault_->tag)) : name_of(fault_->tag);
   const int divisor = !is_other_call && is_of_send(fault_->tag) ? kSendTimeoutDivisor : 1;
-  const Fault fault{fault_->kind,    name_of(fault_->kernel), tag,          fault_->peer,
-                    fault_->witness, fault_->expected,        fault_->seen, timeout_s_ / divisor};
+  Fault fault{fault_->kind, name_of(fault_->kernel), tag, fault_->peer, fault_->witness, fault_->expected,
+              fault_->seen, timeout_s_ / divisor,    {}};
+  for (int peer = 0; peer < 32 * kMissedWords; ++peer) {
+    if (fault_->missed[peer / 32] >> peer % 32 & 1) fault.missed.push_back(peer);
+  }
+  std::fill(std::begin(fault_->missed), std::end(fault_->missed), 0u);
   // In this order: a kernel may claim the record as soon as it can.
   volatile FaultRecord& record = *fault_;
   record.written = 0;

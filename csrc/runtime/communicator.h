@@ -24,7 +24,8 @@ struct Fault {
   std::string kernel, tag;
   int peer, witness;
   int64_t expected, seen;
-  double waited_s;  // of a timeout
+  double waited_s;          // of a timeout
+  std::vector<int> missed;  // of a timeout: ranks that were waited for in vain, as `peer` names them
 };
 
 class Communicator {

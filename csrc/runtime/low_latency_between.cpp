@@ -30,6 +30,8 @@ LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicato
           "1, or those of a domain");
   require(peers_.grid.num_domains == link_.layout.num_domains, "groups", peers_.grid.num_domains,
           "those that the link joins");
+  require(link_.layout.num_near * group_size == grid.ranks_per_domain, "groups of a domain", link_.layout.num_near,
+          "those that the link does not join");
   require(grid.ranks_per_domain == domain_.num_ranks, "ranks of a domain", grid.ranks_per_domain,
           "those of the communicator");
   require(link_.layout.num_rings == 2, "rings", link_.layout.num_rings, "one for each kind of call");

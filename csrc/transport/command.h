@@ -62,7 +62,7 @@ HYBRID_EP_HOST_DEVICE Command unpack(const PackedCommand& packed) {
 
 // Whether the layout has what a put or credit names.
 inline bool fits(const LinkLayout& layout, const Command& command) {
-  if (command.ring >= layout.num_rings || command.peer >= layout.num_domains || command.peer == layout.domain_idx) {
+  if (command.ring >= layout.num_rings || !layout.joins(command.peer)) {
     return false;
   }
   const RingShape& ring = layout.rings[command.ring];

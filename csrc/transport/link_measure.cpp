@@ -30,7 +30,7 @@ class Runner {
       : writer_(writer), run_(run), ring_(writer.view().layout.rings[run.ring]) {
     const LinkLayout& layout = writer.view().layout;
     for (int peer = 0; peer < layout.num_domains; ++peer) {
-      if (peer != layout.domain_idx) peers_.push_back({peer});
+      if (layout.joins(peer)) peers_.push_back({peer});
     }
   }
 

@@ -57,7 +57,7 @@ class LoopbackLink final : public Link {
 
   void connect(const std::vector<std::string>& addresses, double) override {
     for (int peer = 0; peer < layout().num_domains; ++peer) {
-      if (peer == layout().domain_idx) continue;
+      if (!layout().joins(peer)) continue;
       const std::string& address = addresses[peer];
       const size_t space = address.find(' ');
       if (space == std::string::npos) throw LinkError(peer, "loopback: peer's address is '" + address + "'");

@@ -130,6 +130,7 @@ class TcpLink final : public Link {
         Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
     for (auto& of_peer : connections_) of_peer.resize(options_.num_connections);
     for (int peer = 0; peer < layout().domain_idx; ++peer) {
+      if (!layout().joins(peer)) continue;
       std::istringstream text(addresses[peer]);
       std::string host, port;
       Hello hello{0, static_cast<uint32_t>(layout().domain_idx), 0};
@@ -265,7 +266,7 @@ class TcpLink final : public Link {
       }
     }
     const bool is_peer = hello.secret == secret_ && hello.domain_idx > static_cast<uint32_t>(layout().domain_idx) &&
-                         hello.domain_idx < static_cast<uint32_t>(layout().num_domains) &&
+                         layout().joins(static_cast<int>(hello.domain_idx)) &&
                          hello.number < static_cast<uint32_t>(options_.num_connections);
     if (is_peer && connections_[hello.domain_idx][hello.number] == nullptr) {
       keep(std::move(file), static_cast<int>(hello.domain_idx), static_cast<int>(hello.number));
@@ -274,6 +275,7 @@ class TcpLink final : public Link {
 
   int first_missing() const {
     for (int peer = layout().domain_idx + 1; peer < layout().num_domains; ++peer) {
+      if (!layout().joins(peer)) continue;
       for (const auto& connection : connections_[peer]) {
         if (connection == nullptr) return peer;
       }

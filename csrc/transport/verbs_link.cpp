@@ -81,7 +81,7 @@ class VerbsLink final : public Link {
       : Link(layout), options_(options), arrivals_(layout), staged_(allocate_pinned(staged_bytes())) {
     check_options(options);
     num_pairs_ = static_cast<int>(options.devices.size()) * options.num_queue_pairs;
-    const int num_peers = layout.num_domains - 1;
+    const int num_peers = layout.num_peers();
     const int per_pair = kMaxSends + (options.unordered ? num_receives() : 0);
     for (const std::string& name : options.devices) {
       devices_.push_back(open_verbs_device(name, options, num_peers * options.num_queue_pairs * per_pair));
@@ -89,7 +89,7 @@ class VerbsLink final : public Link {
     register_all();
     for (int peer = 0; peer < layout.num_domains; ++peer) {
       pairs_.emplace_back();
-      for (int i = 0; i < num_pairs_ && peer != layout.domain_idx; ++i) pairs_[peer].push_back(make_pair(i));
+      for (int i = 0; i < num_pairs_ && layout.joins(peer); ++i) pairs_[peer].push_back(make_pair(i));
     }
   }
 
@@ -129,7 +129,7 @@ class VerbsLink final : public Link {
 
   void connect(const std::vector<std::string>& addresses, double) override {
     for (int peer = 0; peer < layout().num_domains; ++peer) {
-      if (peer != layout().domain_idx) connect_to(peer, addresses[peer]);
+      if (layout().joins(peer)) connect_to(peer, addresses[peer]);
     }
   }
 
@@ -191,7 +191,7 @@ class VerbsLink final : public Link {
   void close() override {
     const auto deadline = Clock::now() + kGoodbye;
     for (int peer = 0; peer < layout().num_domains; ++peer) {
-      if (peer == layout().domain_idx || failure().has_failed() || failure().has_lost(peer)) continue;
+      if (!layout().joins(peer) || failure().has_failed() || failure().has_lost(peer)) continue;
       QueuePair& pair = pairs_[peer][0];
       if (pair.num_sends >= max_sends_) continue;
       uint64_t one = 1;
@@ -206,7 +206,7 @@ class VerbsLink final : public Link {
     }
     const auto all_closed = [&] {
       for (int peer = 0; peer < layout().num_domains; ++peer) {
-        if (peer != layout().domain_idx && !failure().has_lost(peer) && !has_closed(peer)) return false;
+        if (layout().joins(peer) && !failure().has_lost(peer) && !has_closed(peer)) return false;
       }
       return true;
     };

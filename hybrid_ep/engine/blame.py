@@ -5,6 +5,7 @@
 - A rank whose wait has failed reads the note of its peer. If the peer waits for, or has lost, another rank, that rank's
   note is read next, and so on. The rank at the end of this chain writes nothing: it is dead, stopped, or not in the
   call. It is the one to name.
+- A kernel waits for several ranks at once. So a note may name several, and the chain branches.
 - The note of a killed or stopped rank stays on the board. So a note "waits" counts only if it is rewritten.
 - Two buffers that ranks call in different orders make the ranks wait for each other. So a waiting rank also writes the
   number of its buffer to the board of the group, for an error that names the other buffer.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from hybrid_ep.core.board import Board, StoreLostError
 
@@ -83,31 +84,43 @@ class Blame:
         """Says that it does not wait any more."""
         self._peer = None
 
-    def write_lost(self, peer: int) -> None:
-        """Writes at once that this rank has lost `peer`. After that it writes no more waits."""
+    def write_lost(self, peer: int, others: Iterable[int] = ()) -> None:
+        """Writes at once that this rank has lost `peer`. After that it writes no more waits.
+
+        Args:
+            peer: the rank.
+            others: that were waited for in vain at the same time.
+        """
         if self._board is not None:
             with self._lock:
                 self._peer, self._lost = None, peer
-                self._write(f"lost {peer}")
+                self._write(" ".join(map(str, ("lost", peer, *others))))
 
-    def find(self, suspect: int, known: Collection[int] = ()) -> int:
+    def find(self, suspect: int, known: Collection[int] = (), others: Iterable[int] = ()) -> int:
         """Returns the rank to name in the error.
 
         Args:
             suspect: the rank that this one has lost.
             known: ranks that were lost before: a note that names one of them is old.
+            others: that were waited for in vain at the same time.
+
+        Returns:
+            The first rank that writes nothing. If all write, they have lost each other: `suspect`.
         """
         if self._board is None:
             return suspect
-        seen = {self._rank}
+        seen, left = {self._rank}, [suspect, *others]
         try:
-            while suspect not in seen:
-                seen.add(suspect)
-                named = self._named_by(suspect, known)
-                if named is None or named in seen:
-                    break
-                suspect = named
-        except StoreLostError:  # without notes the last suspect is named: less exact, still an error
+            while left:
+                rank = left.pop(0)
+                if rank in seen:
+                    continue
+                seen.add(rank)
+                named = self._named_by(rank, known)
+                if not named:
+                    return rank
+                left = named + left
+        except StoreLostError:  # without notes the suspect is named: less exact, still an error
             pass
         return suspect
 
@@ -124,18 +137,20 @@ class Blame:
         number = int(note.split()[0])
         return None if number == self._number else number
 
-    def _named_by(self, rank: int, known: Collection[int]) -> int | None:
-        """Returns the rank that `rank` has lost or waits for; None if it writes no new note within the grace."""
+    def _named_by(self, rank: int, known: Collection[int]) -> list[int]:
+        """Returns the ranks that `rank` has lost or waits for; none if it writes no new note within the grace."""
         assert self._board is not None
         deadline = time.monotonic() + self.grace_s
         first = self._board.read(self._key(rank))
         note = first
         while True:
-            verb, peer, *_ = note.split() if note is not None else ("", "-1")
-            if int(peer) not in known and (verb == "lost" or (verb == "waits" and note != first)):
-                return int(peer)
+            verb, *peers = note.split() if note is not None else ("", "-1")
+            if int(peers[0]) not in known and verb == "lost":
+                return [int(peer) for peer in peers]
+            if int(peers[0]) not in known and verb == "waits" and note != first:
+                return [int(peers[0])]  # behind it is the number of the note
             if time.monotonic() >= deadline:
-                return None
+                return []
             time.sleep(self.grace_s / _BEATS / 2)
             note = self._board.read(self._key(rank))
 

@@ -13,6 +13,7 @@ too small, every rank reads that from the same counts. All grow their slots and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import one_at_a_time
+from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Combined,
@@ -65,6 +67,9 @@ __all__ = ["CudaBetween", "refusal_of_grid"]
 
 _GROWTH = 1.25  # of a capacity for records that was too small
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
+# By how much later than this rank another one may give up a call. A kernel ends up to three seconds after its timeout
+# (csrc/kernels/between/chunk_stream.cuh), and ranks do not begin a call at once.
+_GRACE_S = 5.0
 
 
 def refusal_of_grid(grid: RankGrid) -> str | None:
@@ -126,6 +131,7 @@ class CudaBetween(TorchEngine):
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
         self._number, self._num_dispatches = number, 0
+        self._blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
@@ -536,8 +542,19 @@ class CudaBetween(TorchEngine):
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         """The error for a fault of a call that is not one of low latency."""
-        if fault.kind != _cuda.FaultKind.TRANSPORT:
-            return as_error(fault, self.grid)
+        error = as_error(fault, self.grid) if fault.kind != _cuda.FaultKind.TRANSPORT else self._transport_error(fault)
+        if not isinstance(error, TransportError) or error.peer is None:
+            return error
+        others = [rank_of(peer, self.grid) for peer in fault.missed]
+        self._blame.write_lost(error.peer, others)
+        if not isinstance(error, TimeoutError):
+            return error
+        culprit = self._blame.find(error.peer, others=others)
+        if culprit == error.peer:
+            return error
+        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
+
+    def _transport_error(self, fault: _cuda.Fault) -> TransportError:
         where = f"{fault.kernel}: {fault.tag}"
         try:
             self._link.check(where)
@@ -563,6 +580,7 @@ class CudaBetween(TorchEngine):
             timeout_s=self._timeout_s,
             native=_cuda,
             map_symmetric=map_peers,
+            num_near=self.grid.num_ranks_per_domain if joins_all else 1,
             keeps_other_peers=joins_all,
         )
         return OpenedLink(link, map_peers)

@@ -55,11 +55,13 @@ class DomainLink:
         kernels: those that are compiled for this link alone, for `_cuda`; None: its own.
     """
 
-    def __init__(self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, memory: Any = None) -> None:
+    def __init__(
+        self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, num_near: int, memory: Any = None
+    ) -> None:
         self.choice = choice
         self.proxy = proxy
         self.kernels = nvshmem.kernels() if choice.name == "nvshmem" else None
-        self._grid = grid
+        self._grid, self._num_near = grid, num_near
         self._memory = memory  # that the transport uses
         self._is_closed = False
 
@@ -70,8 +72,8 @@ class DomainLink:
 
     @property
     def num_peers(self) -> int:
-        """Ranks at the other ends, this one not counted."""
-        return self._grid.num_domains - 1
+        """Ranks at the other ends."""
+        return self._grid.num_domains - self._num_near
 
     def view(self) -> LinkView:
         """Returns what kernels get."""
@@ -131,6 +133,7 @@ def open_link(
     native: Any,
     asked: str | None = None,
     map_symmetric: Callable[[int], Sequence[int]] | None = None,
+    num_near: int = 1,
     keeps_other_peers: bool = False,
     faults: Faults | None = None,
 ) -> DomainLink:
@@ -146,6 +149,8 @@ def open_link(
         asked: ``auto`` or a transport; None = ``HYBRID_EP_TRANSPORT``.
         map_symmetric: allocates so many bytes at every rank and returns where those of `grid.peers` are in this
             process: then kernels write their peers' windows themselves over loopback. On GPUs it is needed.
+        num_near: domains of `grid` in a row that the link does not join to each other, as ranks of one NVLink domain
+            where each rank is a domain; 1: it joins all.
         keeps_other_peers: a lost peer is no failure of the link, and what goes to that peer is dropped.
         faults: what the network does wrong, for tests; only where a proxy carries the chunks.
 
@@ -192,6 +197,7 @@ def open_link(
         timeout_s=timeout_s,
         native=native,
         map_symmetric=map_symmetric,
+        num_near=num_near,
         keeps_other_peers=keeps_other_peers,
         faults=faults,
     )
@@ -208,6 +214,7 @@ def connect_link(
     timeout_s: float,
     native: Any,
     map_symmetric: Callable[[int], Sequence[int]] | None = None,
+    num_near: int = 1,
     keeps_other_peers: bool = False,
     faults: Faults | None = None,
 ) -> DomainLink:
@@ -217,7 +224,7 @@ def connect_link(
         choice: equal at all ranks.
         store: through which ranks exchange their addresses; reached by all of them.
         prefix: names this link there; used once.
-        grid, rings, device, timeout_s, native, map_symmetric, keeps_other_peers, faults: as in `open_link`.
+        grid, rings, device, timeout_s, native, map_symmetric, num_near, keeps_other_peers, faults: as in `open_link`.
 
     Raises:
         TimeoutError, TransportError: as `open_link`.
@@ -225,6 +232,7 @@ def connect_link(
     layout = native.LinkLayout(
         num_domains=grid.num_domains,
         domain_idx=grid.domain_idx,
+        num_near=num_near,
         rings=[(ring.slot_bytes, ring.num_slots, ring.slots_per_credit) for ring in rings],
     )
     where = f"transport {choice.name}"
@@ -246,7 +254,7 @@ def connect_link(
         with contextlib.suppress(RuntimeError):  # the others then wait until their deadline
             refuse(store, f"{prefix}/{step}", grid.rank, what)
         raise TransportError(where, grid.rank, None if domain_idx < 0 else grid.peers[domain_idx], what) from error
-    return DomainLink(choice, proxy, grid, memory)
+    return DomainLink(choice, proxy, grid, num_near, memory)
 
 
 def _nvshmem_proxy(

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
 import struct
+import time
 from typing import Any
 
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.errors import TimeoutError
 from hybrid_ep.transport import Ring
 from tests.emulation.bare_ranks import End, Memory, Shape, Shared, bf16, values_of
 
-__all__ = ["Fp8End", "Fp8Shape", "LowLatencyEnd", "low_latency_shape"]
+__all__ = ["LOST_RANK", "Fp8End", "Fp8Shape", "LowLatencyEnd", "MaskingEnd", "low_latency_shape"]
+
+LOST_RANK = 3  # of MaskingEnd
+_LOST_BEFORE = 3  # number of the round
+_DRAIN_S = 20.0
 
 _CHANNELS_PER_SCALE = 128
 _SPARE_TOKENS = 4  # by which the most tokens of a rank exceed those that it sends
@@ -47,6 +56,7 @@ class LowLatencyEnd(End):
 
     def __init__(self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float) -> None:
         self.max_tokens = shape.num_tokens + _SPARE_TOKENS
+        self.lost: set[int] = set()  # ranks that calls leave out
         self.plan = native.LowLatencyPlan(
             num_ranks=shape.num_ranks,
             num_experts=shape.num_experts,
@@ -62,14 +72,14 @@ class LowLatencyEnd(End):
             communicator=self.communicator,
             rank=rank,
             num_domains=shape.num_domains,
-            group_size=shape.ranks_per_domain,
+            group_size=self.link_grid().num_ranks_per_domain,
             memory=[shared.memory[r].address for r in self.grid.domain],
             capacity=capacity,
             proxy=self.link.proxy,
         )
 
     def rings(self) -> list[Ring]:
-        chunks = self.plan.peer_chunk_bytes(self.shape.ranks_per_domain)
+        chunks = self.plan.peer_chunk_bytes(self.link_grid().num_ranks_per_domain)
         return [Ring(-(-num_bytes // 128) * 128, self.native.low_latency_buffers, 1) for num_bytes in chunks]
 
     def rank_of(self, peer: int) -> int:
@@ -143,7 +153,7 @@ class LowLatencyEnd(End):
             columns = [
                 (shape.weight(rank, k), expert)
                 for k, expert in enumerate(shape.topk_idx(rank, token, seed))
-                if expert >= 0
+                if expert >= 0 and expert // num_local not in self.lost
             ]
             want = [
                 _rounded(sum(weight * (value + expert) for weight, expert in columns))
@@ -165,7 +175,11 @@ class LowLatencyEnd(End):
         num_local, capacity = shape.num_experts // num_ranks, self.max_tokens * num_ranks
         number = self.grid.rank * num_local + expert
         tokens = [
-            [token for token in range(shape.num_tokens) if number in shape.topk_idx(source, token, seed)]
+            [
+                token
+                for token in range(shape.num_tokens)
+                if source not in self.lost and number in shape.topk_idx(source, token, seed)
+            ]
             for source in range(num_ranks)
         ]
         begins = list(itertools.accumulate(map(len, tokens), initial=0))
@@ -180,6 +194,45 @@ class LowLatencyEnd(End):
         want = [(source, token) for source, those in enumerate(tokens) for token in those]
         assert list(sources) == [token for _, token in want], f"tokens of expert {number}"
         return want
+
+
+class MaskingEnd(LowLatencyEnd):
+    """An end of calls that go on without a lost rank: the link joins it to every rank of other domains.
+
+    `LOST_RANK` kills itself between two rounds. The others tell whom they have lost in the next round (``named``), and
+    how long that round took (``seconds``).
+    """
+
+    def __init__(self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float) -> None:
+        super().__init__(native, rank, shape, shared, transport, timeout_s)
+        self._memory = shared.memory[rank]
+
+    def link_grid(self) -> RankGrid:
+        return RankGrid(self.grid.rank, self.grid.num_ranks, 1)
+
+    def link_options(self) -> dict[str, Any]:
+        return {"num_near": self.grid.num_ranks_per_domain, "keeps_other_peers": True}
+
+    def check_round(self, seed: int) -> None:
+        if seed == _LOST_BEFORE and self.grid.rank == LOST_RANK:
+            assert self.link.drain(_DRAIN_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            super().check_round(seed)
+        except TimeoutError as error:
+            if self.lost or error.peer is None:
+                raise
+            self.lost.add(error.peer)
+            self.told |= {"named": error.peer, "seconds": time.monotonic() - begun}
+            self._mask()
+
+    def _mask(self) -> None:
+        """As the engine does, no other rank stays masked."""
+        begin = self.native.low_latency_masks_offset
+        words = memoryview(self._memory.map)[begin : begin + 4 * self.shape.num_ranks].cast("i")
+        for rank in range(self.shape.num_ranks):
+            words[rank] = rank in self.lost
 
 
 class Fp8End(LowLatencyEnd):

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import mmap
 import os
+import signal
 import struct
 import time
 import traceback
@@ -112,10 +113,15 @@ class FolderStore:
 
 
 class End:
-    """One rank's end: communicator, and link."""
+    """One rank's end: communicator, and link.
+
+    Attributes:
+        told: what it tells beside what `run_ranks` says of every rank.
+    """
 
     def __init__(self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float) -> None:
         self.native, self.shape = native, shape
+        self.told: dict[str, Any] = {}
         self.grid = RankGrid(rank, shape.num_ranks, shape.ranks_per_domain)
         domain = self.grid.domain
         self.communicator = native.Communicator(
@@ -129,16 +135,25 @@ class End:
             choose_transport(asked=transport),
             store,
             "link",
-            self.grid,
+            self.link_grid(),
             self.rings(),
             device=_CPU,
             timeout_s=timeout_s,
             native=native,
+            **self.link_options(),
         )
 
     def rings(self) -> list[Ring]:
         """Of the link."""
         raise NotImplementedError
+
+    def link_grid(self) -> RankGrid:
+        """Whose peers the link joins."""
+        return self.grid
+
+    def link_options(self) -> dict[str, Any]:
+        """Further arguments of `connect_link`."""
+        return {}
 
     def check_round(self, seed: int) -> None:
         """One dispatch and one combine; every row and every sum is compared."""
@@ -351,7 +366,7 @@ def run_ranks(
     timeout_s: float,
     num_rounds: int,
     variables_of: Callable[[int], dict[str, str]],
-    meanwhile: Callable[[Path], None] | None = None,
+    meanwhile: Callable[[list[int]], None] | None = None,
     end: type[End] = Rank,
 ) -> list[dict[str, Any]]:
     """Runs rounds on ranks that are forked here, and returns what each of them says.
@@ -364,12 +379,13 @@ def run_ranks(
         timeout_s: of kernels and of the link.
         num_rounds: after which a rank ends, unless it has lost another.
         variables_of: environment of a rank, as ``HYBRID_EP_NICS``.
-        meanwhile: runs here once rank 0 has made a round; gets the folder.
+        meanwhile: runs here once rank 0 has made a round; gets the process of each rank.
         end: what makes the calls.
 
     Returns:
         By rank: ``rounds`` that were right; ``link``, its description; ``closed``, whether it closed in order;
-        ``error``, ``text``, ``peer`` and ``at`` (of time.monotonic) where it has lost a rank.
+        ``error``, ``text``, ``peer`` and ``at`` (of time.monotonic) where it has lost a rank; what `End.told` has. Of a
+        rank that was killed only ``killed``.
     """
     shared = Shared.of(native, shape, folder)
     pids = []
@@ -381,10 +397,12 @@ def run_ranks(
     if meanwhile is not None:
         while not any((folder / name).exists() for name in ("begun", "said-0")):
             time.sleep(0.02)
-        meanwhile(folder)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    results = [json.loads((folder / f"said-{rank}").read_text()) for rank in range(shape.num_ranks)]
+        meanwhile(pids)
+    results = []
+    for rank, pid in enumerate(pids):
+        _, status = os.waitpid(pid, 0)
+        is_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        results.append({"killed": True} if is_killed else json.loads((folder / f"said-{rank}").read_text()))
     for result in results:
         assert "failed" not in result, result["failed"]
     return results
@@ -412,6 +430,7 @@ def _run_rank(
         except HybridEPError as error:
             said |= {"error": type(error).__name__, "text": str(error), "at": time.monotonic()}
             said["peer"] = getattr(error, "peer", None)
+        said |= end.told
         said["closed"] = end.link.close(_CLOSE_S)
     except BaseException:
         said["failed"] = traceback.format_exc()

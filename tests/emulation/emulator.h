@@ -64,6 +64,12 @@ struct Grid {
 // Whether the running launch leaves a step out: HYBRID_EP_EMULATION_WITHOUT names it, see steps.py.
 bool leaves_out(const char* step);
 
+// Whether a stream has work that a launch has left behind.
+inline std::function<bool()> stream_is_busy;
+
+// Kills this process, as a rank that is lost inside a kernel: see steps.py. Returns false, as a wait that failed.
+bool end_process();
+
 // Runs a kernel to its end.
 void launch(const Grid& grid, const std::function<void()>& kernel);
 

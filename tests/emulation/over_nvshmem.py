@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,22 @@ import torch.distributed as dist
 import hybrid_ep
 from hybrid_ep import _C
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.errors import ConfigError, TransportError
 from hybrid_ep.transport import Ring, nvshmem, open_link
 from tests.battery.cases import Case
-from tests.battery.normal import make_buffer
+from tests.battery.normal import dispatch, make_buffer
 from tests.emulation.domains import check_over
 
-__all__ = ["check", "check_closed_buffers_leave_their_window", "check_no_kernels", "check_part_of_the_job"]
+__all__ = [
+    "check",
+    "check_closed_buffers_leave_their_window",
+    "check_no_kernels",
+    "check_part_of_the_job",
+    "check_puts_that_stop",
+    "check_puts_without_signals",
+]
+
+_TIMEOUT_S = 6.0
 
 
 def check(name: str, *args: Any) -> None:
@@ -41,6 +51,50 @@ def check_closed_buffers_leave_their_window() -> None:
         with make_buffer(case), make_buffer(case) as second:
             assert "nvshmem" in repr(second)
         assert len(nvshmem._heap.windows) == 2
+
+
+def check_puts_without_signals() -> None:
+    """The flags of rank 1's chunks are not written: all ranks are told of rank 1, and none takes rows."""
+    case = Case("without_signals", 3, 5, num_experts=6, num_ranks_per_domain=1)
+    told = _dispatch_with_a_fault(case, "without signals")
+    assert told == (1 if dist.get_rank() != 1 else told)
+    assert told != dist.get_rank()
+    dist.barrier()
+
+
+def check_puts_that_stop() -> None:
+    """Puts of rank 1 are not complete when its buffer is closed: rows of a later buffer are right when they are.
+
+    The close comes to its end, and nothing else uses the window.
+    """
+    case = Case("stopped", 3, 5, num_experts=6, num_ranks_per_domain=1)
+    rank = dist.get_rank()
+    told = _dispatch_with_a_fault(case, "stopped")
+    assert told == (1 if rank != 1 else told)
+    assert [window.is_free for window in nvshmem._heap.windows] == [rank != 1]
+    dist.barrier()
+    with mock.patch.dict(os.environ, {"HYBRID_EP_TRANSPORT": "nvshmem"}), make_buffer(case) as buffer:
+        assert len(nvshmem._heap.windows) == 2
+        for _ in range(3):
+            dispatch(buffer, case, case.inputs(rank))
+    check_over("nvshmem", "battery.normal.check_round_trip", case)
+
+
+def _dispatch_with_a_fault(case: Case, fault: str) -> int | None:
+    """A dispatch without the fault, and one with it at rank 1; returns whom the error names."""
+    rank = dist.get_rank()
+    with mock.patch.dict(os.environ, {"HYBRID_EP_TRANSPORT": "nvshmem"}):
+        buffer = make_buffer(case, timeout_s=_TIMEOUT_S)
+    dispatch(buffer, case, case.inputs(rank))
+    dist.barrier()
+    faults = {"HYBRID_EP_EMULATION_NVSHMEM": fault} if rank == 1 else {}
+    begun = time.monotonic()
+    with mock.patch.dict(os.environ, faults):
+        with pytest.raises(TransportError) as told:
+            dispatch(buffer, case, case.inputs(rank))
+        buffer.destroy()
+    assert time.monotonic() - begun < 4 * _TIMEOUT_S
+    return told.value.peer
 
 
 def check_part_of_the_job() -> None:

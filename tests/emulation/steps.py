@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from tests.battery.cases import Case
 
-__all__ = ["STEPS", "Step", "can_leave_out", "check_without"]
+__all__ = ["ENDS", "STEPS", "Step", "can_leave_out", "check_without", "without"]
 
 _STREAM = "kernels/between/chunk_stream.cuh"
 _EXCHANGE = "kernels/dispatch_between/exchange.cuh"
@@ -23,6 +24,8 @@ _ROWS = "kernels/combine_between/rows.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
+
+_SOME_CHUNKS = 40  # of a call to a peer, fewer than slots
 
 _WRITE_ROWS = (
     "if (!stream.write_rows(record.chunk, record.part_size(), num_rows, num_rows * layout.num_bytes)) return false;"
@@ -261,10 +264,45 @@ STEPS = [
     ),
 ]
 
+_END = "emulated::end_process()"
+_TELL = "stream.send(0, (4 * num_values + 15) / 16 * 16, 1)"
+_HEADERS = "receive_headers(params, waiter, epoch, call, &is_same)"
+_BASES = "find_dispatch_bases_between(params, waiter, epoch, call, base, totals)"
+_VERDICT = "stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1)"
+_AGREE = "agree(params, waiter, link, call)"
+_SLOT = "stream.wait_free(record.chunk)"
+
+
+def _end(name: str, *places: tuple[str, str, str]) -> list[Step]:
+    return [Step(name, *place, ()) for place in places]
+
+
+# Where the process of a rank may end.
+ENDS = [
+    *_end(
+        "has told its domain",
+        (_EXCHANGE, _TELL, "true"),
+        (_DISPATCH, _HEADERS, f"(leads ? {_END} : {_HEADERS})"),
+    ),
+    *_end(
+        "has told one other domain",
+        (_EXCHANGE, _TELL, f"(i > 1 || {_TELL})"),
+        (_DISPATCH, _BASES, f"(leads ? {_END} : {_BASES})"),
+    ),
+    *_end(
+        "has sent one verdict",
+        (_EXCHANGE, _VERDICT, f"(i > 1 || {_VERDICT})"),
+        (_DISPATCH, _AGREE, f"({_AGREE} && {_END})"),
+    ),
+    *_end("has sent some records", (_DISPATCH, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
+    *_end("has agreed on a combine", (_COMBINE, "is_alone_in_domain(params)", _END)),
+    *_end("has sent some rows home", (_COMBINE, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
+]
+
 
 def can_leave_out(file: str, source: str) -> str:
-    """Returns a source of csrc in which every step of STEPS may be left out."""
-    for step in STEPS:
+    """Returns a source of csrc in which every step of STEPS may be left out, and a rank may end at a place of ENDS."""
+    for step in (*STEPS, *ENDS):
         if step.file == file:
             assert source.count(step.code) == 1, (
                 f"{file} has {source.count(step.code)} times {step.code!r}; expected: once"
@@ -273,8 +311,13 @@ def can_leave_out(file: str, source: str) -> str:
     return source
 
 
+def without(name: str) -> AbstractContextManager[Any]:
+    """Kernels that are launched in this context leave out a step of STEPS, or end the process at a place of ENDS."""
+    return mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_WITHOUT": name})
+
+
 def check_without(name: str, check: str, *args: Any) -> None:
     """Runs a check of tests/ with one step left out; none has the name ""."""
     module, function = check.rsplit(".", 1)
-    with mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_WITHOUT": name}):
+    with without(name):
         getattr(importlib.import_module(f"tests.{module}"), function)(*args)

@@ -55,7 +55,13 @@ def test_over_nvshmem(run_emulated: RunEmulated, case: Case, check: str) -> None
 
 @pytest.mark.parametrize(
     ("num_ranks", "check"),
-    [(2, "check_closed_buffers_leave_their_window"), (4, "check_part_of_the_job"), (2, "check_no_kernels")],
+    [
+        (2, "check_closed_buffers_leave_their_window"),
+        (4, "check_part_of_the_job"),
+        (2, "check_no_kernels"),
+        (3, "check_puts_without_signals"),
+        (3, "check_puts_that_stop"),
+    ],
 )
 def test_nvshmem_at_its_limits(emulated_module: Path, num_ranks: int, check: str) -> None:
     pool = RankPool(variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "60"})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
+from tests.battery.cases import Case
 from tests.emulation.engine import run
 from tests.multi_gpu.lost_ranks import CALLS_IN_A_ROW
 
@@ -54,6 +55,51 @@ def test_sums_that_wait_for_a_stalled_rank_leave_the_name_to_senders(emulated_mo
         cluster.run(run_here, *join, limit_s=LIMIT_S)
         named = cluster.run(run_here, "multi_gpu.lost_ranks.lose_one_before_combine", lost, limit_s=LIMIT_S)
     assert named == [lost, lost, None]
+
+
+_MANY = Case("3x1_more_chunks_than_slots", 3, 3000, hidden=16, topk=3, num_experts=3, num_ranks_per_domain=1)
+_GRIDS = {
+    "2x2": Case("2x2", 4, 40, num_ranks_per_domain=2),
+    "3x1": Case("3x1", 3, 40, num_experts=12, num_ranks_per_domain=1),
+    "3x2": Case("3x2", 6, 20, num_experts=12, num_ranks_per_domain=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "seed"),
+    [
+        (_GRIDS["2x2"], "combine", 3),
+        (_GRIDS["2x2"], "combine", 0),
+        (_GRIDS["3x1"], "combine", 1),
+        (_GRIDS["3x2"], "combine", 5),
+        (_GRIDS["2x2"], "has told its domain", 3),
+        (_GRIDS["3x2"], "has told its domain", 2),
+        (_GRIDS["3x1"], "has told one other domain", 2),
+        (_GRIDS["3x1"], "has told one other domain", 0),
+        (_GRIDS["3x1"], "has sent one verdict", 2),
+        (_GRIDS["3x1"], "has sent one verdict", 1),
+        (_GRIDS["3x2"], "has sent one verdict", 4),
+        (_GRIDS["2x2"], "has agreed on a combine", 3),
+        (_GRIDS["3x2"], "has agreed on a combine", 0),
+        pytest.param(_MANY, "has sent some records", 2, marks=pytest.mark.slow),
+        pytest.param(_MANY, "has sent some records", 0, marks=pytest.mark.slow),
+        pytest.param(_MANY, "has sent some rows home", 2, marks=pytest.mark.slow),
+        pytest.param(_MANY, "has sent some rows home", 1, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.id if isinstance(value, Case) else str(value).replace(" ", "_"),
+)
+def test_survivors_between_domains_name_a_rank_that_ended(
+    emulated_module: Path, case: Case, place: str, seed: int
+) -> None:
+    """The windows of peers are mapped, so that no link tells of the loss."""
+    lost, timeout_s = seed % case.num_ranks, 3 * TIMEOUT_S if case is _MANY else TIMEOUT_S
+    survivors = [rank for rank in range(case.num_ranks) if rank != lost]
+    run_here = functools.partial(run, str(emulated_module), seed)
+    variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TRANSPORT": "loopback"}
+    with VirtualCluster(case.num_ranks, variables=variables) as cluster:
+        cluster.start(run_here, "emulation.ended_ranks.call_until_a_rank_ends", case, lost, place, timeout_s)
+        named = cluster.collect(survivors, limit_s=LIMIT_S)
+    assert named == [lost] * len(survivors)
 
 
 def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> None:

@@ -151,9 +151,10 @@ def test_missing_signal(run_by_kernels: RunEmulated) -> None:
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, "emulation.domains.check_missing_signal", 8.0)
 
 
-def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated) -> None:
+@pytest.mark.parametrize("transport", ["loopback", "nvshmem"])
+def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated, transport: str) -> None:
     check = "emulation.late_epochs.check_low_latency_between_past_the_last_number"
-    run_by_kernels(4, check)
+    run_by_kernels(4, "emulation.domains.check_over", transport, check)
 
 
 @pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2)])

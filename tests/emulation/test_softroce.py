@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from hybrid_ep import _C
-from tests.emulation.bare_low_latency import LowLatencyEnd
+from tests.emulation.bare_low_latency import LOST_RANK, LowLatencyEnd
 from tests.emulation.bare_ranks import Rank
 from tests.prerequisites import require
-from tests.sim.softroce_kernels import LOST_TIMEOUT_S, num_rounds
+from tests.sim.softroce_kernels import KILLED_RANK, LOST_TIMEOUT_S, ROUNDS_WITH_A_LOSS, num_rounds
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
 pytestmark = pytest.mark.timeout(600)
@@ -83,6 +83,27 @@ def test_a_port_that_goes_down(results: dict[str, Any], step: str) -> None:
     assert any(failed_writes), found
     assert all(map(operator.or_, failed_writes, without_a_write)), found
     assert max(found["seconds"]) < LIMIT_S
+
+
+def test_a_rank_that_is_killed(results: dict[str, Any]) -> None:
+    """Of three domains: the two others name it."""
+    found = results["killed"]
+    assert found["ranks"][KILLED_RANK] == {"killed": True}
+    for rank in (0, 2):
+        said = found["ranks"][rank]
+        assert said["error"] in ("TransportError", "TimeoutError"), said
+        assert said["peer"] == KILLED_RANK, said
+    assert max(found["seconds"]) < LIMIT_S
+
+
+def test_ranks_that_go_on_without_a_killed_one(results: dict[str, Any]) -> None:
+    """They name it in one call, and the rows and sums of the later calls lack it alone."""
+    found = results["low-latency-killed"]
+    assert found[LOST_RANK] == {"killed": True}
+    for rank in (0, 1, 2):
+        said = found[rank]
+        assert (said.get("named"), said["rounds"], said.get("error")) == (LOST_RANK, ROUNDS_WITH_A_LOSS, None), said
+        assert said["seconds"] < LIMIT_S
 
 
 def _reports(said: dict[str, Any], error: str, peer: int | None, text: str) -> bool:

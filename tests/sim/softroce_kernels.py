@@ -7,6 +7,8 @@ Rank i uses device rxe<i>. Packets are lost and delayed by netem on the loopback
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.emulation.bare_low_latency import Fp8End, LowLatencyEnd, low_latency_shape
+from tests.emulation.bare_low_latency import Fp8End, LowLatencyEnd, MaskingEnd, low_latency_shape
 from tests.emulation.bare_ranks import End, Rank, Shape, load_module, run_ranks
 from tests.sim.softroce_links import over_tcp
 
@@ -25,6 +27,8 @@ LINK_LOSS = "loss 2%"
 KERNEL_LOSS = "loss 20%"  # small calls have few packets, and some of them must be lost
 PORT_DOWN = "ip link set nic1 down", "ip link set nic1 up"
 SILENT = "tc qdisc add dev lo root netem loss 100%", "tc qdisc del dev lo root"
+KILLED_RANK = 1
+ROUNDS_WITH_A_LOSS = 8
 FOLDER = Path("/tmp/ranks")
 
 
@@ -74,18 +78,27 @@ def lossy_links() -> dict[str, Any]:
 
 
 def lost(native: Any, shape: Shape, transport: str, harm: str, mend: str, end: type[End] = Rank) -> dict[str, Any]:
-    """What the ranks say where the network goes away in the middle, and after how long."""
+    """What the ranks say where the network goes away in the middle, and after how long.
+
+    Args:
+        native, shape, transport, end: as of `run_ranks`.
+        harm: a command; "" = a rank is killed.
+        mend: a command; "" = there is none.
+    """
     harmed: list[float] = []
 
-    def begin(_: Path) -> None:
+    def begin(pids: list[int]) -> None:
         time.sleep(1)
-        run(harm)
+        if harm:
+            run(harm)
+        else:
+            os.kill(pids[KILLED_RANK], signal.SIGKILL)
         harmed.append(time.monotonic())
 
     said = run_ranks(
         native,
         shape,
-        FOLDER / f"lost-{transport}-{end.__name__}",
+        FOLDER / f"lost-{transport}-{end.__name__}-{shape.num_ranks}",
         transport=transport,
         timeout_s=LOST_TIMEOUT_S,
         num_rounds=100_000,
@@ -93,8 +106,23 @@ def lost(native: Any, shape: Shape, transport: str, harm: str, mend: str, end: t
         meanwhile=begin,
         end=end,
     )
-    run(mend)
-    return {"ranks": said, "seconds": [rank["at"] - harmed[0] for rank in said]}
+    if mend:
+        run(mend)
+    return {"ranks": said, "seconds": [rank["at"] - harmed[0] for rank in said if "at" in rank]}
+
+
+def go_on(native: Any) -> list[dict[str, Any]]:
+    """What ranks say that go on without a lost one, whose slots for ranks of their own domain do not exist."""
+    return run_ranks(
+        native,
+        low_latency_shape(MaskingEnd, 2, 2),
+        FOLDER / "verbs-masks",
+        transport="verbs",
+        timeout_s=LOST_TIMEOUT_S,
+        num_rounds=ROUNDS_WITH_A_LOSS,
+        variables_of=lambda rank: {"HYBRID_EP_NICS": f"rxe{rank}"},
+        end=MaskingEnd,
+    )
 
 
 def end_netem() -> int:
@@ -119,6 +147,8 @@ def main(module: str) -> None:
         "low-latency-fp8": lambda: verbs(native, low_latency_shape(Fp8End, 2, 2), end=Fp8End),
         "port-down": lambda: lost(native, two, "verbs", *PORT_DOWN),
         "low-latency-port-down": lambda: lost(native, low_latency_two, "verbs", *PORT_DOWN, end=LowLatencyEnd),
+        "killed": lambda: lost(native, Shape(3, 1, num_experts=6), "verbs", "", ""),
+        "low-latency-killed": lambda: go_on(native),
         "lossy-links": lossy_links,
         "lossy": lambda: tcp(native, two),
         "low-latency-lossy": lambda: tcp(native, low_latency_two, end=LowLatencyEnd),

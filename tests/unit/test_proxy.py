@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -189,6 +190,65 @@ def test_command_that_does_not_fit(ring: int, peer: int, slot: int, num_bytes: i
     assert proxies[1].close(LIMIT_S)
 
 
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("num_near", [2, 3])
+def test_ranks_near_each_other_have_no_slots_for_each_other(transport: str, num_near: int) -> None:
+    """Of six ranks, so many in a row are not joined. Every chunk and credit has a place of its own."""
+    layouts = [_C.LinkLayout(num_domains=6, domain_idx=i, rings=RINGS, num_near=num_near) for i in range(6)]
+    num_peers = 6 - num_near
+    assert {layout.window_bytes for layout in layouts} == {
+        2 * num_peers * sum(num_bytes * num_slots for num_bytes, num_slots, _ in RINGS)
+    }
+    assert {layout.num_words for layout in layouts} == {
+        num_peers * sum(num_slots + num_slots // per_credit for _, num_slots, per_credit in RINGS)
+    }
+    make = {
+        "loopback": lambda layout: _C.loopback_proxy(layout=layout),
+        "tcp": lambda layout: _C.tcp_proxy(layout=layout, host="127.0.0.1"),
+    }[transport]
+    proxies = [make(layout) for layout in layouts]
+    addresses = [proxy.address() for proxy in proxies]
+    threads = [threading.Thread(target=proxy.connect, args=(addresses, LIMIT_S)) for proxy in proxies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for proxy in proxies:
+        proxy.begin_call()
+    writers = [_C.HostWriter(proxy, 0) for proxy in proxies]
+    pairs = [(a, b) for a in range(6) for b in range(6) if a // num_near != b // num_near]
+    for a, b in pairs:
+        for slot in range(8):
+            number = 64 * (6 * a + b) + slot + 1
+            writers[a].send_slot(0, b, slot)[:16] = number.to_bytes(16, "little")
+            assert writers[a].put(0, b, slot, 16, number)
+        assert writers[a].credit(0, b, 1, 6 * a + b + 1)
+    for a, b in pairs:
+        for slot in range(8):
+            number = 64 * (6 * a + b) + slot + 1
+            wait_until(functools.partial(_has_come, writers[b], a, slot, number))
+            assert bytes(writers[b].recv_slot(0, a, slot)[:16]) == number.to_bytes(16, "little")
+        wait_until(functools.partial(_has_credit, writers[b], a, 6 * a + b + 1))
+    with pytest.raises(ValueError, match="peer is 1; allowed: another domain that the link joins"):
+        writers[0].send_slot(0, 1, 0)
+    closing = [threading.Thread(target=proxy.close, args=(LIMIT_S,)) for proxy in proxies]
+    for writer in writers:
+        writer.end_call()
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+    assert [proxy.failure for proxy in proxies] == [None] * 6
+
+
+def _has_come(writer: _C.HostWriter, peer: int, slot: int, number: int) -> bool:
+    return writer.poll(0, peer, slot) == number
+
+
+def _has_credit(writer: _C.HostWriter, peer: int, word: int) -> bool:
+    return writer.poll_credit(0, peer, 1) == word
+
+
 def test_layout_names_the_value() -> None:
     """Shapes that are not allowed are told with what is."""
     for options, text in (
@@ -197,6 +257,8 @@ def test_layout_names_the_value() -> None:
         ({"rings": [(100, 8, 4)]}, "slot_bytes is 100; allowed: positive multiples of 128"),
         ({"rings": [(128, 8, 3)]}, "slots_per_credit is 3; allowed: divisors of num_slots"),
         ({"rings": []}, "num_rings is 0"),
+        ({"num_near": 0}, "num_near is 0; allowed: divisors of num_domains, and less"),
+        ({"num_near": 2}, "num_near is 2; allowed: divisors of num_domains, and less"),
     ):
         arguments = {"num_domains": 2, "domain_idx": 0, "rings": RINGS} | options
         with pytest.raises(ValueError, match=text):

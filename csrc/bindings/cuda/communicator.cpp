@@ -140,6 +140,7 @@ void add_communicator(py::module_& module) {
       .def_readonly("tag", &Fault::tag)
       .def_readonly("peer", &Fault::peer)
       .def_readonly("witness", &Fault::witness)
+      .def_readonly("missed", &Fault::missed)
       .def_readonly("expected", &Fault::expected)
       .def_readonly("seen", &Fault::seen)
       .def_readonly("waited_s", &Fault::waited_s);

@@ -325,6 +325,12 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     ok = stream.wait(1);
     if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
+    // What is wrong with a call each rank finds for itself. So that domain lacks a rank, which its peer here can name.
+    if (own.fails == 0 && theirs.fails != 0 && theirs.overflowing == kNoRank) {
+      report_fault(between.domain.fault, FaultKind::kTimeout, KernelName::kDispatchBetween, WaitTag::kCounts,
+                   between.domain.rank, kRankElsewhere + grid.peer_in((grid.domain_idx() + i) % grid.num_domains), 0,
+                   0);
+    }
     atomicMax(&call.verdict.fails, theirs.fails);
     atomicMax(&call.verdict.lacks_capacity, theirs.lacks_capacity);
     atomicMin(&call.verdict.overflowing, theirs.overflowing);

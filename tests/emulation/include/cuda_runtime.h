@@ -140,6 +140,10 @@ T atomicCAS_system(T* address, std::common_type_t<T> expected, std::common_type_
   return atomicCAS(address, expected, value);
 }
 template <typename T>
+T atomicOr_system(T* address, std::common_type_t<T> bits) {
+  return __atomic_fetch_or(address, bits, __ATOMIC_ACQ_REL);
+}
+template <typename T>
 T atomicMax(T* address, std::common_type_t<T> value) {
   T seen = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   for (T before; seen < value && (before = atomicCAS(address, seen, value)) != seen;) seen = before;
@@ -193,7 +197,9 @@ inline cudaError_t cudaFreeHost(void* memory) {
 }
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamQuery(cudaStream_t) {
+  return emulated::stream_is_busy && emulated::stream_is_busy() ? cudaErrorNotReady : cudaSuccess;
+}
 constexpr unsigned cudaStreamNonBlocking = 1;
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
