@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import socket
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,7 +37,16 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "as_rows", "as_words", "check_bias", "check_global_scale", "check_nvfp4_rows", "check_rows"]
+__all__ = [
+    "BaseBuffer",
+    "as_rows",
+    "as_words",
+    "check_bias",
+    "check_global_scale",
+    "check_nvfp4_rows",
+    "check_rows",
+    "check_weights",
+]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -232,9 +242,7 @@ class BaseBuffer:
             require(False, "top-k (columns of topk_idx)", num_topk, f"1 … {min(MAX_TOPK, num_experts)}")
         require_expert_indices(topk_idx, num_experts)
         if topk_weights is not None:
-            shape = tuple(topk_idx.shape)
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
-            require_no_grad("topk_weights", topk_weights)
+            check_weights("topk_weights", topk_weights, topk_idx.shape, topk_idx.device)
 
 
 def _resolve_group(group: dist.ProcessGroup | None, comm: Any) -> dist.ProcessGroup | None:
@@ -338,6 +346,16 @@ def check_nvfp4_rows(
     return as_rows(data, as_words(scales))
 
 
+def check_weights(name: str, weights: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Checks float32 weights or probabilities that come with rows.
+
+    Raises:
+        ConfigError: dtype, shape or device does not fit, or a gradient would be lost.
+    """
+    require_tensor(name, weights, dtypes=(torch.float32,), shape=shape, device=device)
+    require_no_grad(name, weights)
+
+
 def check_global_scale(name: str, global_scale: Tensor, device: torch.device) -> None:
     """Checks the global scale of NVFP4 rows; its value only where the host has it.
 
@@ -357,13 +375,14 @@ def check_bias(
     """Checks what combine adds to its result: none, one or two ``[T, H]`` bf16.
 
     Raises:
-        ConfigError: dtype, shape, device or number does not fit.
+        ConfigError: dtype, shape, device or number does not fit, or a gradient would be lost.
     """
     biases: tuple[Tensor, ...] = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
     if len(biases) > 2:
         require(False, "number of biases", len(biases), "0, 1 or 2")
     for term in biases:
         require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
+        require_no_grad("bias", term)
     return biases
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows
+from hybrid_ep.buffers.base import check_bias, check_rows, check_weights
 from hybrid_ep.buffers.elastic_handle import EPHandle
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.core.checks import (
@@ -23,7 +23,6 @@ from hybrid_ep.core.checks import (
     require,
     require_bool,
     require_int,
-    require_no_grad,
     require_tensor,
 )
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
@@ -349,8 +348,7 @@ class ElasticCalls(LoadBalanceCalls):
             require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
         if topk_weights is not None:
             shape = (num_rows, dispatch.num_topk) if permute is None else (num_rows,)
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
-            require_no_grad("topk_weights", topk_weights)
+            check_weights("topk_weights", topk_weights, shape, x.device)
         biases = check_bias(bias, dispatch.num_tokens, x.shape[1], x.device)
         sms = num_sms or handle.asked_num_sms
         with self._comm_stream.scope(previous, async_finish):
@@ -488,9 +486,7 @@ class ElasticCalls(LoadBalanceCalls):
             if given is not None and given != made_with:
                 require(False, name, given, f"{made_with}, as with this handle")
         if topk_weights is not None:
-            shape, device = tuple(handle.topk_idx.shape), rows.data.device
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
-            require_no_grad("topk_weights", topk_weights)
+            check_weights("topk_weights", topk_weights, handle.topk_idx.shape, rows.data.device)
             handle.require_unchanged()
 
     def _check_stats(self, stats: Tensor | None, num_experts: int, device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffers.base import check_rows
+from hybrid_ep.buffers.base import check_rows, check_weights
 from hybrid_ep.buffers.hybrid_arguments import HybridArguments
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
@@ -317,8 +317,7 @@ class HybridEPBuffer(HybridArguments):
         if probs is None:
             return engine.combine(request, dispatch).data, None
         experts = first, end = self._experts_of_domain(dispatch.num_experts)
-        shape = (num_recv, end - first)
-        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
+        check_weights("probs", probs, (num_recv, end - first), hidden.device)
         if handle.is_map:
             combined = combine_with_probs(engine, request, torch.where(received, probs, 0.0), experts, dispatch)
             return combined.data, combined.weights
@@ -516,7 +515,7 @@ class HybridEPBuffer(HybridArguments):
             made_with = permute.pad_multiple
             require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
         if probs is not None:
-            require_tensor("probs", probs, dtypes=(torch.float32,), shape=(num_permuted,), device=hidden.device)
+            check_weights("probs", probs, (num_permuted,), hidden.device)
         request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
         combined = engine.combine_permuted(request, permute)
         data, num_parts = combined.data, handle.num_parts

@@ -506,6 +506,7 @@ class LowLatencyCalls(BaseBuffer):
             require_tensor(
                 "out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device, contiguous=True
             )
+            require_no_grad("out", out)
 
     @staticmethod
     def _check_return(async_finish: bool, return_recv_hook: bool) -> None:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows
+from hybrid_ep.buffers.base import check_bias, check_rows, check_weights
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, checked, parts_of
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_int
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
@@ -549,8 +549,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         num_sms = _num_sms(config)
         num_tokens = handle.num_tokens
         if topk_weights is not None:
-            shape = (x.shape[0], handle.num_topk)
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
+            check_weights("topk_weights", topk_weights, (x.shape[0], handle.num_topk), x.device)
         biases = check_bias(bias, num_tokens, x.shape[1], x.device)
         with self._comm_stream.scope(previous_event, async_finish):
             bias_terms = tuple(term.contiguous() for term in biases)
