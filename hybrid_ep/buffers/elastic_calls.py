@@ -287,12 +287,11 @@ class ElasticCalls(LoadBalanceCalls):
         engine = self.engine
         data, scales = _parts(x)
         _check_flags(options)
-        previous_event = as_overlap("previous_event", options.previous_event)
         before_epilogue = as_overlap("previous_event_before_epilogue", options.previous_event_before_epilogue)
-        async_finish, num_sms = options.async_with_compute_stream, options.num_sms or None
-        require_int("num_sms", options.num_sms, minimum=0)
+        async_finish = _flag("async_with_compute_stream", options.async_with_compute_stream)
+        num_sms = require_int("num_sms", options.num_sms, minimum=0) or None
         require_int("num_qps", options.num_qps, minimum=0)
-        with self._comm_stream.scope(previous_event, async_finish):
+        with self._comm_stream.scope(options.previous_event, async_finish):
             # Here, because it may copy scales.
             rows = check_rows("x", data, scales, device=engine.device, opaque_scales=True)
             if handle is None:
@@ -317,7 +316,7 @@ class ElasticCalls(LoadBalanceCalls):
             handle.recv_topk_idx,
         )
         tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *made)
-        event = self._comm_stream.finish(previous_event, async_finish, tensors)
+        event = self._comm_stream.finish(options.previous_event, async_finish, tensors)
         recv_x = received.data if received.scales is None else (received.data, received.scales)
         return recv_x, recv_idx, recv_weights, handle, event
 
@@ -335,7 +334,6 @@ class ElasticCalls(LoadBalanceCalls):
     ) -> CombineResult:
         """A combine of either class."""
         engine = self.engine
-        previous = as_overlap("previous_event", previous_event)
         before_epilogue = as_overlap("previous_event_before_epilogue", previous_event_before_epilogue)
         require_int("num_sms", num_sms, minimum=0)
         require_int("num_qps", num_qps, minimum=0)
@@ -351,7 +349,7 @@ class ElasticCalls(LoadBalanceCalls):
             check_weights("topk_weights", topk_weights, shape, x.device)
         biases = check_bias(bias, dispatch.num_tokens, x.shape[1], x.device)
         sms = num_sms or handle.asked_num_sms
-        with self._comm_stream.scope(previous, async_finish):
+        with self._comm_stream.scope(previous_event, async_finish):
             bias_terms = tuple(term.contiguous() for term in biases)
             request = CombineRequest(x.contiguous(), packed(topk_weights), bias_terms, sms)
             if permute is None:
@@ -361,7 +359,7 @@ class ElasticCalls(LoadBalanceCalls):
             if before_epilogue is not None:
                 before_epilogue.current_stream_wait()
         tensors = (x, topk_weights, *biases, *combined)
-        return combined.data, combined.weights, self._comm_stream.finish(previous, async_finish, tensors)
+        return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
     def _routing(
         self, rows: Rows, topk_idx: Tensor | None, topk_weights: Tensor | None, options: DispatchOptions
@@ -505,13 +503,7 @@ def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_flags(options: DispatchOptions) -> None:
-    for name in (
-        "async_with_compute_stream",
-        "do_handle_copy",
-        "do_expand",
-        "do_zero_padding",
-        "use_tma_aligned_col_major_sf",
-    ):
+    for name in ("do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"):
         _flag(name, getattr(options, name))
     if options.do_cpu_sync is not None:
         _flag("do_cpu_sync", options.do_cpu_sync)
@@ -520,7 +512,7 @@ def _check_flags(options: DispatchOptions) -> None:
 
 def _flag(name: str, value: object) -> bool:
     """A bool; callers also pass 1 and 0."""
-    return require_bool(name, bool(value) if value in (0, 1) else value)
+    return require_bool(name, bool(value) if isinstance(value, int) and value in (0, 1) else value)
 
 
 def _rounded(counts: Tensor, alignment: int) -> list[int]:

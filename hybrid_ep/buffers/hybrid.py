@@ -20,7 +20,7 @@ from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpCo
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_bool, require_int, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     experts_of_columns,
@@ -392,8 +392,9 @@ class HybridEPBuffer(HybridArguments):
             ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
         """
         engine = self.engine
+        require_bool("non_blocking", non_blocking)
         if use_host_meta is not None:
-            non_blocking = not use_host_meta
+            non_blocking = not require_bool("use_host_meta", use_host_meta)
         require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
                 "a number of rows, with non_blocking=True")  # fmt: skip
         bound: int | None = None

@@ -22,7 +22,6 @@ from hybrid_ep.core.checks import (
     MAX_TOPK,
     Passed,
     require,
-    require_bool,
     require_bools,
     require_int,
     require_no_grad,
@@ -289,7 +288,7 @@ class LowLatencyCalls(BaseBuffer):
         """
         self._require_low_latency()
         self._check_low_latency_handle(handle)
-        require_bool("use_logfmt", use_logfmt)
+        require_bools(("use_logfmt", "zero_copy", "overlap"), (use_logfmt, zero_copy, overlap))
         if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
             require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
         if zero_copy:
@@ -510,6 +509,7 @@ class LowLatencyCalls(BaseBuffer):
 
     @staticmethod
     def _check_return(async_finish: bool, return_recv_hook: bool) -> None:
+        require_bools(("async_finish", "return_recv_hook"), (async_finish, return_recv_hook))
         if async_finish and return_recv_hook:
             require(False, "async_finish and return_recv_hook", "both True", "one of them")
 

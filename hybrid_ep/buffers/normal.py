@@ -23,7 +23,7 @@ from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, checked, parts_of
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_int
+from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
@@ -121,9 +121,9 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     ) -> None:
         self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, minimum=0, maximum=MAX_BYTES)
         self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, minimum=0, maximum=MAX_BYTES)
-        self.low_latency_mode = low_latency_mode
+        self.low_latency_mode = require_bool("low_latency_mode", low_latency_mode)
         self.explicitly_destroy = explicitly_destroy
-        self.enable_shrink = enable_shrink
+        self.enable_shrink = require_bool("enable_shrink", enable_shrink)
         self.lost_ranks = env.LOST_RANKS.get() if lost_ranks is None else lost_ranks
         require(self.lost_ranks in ("raise", "mask"), "lost_ranks", lost_ranks, "raise or mask")
         self._local_memory: dict[bool, Tensor] = {}
@@ -241,7 +241,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         self,
         topk_idx: Tensor,
         num_experts: int,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
@@ -290,7 +290,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, None, None, None, None, EventOverlap]: ...
@@ -310,7 +310,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, Tensor, Tensor, list[int], DispatchHandle, EventOverlap]: ...
@@ -330,7 +330,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, Tensor, None, list[int], DispatchHandle, EventOverlap]: ...
@@ -349,7 +349,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult: ...
@@ -368,7 +368,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult:
@@ -465,7 +465,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, None, EventOverlap]: ...
@@ -478,7 +478,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: Tensor,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor, EventOverlap]: ...
@@ -491,7 +491,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]: ...
@@ -504,7 +504,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
