@@ -46,6 +46,7 @@ __all__ = [
     "check_nvfp4_rows",
     "check_rows",
     "check_weights",
+    "resolve_group",
 ]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
@@ -78,7 +79,7 @@ class BaseBuffer:
     ) -> None:
         self._process_id = os.getpid()
         self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
-        self.group = _resolve_group(group, comm)
+        self.group = resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
         per_domain = env.NUM_RANKS_PER_DOMAIN.get() if num_ranks_per_domain is None else num_ranks_per_domain
@@ -245,10 +246,18 @@ class BaseBuffer:
             check_weights("topk_weights", topk_weights, topk_idx.shape, topk_idx.device)
 
 
-def _resolve_group(group: dist.ProcessGroup | None, comm: Any) -> dist.ProcessGroup | None:
+def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.ProcessGroup | None:
+    """Returns the group that a constructor's arguments name; None = a single rank.
+
+    Raises:
+        ConfigError: both are given, or one is not what it should be.
+    """
     if comm is not None:
         if group is not None:
             raise ConfigError("group and comm are both given; allowed: one of them")
+        needed = ("Get_rank", "Get_size", "allgather", "bcast")
+        is_comm = all(hasattr(comm, name) for name in needed)
+        require(is_comm, "comm", type(comm).__name__, f"an mpi4py communicator, with {', '.join(needed)}")
         return _group_of_comm(comm)
     if group is not None:
         require(isinstance(group, dist.ProcessGroup), "group", type(group).__name__, "a torch.distributed.ProcessGroup")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows, check_weights
+from hybrid_ep.buffers.base import check_bias, check_rows, check_weights, resolve_group
 from hybrid_ep.buffers.elastic_handle import EPHandle
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.core.checks import (
@@ -201,12 +201,13 @@ class ElasticCalls(LoadBalanceCalls):
             allow_multiple_reduction: accepted for compatibility.
 
         Raises:
-            ConfigError: a number is negative.
+            ConfigError: a number is negative, K is above 32, or `group` is no process group.
         """
         tokens = require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, minimum=0)
         require_int("hidden", hidden, minimum=0)
         topk = require_int("num_topk", num_topk, minimum=0, maximum=MAX_TOPK) or MAX_TOPK
-        num_ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
+        group = resolve_group(group)
+        num_ranks = 1 if group is None else dist.get_world_size(group)
         row_bytes = 2 * hidden
         if use_fp8_dispatch:
             row_bytes = hidden + 4 * -(-hidden // _CHANNELS_PER_SCALE)

@@ -176,7 +176,7 @@ class HybridEPBuffer(HybridArguments):
             ConfigError: a size is not a positive integer, or a setting does not exist.
         """
         self._grow(hidden_dim, num_of_tokens_per_rank, num_local_experts)
-        pad = require_int("pad_multiple", pad_multiple or 0, minimum=0, maximum=_MAX_PAD)
+        pad = 0 if pad_multiple is None else require_int("pad_multiple", pad_multiple, minimum=0, maximum=_MAX_PAD)
         made = dataclasses.replace(self._sizes(pad))
         made.set(**kwargs)
         return made
@@ -402,8 +402,10 @@ class HybridEPBuffer(HybridArguments):
             is_one = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1
             given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
             bound = require_int("num_permuted_tokens", given, minimum=0)
-        pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1, maximum=_MAX_PAD)
-        if use_fp8 is not None:
+        pad = 1
+        if pad_multiple is not None:
+            pad = require_int("pad_multiple", pad_multiple, minimum=0, maximum=_MAX_PAD) or 1
+        if use_fp8 is not None and isinstance(hidden, Tensor):
             is_fp8 = hidden.dtype != torch.bfloat16
             require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
         if handle is not None:
@@ -440,7 +442,8 @@ class HybridEPBuffer(HybridArguments):
             )
             return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
-            num_of_experts = num_of_experts_per_rank * self.group_size
+            per_rank = require_int("num_of_experts_per_rank", num_of_experts_per_rank, minimum=1)
+            num_of_experts = per_rank * self.group_size
         rows, as_bytes, routing = self._rows_and_routing(
             hidden,
             scaling_factor,

@@ -64,6 +64,7 @@ class HybridArguments(BaseBuffer):
             has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
             num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
             num_experts = num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
         given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
         if given in self._passed:
             assert topk_idx is not None
@@ -108,7 +109,6 @@ class HybridArguments(BaseBuffer):
         if routing_map is not None:
             shape = (num_tokens, num_experts)
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
-        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
         self._grow(None, None, num_experts // self.group_size)
         if routing_map is not None:
             if probs is not None:

@@ -301,9 +301,11 @@ def _row_bytes(num_bytes: int) -> int:
 
 
 def _tensors(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    allowed = "a tensor, or a sequence of tensors"
+    require(isinstance(given, Tensor | Sequence), name, type(given).__name__, allowed)
     tensors = [given] if isinstance(given, Tensor) else list(given)
     for tensor in tensors:
-        require(isinstance(tensor, Tensor), name, type(tensor).__name__, "a tensor, or a sequence of tensors")
+        require(isinstance(tensor, Tensor), f"an element of {name}", type(tensor).__name__, "a tensor")
         require(tensor.dim() >= 2 and tensor[:1].numel() > 0, f"shape of {name}", list(tensor.shape), "[n, *shape]")
         require(tensor.is_contiguous(), f"strides of {name}", tensor.stride(), "a contiguous (row-major) tensor")
     return tensors

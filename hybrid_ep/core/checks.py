@@ -39,12 +39,12 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_INT, multiple_of: int = 1) -> int:
     """Returns `value` if it is an int from `minimum` to `maximum` and a multiple of `multiple_of`."""
-    allowed = f"an integer ≥ {minimum}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        if minimum <= value <= maximum and value % multiple_of == 0:
-            return value
-        if value > maximum:
-            allowed = f"an integer from {minimum} to {maximum}"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and minimum <= value <= maximum and value % multiple_of == 0:  # type: ignore[operator]
+        return value  # type: ignore[return-value]
+    # A maximum that no caller comes near is named only to who has passed it.
+    is_bounded = maximum < MAX_INT or (is_int and value > maximum)  # type: ignore[operator]
+    allowed = f"an integer from {minimum} to {maximum}" if is_bounded else f"an integer ≥ {minimum}"
     if multiple_of > 1:
         allowed += f" that is a multiple of {multiple_of}"
     raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")

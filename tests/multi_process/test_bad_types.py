@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from hybrid_ep import Buffer, ConfigError, ElasticBuffer, EventHandle, HybridEPBuffer
+from hybrid_ep import Buffer, BufferAllocator, ConfigError, ElasticBuffer, EventHandle, HybridEPBuffer
 from tests.multi_process.test_bad_input import (
     EXPERT_ROWS,
     SIGNALS,
@@ -65,6 +66,26 @@ NORMAL: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda b: b.low_latency_combine(EXPERT_ROWS, TOPK, WEIGHTS, low_latency_handle(b), overlap=SIGNALS),
         "overlap is tensor.*; allowed: True or False",
     ),
+    "weights of replicas": (
+        lambda b: b.lb_prefetch_weights(3, torch.ones(E, 4), TOPK),
+        "redundant_expert_weights is int; allowed: a tensor, or a sequence of tensors",
+    ),
+    "weights of replicas: of numbers": (
+        lambda b: b.lb_prefetch_weights([1.5], torch.ones(E, 4), TOPK),
+        "an element of redundant_expert_weights is float; allowed: a tensor",
+    ),
+    "size hint: group": (
+        lambda b: ElasticBuffer.get_buffer_size_hint("world", 8, H),  # type: ignore[arg-type]
+        "group is str; allowed: a torch.distributed.ProcessGroup",
+    ),
+    "plan: shape": (
+        lambda b: BufferAllocator().allocate(3, torch.int8),  # type: ignore[arg-type]
+        "shape is 3; allowed: a torch.Size or a sequence of integers",
+    ),
+    "constructor: comm": (
+        lambda b: Buffer(comm="world"),
+        "comm is str; allowed: an mpi4py communicator, with Get_rank",
+    ),
     "constructor: low_latency_mode": (lambda b: Buffer(None, low_latency_mode="no"), "low_latency_mode is 'no'"),  # type: ignore[arg-type]
     "constructor: enable_shrink": (lambda b: Buffer(None, enable_shrink=1), "enable_shrink is 1; allowed: True or"),  # type: ignore[arg-type]
 }
@@ -89,6 +110,10 @@ def test_an_event_handle_is_an_event(buffer: Buffer) -> None:
     [
         ({"non_blocking": "no"}, "non_blocking is 'no'; allowed: True or False"),
         ({"use_host_meta": "no"}, "use_host_meta is 'no'; allowed: True or False"),
+        ({"hidden": [1.0], "use_fp8": False}, "hidden is list; allowed: a torch.Tensor"),
+        ({"num_of_experts": [E]}, r"num_of_experts is \[8\]; allowed: an integer ≥ 1"),
+        ({"num_of_experts_per_rank": "8"}, "num_of_experts_per_rank is '8'; allowed: an integer ≥ 1"),
+        ({"pad_multiple": {}}, "pad_multiple is {}; allowed: an integer from 0 to 65536"),
     ],
 )
 def test_hybrid_buffer(hybrid: HybridEPBuffer, arguments: dict[str, Any], message: str) -> None:
