@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid_ep import env
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "require_expert_indices",
     "require_int",
     "require_no_grad",
+    "require_seconds",
     "require_tensor",
     "traits",
     "unsupported",
@@ -48,6 +50,14 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_IN
     if multiple_of > 1:
         allowed += f" that is a multiple of {multiple_of}"
     raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def require_seconds(name: str, value: object) -> float:
+    """Returns `value` if it is a number of seconds that a wait can be limited to."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= env.MAX_TIMEOUT_S:  # type: ignore[operator]
+        raise ConfigError(f"{name} is {value!r}; allowed: a number of seconds > 0 and ≤ {env.MAX_TIMEOUT_S:.0f}")
+    return value  # type: ignore[return-value]
 
 
 def require_tensor(
