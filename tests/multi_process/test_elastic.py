@@ -328,7 +328,7 @@ def _refuse() -> None:
     store = dist.distributed_c10d._get_default_store()
     with pytest.raises(ConfigError, match="load_expert is None; allowed: a function"):
         join(store, None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="store is str; allowed: a torch.distributed.Store"):
+    with pytest.raises(ConfigError, match=r"store is str; allowed: a torch\.distributed\.Store"):
         join("tcp://host:1", _load)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="job is 3; allowed: a str"):
         join(store, _load, job=3)  # type: ignore[arg-type]
