@@ -98,17 +98,17 @@ class BaseBuffer:
         return env.TIMEOUT_S.get() if asked is None else float(asked)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments, which JSON can hold, for `over`: a buffer like this one on another group. Local."""
+        """Returns the keyword arguments with which `over` makes a buffer like this one; JSON can hold them. Local."""
         return dict(self._asked)
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, num_ranks_per_domain: int, options: dict[str, Any]) -> Self:
-        """Makes a buffer on a group. Collective.
+        """Makes a buffer with the options of another one, on another group. Collective over that group.
 
         Args:
             group: the ranks.
             num_ranks_per_domain: size of a domain.
-            options: of another buffer of this class.
+            options: what `options()` of a buffer of this class has returned.
 
         Raises:
             ConfigError, TopologyError: an argument does not fit the group.
@@ -140,24 +140,27 @@ class BaseBuffer:
 
     @property
     def runtime(self) -> Engine:
-        """The engine underneath, where callers of the peers look for theirs. Its methods are not the peers'."""
+        """The same as `engine`. DeepEP has an object of this name; its methods are others."""
         return self.engine
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank has sent to other ranks; `clear()` starts over."""
+        """Bytes that this rank has sent to other ranks; `clear()` sets them to 0. Local.
+
+        The torch engine counts all. The cuda engine counts rows of dispatches of several domains, and nothing else.
+        """
         return self.engine.traffic
 
     def raise_pending(self) -> None:
         """Raises the error of an earlier call that did not wait for the GPU, if the GPU has reported one by now. Local.
 
-        Every call of the buffer does this first. Replays of a CUDA graph make no call: after replays, synchronise their
-        stream and call this.
+        Collective calls raise such errors, too: a lost rank before they send, other errors once they have sent. Replays
+        of a CUDA graph make no call: after replays, synchronise their stream and call this.
 
         Raises:
             OverflowError: more rows arrived than the bound of a dispatch.
-            ConfigError: an expert index that is out of range, or ranks whose calls differ.
-            TimeoutError: a rank was lost.
+            ConfigError: an expert index is out of range, or calls of ranks differ.
+            TimeoutError, TransportError: a rank was lost.
         """
         self.engine.raise_pending()
 
@@ -174,12 +177,13 @@ class BaseBuffer:
         self.engine.empty_cache()
 
     def close(self) -> None:
-        """Gives back what the buffer holds. Local; may be called again.
+        """Gives back what the buffer holds. Local; waits for this rank's GPU; further calls do nothing.
 
         Results that are alive keep their memory.
 
         Raises:
-            ConfigError, OverflowError, TimeoutError: as `raise_pending`, when everything has been given back.
+            ConfigError, OverflowError, TimeoutError, TransportError: as `raise_pending`, when everything has been given
+                back. The loss of a rank that a call has raised is not raised again.
         """
         if self._engine is not None:
             engine, self._engine = self._engine, None

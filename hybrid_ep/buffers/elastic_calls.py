@@ -216,11 +216,13 @@ class ElasticCalls(LoadBalanceCalls):
         return -(-needed // _BUFFER_ALIGNMENT_BYTES) * _BUFFER_ALIGNMENT_BYTES
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Returns how many domains there are, and how many ranks each has."""
+        """Returns the number of domains and the number of ranks of each. Local."""
         return self.grid.num_domains, self.grid.num_ranks_per_domain
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Returns scale-out and scale-up ranks: as above or, without `allow_hybrid_mode`, 1 and all ranks."""
+        """Returns the number of logical domains and of ranks of each: those of `get_physical_domain_size` or, without
+        `allow_hybrid_mode`, 1 and all ranks. Local.
+        """
         return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.group_size)
 
     def get_theoretical_num_sms(
@@ -251,11 +253,11 @@ class ElasticCalls(LoadBalanceCalls):
 
     @staticmethod
     def capture() -> EventHandle:
-        """Returns an event on the current stream."""
+        """Returns an event on the current stream, which a call may take as `previous_event`. Local."""
         return EventHandle()
 
     def get_comm_stream(self) -> torch.Stream:
-        """Returns the stream that asynchronous calls run on."""
+        """Returns the communication stream; on a machine without a GPU, the CPU's. Local."""
         return self._comm_stream.get()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
@@ -267,7 +269,8 @@ class ElasticCalls(LoadBalanceCalls):
             sequential: accepted for compatibility.
 
         Raises:
-            ConfigError: a CUDA graph is captured, or an earlier call has left an error.
+            ConfigError: a CUDA graph is being captured, or an earlier call has left an error.
+            OverflowError: an earlier call has dropped rows.
             TimeoutError, TransportError: a rank was lost.
         """
         device = self.engine.device
