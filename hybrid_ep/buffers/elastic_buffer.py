@@ -41,6 +41,9 @@ class ElasticBuffer(ElasticCalls):
     stream order. So the current stream may overwrite them after the call, or after its event with
     `async_with_compute_stream`.
 
+    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    use has ended: `Tensor.record_stream` has no effect on it.
+
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
         num_bytes: accepted for compatibility, and kept; None = what `get_buffer_size_hint` says. The engine allocates

@@ -44,6 +44,9 @@ class HybridEPBuffer(HybridArguments):
     and from one thread at a time; otherwise they raise ConfigError or TimeoutError. A call reads its arguments in
     stream order. So the current stream may overwrite them after the call.
 
+    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    use has ended: `Tensor.record_stream` has no effect on it.
+
     On the cuda engine the host waits for the GPU in these calls: `dispatch`
     without `handle` and number of rows; `dispatch_with_permute` without `handle` and `non_blocking`; a call whose
     number of rows is a tensor on the GPU; `dispatch_with_permute` with a map of more than 32 experts, unless

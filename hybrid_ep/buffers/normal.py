@@ -56,6 +56,9 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     stream order. So the current stream may overwrite them after the call, or after its event with `async_finish`.
     Calls with a hook say otherwise.
 
+    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    use has ended: `Tensor.record_stream` has no effect on it.
+
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
         num_nvl_bytes: bytes that `get_local_buffer_tensor` gives, ≥ 0. The engine allocates what its calls need

@@ -169,7 +169,7 @@ def recover(
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
-    _close(buffer)  # what it raises is known by now
+    _close(buffer)  # its errors are those that made the caller recover
     loaded: dict[tuple[int, int], Any] = {}
     problem = ""
     try:
@@ -264,7 +264,7 @@ class _LeftOutError(TransportError):
 
 
 class _Round(NamedTuple):
-    """What all who take part in an attempt know; JSON can hold it.
+    """What every participant of an attempt knows; JSON can hold it.
 
     Attributes:
         terms: what the survivors agree on.
@@ -281,11 +281,11 @@ class _Round(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """Of all: ranks, and tickets below zero."""
+        """Ids of all participants: the ranks of survivors, and the negated tickets of newcomers."""
         return [*self.survivors, *(-ticket for ticket in self.tickets)]
 
     def only(self, ids: Collection[int]) -> _Round:
-        """Without the others."""
+        """Returns the round with only these participants."""
         kept = [i for i, one in enumerate(self.ids) if one in ids]
         return _Round(
             self.terms,
@@ -349,17 +349,17 @@ def _meet_survivors(
 
 
 class _Attempt:
-    """One generation, as one who takes part in it goes through.
+    """One attempt to make group, buffer and placement, as one participant makes it.
 
     Args:
         lineage: of the group.
-        round_: who takes part.
-        me: this one's id in it.
-        parent: the group that it comes from, None: none.
+        round_: the participants.
+        me: id of this participant.
+        parent: the group that this participant was in before; None for a newcomer.
 
     Attributes:
-        problem: which new rank was the first that could not make group or buffer, and why; "" where each that came
-            could. The same on all.
+        problem: which new rank was the first that could not make group or buffer, and why; "" if every rank that came
+            could. The same at all participants.
     """
 
     problem = ""
@@ -382,7 +382,7 @@ class _Attempt:
             begin: when the call began.
         """
         if self._round.tickets:
-            newcomers = [-ticket for ticket in self._round.tickets]  # who may have ended while they waited
+            newcomers = [-ticket for ticket in self._round.tickets]  # a process may have ended while it waited
             timeout_s = self._terms["timeout_s"]
             came, _ = self._rendezvous("newcomers", self._me, self._round.ids, "", timeout_s, newcomers)
             self._round = self._round.only(came)
@@ -478,7 +478,8 @@ class _Attempt:
         ids: list[int],
         rank: int,
     ) -> M | set[int]:
-        """Makes something, and agrees with the others whether all could; returns who is missing where one could not.
+        """Makes something, and agrees with the others whether all could. If one could not, returns the survivors that
+        did not come to the rendezvous after it.
 
         Args:
             what: the step's name.
@@ -494,7 +495,7 @@ class _Attempt:
             made = make()
         except (RuntimeError, HybridEPError) as error:
             problem = json.dumps([time.monotonic() - begin, str(error)])
-        # Whom an error here names may only be slow to fail itself.
+        # The rank that `error` names need not be lost: it may fail later, and then come to this rendezvous.
         came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s() + _MARGIN_S)
         if len(came) == len(ids) and not any(texts.values()):
             assert made is not None
