@@ -58,7 +58,7 @@ _DEFAULT_CHUNKS = 1000
 )
 @click.option(
     "--tokens",
-    help="Tokens of each rank, several separated by commas; default: 4096 on GPUs, 256 on a CPU; in low-latency mode 128 and 32.",
+    help="Tokens of each rank, several separated by commas; default: 4096 on GPUs, 256 on a CPU; low-latency: 128, 32.",
 )
 @click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs, 1024 on a CPU.")
 @click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs, 4 on a CPU.")
