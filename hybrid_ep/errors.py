@@ -5,8 +5,8 @@
     ├── TopologyError                  the machine or the group has another layout than asked for
     ├── TransportError                 bytes could not be moved: a peer closed its connection
     │   └── TimeoutError               a peer did not arrive within the configured time
-    ├── OverflowError                  more tokens arrived than the caller's bound
-    ├── ClosedError                    the buffer was used after `close()` or `destroy()`
+    ├── OverflowError                  more rows arrived than the caller's bound
+    ├── ClosedError                    a buffer was used after it or its process group was closed
     └── CudaError (RuntimeError)       a call of the CUDA runtime failed in the cuda engine
 
 A message has the value that was given and the values that are allowed. docs/troubleshooting.md has an entry for each
@@ -72,7 +72,13 @@ class TransportError(HybridEPError):
 
 @dataclass(eq=False)
 class TimeoutError(TransportError, builtins.TimeoutError):
-    """A peer did not arrive in time (``HYBRID_EP_TIMEOUT_S`` or the buffer's ``timeout_s``)."""
+    """A peer did not arrive in time (``HYBRID_EP_TIMEOUT_S`` or the buffer's ``timeout_s``).
+
+    Also a built-in ``TimeoutError``. It has the attributes of `TransportError`.
+
+    Attributes:
+        timeout_s: seconds that were waited.
+    """
 
     timeout_s: float = 0.0
 
@@ -82,11 +88,14 @@ class TimeoutError(TransportError, builtins.TimeoutError):
 
 
 class OverflowError(HybridEPError, builtins.OverflowError):
-    """More tokens arrived than the bound that the caller gave (``num_worst_tokens``, ``num_permuted_tokens`` …)."""
+    """More rows arrived than the bound that the caller gave (``num_worst_tokens``, ``num_permuted_tokens`` …).
+
+    Also a built-in ``OverflowError``. Rows beyond the bound are not delivered.
+    """
 
 
 class ClosedError(HybridEPError):
-    """The buffer was used after ``close()`` or ``destroy()``."""
+    """A buffer was used after ``close()`` or ``destroy()``, without its process group, or in a forked child."""
 
 
 class CudaError(HybridEPError, RuntimeError):

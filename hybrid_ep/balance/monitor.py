@@ -29,7 +29,7 @@ _TRACE_FORMAT = "hybrid_ep.LoadTrace/1"
 
 
 class LoadMonitor:
-    """Tokens of each expert in the last steps.
+    """Tokens of each expert in the last steps. Everything but `loads` is local and sends nothing.
 
     Args:
         num_layers: layers that are recorded.
@@ -106,7 +106,7 @@ class LoadMonitor:
         self._steps[self._place, layer].index_add_(0, experts, added)
 
     def step(self) -> None:
-        """Ends a step: the oldest one leaves the window."""
+        """Ends a step: the oldest one leaves the window. The host does not wait."""
         self._place = (self._place + 1) % self._steps.shape[0]
         self._steps[self._place].zero_()
 
@@ -119,8 +119,8 @@ class LoadMonitor:
 
         Args:
             group: the ranks; None = the default group, or this rank alone where there is none.
-            timeout_s: how long to wait for ranks; None = ``HYBRID_EP_TIMEOUT_S``. One that is lost while the sum is
-                made is the group's own to tell.
+            timeout_s: seconds to wait for the other ranks to call it; None = ``HYBRID_EP_TIMEOUT_S``. If a rank is lost
+                after that, while the sum is made, the group raises its own error after its own timeout.
 
         Raises:
             ConfigError: ranks have monitors of different layers or experts.
@@ -175,7 +175,11 @@ class LoadMonitor:
 
 
 def save_trace(path: str | Path, windows: Sequence[Tensor]) -> None:
-    """Writes loads of several windows, each ``[layers, E]``, as JSON for `hybrid-ep balance`."""
+    """Writes loads of several windows, each ``[layers, E]``, as JSON for `hybrid-ep balance`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     document = {"format": _TRACE_FORMAT, "loads": [window.tolist() for window in windows]}
     Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 

@@ -1,11 +1,13 @@
 """`next_placement`: follow the loads, and load few expert weights for it.
 
-Two kinds of steps are tried, one after another, each the one that gains most for an expert that must be loaded:
+The placement changes step by step. Each step is the one that gains most for each expert that must be loaded. There are
+two kinds of steps:
 
     replace   a slot whose expert has other replicas takes another expert     1 load
     swap      a slot of the fullest rank and one of another rank are exchanged   2 loads
 
-A step is taken if the fullest rank gets less, or if as much and the others come closer together.
+A step is taken if the fullest rank gets a smaller load, or if it gets the same and the loads of the other ranks come
+closer together.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class NextPlacement(NamedTuple):
 
 
 def next_placement(present: ExpertPlacement, weight: Tensor, *, max_moves: int) -> NextPlacement:
-    """Improves a placement for new loads by few moves.
+    """Improves a placement for new loads by few moves. Local, and the same on every rank that passes the same.
 
-    Where all replicas of each expert are in one domain, they stay there.
+    If each expert has all its replicas in one domain, they stay in that domain.
 
     Args:
         present: the placement in use.
@@ -110,7 +112,9 @@ class _Layer:
         return bad
 
     def _best_replace(self, count: Floats, load: Floats, fullest: int, now: float) -> _Step | None:
-        """Replaces a replica of an expert that has others: on the fullest rank by any expert, elsewhere by its."""
+        """The best replacement of a replica whose expert has others: on the fullest rank by a replica of any expert, on
+        another rank by one of an expert of the fullest rank.
+        """
         rank, slot = np.nonzero(count[self.slots] > 1)
         wanted = np.unique(self.slots[fullest])
         everyone = np.arange(len(self.loads))
@@ -132,7 +136,7 @@ class _Layer:
         return now - float(bad[best]), [(int(rank[best]), int(slot[best]), int(expert[best]))]
 
     def _change(self, expert: Ints, count: Floats, by: int, at: Floats) -> Floats:
-        """What it does to the ranks' loads, ``[n, R]``, if an expert has a replica more, or one less, on a rank."""
+        """Change of the ranks' loads, ``[n, R]``, when an expert gets one replica more or less on a rank."""
         before = (self.loads / count)[expert][:, None] * self.copies[expert]
         after = (self.loads[expert] / (count[expert] + by))[:, None] * (self.copies[expert] + by * at)
         change: Floats = after - before

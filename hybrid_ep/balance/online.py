@@ -3,13 +3,15 @@
 A pure function of the matrix of counts, which all ranks have: every rank computes the same plan, and nothing is sent to
 agree on it. Integers only, so that every device computes the same; the host never waits.
 
-In each domain, spare slots are filled one rank after another, the emptiest first. A rank above the wanted maximum
-gives it what it lacks to the maximum: its largest experts first, at most one for each slot. Of several such ranks, the
-one that can give most gives. A giver may end below the maximum; then it is filled by another one later. So each rank
-receives from one giver only. With as many spare slots as experts the maximum is the mean. The argument is that of the
-alias method (source: Walker, "An Efficient Method for Generating Discrete Random Variables with General
-Distributions", 1977). With fewer spare slots the mean may be out of reach: several maxima are tried at once, and the
-best plan is kept.
+A plan has a wanted maximum, the most copies that a rank should receive. In each domain, ranks below it take copies one
+rank after another, the rank with the fewest copies first. A rank above the maximum gives: copies of its largest
+experts, at most one expert for each spare slot of the taker, until the taker has the maximum. If several ranks are
+above the maximum, the one gives that can give most. A giver may end below the maximum. Then it takes copies itself in a
+later step. So each rank takes from one giver only.
+
+With as many spare slots as experts, the maximum can be the mean. The argument is that of the alias method (source:
+Walker, "An Efficient Method for Generating Discrete Random Variables with General Distributions", 1977). With fewer
+spare slots the mean may be out of reach. So several maxima are tried at once, and the best plan is kept.
 
     S sources (all ranks)   E experts   R ranks   D domains   LE = E/R   B spare slots of a rank   V wanted maxima
 """
@@ -129,13 +131,14 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
     Copies stay on their own rank as far as its quota goes. The rest of each expert's copies, in the order of ranks and
     tokens, is handed out to the rest of the quotas, in the order of ranks.
 
+    On a GPU this is one kernel. There an index that is no expert becomes an index that is no slot, and the dispatch
+    reports it.
+
     Args:
         plan: of `counts`.
         counts: ``[R, E]`` int64, as planned with.
         topk_idx: ``[T, K]`` int64, expert or −1: those that `counts[rank]` has counted.
         rank: this rank.
-
-    On a GPU this is one kernel, and what is no expert becomes what is no slot: the dispatch reports it.
 
     Returns:
         ``[T, K]`` int64, slot or −1, for a dispatch with ``num_experts = R × (LE + B)``: slot s of rank r is

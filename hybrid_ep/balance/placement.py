@@ -99,7 +99,11 @@ class ExpertPlacement:
     def contiguous(
         cls, num_layers: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int | None = None
     ) -> ExpertPlacement:
-        """No replicas: expert e on rank e // (E/R), as without a placement."""
+        """Returns a placement without replicas: expert e is on rank e // (E/R), as without a placement.
+
+        Raises:
+            ConfigError: a number is not an integer ≥ 1, or E is not a multiple of R.
+        """
         require_int("num_layers", num_layers, minimum=1)
         require_int("num_ranks", num_ranks, minimum=1)
         require_int("num_experts", num_experts, minimum=1, multiple_of=num_ranks)
@@ -173,6 +177,9 @@ class ExpertPlacement:
 
         Args:
             weight: ``[layers, E]`` loads of logical experts.
+
+        Raises:
+            ConfigError: as `require_weight`.
         """
         loads = self.require_weight(weight)
         num_domains = self.num_ranks // self.num_ranks_per_domain
@@ -185,11 +192,19 @@ class ExpertPlacement:
         return total.view(self.num_layers, self.num_ranks, self.num_slots).sum(2)
 
     def balancedness(self, weight: Tensor) -> Tensor:
-        """Mean over largest load of the ranks, ``[layers]`` float64; 1 is balanced, and so are layers without load."""
+        """Mean over largest load of the ranks, ``[layers]`` float64; 1 is balanced, and so are layers without load.
+
+        Raises:
+            ConfigError: as `require_weight`.
+        """
         return balancedness(self.rank_loads(weight))
 
     def on(self, device: torch.device | str, rank: int) -> DevicePlacement:
-        """The tables that `rank` maps its tokens with, on `device`."""
+        """Returns the tables with which `rank` maps its tokens, copied to `device`.
+
+        Raises:
+            ConfigError: `rank` is not one of 0 … R−1.
+        """
         require_int("rank", rank, minimum=0, maximum=self.num_ranks - 1)
         replicas, count = self._choices(rank // self.num_ranks_per_domain)
         return DevicePlacement(
@@ -236,7 +251,11 @@ class ExpertPlacement:
         return ((wanted > 0) & (held == 0)).sum((1, 2))
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
+        """Writes JSON, which `load` reads.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
@@ -332,8 +351,8 @@ class DevicePlacement:
     def map_topk(self, layer: int, topk_idx: Tensor) -> Tensor:
         """Maps logical to physical experts. The host does not wait; every engine and device gives the same.
 
-        Columns stay where they are, and so do their weights. On a GPU this is one kernel, and what is no expert becomes
-        what is no slot: the dispatch reports it.
+        Columns stay where they are, and so do their weights. On a GPU this is one kernel. There an index that is no
+        expert becomes an index that is no slot, and the dispatch reports it.
 
         Args:
             layer: index of the layer.

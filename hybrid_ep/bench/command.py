@@ -34,7 +34,13 @@ _DEFAULT_CHUNKS = 1000
 
 @click.command()
 @click.option("--ranks", type=int, help="Processes to start; default: all GPUs, or 4 on a CPU. Not under a launcher.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the tensors are; auto: on GPUs if there are any.",
+)
 @click.option(
     "--mode",
     type=click.Choice([*MODES, LINK]),
@@ -43,14 +49,20 @@ _DEFAULT_CHUNKS = 1000
     help="link: a link between domains alone, with chunks of 16 rows and no kernels; --runs is then how many chunks.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Of dispatched tokens.")
-@click.option("--routing", type=click.Choice(ROUTINGS), default="uniform", show_default=True)
+@click.option(
+    "--routing",
+    type=click.Choice(ROUTINGS),
+    default="uniform",
+    show_default=True,
+    help="How tokens choose experts. skewed: some are popular; hot: one expert gets 30 % of the tokens.",
+)
 @click.option(
     "--tokens",
-    help="Tokens of each rank, several separated by commas; default: 4096 on GPUs (128 in low-latency mode).",
+    help="Tokens of each rank, several separated by commas; default: 4096 on GPUs, 256 on a CPU; low-latency: 128, 32.",
 )
-@click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs.")
-@click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs.")
-@click.option("--experts", type=int, help="Experts of all ranks together; default: 256 on GPUs.")
+@click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs, 1024 on a CPU.")
+@click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs, 4 on a CPU.")
+@click.option("--experts", type=int, help="Experts of all ranks together; default: 256 on GPUs, 32 on a CPU.")
 @click.option(
     "--skew",
     default=",".join(map(str, range(11))),
@@ -69,9 +81,11 @@ _DEFAULT_CHUNKS = 1000
     "interface. Give it several times for a comparison.",
 )
 @click.option("--num-sms", help="SMs to use, separated by commas, e.g. 8,16,24; default: each one's own choice.")
-@click.option("--no-sync", is_flag=True, help="Give upper bounds of received rows, so that no call waits for the host.")
+@click.option("--no-sync", is_flag=True, help="Give upper bounds of received rows, so that the host waits in no call.")
 @click.option("--wire/--no-wire", default=True, show_default=True, help="Measure the wire's limit beside it, on GPUs.")
-@click.option("--hold", default=4, show_default=True, help="Results kept alive where dispatch is timed so; 0 = not.")
+@click.option(
+    "--hold", default=4, show_default=True, help="Also time dispatch while this many results are kept alive; 0: do not."
+)
 @click.option("--warmups", default=3, show_default=True, help="Calls before timing.")
 @click.option("--runs", type=int, help="Timed calls; default: 30 on GPUs, 10 on a CPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
@@ -105,7 +119,7 @@ def bench(
     Started by hand it starts its own ranks; under torchrun or mpirun it joins theirs. Every implementation gets the
     same tensors and the same timer, and is timed only if every row arrived and came back right.
 
-    Exits with 1 if any did not.
+    Exits with 1 if a row did not.
     """
     try:
         launcher = find_launcher()

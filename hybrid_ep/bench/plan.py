@@ -57,7 +57,7 @@ class BenchPlan:
         candidates: who takes part; in mode ``balance`` the policies.
         num_warmups: calls before timing.
         num_runs: timed calls.
-        no_sync: give the upper bound of received rows, so that no call waits for the host.
+        no_sync: give the upper bound of received rows, so that the host waits in no call.
         device: ``cpu`` or ``cuda``.
         wire: measure the wire's limit beside the candidates.
         num_held: results of dispatch that are kept alive in the forms named so; 0 = no such forms.

@@ -53,6 +53,7 @@ class BufferAllocator:
             not self.materialized, "a plan of tensors", "materialized", "calls of allocate before the buffer is made"
         )
         require(isinstance(dtype, torch.dtype), "dtype", repr(dtype), "a torch.dtype")
+        require(isinstance(shape, Sequence), "shape", repr(shape), "a torch.Size or a sequence of integers")
         sizes = [require_int("a size of shape", size, minimum=0) for size in shape]
         tensor = torch.empty(sizes, dtype=dtype, device="meta")
         self._planned.append((tensor, self.num_bytes))

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import socket
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,7 +37,17 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "as_rows", "as_words", "check_bias", "check_global_scale", "check_nvfp4_rows", "check_rows"]
+__all__ = [
+    "BaseBuffer",
+    "as_rows",
+    "as_words",
+    "check_bias",
+    "check_global_scale",
+    "check_nvfp4_rows",
+    "check_rows",
+    "check_weights",
+    "resolve_group",
+]
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -68,7 +79,7 @@ class BaseBuffer:
     ) -> None:
         self._process_id = os.getpid()
         self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
-        self.group = _resolve_group(group, comm)
+        self.group = resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
         per_domain = env.NUM_RANKS_PER_DOMAIN.get() if num_ranks_per_domain is None else num_ranks_per_domain
@@ -87,17 +98,17 @@ class BaseBuffer:
         return env.TIMEOUT_S.get() if asked is None else float(asked)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments, which JSON can hold, for `over`: a buffer like this one on another group. Local."""
+        """Returns the keyword arguments with which `over` makes a buffer like this one; JSON can hold them. Local."""
         return dict(self._asked)
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, num_ranks_per_domain: int, options: dict[str, Any]) -> Self:
-        """Makes a buffer on a group. Collective.
+        """Makes a buffer with the options of another one, on another group. Collective over that group.
 
         Args:
             group: the ranks.
             num_ranks_per_domain: size of a domain.
-            options: of another buffer of this class.
+            options: what `options()` of a buffer of this class has returned.
 
         Raises:
             ConfigError, TopologyError: an argument does not fit the group.
@@ -129,24 +140,27 @@ class BaseBuffer:
 
     @property
     def runtime(self) -> Engine:
-        """The engine underneath, where callers of the peers look for theirs. Its methods are not the peers'."""
+        """The same as `engine`. DeepEP has an object of this name; its methods are others."""
         return self.engine
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank has sent to other ranks; `clear()` starts over."""
+        """Bytes that this rank has sent to other ranks; `clear()` sets them to 0. Local.
+
+        The torch engine counts all. The cuda engine counts rows of dispatches of several domains, and nothing else.
+        """
         return self.engine.traffic
 
     def raise_pending(self) -> None:
         """Raises the error of an earlier call that did not wait for the GPU, if the GPU has reported one by now. Local.
 
-        Every call of the buffer does this first. Replays of a CUDA graph make no call: after replays, synchronise their
-        stream and call this.
+        Collective calls raise such errors, too: a lost rank before they send, other errors once they have sent. Replays
+        of a CUDA graph make no call: after replays, synchronise their stream and call this.
 
         Raises:
             OverflowError: more rows arrived than the bound of a dispatch.
-            ConfigError: an expert index that is out of range, or ranks whose calls differ.
-            TimeoutError: a rank was lost.
+            ConfigError: an expert index is out of range, or calls of ranks differ.
+            TimeoutError, TransportError: a rank was lost.
         """
         self.engine.raise_pending()
 
@@ -163,12 +177,13 @@ class BaseBuffer:
         self.engine.empty_cache()
 
     def close(self) -> None:
-        """Gives back what the buffer holds. Local; may be called again.
+        """Gives back what the buffer holds. Local; waits for this rank's GPU; further calls do nothing.
 
         Results that are alive keep their memory.
 
         Raises:
-            ConfigError, OverflowError, TimeoutError: as `raise_pending`, when everything has been given back.
+            ConfigError, OverflowError, TimeoutError, TransportError: as `raise_pending`, when everything has been given
+                back. The loss of a rank that a call has raised is not raised again.
         """
         if self._engine is not None:
             engine, self._engine = self._engine, None
@@ -232,15 +247,21 @@ class BaseBuffer:
             require(False, "top-k (columns of topk_idx)", num_topk, f"1 … {min(MAX_TOPK, num_experts)}")
         require_expert_indices(topk_idx, num_experts)
         if topk_weights is not None:
-            shape = tuple(topk_idx.shape)
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=topk_idx.device)
-            require_no_grad("topk_weights", topk_weights)
+            check_weights("topk_weights", topk_weights, topk_idx.shape, topk_idx.device)
 
 
-def _resolve_group(group: dist.ProcessGroup | None, comm: Any) -> dist.ProcessGroup | None:
+def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.ProcessGroup | None:
+    """Returns the group that a constructor's arguments name; None = a single rank.
+
+    Raises:
+        ConfigError: both are given, or one is not what it should be.
+    """
     if comm is not None:
         if group is not None:
             raise ConfigError("group and comm are both given; allowed: one of them")
+        needed = ("Get_rank", "Get_size", "allgather", "bcast")
+        is_comm = all(hasattr(comm, name) for name in needed)
+        require(is_comm, "comm", type(comm).__name__, f"an mpi4py communicator, with {', '.join(needed)}")
         return _group_of_comm(comm)
     if group is not None:
         require(isinstance(group, dist.ProcessGroup), "group", type(group).__name__, "a torch.distributed.ProcessGroup")
@@ -338,6 +359,16 @@ def check_nvfp4_rows(
     return as_rows(data, as_words(scales))
 
 
+def check_weights(name: str, weights: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Checks float32 weights or probabilities that come with rows.
+
+    Raises:
+        ConfigError: dtype, shape or device does not fit, or a gradient would be lost.
+    """
+    require_tensor(name, weights, dtypes=(torch.float32,), shape=shape, device=device)
+    require_no_grad(name, weights)
+
+
 def check_global_scale(name: str, global_scale: Tensor, device: torch.device) -> None:
     """Checks the global scale of NVFP4 rows; its value only where the host has it.
 
@@ -357,13 +388,14 @@ def check_bias(
     """Checks what combine adds to its result: none, one or two ``[T, H]`` bf16.
 
     Raises:
-        ConfigError: dtype, shape, device or number does not fit.
+        ConfigError: dtype, shape, device or number does not fit, or a gradient would be lost.
     """
     biases: tuple[Tensor, ...] = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
     if len(biases) > 2:
         require(False, "number of biases", len(biases), "0, 1 or 2")
     for term in biases:
         require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
+        require_no_grad("bias", term)
     return biases
 
 

@@ -33,8 +33,16 @@ __all__ = ["EPBuffer", "ElasticBuffer"]
 class ElasticBuffer(ElasticCalls):
     """Dispatch and combine with the interface of DeepEP 2.1.
 
-    A call runs on the current stream or, with `previous_event` or `async_with_compute_stream`, on the communication
+    A call runs on the current stream. With `previous_event` or `async_with_compute_stream` it runs on the communication
     stream. Results are the same on every engine, bit for bit, and in every run.
+
+    The constructor is collective over the group. Every rank of the group makes the collective calls, in the same order
+    and from one thread at a time; otherwise they raise ConfigError or TimeoutError. A call reads its arguments in
+    stream order. So the current stream may overwrite them after the call, or after its event with
+    `async_with_compute_stream`.
+
+    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    use has ended: `Tensor.record_stream` has no effect on it.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -75,8 +83,13 @@ class ElasticBuffer(ElasticCalls):
         scaleup_rank_idx: index of this rank in it.
 
     Raises:
-        ConfigError, TopologyError: an argument does not fit the group.
-        NotImplementedError: `num_cpu_bytes`.
+        ConfigError: an argument does not fit, ranks ask for different engines or domains, or the engine or transport
+            that is asked for cannot run here.
+        TopologyError: the domains do not divide the ranks, or ranks of a domain cannot map each other's memory.
+        TimeoutError, TransportError: a rank did not make the buffer.
+        ClosedError: by each call after `close()`, after the process group was destroyed, or in a forked child.
+        CudaError: by each call, if the CUDA runtime reports a failure.
+        NotImplementedError: `num_cpu_bytes` is given; and by calls of Engram, pipelines and all-gathers.
 
     Example:
         >>> x, topk_idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3], [1, -1]])
@@ -191,8 +204,10 @@ class ElasticBuffer(ElasticCalls):
             Without `do_cpu_sync`, rows after the last are marked by −1 in recv_topk_idx, or are zero with `do_expand`.
 
         Raises:
-            ConfigError: an argument does not fit.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit, a rank has more than M tokens, or ranks differ in what they must have
+                alike. Where the host does not wait, what the GPU finds is raised by a later call.
+            TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
+                from a later call.
 
         Example:
             >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
@@ -258,8 +273,8 @@ class ElasticBuffer(ElasticCalls):
             combined_x ``[T, H]`` bf16, combined_topk_weights ``[T, K]`` float32 or None, and the event.
 
         Raises:
-            ConfigError: an argument does not fit the handle.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit the handle, or ranks differ.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         return self._combine(
             x,
@@ -275,7 +290,7 @@ class ElasticBuffer(ElasticCalls):
 
 
 class EPBuffer(ElasticCalls):
-    """Dispatch and combine with the interface of DeepEP 2.5.
+    """Dispatch and combine with the interface of DeepEP 2.5; streams, life and errors as of `ElasticBuffer`.
 
     Args:
         lb_allocation_plan_or_num_bytes: a `BufferAllocator` whose tensors get their memory here, or bytes, which are
@@ -288,7 +303,8 @@ class EPBuffer(ElasticCalls):
         num_lb_bytes: of the plan, or as given.
 
     Raises:
-        ConfigError, TopologyError: an argument does not fit the group.
+        ConfigError: as `ElasticBuffer`, or the plan has its memory already.
+        TopologyError, TimeoutError, TransportError, ClosedError, CudaError: as `ElasticBuffer`.
 
     Example:
         >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
@@ -380,6 +396,11 @@ class EPBuffer(ElasticCalls):
             do_handle_copy: must be False: the caller must not write to `topk_idx` while the handle is used.
             defer_epilogue: return the event alone, whose `current_stream_wait()` returns recv_x, recv_topk_idx,
                 recv_topk_weights and the handle. Needs `async_with_compute_stream`. A wait of the host is not deferred.
+
+        Raises:
+            ConfigError: as `ElasticBuffer.dispatch`; `do_handle_copy` is True, or `defer_epilogue` is without
+                `async_with_compute_stream`.
+            TimeoutError, TransportError: as `ElasticBuffer.dispatch`.
         """
         require(not do_handle_copy, "do_handle_copy", do_handle_copy, "False")
         _check_defer(defer_epilogue, async_with_compute_stream)
@@ -426,6 +447,10 @@ class EPBuffer(ElasticCalls):
         Args:
             defer_epilogue: return the event alone, whose `current_stream_wait()` returns combined_x and
                 combined_topk_weights. Needs `async_with_compute_stream`.
+
+        Raises:
+            ConfigError: as `ElasticBuffer.combine`, or `defer_epilogue` is without `async_with_compute_stream`.
+            TimeoutError, TransportError: as `ElasticBuffer.combine`.
         """
         _check_defer(defer_epilogue, async_with_compute_stream)
         result = self._combine(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows
+from hybrid_ep.buffers.base import check_bias, check_rows, check_weights, resolve_group
 from hybrid_ep.buffers.elastic_handle import EPHandle
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.core.checks import (
@@ -23,7 +23,6 @@ from hybrid_ep.core.checks import (
     require,
     require_bool,
     require_int,
-    require_no_grad,
     require_tensor,
 )
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
@@ -202,12 +201,13 @@ class ElasticCalls(LoadBalanceCalls):
             allow_multiple_reduction: accepted for compatibility.
 
         Raises:
-            ConfigError: a number is negative.
+            ConfigError: a number is negative, K is above 32, or `group` is no process group.
         """
         tokens = require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, minimum=0)
         require_int("hidden", hidden, minimum=0)
         topk = require_int("num_topk", num_topk, minimum=0, maximum=MAX_TOPK) or MAX_TOPK
-        num_ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
+        group = resolve_group(group)
+        num_ranks = 1 if group is None else dist.get_world_size(group)
         row_bytes = 2 * hidden
         if use_fp8_dispatch:
             row_bytes = hidden + 4 * -(-hidden // _CHANNELS_PER_SCALE)
@@ -216,11 +216,13 @@ class ElasticCalls(LoadBalanceCalls):
         return -(-needed // _BUFFER_ALIGNMENT_BYTES) * _BUFFER_ALIGNMENT_BYTES
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Returns how many domains there are, and how many ranks each has."""
+        """Returns the number of domains and the number of ranks of each. Local."""
         return self.grid.num_domains, self.grid.num_ranks_per_domain
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Returns scale-out and scale-up ranks: as above or, without `allow_hybrid_mode`, 1 and all ranks."""
+        """Returns the number of logical domains and of ranks of each: those of `get_physical_domain_size` or, without
+        `allow_hybrid_mode`, 1 and all ranks. Local.
+        """
         return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.group_size)
 
     def get_theoretical_num_sms(
@@ -251,11 +253,11 @@ class ElasticCalls(LoadBalanceCalls):
 
     @staticmethod
     def capture() -> EventHandle:
-        """Returns an event on the current stream."""
+        """Returns an event on the current stream, which a call may take as `previous_event`. Local."""
         return EventHandle()
 
     def get_comm_stream(self) -> torch.Stream:
-        """Returns the stream that asynchronous calls run on."""
+        """Returns the communication stream; on a machine without a GPU, the CPU's. Local."""
         return self._comm_stream.get()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
@@ -267,7 +269,8 @@ class ElasticCalls(LoadBalanceCalls):
             sequential: accepted for compatibility.
 
         Raises:
-            ConfigError: a CUDA graph is captured, or an earlier call has left an error.
+            ConfigError: a CUDA graph is being captured, or an earlier call has left an error.
+            OverflowError: an earlier call has dropped rows.
             TimeoutError, TransportError: a rank was lost.
         """
         device = self.engine.device
@@ -288,12 +291,11 @@ class ElasticCalls(LoadBalanceCalls):
         engine = self.engine
         data, scales = _parts(x)
         _check_flags(options)
-        previous_event = as_overlap("previous_event", options.previous_event)
         before_epilogue = as_overlap("previous_event_before_epilogue", options.previous_event_before_epilogue)
-        async_finish, num_sms = options.async_with_compute_stream, options.num_sms or None
-        require_int("num_sms", options.num_sms, minimum=0)
+        async_finish = _flag("async_with_compute_stream", options.async_with_compute_stream)
+        num_sms = require_int("num_sms", options.num_sms, minimum=0) or None
         require_int("num_qps", options.num_qps, minimum=0)
-        with self._comm_stream.scope(previous_event, async_finish):
+        with self._comm_stream.scope(options.previous_event, async_finish):
             # Here, because it may copy scales.
             rows = check_rows("x", data, scales, device=engine.device, opaque_scales=True)
             if handle is None:
@@ -318,7 +320,7 @@ class ElasticCalls(LoadBalanceCalls):
             handle.recv_topk_idx,
         )
         tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *made)
-        event = self._comm_stream.finish(previous_event, async_finish, tensors)
+        event = self._comm_stream.finish(options.previous_event, async_finish, tensors)
         recv_x = received.data if received.scales is None else (received.data, received.scales)
         return recv_x, recv_idx, recv_weights, handle, event
 
@@ -336,7 +338,6 @@ class ElasticCalls(LoadBalanceCalls):
     ) -> CombineResult:
         """A combine of either class."""
         engine = self.engine
-        previous = as_overlap("previous_event", previous_event)
         before_epilogue = as_overlap("previous_event_before_epilogue", previous_event_before_epilogue)
         require_int("num_sms", num_sms, minimum=0)
         require_int("num_qps", num_qps, minimum=0)
@@ -349,11 +350,10 @@ class ElasticCalls(LoadBalanceCalls):
             require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
         if topk_weights is not None:
             shape = (num_rows, dispatch.num_topk) if permute is None else (num_rows,)
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
-            require_no_grad("topk_weights", topk_weights)
+            check_weights("topk_weights", topk_weights, shape, x.device)
         biases = check_bias(bias, dispatch.num_tokens, x.shape[1], x.device)
         sms = num_sms or handle.asked_num_sms
-        with self._comm_stream.scope(previous, async_finish):
+        with self._comm_stream.scope(previous_event, async_finish):
             bias_terms = tuple(term.contiguous() for term in biases)
             request = CombineRequest(x.contiguous(), packed(topk_weights), bias_terms, sms)
             if permute is None:
@@ -363,7 +363,7 @@ class ElasticCalls(LoadBalanceCalls):
             if before_epilogue is not None:
                 before_epilogue.current_stream_wait()
         tensors = (x, topk_weights, *biases, *combined)
-        return combined.data, combined.weights, self._comm_stream.finish(previous, async_finish, tensors)
+        return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
     def _routing(
         self, rows: Rows, topk_idx: Tensor | None, topk_weights: Tensor | None, options: DispatchOptions
@@ -488,9 +488,7 @@ class ElasticCalls(LoadBalanceCalls):
             if given is not None and given != made_with:
                 require(False, name, given, f"{made_with}, as with this handle")
         if topk_weights is not None:
-            shape, device = tuple(handle.topk_idx.shape), rows.data.device
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
-            require_no_grad("topk_weights", topk_weights)
+            check_weights("topk_weights", topk_weights, handle.topk_idx.shape, rows.data.device)
             handle.require_unchanged()
 
     def _check_stats(self, stats: Tensor | None, num_experts: int, device: torch.device) -> None:
@@ -509,13 +507,7 @@ def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_flags(options: DispatchOptions) -> None:
-    for name in (
-        "async_with_compute_stream",
-        "do_handle_copy",
-        "do_expand",
-        "do_zero_padding",
-        "use_tma_aligned_col_major_sf",
-    ):
+    for name in ("do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"):
         _flag(name, getattr(options, name))
     if options.do_cpu_sync is not None:
         _flag("do_cpu_sync", options.do_cpu_sync)
@@ -524,7 +516,7 @@ def _check_flags(options: DispatchOptions) -> None:
 
 def _flag(name: str, value: object) -> bool:
     """A bool; callers also pass 1 and 0."""
-    return require_bool(name, bool(value) if value in (0, 1) else value)
+    return require_bool(name, bool(value) if isinstance(value, int) and value in (0, 1) else value)
 
 
 def _rounded(counts: Tensor, alignment: int) -> list[int]:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffers.base import check_rows
+from hybrid_ep.buffers.base import check_rows, check_weights
 from hybrid_ep.buffers.hybrid_arguments import HybridArguments
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_bool, require_int, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     experts_of_columns,
@@ -38,7 +38,16 @@ _MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 class HybridEPBuffer(HybridArguments):
     """Dispatch and combine with Hybrid-EP's interface.
 
-    Every call runs on the current stream. On the cuda engine the host waits for the GPU in these calls: `dispatch`
+    Every call runs on the current stream.
+
+    The constructor is collective over the group. Every rank of the group makes the collective calls, in the same order
+    and from one thread at a time; otherwise they raise ConfigError or TimeoutError. A call reads its arguments in
+    stream order. So the current stream may overwrite them after the call.
+
+    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    use has ended: `Tensor.record_stream` has no effect on it.
+
+    On the cuda engine the host waits for the GPU in these calls: `dispatch`
     without `handle` and number of rows; `dispatch_with_permute` without `handle` and `non_blocking`; a call whose
     number of rows is a tensor on the GPU; `dispatch_with_permute` with a map of more than 32 experts, unless
     `non_blocking`; `dispatch` with such a map on more than 32 ranks. On the torch engine the host may wait in every
@@ -46,9 +55,9 @@ class HybridEPBuffer(HybridArguments):
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
-        hidden_dim: H, the largest that is sent. This and the next two grow with the calls.
-        max_num_of_tokens_per_rank: the most tokens that a rank sends at once.
-        num_local_experts: LE, experts of each rank; of a call that does not say how many experts there are.
+        hidden_dim: H, the largest that is sent, ≥ 1. This and the next two grow with the calls.
+        max_num_of_tokens_per_rank: the most tokens that a rank sends at once, ≥ 1.
+        num_local_experts: LE, experts of each rank, ≥ 1, for calls that do not say how many experts there are.
         use_fp8: accepted for compatibility; the `hidden` of each call says whether its tokens are e4m3.
         num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
         num_sms_combine_api: SMs of combine; None = the engine's choice.
@@ -75,7 +84,12 @@ class HybridEPBuffer(HybridArguments):
         node_rank: index of this rank's domain.
 
     Raises:
-        ConfigError, TopologyError: an argument does not fit the group.
+        ConfigError: an argument does not fit, ranks ask for different engines or domains, or the engine or transport
+            that is asked for cannot run here.
+        TopologyError: the domains do not divide the ranks, or ranks of a domain cannot map each other's memory.
+        TimeoutError, TransportError: a rank did not make the buffer.
+        ClosedError: by each call after `close()`, after the process group was destroyed, or in a forked child.
+        CudaError: by each call, if the CUDA runtime reports a failure.
 
     Example:
         >>> x, topk_idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3], [1, -1]])
@@ -164,7 +178,7 @@ class HybridEPBuffer(HybridArguments):
             hidden_dim: H, the largest that is sent.
             num_of_tokens_per_rank: the most tokens that a rank sends at once; rounded up to a multiple of 16.
             num_local_experts: LE.
-            pad_multiple: of every expert's block; each call says its own.
+            pad_multiple: for the returned sizes, at most 65536; calls take their own.
             use_fp8: accepted for compatibility, as by the calls.
             fuse_permute_dispatch: accepted for compatibility, as by the calls.
             kwargs: settings of `HybridEpConfigInstance`; accepted for compatibility.
@@ -173,10 +187,10 @@ class HybridEPBuffer(HybridArguments):
             The sizes in force.
 
         Raises:
-            ConfigError: a size is not a positive integer, or a setting does not exist.
+            ConfigError: a size is not an integer in its range, or a setting does not exist.
         """
         self._grow(hidden_dim, num_of_tokens_per_rank, num_local_experts)
-        pad = require_int("pad_multiple", pad_multiple or 0, minimum=0, maximum=_MAX_PAD)
+        pad = 0 if pad_multiple is None else require_int("pad_multiple", pad_multiple, minimum=0, maximum=_MAX_PAD)
         made = dataclasses.replace(self._sizes(pad))
         made.set(**kwargs)
         return made
@@ -222,13 +236,15 @@ class HybridEPBuffer(HybridArguments):
                 a routing is given again, it must be the handle's; that is compared on a CPU only.
 
         Returns:
-            hidden ``[N, H]`` by source rank, then token; probs ``[N, experts of the domain]`` float32 (None without
-            weights); scaling_factor ``[N, H/128]`` (None for bf16); the handle.
+            hidden ``[N, H]`` of the dtype of `hidden`, by source rank, then token; probs ``[N, experts of the domain]``
+            float32 (None without weights); scaling_factor ``[N, H/128]`` float32 (None for bf16); the handle.
 
         Raises:
-            ConfigError: an argument does not fit.
-            OverflowError: more rows arrived than `num_dispatched_tokens`.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit, a token of a map goes to more than 32 ranks, or ranks differ in what
+                they must have alike.
+            OverflowError: more rows arrived than `num_dispatched_tokens`; on the cuda engine from a later call.
+            TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
+                from a later call.
 
         Example:
             >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
@@ -302,8 +318,8 @@ class HybridEPBuffer(HybridArguments):
             hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
 
         Raises:
-            ConfigError: an argument does not fit the handle.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit the handle, or ranks differ.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         engine = self.engine
         require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
@@ -317,8 +333,7 @@ class HybridEPBuffer(HybridArguments):
         if probs is None:
             return engine.combine(request, dispatch).data, None
         experts = first, end = self._experts_of_domain(dispatch.num_experts)
-        shape = (num_recv, end - first)
-        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=hidden.device)
+        check_weights("probs", probs, (num_recv, end - first), hidden.device)
         if handle.is_map:
             combined = combine_with_probs(engine, request, torch.where(received, probs, 0.0), experts, dispatch)
             return combined.data, combined.weights
@@ -355,9 +370,10 @@ class HybridEPBuffer(HybridArguments):
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
             topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
-            num_of_experts_per_rank: LE; None = what `num_of_experts`, the map or the buffer says.
-            num_of_experts: E, a multiple of the ranks; None = what the line above, the map or the buffer says.
-            use_fp8: whether `hidden` is e4m3; checked.
+            num_of_experts_per_rank: LE; None = that of `num_of_experts`, else of the map, else of the buffer.
+            num_of_experts: E, a multiple of the ranks; None = that of `num_of_experts_per_rank`, else of the map, else
+                of the buffer.
+            use_fp8: whether `hidden` is e4m3; None = not checked.
             routing_map: ``[T, E]`` bool. A token with more than 32 experts travels as several rows, each for the next
                 32 of them in ascending order: it may reach a rank more than once, and combine rounds the sum of each.
             probs: ``[T, E]`` float32, with `routing_map`.
@@ -365,7 +381,8 @@ class HybridEPBuffer(HybridArguments):
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
                 beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
                 otherwise it waits and raises. With `handle`, checked against it.
-            pad_multiple: every expert's block is padded with zero rows to a multiple of it. With `handle`, checked.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of it, at most 65536; None or 0
+                = 1. With `handle`, checked.
             handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
                 a routing is given again, it must be the handle's; that is compared on a CPU only.
             non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
@@ -382,7 +399,8 @@ class HybridEPBuffer(HybridArguments):
         Raises:
             ConfigError: an argument does not fit.
             OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
-            TimeoutError, TransportError: a rank was lost.
+            TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
+                from a later call.
 
         Example:
             >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
@@ -393,8 +411,9 @@ class HybridEPBuffer(HybridArguments):
             ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
         """
         engine = self.engine
+        require_bool("non_blocking", non_blocking)
         if use_host_meta is not None:
-            non_blocking = not use_host_meta
+            non_blocking = not require_bool("use_host_meta", use_host_meta)
         require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
                 "a number of rows, with non_blocking=True")  # fmt: skip
         bound: int | None = None
@@ -402,8 +421,10 @@ class HybridEPBuffer(HybridArguments):
             is_one = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1
             given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
             bound = require_int("num_permuted_tokens", given, minimum=0)
-        pad = 1 if not pad_multiple else require_int("pad_multiple", pad_multiple, minimum=1, maximum=_MAX_PAD)
-        if use_fp8 is not None:
+        pad = 1
+        if pad_multiple is not None:
+            pad = require_int("pad_multiple", pad_multiple, minimum=0, maximum=_MAX_PAD) or 1
+        if use_fp8 is not None and isinstance(hidden, Tensor):
             is_fp8 = hidden.dtype != torch.bfloat16
             require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
         if handle is not None:
@@ -440,7 +461,8 @@ class HybridEPBuffer(HybridArguments):
             )
             return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
         if num_of_experts is None and num_of_experts_per_rank is not None:
-            num_of_experts = num_of_experts_per_rank * self.group_size
+            per_rank = require_int("num_of_experts_per_rank", num_of_experts_per_rank, minimum=1)
+            num_of_experts = per_rank * self.group_size
         rows, as_bytes, routing = self._rows_and_routing(
             hidden,
             scaling_factor,
@@ -501,8 +523,8 @@ class HybridEPBuffer(HybridArguments):
             hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
 
         Raises:
-            ConfigError: an argument does not fit the handle.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit the handle, or ranks differ.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         engine = self.engine
         require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
@@ -516,7 +538,7 @@ class HybridEPBuffer(HybridArguments):
             made_with = permute.pad_multiple
             require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
         if probs is not None:
-            require_tensor("probs", probs, dtypes=(torch.float32,), shape=(num_permuted,), device=hidden.device)
+            check_weights("probs", probs, (num_permuted,), hidden.device)
         request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
         combined = engine.combine_permuted(request, permute)
         data, num_parts = combined.data, handle.num_parts

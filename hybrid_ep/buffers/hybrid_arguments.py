@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows
+from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows, check_weights
 from hybrid_ep.buffers.hybrid_config import Configurer
 from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
 from hybrid_ep.core.layout import (
@@ -64,6 +64,7 @@ class HybridArguments(BaseBuffer):
             has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
             num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
             num_experts = num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
         given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
         if given in self._passed:
             assert topk_idx is not None
@@ -108,12 +109,10 @@ class HybridArguments(BaseBuffer):
         if routing_map is not None:
             shape = (num_tokens, num_experts)
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
-        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
         self._grow(None, None, num_experts // self.group_size)
         if routing_map is not None:
             if probs is not None:
-                shape = (num_tokens, num_experts)
-                require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
+                check_weights("probs", probs, (num_tokens, num_experts), device)
             num_parts = 1
             if num_experts > MAX_TOPK:
                 if not in_parts:
@@ -173,11 +172,10 @@ class HybridArguments(BaseBuffer):
                     torch.equal(routing_map, of_parts.view(num_tokens, num_parts, num_experts).any(1))
                 )
         if probs is not None:
-            require_tensor("probs", probs, dtypes=(torch.float32,), shape=map_shape, device=device)
+            check_weights("probs", probs, map_shape, device)
             return probs_in_columns(known_idx, probs.repeat_interleave(num_parts, 0) if num_parts > 1 else probs)
         if topk_weights is not None:
-            shape = known_idx.shape
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=device)
+            check_weights("topk_weights", topk_weights, known_idx.shape, device)
         return packed(topk_weights)
 
     def _probs_along(
@@ -206,7 +204,7 @@ class HybridArguments(BaseBuffer):
                 _require_same_routing(torch.equal(routing_map, known_map))
         if probs is None:
             return None
-        require_tensor("probs", probs, dtypes=(torch.float32,), shape=shape, device=device)
+        check_weights("probs", probs, shape, device)
         return torch.where(known_map, probs, 0.0)
 
 

@@ -41,6 +41,8 @@ class LoadBalanceCalls(BaseBuffer):
     ) -> EventOverlap:
         """Fills spare slots with the weights of their experts. Collective over the buffer's group.
 
+        Values are copied bit for bit, on the current stream. A slot whose entry in the mapping is −1 is not written.
+
         Args:
             redundant_expert_weights: ``[B, *shape]`` of any dtype, or several; written where the mapping names an
                 expert.
@@ -54,8 +56,9 @@ class LoadBalanceCalls(BaseBuffer):
             An event on the current stream, behind the copies.
 
         Raises:
-            ConfigError: an argument does not fit.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit, a tensor is not contiguous, or, where the mapping is on a CPU, it
+                names no expert of the domain.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         spare = _tensors("redundant_expert_weights", redundant_expert_weights)
         experts = _tensors("expert_weights", expert_weights)
@@ -86,7 +89,7 @@ class LoadBalanceCalls(BaseBuffer):
             An event on the current stream, behind the sums.
 
         Raises:
-            ConfigError: an argument does not fit.
+            ConfigError: as `lb_prefetch_weights`, or gradients are not float32.
             TimeoutError, TransportError: a rank was lost.
         """
         spare = _tensors("redundant_expert_grads", redundant_expert_grads)
@@ -95,7 +98,7 @@ class LoadBalanceCalls(BaseBuffer):
         return EventOverlap(EventHandle())
 
     def lb_get_theoretical_num_sms(self) -> int:
-        """Returns how many SMs the two calls need to keep the wire busy: those of a dispatch."""
+        """Returns how many SMs the two calls take with ``num_sms=0``: as many as a dispatch. Local."""
         return self.engine.default_num_sms
 
     def _move(
@@ -301,9 +304,11 @@ def _row_bytes(num_bytes: int) -> int:
 
 
 def _tensors(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    allowed = "a tensor, or a sequence of tensors"
+    require(isinstance(given, Tensor | Sequence), name, type(given).__name__, allowed)
     tensors = [given] if isinstance(given, Tensor) else list(given)
     for tensor in tensors:
-        require(isinstance(tensor, Tensor), name, type(tensor).__name__, "a tensor, or a sequence of tensors")
+        require(isinstance(tensor, Tensor), f"an element of {name}", type(tensor).__name__, "a tensor")
         require(tensor.dim() >= 2 and tensor[:1].numel() > 0, f"shape of {name}", list(tensor.shape), "[n, *shape]")
         require(tensor.is_contiguous(), f"strides of {name}", tensor.stride(), "a contiguous (row-major) tensor")
     return tensors

@@ -22,7 +22,6 @@ from hybrid_ep.core.checks import (
     MAX_TOPK,
     Passed,
     require,
-    require_bool,
     require_bools,
     require_int,
     require_no_grad,
@@ -86,7 +85,10 @@ class LowLatencyCalls(BaseBuffer):
             num_max_dispatch_tokens_per_rank: M.
             hidden: H.
             num_ranks: R.
-            num_experts: E.
+            num_experts: E, a multiple of R.
+
+        Raises:
+            ConfigError: a number is not an integer ≥ 1, or E is not a multiple of R.
         """
         tokens = require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
         require_int("hidden", hidden, minimum=1)
@@ -121,13 +123,18 @@ class LowLatencyCalls(BaseBuffer):
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Sends each token to its experts' ranks, packed by local expert there. Collective, masked ranks excepted.
 
+        The host does not wait with the cuda engine. The first call of a size maps memory, so all ranks make it. With a
+        hook, the results are complete when the hook has run, and the arguments must not be written to before that.
+
         Args:
             x: ``[T, H]`` bf16, T ≤ M; H a multiple of 128 with FP8, of 64 with NVFP4.
-            topk_idx: ``[T, K]`` int64, global expert index or −1.
-            num_max_dispatch_tokens_per_rank: M, the same on every rank.
+            topk_idx: ``[T, K]`` int64, global expert index or −1. It must not be written to before the combine.
+            num_max_dispatch_tokens_per_rank: M ≥ 1, the same on every rank. LE × M × R is at most 2³¹ − 1.
             num_experts: E, a multiple of the number of ranks.
-            cumulative_local_expert_recv_stats: ``[LE]`` int32; the rows that each expert receives are added to it.
-            dispatch_wait_recv_cost_stats: ``[R]`` int64; the microseconds of waiting for each rank are added to it.
+            cumulative_local_expert_recv_stats: ``[LE]`` int32, contiguous; the rows that each expert receives are added
+                to it.
+            dispatch_wait_recv_cost_stats: ``[R]`` int64, contiguous; the microseconds of waiting for each rank are
+                added to it.
             use_fp8: quantise to e4m3 with a scale for each 128 channels.
             round_scale: scales are powers of two. Without `use_fp8` it has no effect.
             use_ue8m0: scales are packed UE8M0 (needs `round_scale`). Without `use_fp8` it has no effect.
@@ -149,8 +156,9 @@ class LowLatencyCalls(BaseBuffer):
             of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
-            ConfigError: an argument does not fit, ranks differ, or the buffer is not in low-latency mode. T > M at one
-                rank is raised at every rank, by the hook where there is one.
+            ConfigError: an argument does not fit, ranks differ, the buffer is not in low-latency mode, two earlier
+                hooks have not been called yet, or a hook is called twice or after a cleaning of the buffer. T > M at
+                one rank is raised at every rank, by the hook where there is one.
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at every rank. The
                 cuda engine raises it in the combine, or by `raise_pending` where the expert is.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
@@ -238,6 +246,9 @@ class LowLatencyCalls(BaseBuffer):
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Brings the experts' rows back and sums them, weighted, in fp32. Collective, masked ranks excepted.
 
+        The host does not wait with the cuda engine. With a hook, `out` is complete when the hook has run, and the
+        arguments must not be written to before that.
+
         Args:
             x: ``[LE, M×R, H]`` bf16, placed as `low_latency_dispatch` placed its rows.
             topk_idx: ``[T, K]`` int64, as dispatched.
@@ -252,8 +263,9 @@ class LowLatencyCalls(BaseBuffer):
                 it, the rows that this rank's experts have of one token are summed and rounded to bf16 before they
                 cross, if the token's rank has 32 tokens or more and is in this domain; the send waits for that rank's
                 weights.
-            out: ``[T, H]`` bf16 to write to.
-            combine_wait_recv_cost_stats: ``[R]`` int64; the microseconds of waiting for each rank are added to it.
+            out: ``[T, H]`` bf16, contiguous, to write to; None = a new tensor.
+            combine_wait_recv_cost_stats: ``[R]`` int64, contiguous; the microseconds of waiting for each rank are added
+                to it.
             overlap: start while the experts still write `x`, on another stream. Rows of a block are sent once its
                 signal has been raised, and none are summed before they cross. `x` must be contiguous. Without it, the
                 arguments below have no effect. Signals count up and are not reset here: set them to zero before the
@@ -267,14 +279,15 @@ class LowLatencyCalls(BaseBuffer):
                 it has reached `threshold`. It may be longer.
             block_m: rows of a block, ≥ 1.
             threshold: ≥ 1.
-            num_sms: that the send takes from the experts, ≥ 1. With `src_signals` 32 at least, as their experts leave
-                it so many. The torch engine uses none.
+            num_sms: SMs that the send takes from the experts, ≥ 1. With `src_signals` it takes at least 32, the number
+                that the experts of SGLang leave. The torch engine uses none.
 
         Returns:
             combined_x ``[T, H]`` bf16, the event, and the hook (None unless asked for).
 
         Raises:
-            ConfigError: an argument does not fit the handle.
+            ConfigError: an argument does not fit the handle, `topk_idx` is another routing than the handle's (torch
+                engine), ranks differ, the dispatch's hook has not been called, or this call's hook is called twice.
             OverflowError: the handle's dispatch has dropped rows, as described there.
             TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`. With `overlap`
                 TimeoutError also where a signal has not been raised within half of the timeout: at every rank.
@@ -289,7 +302,7 @@ class LowLatencyCalls(BaseBuffer):
         """
         self._require_low_latency()
         self._check_low_latency_handle(handle)
-        require_bool("use_logfmt", use_logfmt)
+        require_bools(("use_logfmt", "zero_copy", "overlap"), (use_logfmt, zero_copy, overlap))
         if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
             require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
         if zero_copy:
@@ -337,7 +350,17 @@ class LowLatencyCalls(BaseBuffer):
 
     @plain_tensors
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """Returns ``[LE, M×R, H]`` bf16 for the experts to write to, for `low_latency_combine(zero_copy=True)`."""
+        """Returns ``[LE, M×R, H]`` bf16 for the experts to write to, for `low_latency_combine(zero_copy=True)`. Local.
+
+        A buffer has one such tensor: only the last one that was asked for can be combined, with the handle that it was
+        asked for with.
+
+        Args:
+            handle: of the dispatch.
+
+        Raises:
+            ConfigError: it is no handle of a low-latency dispatch, or the buffer is not in low-latency mode.
+        """
         self._require_low_latency()
         self._check_low_latency_handle(handle)
         num_local = handle.num_experts // self.group_size
@@ -350,8 +373,13 @@ class LowLatencyCalls(BaseBuffer):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Makes the buffer ready for low-latency calls of another size. Collective; waits for every rank not masked.
 
-        A rank that was masked and comes back must come through here with the others before the next call. Hooks that
-        have not been called are void. A rank in which this raises has not been in the barrier: call it again there.
+        A rank that was masked and comes back calls it with the others before the next call. A hook that has not been
+        called raises ConfigError from now on. A rank on which this raises was not in the barrier: call it again there.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: M; checked, and without effect, as the next two.
+            hidden: H.
+            num_experts: E, a multiple of the ranks.
 
         Raises:
             ConfigError: the buffer is not in low-latency mode, a size is not positive, or an earlier call has left
@@ -371,6 +399,10 @@ class LowLatencyCalls(BaseBuffer):
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leaves a rank out of low-latency calls (`mask=True`) or takes it back in. Local: call it on every survivor.
 
+        Args:
+            rank_to_mask: any rank but this one.
+            mask: True = leave it out, False = take it back in.
+
         Raises:
             ConfigError: the rank does not exist or is this one, or `enable_shrink` is False.
         """
@@ -383,12 +415,15 @@ class LowLatencyCalls(BaseBuffer):
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 for each masked rank and 0 for each other to `mask_status` ``[R]`` int32. Local.
 
-        It is written in the order of the current stream. The host does not wait where `mask_status` is on the GPU. Who
-        only replays graphs must ask here for ranks that a replay has lost: they stay masked.
+        It is written in the order of the current stream. The host does not wait if `mask_status` is on the GPU. A
+        program that only replays graphs asks here which ranks a replay has lost; they stay masked.
+
+        Args:
+            mask_status: ``[R]`` int32, contiguous, on any device.
 
         Raises:
-            ConfigError: `mask_status` does not fit, `enable_shrink` is False, or what a replay is known to have found
-                wrong.
+            ConfigError: `mask_status` does not fit, `enable_shrink` is False, or a replay has reported an error.
+            OverflowError: a replay has reported that rows were dropped.
         """
         self._require_shrink()
         require_tensor("mask_status", mask_status, dtypes=(torch.int32,), shape=(self.group_size,), contiguous=True)
@@ -399,7 +434,8 @@ class LowLatencyCalls(BaseBuffer):
         """Takes every rank back in, and forgets all calls. Local; waits for this rank's work on the GPU.
 
         Call it on every rank, equally often. A barrier must follow before the next low-latency call:
-        `clean_low_latency_buffer`, or one of the program. Hooks that have not been called are void.
+        `clean_low_latency_buffer`, or one of the program. A hook that has not been called raises ConfigError from now
+        on.
 
         Raises:
             ConfigError: `enable_shrink` is False, or an earlier call has left an error that is not a lost rank.
@@ -506,9 +542,11 @@ class LowLatencyCalls(BaseBuffer):
             require_tensor(
                 "out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device, contiguous=True
             )
+            require_no_grad("out", out)
 
     @staticmethod
     def _check_return(async_finish: bool, return_recv_hook: bool) -> None:
+        require_bools(("async_finish", "return_recv_hook"), (async_finish, return_recv_hook))
         if async_finish and return_recv_hook:
             require(False, "async_finish and return_recv_hook", "both True", "one of them")
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows
+from hybrid_ep.buffers.base import check_bias, check_rows, check_weights
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, checked, parts_of
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
@@ -48,12 +48,21 @@ DispatchResult = tuple[
 class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     """Dispatch and combine for training, prefill and (with `low_latency_mode`) decoding.
 
-    A call runs on the current stream or, with `previous_event` or `async_finish`, on the communication stream; a hook
-    on the stream that is current when it is called.
+    A call runs on the current stream. With `previous_event` or `async_finish` it runs on the communication stream. A
+    receive hook runs on the stream that is current when it is called.
+
+    The constructor is collective over the group. Every rank of the group makes the collective calls, in the same order
+    and from one thread at a time; otherwise they raise ConfigError or TimeoutError. A call reads its arguments in
+    stream order. So the current stream may overwrite them after the call, or after its event with `async_finish`.
+    Calls with a hook say otherwise.
+
+    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    use has ended: `Tensor.record_stream` has no effect on it.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
-        num_nvl_bytes: bytes that `get_local_buffer_tensor` gives; the engine takes for itself what its calls need.
+        num_nvl_bytes: bytes that `get_local_buffer_tensor` gives, ≥ 0. The engine allocates what its calls need
+            beside them.
         num_rdma_bytes: the same, with `use_rdma_buffer`.
         low_latency_mode: allow the low-latency calls.
         num_qps_per_rank: accepted for compatibility; transports choose their own.
@@ -68,20 +77,25 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
             (with ``engine="cuda"`` all ranks).
-        lost_ranks: with `enable_shrink`, what a low-latency call does that loses a rank, which it masks: ``raise`` or
-            only ``mask``; None = ``HYBRID_EP_LOST_RANKS``.
+        lost_ranks: with `enable_shrink`, a low-latency call that loses a rank masks it. With ``raise`` the call raises
+            too, with ``mask`` it does not. None = ``HYBRID_EP_LOST_RANKS``.
         timeout_s: seconds to wait for a rank, and for all to make the buffer (at least 1); None =
             ``HYBRID_EP_TIMEOUT_S``.
 
     Attributes:
-        num_sms: SMs that configurations made by `get_dispatch_config` and `get_combine_config` use, and once
-            `set_num_sms` was called, calls without a configuration.
-        group: the process group.
+        num_sms: SMs of configurations that `get_dispatch_config` and `get_combine_config` make. Calls without a
+            configuration use it only after `set_num_sms`. One number for all buffers of the process.
+        group: the process group; None for a single rank without one.
         rank: of this process in the group.
         group_size: its ranks.
 
     Raises:
-        ConfigError, TopologyError: an argument does not fit the group.
+        ConfigError: an argument does not fit, ranks ask for different engines or domains, or the engine or transport
+            that is asked for cannot run here.
+        TopologyError: the domains do not divide the ranks, or ranks of a domain cannot map each other's memory.
+        TimeoutError, TransportError: a rank did not make the buffer.
+        ClosedError: by each call after `close()`, after the process group was destroyed, or in a forked child.
+        CudaError: by each call, if the CUDA runtime reports a failure.
 
     Example:
         >>> x, topk_idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0], [1], [1], [-1]])
@@ -121,9 +135,9 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
     ) -> None:
         self.num_nvl_bytes = require_int("num_nvl_bytes", num_nvl_bytes, minimum=0, maximum=MAX_BYTES)
         self.num_rdma_bytes = require_int("num_rdma_bytes", num_rdma_bytes, minimum=0, maximum=MAX_BYTES)
-        self.low_latency_mode = low_latency_mode
+        self.low_latency_mode = require_bool("low_latency_mode", low_latency_mode)
         self.explicitly_destroy = explicitly_destroy
-        self.enable_shrink = enable_shrink
+        self.enable_shrink = require_bool("enable_shrink", enable_shrink)
         self.lost_ranks = env.LOST_RANKS.get() if lost_ranks is None else lost_ranks
         require(self.lost_ranks in ("raise", "mask"), "lost_ranks", lost_ranks, "raise or mask")
         self._local_memory: dict[bool, Tensor] = {}
@@ -165,17 +179,17 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             new_num_sms: SMs of a call, ≥ 1; more than the GPU has counts as all.
 
         Raises:
-            ConfigError: it is not a positive integer.
+            ConfigError: it is not an integer ≥ 1.
         """
         Buffer.num_sms = Buffer._num_sms_without_config = require_int("new_num_sms", new_num_sms, minimum=1)
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Returns an event on the current stream."""
+        """Returns an event on the current stream, which a call may take as `previous_event`. Local."""
         return EventOverlap(EventHandle())
 
     def get_comm_stream(self) -> torch.Stream:
-        """Returns the stream that asynchronous calls run on."""
+        """Returns the communication stream; on a machine without a GPU, the CPU's. Local."""
         return self._comm_stream.get()
 
     @plain_tensors
@@ -186,16 +200,19 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Returns this rank's communication memory of `num_nvl_bytes` (`num_rdma_bytes`) as a tensor.
+        """Returns `num_nvl_bytes` (`num_rdma_bytes`) bytes of memory of this rank as a tensor. Local.
 
-        With `use_rdma_buffer` in low-latency mode it is the memory in which rows of low-latency calls land, as far as
-        there is one: the cuda engine makes it at the first call, the torch engine has none. Nothing is allocated for
-        it. Callers zero it before `low_latency_clean_mask_buffer`; its contents between calls do not matter.
+        No call of the buffer uses this memory: it is made, with zeros, when it is first asked for, on the GPU if there
+        is one. Repeated calls return the same memory.
+
+        With `use_rdma_buffer` in low-latency mode it is the memory in which rows of low-latency calls land, at most
+        `num_rdma_bytes` of it. The cuda engine makes that at the first low-latency call; the torch engine has none.
+        Callers zero it before `low_latency_clean_mask_buffer`; its contents between calls do not matter.
 
         Args:
             dtype: of the tensor.
             size: its shape; None = one dimension, all that is left.
-            offset: where it begins, in bytes.
+            offset: where it begins, in bytes; a multiple of the size of an element.
             use_rdma_buffer: the network buffer instead of the NVLink one.
 
         Raises:
@@ -226,13 +243,20 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Returns the configuration for dispatch; any number of ranks."""
+        """Returns a configuration of `Buffer.num_sms` SMs for dispatch.
+
+        Args:
+            num_ranks: any number ≥ 1; the configuration does not depend on it.
+
+        Raises:
+            ConfigError: `num_ranks` is not an integer ≥ 1.
+        """
         require_int("num_ranks", num_ranks, minimum=1)
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """Returns the configuration for combine; any number of ranks."""
+        """Returns a configuration of `Buffer.num_sms` SMs for combine; otherwise the same as `get_dispatch_config`."""
         require_int("num_ranks", num_ranks, minimum=1)
         return Config(Buffer.num_sms)
 
@@ -241,7 +265,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         self,
         topk_idx: Tensor,
         num_experts: int,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
@@ -259,7 +283,8 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             num_tokens_per_expert ``[E]`` int32, is_token_in_rank ``[T, R]`` bool, and the event.
 
         Raises:
-            ConfigError: a dtype, a shape, an index outside −1 … E−1, or E not divisible by the ranks.
+            ConfigError: a dtype or shape does not fit, K > 32 or K > E, E is not a multiple of the ranks, or, where
+                `topk_idx` is on a CPU, an index is outside −1 … E−1. On a GPU the dispatch reports such an index.
 
         Example:
             >>> with hybrid_ep.Buffer(None) as buffer:
@@ -290,7 +315,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, None, None, None, None, EventOverlap]: ...
@@ -310,7 +335,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, Tensor, Tensor, list[int], DispatchHandle, EventOverlap]: ...
@@ -330,7 +355,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, Tensor, None, list[int], DispatchHandle, EventOverlap]: ...
@@ -349,7 +374,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult: ...
@@ -368,7 +393,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult:
@@ -383,7 +408,8 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
                 `quantize.cast_to_nvfp4` makes them, H a multiple of 64. The float32 is not sent: it must be the same on
                 every rank.
             handle: of an earlier dispatch, whose routes are used. `topk_idx` and `topk_weights` must then be None, and
-                `num_worst_tokens` 0 or the handle's. If a layout is given again, it must be the handle's.
+                `num_worst_tokens` 0 or the handle's. If a layout is given again, it must be the handle's. A handle may
+                be used any number of times.
             num_tokens_per_rank: ``[R]`` int32, from `get_dispatch_layout`.
             num_tokens_per_rdma_rank: accepted for compatibility; not needed.
             is_token_in_rank: ``[T, R]`` bool, from `get_dispatch_layout`; the routing if `topk_idx` is None.
@@ -391,22 +417,26 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             topk_idx: ``[T, K]`` int64, global expert index or −1.
             topk_weights: ``[T, K]`` float32.
             expert_alignment: `num_recv_tokens_per_expert` is rounded up to multiples of it; not used with `handle`.
-            num_worst_tokens: the same on every rank; if > 0, the result has that many rows. On the cuda engine there
-                is no host sync then, and combine sends at most so many rows back to a rank.
+            num_worst_tokens: the same on every rank. If > 0, the result has that many rows, and on the cuda engine the
+                host does not wait. Combine then sends at most that many rows back to a rank.
             config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
             async_finish: return before the current stream has waited for the result.
             allocate_on_comm_stream: accepted for compatibility; memory is safe on both streams.
 
         Returns:
-            recv_x (as `x`, N rows, by source rank, then token), recv_topk_idx ``[N, K]`` (local expert or −1),
-            recv_topk_weights ``[N, K]``, num_recv_tokens_per_expert (list of LE; empty with `num_worst_tokens`), the
-            handle, and the event. With `handle`, the second to fifth are None.
+            recv_x (as `x`, N rows, by source rank, then token), recv_topk_idx ``[N, K]`` int64 (local expert or −1;
+            None without `topk_idx`), recv_topk_weights ``[N, K]`` float32 (None without `topk_weights`),
+            num_recv_tokens_per_expert (list of LE; empty with `num_worst_tokens`), the handle, and the event. With
+            `handle`, the second to fifth are None. With `num_worst_tokens`, rows after the last that arrived are
+            undefined, and their recv_topk_idx is −1.
 
         Raises:
-            ConfigError: an argument does not fit.
-            OverflowError: more than `num_worst_tokens` rows arrived.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit, or differs from another rank's where it must not. With
+                `num_worst_tokens` or `handle` on the cuda engine, what the GPU finds is raised by a later call.
+            OverflowError: more than `num_worst_tokens` rows arrived; on the cuda engine from a later call.
+            TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
+                from a later call.
 
         Example:
             >>> x, topk_idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0], [1], [1], [-1]])
@@ -465,7 +495,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, None, EventOverlap]: ...
@@ -478,7 +508,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: Tensor,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor, EventOverlap]: ...
@@ -491,7 +521,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]: ...
@@ -504,7 +534,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
@@ -514,9 +544,10 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         not wait.
 
         Args:
-            x: ``[N, H]`` bf16, in the order of `recv_x`.
-            handle: of the dispatch.
-            topk_weights: ``[N, K]`` float32, summed the same way.
+            x: ``[N, H]`` bf16, in the order of `recv_x`; H may differ from the dispatch's, and is the same on every
+                rank. Rows after the last that arrived are not read.
+            handle: of the dispatch; it may serve any number of combines.
+            topk_weights: ``[N, K]`` float32, summed over ranks as rows are.
             bias: one or two ``[T, H]`` bf16, added in fp32 before the result is rounded.
             config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
             previous_event: run after it, on the communication stream.
@@ -527,8 +558,8 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             combined_x ``[T, H]`` bf16, combined_topk_weights ``[T, K]`` float32 or None, and the event.
 
         Raises:
-            ConfigError: an argument does not fit the handle.
-            TimeoutError, TransportError: a rank was lost.
+            ConfigError: an argument does not fit the handle, or ranks differ.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
 
         Example:
             >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
@@ -549,8 +580,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         num_sms = _num_sms(config)
         num_tokens = handle.num_tokens
         if topk_weights is not None:
-            shape = (x.shape[0], handle.num_topk)
-            require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, device=x.device)
+            check_weights("topk_weights", topk_weights, (x.shape[0], handle.num_topk), x.device)
         biases = check_bias(bias, num_tokens, x.shape[1], x.device)
         with self._comm_stream.scope(previous_event, async_finish):
             bias_terms = tuple(term.contiguous() for term in biases)

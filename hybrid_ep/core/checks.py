@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid_ep import env
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "require_expert_indices",
     "require_int",
     "require_no_grad",
+    "require_seconds",
     "require_tensor",
     "traits",
     "unsupported",
@@ -39,15 +41,23 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_INT, multiple_of: int = 1) -> int:
     """Returns `value` if it is an int from `minimum` to `maximum` and a multiple of `multiple_of`."""
-    allowed = f"an integer ≥ {minimum}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        if minimum <= value <= maximum and value % multiple_of == 0:
-            return value
-        if value > maximum:
-            allowed = f"an integer from {minimum} to {maximum}"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and minimum <= value <= maximum and value % multiple_of == 0:  # type: ignore[operator]
+        return value  # type: ignore[return-value]
+    # A maximum that no caller comes near is named only to who has passed it.
+    is_bounded = maximum < MAX_INT or (is_int and value > maximum)  # type: ignore[operator]
+    allowed = f"an integer from {minimum} to {maximum}" if is_bounded else f"an integer ≥ {minimum}"
     if multiple_of > 1:
         allowed += f" that is a multiple of {multiple_of}"
     raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def require_seconds(name: str, value: object) -> float:
+    """Returns `value` if it is a number of seconds that a wait can be limited to."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= env.MAX_TIMEOUT_S:  # type: ignore[operator]
+        raise ConfigError(f"{name} is {value!r}; allowed: a number of seconds > 0 and ≤ {env.MAX_TIMEOUT_S:.0f}")
+    return value  # type: ignore[return-value]
 
 
 def require_tensor(

@@ -16,10 +16,11 @@ _MAX_TOPK_METADATA_BYTES = 32 * (8 + 4)  # an int64 index and a float32 weight f
 class Config:
     """SM count and chunk sizes of one dispatch or combine.
 
-    Our kernels need no chunk sizes: they are accepted, checked as the peer does it, and count only in the size hints.
+    Calls use `num_sms` alone. Chunk sizes are accepted for compatibility: they are checked as DeepEP does, and the size
+    hints depend on them.
 
     Attributes:
-        num_sms: SMs a call may use.
+        num_sms: SMs of a call, ≥ 1; more than the GPU has count as all.
         num_max_nvl_chunked_send_tokens: tokens sent at once inside a domain.
         num_max_nvl_chunked_recv_tokens: tokens buffered inside a domain; more than are sent at once.
         num_max_rdma_chunked_send_tokens: tokens sent at once between domains.
@@ -48,10 +49,10 @@ class Config:
             require(getattr(self, buffered) > most, buffered, getattr(self, buffered), f"more than {sent} = {most}")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns bytes that callers hand to `Buffer` as `num_nvl_bytes`; any number of ranks.
+        """Returns bytes that callers pass to `Buffer` as `num_nvl_bytes`; any number of ranks.
 
-        Like the peer's: for each SM and rank, `num_max_nvl_chunked_recv_tokens` rows with their metadata. No call of
-        ours needs them: what the engine takes for itself is in docs/cuda_engine.md, "Memory".
+        The number is that of DeepEP: for each SM and rank, `num_max_nvl_chunked_recv_tokens` rows with their metadata.
+        Calls do not use this memory. What the engine allocates is in docs/cuda_engine.md, "Memory".
 
         Args:
             hidden_bytes: bytes of one token row.
@@ -63,7 +64,7 @@ class Config:
         return self._size_hint(hidden_bytes, num_ranks, self.num_max_nvl_chunked_recv_tokens)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns bytes that callers hand to `Buffer` as `num_rdma_bytes`."""
+        """Returns bytes that callers pass to `Buffer` as `num_rdma_bytes`; otherwise as `get_nvl_buffer_size_hint`."""
         return self._size_hint(hidden_bytes, num_ranks, self.num_max_rdma_chunked_recv_tokens)
 
     def _size_hint(self, hidden_bytes: int, num_ranks: int, tokens: int) -> int:

@@ -27,7 +27,7 @@ class EventHandle:
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for this point; the host goes on."""
+        """Makes the current stream wait for this point. The host does not wait; without a GPU nothing does."""
         if self._event is not None:
             self._event.wait()
 
@@ -36,11 +36,15 @@ class EventOverlap:
     """An `EventHandle` and the tensors that must live until it has passed.
 
     Used as a context manager, the block runs first and the current stream waits for the event at its end, so that what
-    the block launches overlaps with the communication. ``with event(release_handle=True):`` lets go of the event there.
+    the block launches overlaps with the communication. ``with event(release_handle=True):`` drops the event and the
+    tensors there.
 
     Args:
         event: the point to wait for; None = nothing to wait for.
         extra_tensors: kept alive as long as this object.
+
+    Raises:
+        ConfigError: an argument has another type.
 
     Example:
         >>> x = torch.ones(2, 128, dtype=torch.bfloat16)
@@ -65,10 +69,10 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Makes the current stream wait for the event; the host goes on.
+        """Makes the current stream wait for the event. The host does not wait.
 
         Args:
-            release_handle: let go of the event and of the tensors afterwards.
+            release_handle: drop the event and the tensors afterwards.
 
         Returns:
             What the hook of `register_hook_after_wait` returns; None without one.
@@ -86,7 +90,7 @@ class EventOverlap:
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Calls `hook` once, after the next wait.
+        """Calls `hook` once, after the next wait, which returns what it returns.
 
         Raises:
             ConfigError: a hook is registered already, or it cannot be called.

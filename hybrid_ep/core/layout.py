@@ -151,7 +151,8 @@ def indices_to_map(
         ``[T, E]`` bool, and ``[T, E]`` float32 (None without weights): the sum of the weights of an expert's columns.
 
     Raises:
-        ConfigError: shapes, dtypes or devices do not fit; on a CPU, an index is outside −1 … E−1.
+        ConfigError: shapes, dtypes or devices do not fit; on a CPU, an index is outside −1 … E−1. On a GPU no index
+            is checked.
 
     Example:
         >>> hybrid_ep.indices_to_map(torch.tensor([[0, 2]]), torch.tensor([[0.25, 0.75]]), 1, 3)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.checks import require, require_int
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -97,6 +98,26 @@ class Nvfp4Format:
 RowFormat = Fp8Format | Nvfp4Format
 
 
+def _check(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """Returns `tensor` if it is one with at least one dimension and of one of these dtypes; () = any floating point."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} is {type(tensor).__name__}; allowed: a torch.Tensor")
+    fits = tensor.dtype in dtypes if dtypes else tensor.is_floating_point()
+    require(fits, f"{name}.dtype", tensor.dtype, " or ".join(map(str, dtypes)) or "a floating-point dtype")
+    require(tensor.dim() > 0, f"{name}.shape", [], "[..., columns]")
+    return tensor
+
+
+def _check_format(fmt: object, kind: type) -> None:
+    if fmt is not None:
+        require(isinstance(fmt, kind), "fmt", type(fmt).__name__, f"{kind.__name__} or None")
+
+
+def _check_scales(name: str, scales: Tensor, data: Tensor, num_scales: int) -> None:
+    shape = [*data.shape[:-1], num_scales]
+    require(list(scales.shape) == shape, f"{name}.shape", list(scales.shape), f"{shape}, for these rows")
+
+
 def _check_hidden(hidden: int) -> None:
     if hidden % CHANNELS_PER_SCALE or hidden == 0:
         raise ConfigError(f"hidden is {hidden}; allowed with FP8: multiples of {CHANNELS_PER_SCALE}")
@@ -110,20 +131,22 @@ def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor
     """Quantises rows.
 
     Args:
-        x: ``[..., H]`` bf16 or float32; H a multiple of 128.
-        fmt: how scales are made; None = plain float32 scales.
+        x: ``[..., H]`` of a floating-point dtype, as bf16; H a multiple of 128.
+        fmt: how scales are made; None = float32 scales that need not be powers of two.
 
     Returns:
         ``[..., H]`` float8_e4m3fn, and scales ``[..., H/128]`` float32 or ``[..., ceil(H/512)]`` int32 (UE8M0).
 
     Raises:
-        ConfigError: H is not a multiple of 128.
+        ConfigError: `x` is not floating point, H is not a multiple of 128, or `fmt` is no `Fp8Format`.
 
     Example:
         >>> data, scales = hybrid_ep.quantize.cast_to_fp8(torch.full((2, 256), 448.0))
         >>> data.dtype, scales.tolist()
         (torch.float8_e4m3fn, [[1.0, 1.0], [1.0, 1.0]])
     """
+    _check("x", x, ())
+    _check_format(fmt, Fp8Format)
     fmt = fmt or Fp8Format()
     _check_hidden(x.shape[-1])
     blocks = _blocks(x.float())
@@ -150,20 +173,22 @@ def cast_from_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
         ``[..., H]`` of `dtype`; the products are made in float32.
 
     Raises:
-        ConfigError: H is not a multiple of 128, or the number of scales does not fit it.
+        ConfigError: a dtype is another, H is not a multiple of 128, or the shape of `scales` does not fit `data`.
 
     Example:
         >>> x = torch.full((2, 128), 3.0, dtype=torch.bfloat16)
         >>> bool((hybrid_ep.quantize.cast_from_fp8(*hybrid_ep.quantize.cast_to_fp8(x)) == x).all())
         True
     """
+    _check("data", data, (torch.float8_e4m3fn, torch.uint8))
+    _check("scales", scales, (torch.float32, torch.int32))
     hidden = data.shape[-1]
     _check_hidden(hidden)
     num_scales = hidden // CHANNELS_PER_SCALE
     if scales.dtype == torch.int32:
+        _check_scales("scales", scales, data, -(-num_scales // SCALES_PER_WORD))
         scales = unpack_ue8m0(scales, num_scales)
-    if scales.shape[-1] != num_scales:
-        raise ConfigError(f"scales has {scales.shape[-1]} columns; allowed for hidden {hidden}: {num_scales}")
+    _check_scales("scales", scales, data, num_scales)
     values = _blocks(data.view(torch.float8_e4m3fn).float())
     return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
@@ -178,10 +203,16 @@ def _round_up_to_power_of_two(scales: Tensor) -> Tensor:
 def pack_ue8m0(scales: Tensor) -> Tensor:
     """Packs power-of-two scales ``[..., S]`` float32 into ``[..., ceil(S/4)]`` int32; missing bytes are 0.
 
+    Only the exponent of a scale is kept: of a scale that is no power of two, the power below it.
+
+    Raises:
+        ConfigError: `scales` is not float32.
+
     Example:
         >>> hybrid_ep.quantize.pack_ue8m0(torch.tensor([[1.0, 2.0]])).tolist()  # 128 << 8 | 127
         [[32895]]
     """
+    _check("scales", scales, (torch.float32,))
     exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     padding = -exponents.shape[-1] % SCALES_PER_WORD
     return torch.nn.functional.pad(exponents, (0, padding)).contiguous().view(torch.int32)
@@ -190,10 +221,19 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
     """Unpacks ``[..., ceil(S/4)]`` int32 into ``[..., S]`` float32 powers of two.
 
+    Args:
+        packed: as `pack_ue8m0` makes it.
+        num_scales: S.
+
+    Raises:
+        ConfigError: `packed` is not int32, or does not hold S scales.
+
     Example:
         >>> hybrid_ep.quantize.unpack_ue8m0(torch.tensor([[32895]], dtype=torch.int32), 2).tolist()
         [[1.0, 2.0]]
     """
+    _check("packed", packed, (torch.int32,))
+    require_int("num_scales", num_scales, minimum=0, maximum=SCALES_PER_WORD * packed.shape[-1])
     exponents = packed.contiguous().view(torch.uint8)[..., :num_scales].to(torch.int32)
     return (exponents << 23).view(torch.float32)
 
@@ -201,10 +241,18 @@ def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
 def global_scale_of(x: Tensor) -> Tensor:
     """Returns ``[1]`` float32: 448 × 6 / amax, the largest that `cast_to_nvfp4` can take for `x`; 1 for zeros.
 
+    Args:
+        x: of a floating-point dtype and any shape.
+
+    Raises:
+        ConfigError: `x` is not floating point.
+
     Example:
         >>> hybrid_ep.quantize.global_scale_of(torch.full((2, 32), 6.0))
         tensor([448.])
     """
+    if not (isinstance(x, Tensor) and x.dim() == 0):
+        _check("x", x, ())
     amax = x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
     return torch.where(amax > 0, E4M3_MAX * E2M1_MAX / amax, 1.0)
 
@@ -215,8 +263,9 @@ def cast_to_nvfp4(
     """Quantises rows.
 
     Args:
-        x: ``[..., H]`` bf16 or float32; H a multiple of 16.
-        global_scale: one positive float32, at most that of `global_scale_of`, or large values are cut; None = that.
+        x: ``[..., H]`` of a floating-point dtype, as bf16; H a multiple of 16.
+        global_scale: one positive float32; None = that of `global_scale_of`. With a larger one, large values become
+            the largest that a block can hold.
         fmt: how scales of blocks are made; None = e4m3.
 
     Returns:
@@ -224,13 +273,16 @@ def cast_to_nvfp4(
         scale ``[1]`` float32.
 
     Raises:
-        ConfigError: H is not a multiple of 16, or there is not one global scale.
+        ConfigError: `x` is not floating point, H is not a multiple of 16, `global_scale` is not one number, or `fmt` is
+            no `Nvfp4Format`.
 
     Example:
         >>> data, scales, global_scale = hybrid_ep.quantize.cast_to_nvfp4(torch.full((2, 32), 6.0))
         >>> data.shape, scales.shape, data.dtype
         (torch.Size([2, 16]), torch.Size([2, 2]), torch.uint8)
     """
+    _check("x", x, ())
+    _check_format(fmt, Nvfp4Format)
     hidden = x.shape[-1]
     _check_blocks(hidden)
     given = global_scale_of(x) if global_scale is None else _one_scale(global_scale)
@@ -268,18 +320,24 @@ def cast_from_nvfp4(data: Tensor, scales: Tensor, global_scale: Tensor, dtype: t
         ``[..., H]`` of `dtype`; the products are made in float32.
 
     Raises:
-        ConfigError: H is not a multiple of 16, or the number of scales does not fit it.
+        ConfigError: a dtype is another, H is not a multiple of 16, or the shape of `scales` or `global_scale` does not
+            fit `data`.
 
     Example:
         >>> rows = torch.full((2, 32), 6.0)
         >>> bool((hybrid_ep.quantize.cast_from_nvfp4(*hybrid_ep.quantize.cast_to_nvfp4(rows)) == rows).all())
         True
     """
+    _check("data", data, (torch.uint8,))
+    _check("scales", scales, (torch.float8_e4m3fn, torch.uint8, torch.int8))
     hidden = 2 * data.shape[-1]
     _check_blocks(hidden)
     num_blocks = hidden // CHANNELS_PER_BLOCK
-    if scales.shape[-1] != num_blocks:
-        raise ConfigError(f"scales has {scales.shape[-1]} columns; allowed for hidden {hidden}: {num_blocks}")
+    _check_scales("scales", scales, data, num_blocks)
+    if not (isinstance(global_scale, Tensor) and global_scale.numel() == 1):
+        _check("global_scale", global_scale, ())
+        shape = list(data.shape[:-1])
+        require(list(global_scale.shape) == shape, "global_scale.shape", list(global_scale.shape), f"[1] or {shape}")
     codes = torch.stack((data & 15, data >> 4), -1).flatten(-2)
     magnitudes = torch.tensor(_E2M1, device=data.device)[(codes & 7).long()]
     values = torch.where(codes > 7, -magnitudes, magnitudes).unflatten(-1, (num_blocks, CHANNELS_PER_BLOCK))
@@ -299,10 +357,17 @@ def block_scales_of(packed: Tensor) -> Tensor:
     Returns:
         ``[LE, ceil(N/128) × 128, H/16]`` of the same dtype, a copy.
 
+    Raises:
+        ConfigError: `packed` has another dtype or shape.
+
     Example:
         >>> hybrid_ep.quantize.block_scales_of(torch.zeros(32, 4, 1, 4, 2, 3, dtype=torch.int8)).shape
         torch.Size([3, 128, 8])
     """
+    _check("packed", packed, (torch.float8_e4m3fn, torch.int8, torch.uint8))
+    tile = (_LANES_OF_TILE, _ROWS_OF_TILE // _LANES_OF_TILE, SCALES_PER_WORD)
+    fits = packed.dim() == 6 and (*packed.shape[:2], packed.shape[3]) == tile
+    require(fits, "packed.shape", list(packed.shape), "[32, 4, tiles, 4, H/64, LE]")
     lanes, quarters, tiles, blocks, words, num_local = packed.shape
     by_row = packed.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
     return by_row.reshape(num_local, tiles * quarters * lanes, words * blocks).view(packed.dtype)
@@ -314,6 +379,8 @@ def _check_blocks(hidden: int) -> None:
 
 
 def _one_scale(global_scale: Tensor) -> Tensor:
+    if not isinstance(global_scale, Tensor):
+        raise ConfigError(f"global_scale is {type(global_scale).__name__}; allowed: a torch.Tensor of one number")
     if global_scale.numel() != 1:
         raise ConfigError(f"global_scale has {global_scale.numel()} values; allowed: one")
     return global_scale.float().reshape(1)

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hybrid_ep.core.event import EventHandle, EventOverlap
+from hybrid_ep.core.checks import require_bool
+from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
 __all__ = ["CommStream", "current_raw_stream", "is_capturing"]
 
@@ -52,11 +53,19 @@ class CommStream:
             self._stream = torch.cuda.Stream(self._device)
         return self._stream
 
-    def scope(self, previous_event: EventOverlap | None, async_finish: bool) -> AbstractContextManager[None]:
-        """Runs the block on the stream that the call asks for."""
-        if (previous_event is None and not async_finish) or not torch.cuda.is_available():
+    def scope(
+        self, previous_event: EventOverlap | EventHandle | None, async_finish: bool
+    ) -> AbstractContextManager[None]:
+        """Runs the block on the stream that the call asks for.
+
+        Raises:
+            ConfigError: `previous_event` is no event, or `async_finish` no bool.
+        """
+        previous = as_overlap("previous_event", previous_event)
+        require_bool("async_finish", async_finish)
+        if (previous is None and not async_finish) or not torch.cuda.is_available():
             return _CURRENT_STREAM
-        return self._on_own_stream(previous_event, async_finish)
+        return self._on_own_stream(previous, async_finish)
 
     @contextlib.contextmanager
     def _on_own_stream(self, previous_event: EventOverlap | None, async_finish: bool) -> Iterator[None]:
@@ -73,7 +82,10 @@ class CommStream:
             current.wait_stream(stream)
 
     def finish(
-        self, previous_event: EventOverlap | None, async_finish: bool, tensors: tuple[torch.Tensor | None, ...]
+        self,
+        previous_event: EventOverlap | EventHandle | None,
+        async_finish: bool,
+        tensors: tuple[torch.Tensor | None, ...],
     ) -> EventOverlap:
         """Returns the call's event.
 

@@ -27,7 +27,7 @@ __all__ = ["demo"]
 @click.option("--topk", default=Settings.num_topk, help="Experts of each token.")
 @click.option("--experts", default=Settings.num_experts, help="Experts of all ranks together.")
 @click.option("--steps", default=Settings.num_steps, help="Training steps of the small MoE layer.")
-@click.option("--seed", default=Settings.seed, help="Of everything random.")
+@click.option("--seed", default=Settings.seed, help="Of tokens, routing and weights.")
 @click.option("--skew", is_flag=True, help="Also run a skewed router without balance, with a placement, and online.")
 @click.option("--lose-rank", is_flag=True, help="Also kill a rank, and go on without it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")

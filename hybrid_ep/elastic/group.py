@@ -1,8 +1,8 @@
 """Process groups over those who are left: made from the store, without the ranks that are lost.
 
-torch makes groups of ranks of one default group, and every process numbers them alike. Here a process may have come
-later: its default group is the first one that it is in. So the store and the name of a group's board are given to it,
-and ranks are numbered by their index in the group.
+torch makes a group from ranks of the default group, which every process numbers alike. Here a process may have come
+later, and its default group is the first one that it joined. So such a process gets the store and the name of the
+group's board, and ranks are numbered by their index in the group.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def make_group(
         numbers = list(range(len(members)))
     c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(numbers)}
     board.assign(name)
-    # Only its making was in a hurry.
+    # The limit was for connecting; collectives of the group get torch's default.
     with contextlib.suppress(RuntimeError):
         c10d._set_pg_timeout(c10d.default_pg_timeout, group)
     return group
@@ -151,9 +151,10 @@ def _forget(group: dist.ProcessGroup) -> None:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Gives up a group that has lost a rank, without waiting for anybody. Local.
+    """Gives up a group that has lost a rank. Local; waits for no rank.
 
-    NCCL's kernels wait for the lost rank until they are aborted. A group that the caller has made stays in being.
+    NCCL's kernels wait for the lost rank, so its communicator is aborted. The group is destroyed if `make_group` made
+    it; a group that the caller made is not.
     """
     name = group.group_name
     with contextlib.suppress(RuntimeError, AttributeError):

@@ -28,7 +28,7 @@ from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.board import Board, StoreLostError, rendezvous
-from hybrid_ep.core.checks import require
+from hybrid_ep.core.checks import require, require_int, require_seconds
 from hybrid_ep.core.host import host_name
 from hybrid_ep.elastic.group import Lineage, abandon, follow, lineage_of, make_group, root_board
 from hybrid_ep.elastic.succession import Roster, arrange, succeed
@@ -53,15 +53,15 @@ class Report:
     """What a recovery has done.
 
     Attributes:
-        generation: number of the group in the life of the job; numbers may be left out.
-        ranks: who has each rank now: its rank before, or None for a newcomer.
+        generation: number of the group in the life of the job. It rises; failed attempts have numbers, too.
+        ranks: for each rank of the new group, its rank in the group before, or None for a newcomer.
         lost: ranks of the group before that are not in this one.
         unserved: (layer, expert) that no rank holds.
         failed: (layer, expert) → why it could not be loaded.
         loaded: (layer, slot of this rank) → what `load_expert` has returned.
-        kept: ``[layers, P/R]`` int64: the old slot of this rank whose weights each slot takes, −1 where they are in
-            `loaded`.
-        seconds: from the call of this rank until its end.
+        kept: ``[layers, P/R]`` int64 on the CPU: the old slot of this rank whose weights each slot takes, −1 where they
+            are in `loaded`.
+        seconds: that the call took on this rank.
     """
 
     generation: int
@@ -100,12 +100,15 @@ def recover(
     timeout_s: float | None = None,
     load_timeout_s: float = 300.0,
 ) -> Recovered[B]:
-    """Goes on with the ranks that are left, and with those that wait in `join`. Collective over the survivors.
+    """Makes a new group, buffer and placement for the ranks that are left and for those that wait in `join`.
 
-    Each survivor comes here when a call has raised TransportError, or when the job asks for it. Who has not come within
-    `timeout_s` and two seconds is left out. The old buffer is closed; NCCL communicators of its group are aborted.
-    Survivors keep their order, and their experts in their slots. An expert that no survivor holds is loaded into a slot
-    whose expert has another replica; where these are too few, every rank gets more slots.
+    Collective over the survivors. Call it at each of them when a call has raised TransportError, or when the job asks
+    for it. A rank that has not called it within `timeout_s` and two seconds is left out.
+
+    The old buffer is closed, and NCCL communicators of its group are aborted. Its handles cannot be used any more; its
+    results keep their memory. Survivors keep their order, and their experts in their slots. An expert that no survivor
+    holds is loaded into a slot whose expert has another replica. If there are too few of these, every rank gets more
+    slots.
 
     Args:
         buffer: on the group that has lost a rank, a `Buffer` or a `HybridEPBuffer`.
@@ -113,23 +116,25 @@ def recover(
         load_expert: called as ``load_expert(layer, expert)`` on the rank that is to hold the expert; what it returns is
             in `Report.loaded`. If it raises, the expert is named in `Report.failed`, and the job goes on without it.
         lost: ranks that the caller knows to be lost, beside those that errors of `buffer` have named.
-        weight: ``[layers, E]`` loads, the same on all ranks: experts are loaded where there is least to do. None = all
-            experts alike.
+        weight: ``[layers, E]`` loads ≥ 0, the same on all ranks: an expert is loaded by the rank with the smallest
+            load. None = all experts have the same load.
         num_ranks_per_domain: of the new group; None = the greatest common divisor of what is left of each domain.
-        max_slots: the most slots that a rank may have afterwards; experts that find none are not served. None = as many
-            as it takes.
-        timeout_s: how long survivors wait for each other; None = that of the buffer.
-        load_timeout_s: how long loading may take.
+        max_slots: the most slots of a layer that a rank may have afterwards, at least as many as now; an expert without
+            a slot is not served. None = as many as it takes.
+        timeout_s: seconds that survivors wait for each other, at least 1; None = those of the buffer.
+        load_timeout_s: seconds that loading may take.
 
     Returns:
         The new buffer, of the same class and options, the placement and the report.
 
     Raises:
-        ConfigError: an argument does not fit, or differs between ranks.
+        ConfigError: an argument does not fit; the old buffer stays open then. Or an argument differs between ranks, or
+            a newcomer finds no expert that it could load.
         TopologyError: the ranks that are left cannot be divided into domains of the size asked for.
         TransportError: the store is lost, the others have gone on without this rank, or no group could be connected.
     """
     begin = time.monotonic()
+    require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(_KINDS))
     group, rank = buffer.group, buffer.rank
     if group is None or buffer.group_size == 1:
         raise ConfigError("the ranks of the buffer are 1; allowed: ≥ 2, so that one can be left")
@@ -142,8 +147,14 @@ def recover(
     lineage = lineage_of(group)
     if lineage.is_left_out:
         raise _left_out(rank, None)
-    timeout_s = buffer.timeout_s if timeout_s is None else timeout_s
-    require(timeout_s > 0 and load_timeout_s > 0, "timeout_s and load_timeout_s", (timeout_s, load_timeout_s), "> 0")
+    timeout_s = buffer.timeout_s if timeout_s is None else require_seconds("timeout_s", timeout_s)
+    require_seconds("load_timeout_s", load_timeout_s)
+    if num_ranks_per_domain is not None:
+        require_int("num_ranks_per_domain", num_ranks_per_domain, minimum=1)
+    if max_slots is not None:
+        require_int("max_slots", max_slots, minimum=placement.num_slots)
+    are_ranks = isinstance(lost, Collection) and set(lost) <= set(range(buffer.group_size))
+    require(are_ranks, "lost", repr(lost), f"ranks of 0 … {buffer.group_size - 1}")
     terms = {
         "kind": kinds[0],
         "options": buffer.options(),
@@ -158,7 +169,7 @@ def recover(
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
-    _close(buffer)  # what it raises is known by now
+    _close(buffer)  # its errors are those that made the caller recover
     loaded: dict[tuple[int, int], Any] = {}
     problem = ""
     try:
@@ -178,25 +189,31 @@ def recover(
 
 
 def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s: float = 600.0) -> Recovered[Any]:
-    """Waits until the ranks of a job let this process in, by their next `recover`, and goes on with them.
+    """Waits until the ranks of a job call `recover`, and is one of the new group. Blocks the host.
 
-    For a new process, whose first group this is: the default one of `torch.distributed`. Likewise for a rank that the
-    others have left out. Buffer, engine and timeouts are those of the job.
+    For a new process: the group becomes its default group of `torch.distributed`. And for a rank that the others have
+    left out. Class and options of the buffer, engine and timeouts are those of the job.
 
     Args:
         store: as the processes of the job pass it to `init_process_group`; where that has made it from the environment,
             ``PrefixStore("default_pg", TCPStore(MASTER_ADDR, MASTER_PORT))``.
         load_expert: as for `recover`; it gives the experts of all slots of this rank.
         job: ``"world"`` where the job's first buffer was on the default group; otherwise the `job_of` that group.
-        timeout_s: how long to wait.
+        timeout_s: seconds to wait for a `recover`.
+
+    Returns:
+        As `recover`.
 
     Raises:
-        ConfigError: `load_expert` is no function, or what the survivors raise.
-        TimeoutError: no rank has admitted it.
+        ConfigError, TopologyError: an argument does not fit, or `recover` raises it at the survivors.
+        TimeoutError: no `recover` has let it in within `timeout_s`.
         TransportError: the store is lost.
     """
     begin = time.monotonic()
+    require(isinstance(store, Store), "store", type(store).__name__, "a torch.distributed.Store")
     require(callable(load_expert), "load_expert", load_expert, "a function")
+    require(isinstance(job, str), "job", repr(job), "a str")
+    require_seconds("timeout_s", timeout_s)
     lineage = Lineage(root_board(store, job))
     rank = dist.get_rank() if dist.is_initialized() else 0
     loaded: dict[tuple[int, int], Any] = {}
@@ -224,9 +241,14 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
 def waiting(buffer: BaseBuffer) -> int:
     """Returns how many processes wait in `join`. Local: let one rank ask, and broadcast when to `recover`.
 
+    Args:
+        buffer: of the job; 0 are waiting where it has no process group.
+
     Raises:
+        ConfigError: `buffer` is no buffer.
         TransportError: the store is lost.
     """
+    require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(_KINDS))
     if buffer.group is None:
         return 0
     try:
@@ -242,7 +264,7 @@ class _LeftOutError(TransportError):
 
 
 class _Round(NamedTuple):
-    """What all who take part in an attempt know; JSON can hold it.
+    """What every participant of an attempt knows; JSON can hold it.
 
     Attributes:
         terms: what the survivors agree on.
@@ -259,11 +281,11 @@ class _Round(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """Of all: ranks, and tickets below zero."""
+        """Ids of all participants: the ranks of survivors, and the negated tickets of newcomers."""
         return [*self.survivors, *(-ticket for ticket in self.tickets)]
 
     def only(self, ids: Collection[int]) -> _Round:
-        """Without the others."""
+        """Returns the round with only these participants."""
         kept = [i for i, one in enumerate(self.ids) if one in ids]
         return _Round(
             self.terms,
@@ -327,17 +349,17 @@ def _meet_survivors(
 
 
 class _Attempt:
-    """One generation, as one who takes part in it goes through.
+    """One attempt to make group, buffer and placement, as one participant makes it.
 
     Args:
         lineage: of the group.
-        round_: who takes part.
-        me: this one's id in it.
-        parent: the group that it comes from, None: none.
+        round_: the participants.
+        me: id of this participant.
+        parent: the group that this participant was in before; None for a newcomer.
 
     Attributes:
-        problem: which new rank was the first that could not make group or buffer, and why; "" where each that came
-            could. The same on all.
+        problem: which new rank was the first that could not make group or buffer, and why; "" if every rank that came
+            could. The same at all participants.
     """
 
     problem = ""
@@ -360,7 +382,7 @@ class _Attempt:
             begin: when the call began.
         """
         if self._round.tickets:
-            newcomers = [-ticket for ticket in self._round.tickets]  # who may have ended while they waited
+            newcomers = [-ticket for ticket in self._round.tickets]  # a process may have ended while it waited
             timeout_s = self._terms["timeout_s"]
             came, _ = self._rendezvous("newcomers", self._me, self._round.ids, "", timeout_s, newcomers)
             self._round = self._round.only(came)
@@ -456,7 +478,8 @@ class _Attempt:
         ids: list[int],
         rank: int,
     ) -> M | set[int]:
-        """Makes something, and agrees with the others whether all could; returns who is missing where one could not.
+        """Makes something, and agrees with the others whether all could. If one could not, returns the survivors that
+        did not come to the rendezvous after it.
 
         Args:
             what: the step's name.
@@ -472,7 +495,7 @@ class _Attempt:
             made = make()
         except (RuntimeError, HybridEPError) as error:
             problem = json.dumps([time.monotonic() - begin, str(error)])
-        # Whom an error here names may only be slow to fail itself.
+        # The rank that `error` names need not be lost: it may fail later, and then come to this rendezvous.
         came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s() + _MARGIN_S)
         if len(came) == len(ids) and not any(texts.values()):
             assert made is not None

@@ -192,7 +192,9 @@ class _Layer:
                 self.missing.remove(expert)
 
     def fill(self) -> None:
-        """Fills the slots that are left: those of newcomers with the fullest experts, others with the rank's own."""
+        """Fills the slots that are left: a newcomer's with the experts of most load per replica, a survivor's with
+        further replicas of its own experts.
+        """
         for rank, slots in enumerate(self.slots):
             for slot, there in enumerate(slots):
                 if there != _EMPTY:
@@ -233,7 +235,7 @@ class _Layer:
         self.slots[rank][slot], self.kept[rank][slot] = expert, _EMPTY
 
     def _fullest(self, slots: list[int]) -> int:
-        """The expert whose replicas have the most load, one that is not in `slots` first."""
+        """The expert of most load per replica; an expert that is not in `slots` yet comes first."""
         allowed = [expert for expert in range(len(self._weight)) if expert not in self.refused | self.missing]
         if not allowed:
             raise ConfigError("the experts that a new rank could load are 0; allowed: ≥ 1")

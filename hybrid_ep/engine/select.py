@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hybrid_ep import env
 from hybrid_ep.core.board import Board, rendezvous_all
+from hybrid_ep.core.checks import require_seconds
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine
@@ -95,10 +96,7 @@ def make_engine(
         TransportError: the store of the process group cannot be reached.
     """
     asked = env.ENGINE.get() if asked is None else asked
-    timeout_s = env.TIMEOUT_S.get() if timeout_s is None else timeout_s
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s <= env.MAX_TIMEOUT_S:
-        raise ConfigError(f"timeout_s is {timeout_s!r}; allowed: a number of seconds > 0 and ≤ {env.MAX_TIMEOUT_S:.0f}")
+    timeout_s = env.TIMEOUT_S.get() if timeout_s is None else require_seconds("timeout_s", timeout_s)
     choice, grid, number = _agree(group, num_ranks_per_domain, asked, timeout_s)
     if choice.name not in _said:
         _said.add(choice.name)

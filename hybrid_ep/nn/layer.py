@@ -44,8 +44,8 @@ class MoELayer(nn.Module):
         layer: of the placement.
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
         weight_buffer: another buffer of the same ranks, which moves the weights of replicas on its communication
-            stream, beside the dispatch, and their gradients beside the backward pass of it. None: `buffer` does, before
-            the dispatch.
+            stream while `buffer` dispatches, and their gradients during the backward pass of the dispatch. None:
+            `buffer` moves them, before the dispatch.
         mesh: a DeviceMesh of one dimension and the buffer's ranks, for the experts' DTensors; None = one is made. Give
             ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
         num_rows: > 0: at most so many copies of tokens arrive at a rank, one for each of a token's experts there. No
@@ -152,7 +152,7 @@ class MoELayer(nn.Module):
         return combined.to(x.dtype).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Routes ``[T, H]`` tokens, and sets `balance_loss`. Local.
+        """Routes ``[T, H]`` tokens, and sets `balance_loss`. Local. Gradients flow through the weights and the loss.
 
         Returns:
             Top-k experts ``[T, K]`` int64 and their weights ``[T, K]`` float32, which sum to 1 for each token.

@@ -33,8 +33,8 @@ class Routed(NamedTuple):
         weights: for each parameter, ``[slots of this rank, *shape]``; complete once the current stream has waited for
             `ready`.
         ready: of the weights.
-        restore: makes the weights these again, after a later forward pass; called before they are used in the backward
-            pass. Collective.
+        restore: fetches these weights again if a later forward pass has overwritten them; called before the backward
+            pass uses them. Collective.
     """
 
     slots: Tensor
@@ -152,14 +152,14 @@ def count_copies(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 class _Replicas:
-    """The replicas of one forward pass, behind the home experts in the memory of these: no home expert is copied.
+    """The replicas of one forward pass. They lie behind the home experts in one memory, so no home expert is copied.
 
-    A later forward pass writes its replicas there, too. If it came before this one's backward pass, that fetches its
-    replicas again. All ranks make their passes in the same order, so all of them do.
+    The next forward pass writes its replicas to the same memory. If it runs before the backward pass of this one, this
+    backward pass fetches its replicas again. All ranks make their passes in the same order, so they fetch together.
 
     Args:
         mover: moves the weights.
-        is_apart: on its communication stream.
+        is_apart: whether it does so on its communication stream.
         mapping: ``[R, B]`` int64: the expert in each spare slot, or −1.
         experts: of this rank.
     """

@@ -297,6 +297,16 @@ def test_a_group_that_is_connected_too_late_is_given_up() -> None:
         assert cluster.run(_connect_too_late, limit_s=90) == [True]
 
 
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"timeout_s": 0}, "^timeout_s is 0; allowed: a number of seconds > 0"),
+    ({"load_timeout_s": "long"}, "^load_timeout_s is 'long'; allowed: a number of seconds > 0"),
+    ({"num_ranks_per_domain": 0}, "^num_ranks_per_domain is 0; allowed: an integer ≥ 1"),
+    ({"max_slots": "all"}, "^max_slots is 'all'; allowed: an integer ≥ 1"),
+    ({"lost": 1}, "^lost is 1; allowed: ranks of 0 … 1"),
+    ({"lost": [7]}, r"^lost is \[7\]; allowed: ranks of 0 … 1"),
+]
+
+
 def _refuse() -> None:
     with pytest.raises(ConfigError, match="ranks of the buffer are 1; allowed: ≥ 2"):
         recover(Buffer(dist.new_group([dist.get_rank()], use_local_synchronization=True)), PLACEMENT)
@@ -308,11 +318,22 @@ def _refuse() -> None:
     fits = ExpertPlacement.contiguous(1, 2, 2)
     with pytest.raises(ConfigError, match="load_expert is 3; allowed: a function or None"):
         recover(buffer, fits, 3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="allowed: > 0"):
-        recover(buffer, fits, timeout_s=0)
+    for options, message in BAD_OPTIONS:
+        with pytest.raises(ConfigError, match=message):
+            recover(buffer, fits, **options)
+    with pytest.raises(ConfigError, match="buffer is NoneType; allowed: Buffer or HybridEPBuffer"):
+        recover(None, fits)  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="buffer is str; allowed: Buffer or HybridEPBuffer"):
+        waiting("buffer")  # type: ignore[arg-type]
     store = dist.distributed_c10d._get_default_store()
     with pytest.raises(ConfigError, match="load_expert is None; allowed: a function"):
         join(store, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"store is str; allowed: a torch\.distributed\.Store"):
+        join("tcp://host:1", _load)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="job is 3; allowed: a str"):
+        join(store, _load, job=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout_s is '600'; allowed: a number of seconds > 0"):
+        join(store, _load, timeout_s="600")  # type: ignore[arg-type]
     with pytest.raises(TimeoutError, match="no rank has admitted it"):
         join(store, _load, job="another", timeout_s=0.2)
     assert waiting(buffer) == 0

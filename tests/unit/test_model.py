@@ -221,7 +221,7 @@ def test_pictures(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--domains", 0), "domains is 0; allowed: an integer"),
-        (("--experts", 100), "experts is 100; allowed: an integer ≥ 16 that is a multiple of 16"),
+        (("--experts", 100), "experts is 100; allowed: an integer from 16 to 8192 that is a multiple of 16"),
         (("--skew", 2), "skew is 2 with routing uniform; allowed: with --routing skewed"),
         (("--nic", 0), "nic_gbits is 0.0; allowed: > 0"),
         (("--domains", 512, "--ranks-per-domain", 32), "ranks is 16384; allowed: an integer from 1 to 8192"),

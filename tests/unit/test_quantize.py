@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,7 +86,7 @@ def test_bad_formats_and_scales() -> None:
     with pytest.raises(ConfigError, match="round_scale"):
         Fp8Format(ue8m0=True)
     data, scales = cast_to_fp8(torch.ones(2, 256))
-    with pytest.raises(ConfigError, match="3 columns"):
+    with pytest.raises(ConfigError, match=r"scales.shape is \[2, 3\]; allowed: \[2, 2\]"):
         cast_from_fp8(data, torch.ones(2, 3))
     assert scales.shape == (2, 2)
 
@@ -167,5 +170,55 @@ def test_nvfp4_refuses_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="global_scale has 2 values; allowed: one"):
         cast_to_nvfp4(torch.zeros(1, 32), torch.ones(2))
     data, scales, scale = cast_to_nvfp4(torch.ones(1, 32))
-    with pytest.raises(ConfigError, match="scales has 1 columns; allowed for hidden 32: 2"):
+    with pytest.raises(ConfigError, match=r"scales.shape is \[1, 1\]; allowed: \[1, 2\], for these rows"):
         cast_from_nvfp4(data, scales[:, :1], scale)
+
+
+ROWS = torch.ones(2, 128)
+FP8, FP8_SCALES = cast_to_fp8(ROWS)
+FP4, FP4_SCALES, GLOBAL_SCALE = cast_to_nvfp4(ROWS)
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "to FP8: no tensor": (lambda: cast_to_fp8([1.0]), "x is list; allowed: a torch.Tensor"),
+    "to FP8: integers": (lambda: cast_to_fp8(ROWS.int()), "x.dtype is torch.int32; allowed: a floating-point dtype"),
+    "to FP8: a scalar": (lambda: cast_to_fp8(torch.tensor(1.0)), r"x.shape is \[\]; allowed: \[..., columns\]"),
+    "to FP8: format": (lambda: cast_to_fp8(ROWS, Nvfp4Format()), "fmt is Nvfp4Format; allowed: Fp8Format or None"),
+    "from FP8: rows": (lambda: cast_from_fp8(ROWS, FP8_SCALES), "data.dtype is torch.float32; allowed: torch.float8"),
+    "from FP8: scales": (
+        lambda: cast_from_fp8(FP8, FP8_SCALES[:1]),
+        r"scales.shape is \[1, 1\]; allowed: \[2, 1\], for these rows",
+    ),
+    "from FP8: scales of float64": (lambda: cast_from_fp8(FP8, FP8_SCALES.double()), "scales.dtype is torch.float64"),
+    "from FP8: packed scales": (
+        lambda: cast_from_fp8(FP8, torch.ones(2, 2, dtype=torch.int32)),
+        r"scales.shape is \[2, 2\]; allowed: \[2, 1\]",
+    ),
+    "pack: integers": (lambda: pack_ue8m0(torch.ones(2, 1, dtype=torch.int32)), "scales.dtype is torch.int32"),
+    "unpack: floats": (lambda: unpack_ue8m0(ROWS, 1), "packed.dtype is torch.float32; allowed: torch.int32"),
+    "unpack: more than there are": (
+        lambda: unpack_ue8m0(torch.ones(2, 1, dtype=torch.int32), 5),
+        "num_scales is 5; allowed: an integer from 0 to 4",
+    ),
+    "global scale: integers": (lambda: global_scale_of(ROWS.int()), "x.dtype is torch.int32"),
+    "to NVFP4: no tensor": (lambda: cast_to_nvfp4(None), "x is NoneType; allowed: a torch.Tensor"),
+    "to NVFP4: global scale": (lambda: cast_to_nvfp4(ROWS, 1.0), "global_scale is float; allowed: a torch.Tensor of"),
+    "from NVFP4: rows": (lambda: cast_from_nvfp4(FP8, FP4_SCALES, GLOBAL_SCALE), "data.dtype is torch.float8_e4m3fn"),
+    "from NVFP4: scales": (
+        lambda: cast_from_nvfp4(FP4, FP4_SCALES[:1], GLOBAL_SCALE),
+        r"scales.shape is \[1, 8\]; allowed: \[2, 8\], for these rows",
+    ),
+    "from NVFP4: global scales": (
+        lambda: cast_from_nvfp4(FP4, FP4_SCALES, torch.ones(3)),
+        r"global_scale.shape is \[3\]; allowed: \[1\] or \[2\]",
+    ),
+    "scales of received rows": (
+        lambda: block_scales_of(torch.zeros(32, 4, 1, 3, 2, 3, dtype=torch.int8)),
+        r"packed.shape is \[32, 4, 1, 3, 2, 3\]; allowed: \[32, 4, tiles, 4, H/64, LE\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        call()
