@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseBuffer", "as_rows", "as_words", "check_bias", "check_global_scale", "check_nvfp4_rows", "check_rows"]
 
+_process_id = os.getpid()
+
+
+def _note_fork() -> None:
+    global _process_id
+    _process_id = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
@@ -66,7 +76,7 @@ class BaseBuffer:
         num_ranks_per_domain: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._process_id = os.getpid()
+        self._process_id = _process_id
         self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
         self.group = _resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -115,10 +125,10 @@ class BaseBuffer:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was used after it was closed; allowed: a new one"
             )
-        if os.getpid() != self._process_id:
+        if self._process_id != _process_id:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was made in process {self._process_id} and used in its "
-                f"forked child {os.getpid()}; allowed: a process group and a buffer made in the child"
+                f"forked child {_process_id}; allowed: a process group and a buffer made in the child"
             )
         if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
             raise ClosedError(

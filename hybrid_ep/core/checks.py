@@ -39,12 +39,12 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_INT, multiple_of: int = 1) -> int:
     """Returns `value` if it is an int from `minimum` to `maximum` and a multiple of `multiple_of`."""
-    allowed = f"an integer ≥ {minimum}"
+    is_large = False
     if isinstance(value, int) and not isinstance(value, bool):
         if minimum <= value <= maximum and value % multiple_of == 0:
             return value
-        if value > maximum:
-            allowed = f"an integer from {minimum} to {maximum}"
+        is_large = value > maximum
+    allowed = f"an integer from {minimum} to {maximum}" if is_large else f"an integer ≥ {minimum}"
     if multiple_of > 1:
         allowed += f" that is a multiple of {multiple_of}"
     raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
@@ -112,20 +112,22 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
 
 def traits(*tensors: object) -> tuple[object, ...]:
     """All that checks of these tensors look at but their values: where the traits are equal, so is the outcome."""
-    return tuple(
-        [
-            (
+    keeps_grad = torch.is_grad_enabled()
+    found: list[object] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+        elif isinstance(tensor, Tensor):
+            found += (
                 tensor.dtype,
                 tensor.shape,
                 tensor.device,
                 tensor.is_contiguous(),
-                tensor.requires_grad and torch.is_grad_enabled(),
+                keeps_grad and tensor.requires_grad,
             )
-            if isinstance(tensor, Tensor)
-            else type(tensor)
-            for tensor in tensors
-        ]
-    )
+        else:
+            found.append(type(tensor))
+    return tuple(found)
 
 
 class Passed(set[object]):
