@@ -36,7 +36,16 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "as_rows", "as_words", "check_bias", "check_global_scale", "check_nvfp4_rows", "check_rows"]
+__all__ = [
+    "BaseBuffer",
+    "as_biases",
+    "as_rows",
+    "as_words",
+    "check_bias",
+    "check_global_scale",
+    "check_nvfp4_rows",
+    "check_rows",
+]
 
 _process_id = os.getpid()
 
@@ -361,15 +370,20 @@ def check_global_scale(name: str, global_scale: Tensor, device: torch.device) ->
         require(0 < value < math.inf, name, value, "a positive, finite number")
 
 
+def as_biases(bias: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """What combine adds to its result, as a tuple of any number."""
+    return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+
+
 def check_bias(
-    bias: Tensor | tuple[Tensor, Tensor] | None, num_tokens: int, hidden: int, device: torch.device
+    bias: Tensor | tuple[Tensor, ...] | None, num_tokens: int, hidden: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """Checks what combine adds to its result: none, one or two ``[T, H]`` bf16.
 
     Raises:
         ConfigError: dtype, shape, device or number does not fit.
     """
-    biases: tuple[Tensor, ...] = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    biases = as_biases(bias)
     if len(biases) > 2:
         require(False, "number of biases", len(biases), "0, 1 or 2")
     for term in biases:
