@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseBuffer",
+    "as_biases",
     "as_rows",
     "as_words",
     "check_bias",
@@ -48,6 +49,16 @@ __all__ = [
     "check_weights",
     "resolve_group",
 ]
+
+_process_id = os.getpid()
+
+
+def _note_fork() -> None:
+    global _process_id
+    _process_id = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -77,7 +88,7 @@ class BaseBuffer:
         num_ranks_per_domain: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._process_id = os.getpid()
+        self._process_id = _process_id
         self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
         self.group = resolve_group(group, comm)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -126,10 +137,10 @@ class BaseBuffer:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was used after it was closed; allowed: a new one"
             )
-        if os.getpid() != self._process_id:
+        if self._process_id != _process_id:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was made in process {self._process_id} and used in its "
-                f"forked child {os.getpid()}; allowed: a process group and a buffer made in the child"
+                f"forked child {_process_id}; allowed: a process group and a buffer made in the child"
             )
         if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
             raise ClosedError(
@@ -382,15 +393,20 @@ def check_global_scale(name: str, global_scale: Tensor, device: torch.device) ->
         require(0 < value < math.inf, name, value, "a positive, finite number")
 
 
+def as_biases(bias: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """What combine adds to its result, as a tuple of any number."""
+    return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+
+
 def check_bias(
-    bias: Tensor | tuple[Tensor, Tensor] | None, num_tokens: int, hidden: int, device: torch.device
+    bias: Tensor | tuple[Tensor, ...] | None, num_tokens: int, hidden: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """Checks what combine adds to its result: none, one or two ``[T, H]`` bf16.
 
     Raises:
         ConfigError: dtype, shape, device or number does not fit, or a gradient would be lost.
     """
-    biases: tuple[Tensor, ...] = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    biases = as_biases(bias)
     if len(biases) > 2:
         require(False, "number of biases", len(biases), "0, 1 or 2")
     for term in biases:

@@ -139,7 +139,7 @@ class ElasticCalls(LoadBalanceCalls):
             ("prefer_overlap_with_compute", prefer_overlap_with_compute),
             ("explicitly_destroy", explicitly_destroy),
         ):
-            setattr(self, name, _flag(name, flag))
+            setattr(self, name, require_bool(name, flag))
         if sl_idx is not None:
             require_int("sl_idx", sl_idx, minimum=0, maximum=15)
         self.num_allocated_qps = require_int("num_allocated_qps", num_allocated_qps, minimum=0)
@@ -292,7 +292,7 @@ class ElasticCalls(LoadBalanceCalls):
         data, scales = _parts(x)
         _check_flags(options)
         before_epilogue = as_overlap("previous_event_before_epilogue", options.previous_event_before_epilogue)
-        async_finish = _flag("async_with_compute_stream", options.async_with_compute_stream)
+        async_finish = require_bool("async_with_compute_stream", options.async_with_compute_stream)
         num_sms = require_int("num_sms", options.num_sms, minimum=0) or None
         require_int("num_qps", options.num_qps, minimum=0)
         with self._comm_stream.scope(options.previous_event, async_finish):
@@ -341,7 +341,7 @@ class ElasticCalls(LoadBalanceCalls):
         before_epilogue = as_overlap("previous_event_before_epilogue", previous_event_before_epilogue)
         require_int("num_sms", num_sms, minimum=0)
         require_int("num_qps", num_qps, minimum=0)
-        async_finish = _flag("async_with_compute_stream", async_finish)
+        async_finish = require_bool("async_with_compute_stream", async_finish)
         self._check_handle(handle)
         check_rows("x", x, None, device=engine.device)
         dispatch, permute = handle.dispatch, handle.permute
@@ -508,15 +508,10 @@ def _parts(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 def _check_flags(options: DispatchOptions) -> None:
     for name in ("do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"):
-        _flag(name, getattr(options, name))
+        require_bool(name, getattr(options, name))
     if options.do_cpu_sync is not None:
-        _flag("do_cpu_sync", options.do_cpu_sync)
+        require_bool("do_cpu_sync", options.do_cpu_sync)
     require(not options.do_zero_padding or bool(options.do_expand), "do_zero_padding", True, "False without do_expand")
-
-
-def _flag(name: str, value: object) -> bool:
-    """A bool; callers also pass 1 and 0."""
-    return require_bool(name, bool(value) if isinstance(value, int) and value in (0, 1) else value)
 
 
 def _rounded(counts: Tensor, alignment: int) -> list[int]:

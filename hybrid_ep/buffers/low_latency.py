@@ -38,9 +38,8 @@ from hybrid_ep.core.quantize import (
     Nvfp4Format,
     RowFormat,
 )
+from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
-    MIN_TOKENS_TO_SUM,
-    NO_SUMS,
     ExpertSignals,
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
@@ -174,7 +173,7 @@ class LowLatencyCalls(BaseBuffer):
             >>> rows.shape, counts.tolist()
             (torch.Size([4, 8, 128]), [1, 2, 0, 1])
         """
-        self._require_low_latency()
+        engine = self._low_latency_engine()
         max_tokens = num_max_dispatch_tokens_per_rank
         kinds = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
@@ -210,8 +209,14 @@ class LowLatencyCalls(BaseBuffer):
                 waits,
                 return_recv_hook,
             )
-            rows, counts, handle, finish = self.engine.low_latency_dispatch(request)
-            hook = self._receive(finish if stats is None else _then_add(finish, counts, stats), return_recv_hook)
+            rows, counts, handle, finish = engine.low_latency_dispatch(request)
+            if stats is not None:
+                finish = _then_add(finish, counts, stats)
+            hook = None
+            if return_recv_hook:
+                hook = self._hook(finish)
+            else:
+                self._receive(engine, finish)
         tensors = (x, topk_idx, x_global_scale, *rows, handle.memory, stats, waits)
         event = self._comm_stream.finish(None, async_finish, tensors)
         if rows.scales is None:
@@ -300,7 +305,7 @@ class LowLatencyCalls(BaseBuffer):
             >>> combined_x[:, 0].tolist()
             [3.0, 3.0]
         """
-        self._require_low_latency()
+        engine = self._low_latency_engine()
         self._check_low_latency_handle(handle)
         require_bools(("use_logfmt", "zero_copy", "overlap"), (use_logfmt, zero_copy, overlap))
         if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
@@ -338,13 +343,17 @@ class LowLatencyCalls(BaseBuffer):
                 topk_idx.contiguous(),
                 topk_weights.contiguous(),
                 out,
-                NO_SUMS if return_recv_hook else MIN_TOKENS_TO_SUM,
                 use_logfmt,
                 waits,
                 signals,
+                return_recv_hook,
             )
-            finish = self.engine.low_latency_combine(request, handle)
-            hook = self._receive(finish, return_recv_hook)
+            finish = engine.low_latency_combine(request, handle)
+            hook = None
+            if return_recv_hook:
+                hook = self._hook(finish)
+            else:
+                self._receive(engine, finish)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
@@ -361,7 +370,7 @@ class LowLatencyCalls(BaseBuffer):
         Raises:
             ConfigError: it is no handle of a low-latency dispatch, or the buffer is not in low-latency mode.
         """
-        self._require_low_latency()
+        self._low_latency_engine()
         self._check_low_latency_handle(handle)
         num_local = handle.num_experts // self.group_size
         shape = (num_local, handle.num_max_tokens_per_rank * self.group_size, handle.hidden)
@@ -387,7 +396,7 @@ class LowLatencyCalls(BaseBuffer):
             TimeoutError, TransportError: a rank was lost here or in an earlier call; masked as in
                 `low_latency_dispatch`.
         """
-        self._require_low_latency()
+        self._low_latency_engine()
         require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
         require_int("hidden", hidden, minimum=1)
         self._num_local_experts(num_experts)
@@ -448,11 +457,8 @@ class LowLatencyCalls(BaseBuffer):
     def raise_pending(self) -> None:
         self._finish(super().raise_pending)
 
-    def _receive(self, finish: Hook, return_recv_hook: bool) -> Hook | None:
-        """Receives now, or returns the hook that does."""
-        if not return_recv_hook:
-            self._finish_call(finish)
-            return None
+    def _hook(self, finish: Hook) -> Hook:
+        """The hook that receives."""
         num_calls, num_cleanings = 0, self._num_cleanings
 
         @plain_tensors
@@ -463,13 +469,13 @@ class LowLatencyCalls(BaseBuffer):
             require(num_calls == 1, "calls of one receive hook", num_calls, "1")
             since = self._num_cleanings - num_cleanings
             require(since == 0, "calls of clean_low_latency_buffer since a hook's call", since, "0")
-            self._finish_call(finish)
+            self._receive(self.engine, finish)
 
         return hook
 
-    def _finish_call(self, finish: Hook) -> None:
+    def _receive(self, engine: Engine, finish: Hook) -> None:
         """Receives; where lost ranks are only masked, without them."""
-        if not self.engine.only_masks_lost:
+        if not engine.only_masks_lost:
             self._finish(finish)
             return
         told: set[int] = set()
@@ -482,9 +488,9 @@ class LowLatencyCalls(BaseBuffer):
                     raise
                 _LOG.warning("rank %d is masked: %s", error.peer, error)
                 if error.peer in told:  # the others have gone on without this rank
-                    self.engine.set_masked((r for r in range(self.group_size) if r != self.rank), True)
+                    engine.set_masked((r for r in range(self.group_size) if r != self.rank), True)
                 told.add(error.peer)
-                if not self.engine.completes_lost_calls:
+                if not engine.completes_lost_calls:
                     return
 
     def _finish(self, finish: Hook) -> None:
@@ -550,13 +556,15 @@ class LowLatencyCalls(BaseBuffer):
         if async_finish and return_recv_hook:
             require(False, "async_finish and return_recv_hook", "both True", "one of them")
 
-    def _require_low_latency(self) -> None:
-        _ = self.engine
+    def _low_latency_engine(self) -> Engine:
+        """The engine, of a buffer in low-latency mode."""
+        engine = self.engine
         if not self.low_latency_mode:
             require(False, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
+        return engine
 
     def _require_shrink(self) -> None:
-        self._require_low_latency()
+        self._low_latency_engine()
         require(self.enable_shrink, "enable_shrink", self.enable_shrink, "True for rank masks")
 
     def _check_low_latency_handle(self, handle: LowLatencyHandle) -> None:

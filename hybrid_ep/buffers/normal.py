@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows, check_weights
+from hybrid_ep.buffers.base import as_biases
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
-from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, checked, parts_of
+from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, parts_of
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int
 from hybrid_ep.core.config import Config
@@ -464,7 +464,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             with self._comm_stream.scope(previous_event, async_finish):
-                rows = checked(sent, engine.device)
+                rows = self._rows(sent)
                 if rows.data.shape[0] != handle.num_tokens:
                     require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
                 received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle)
@@ -573,18 +573,13 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             ([2.0, 2.0], [[0.5, 0.5], [0.5, 0.5]])
         """
         engine = self.engine
-        check_rows("x", x, None, device=engine.device)
         self._check_handle(handle)
-        if x.shape[0] != handle.num_recv:
-            require(False, "rows of x", x.shape[0], f"{handle.num_recv}, as received with this handle")
+        biases = as_biases(bias)
+        self._check_received(x, topk_weights, biases, handle)
         num_sms = _num_sms(config)
-        num_tokens = handle.num_tokens
-        if topk_weights is not None:
-            check_weights("topk_weights", topk_weights, (x.shape[0], handle.num_topk), x.device)
-        biases = check_bias(bias, num_tokens, x.shape[1], x.device)
         with self._comm_stream.scope(previous_event, async_finish):
-            bias_terms = tuple(term.contiguous() for term in biases)
-            request = CombineRequest(x.contiguous(), packed(topk_weights), bias_terms, num_sms)
+            terms = tuple([term.contiguous() for term in biases])
+            request = CombineRequest(x.contiguous(), packed(topk_weights), terms, num_sms)
             combined = engine.combine(request, handle)
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)

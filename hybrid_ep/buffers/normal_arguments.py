@@ -7,13 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.base import BaseBuffer, as_rows, as_words, check_nvfp4_rows, check_rows
+from hybrid_ep.buffers.base import (
+    BaseBuffer,
+    as_rows,
+    as_words,
+    check_bias,
+    check_nvfp4_rows,
+    check_rows,
+    check_weights,
+)
 from hybrid_ep.core.checks import Passed, packed, require, require_tensor, traits
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "checked", "parts_of"]
+__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "parts_of"]
 
 Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -30,6 +38,16 @@ class NormalArguments(BaseBuffer):
     """The checks of a Buffer's normal calls."""
 
     _passed: Passed
+
+    def _rows(self, sent: Parts) -> Rows:
+        """Checks rows; skipped if rows with the same traits have passed before."""
+        given = "rows", traits(*sent)
+        if given in self._passed:
+            return rows_of(sent)
+        rows = checked(sent, self.engine.device)
+        if rows.data.is_cuda:
+            self._passed.add(given)  # no value has been looked at
+        return rows
 
     def _rows_and_routing(
         self,
@@ -53,6 +71,23 @@ class NormalArguments(BaseBuffer):
         if topk_idx is not None and topk_idx.is_cuda:
             self._passed.add(given)  # no value has been looked at
         return rows, routing
+
+    def _check_received(
+        self, x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], handle: DispatchHandle
+    ) -> None:
+        """Checks what a combine takes; skipped likewise."""
+        num_rows, num_tokens, num_topk = handle.num_recv, handle.num_tokens, handle.num_topk
+        given = "received", traits(x, topk_weights, *biases), num_rows, num_tokens, num_topk
+        if given in self._passed:
+            return
+        check_rows("x", x, None, device=self.engine.device)
+        if x.shape[0] != num_rows:
+            require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
+        if topk_weights is not None:
+            check_weights("topk_weights", topk_weights, (num_rows, num_topk), x.device)
+        check_bias(biases, num_tokens, x.shape[1], x.device)
+        if x.is_cuda:
+            self._passed.add(given)
 
     def _routing(
         self,

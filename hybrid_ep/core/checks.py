@@ -107,10 +107,10 @@ def require_no_grad(name: str, tensor: Tensor) -> None:
 
 
 def require_bool(name: str, value: object) -> bool:
-    """Returns `value` if it is True or False."""
-    if not isinstance(value, bool):
+    """Returns a flag as a bool; callers also pass 1 and 0."""
+    if not isinstance(value, int) or value not in (0, 1):
         raise ConfigError(f"{name} is {value!r}; allowed: True or False")
-    return value
+    return bool(value)
 
 
 def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
@@ -122,20 +122,22 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
 
 def traits(*tensors: object) -> tuple[object, ...]:
     """All that checks of these tensors look at but their values: where the traits are equal, so is the outcome."""
-    return tuple(
-        [
-            (
+    keeps_grad = torch.is_grad_enabled()
+    found: list[object] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+        elif isinstance(tensor, Tensor):
+            found += (
                 tensor.dtype,
                 tensor.shape,
                 tensor.device,
                 tensor.is_contiguous(),
-                tensor.requires_grad and torch.is_grad_enabled(),
+                keeps_grad and tensor.requires_grad,
             )
-            if isinstance(tensor, Tensor)
-            else type(tensor)
-            for tensor in tensors
-        ]
-    )
+        else:
+            found.append(type(tensor))
+    return tuple(found)
 
 
 class Passed(set[object]):

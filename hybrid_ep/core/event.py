@@ -56,6 +56,9 @@ class EventOverlap:
         [2]
     """
 
+    _hook: Callable[[], Any] | None = None
+    _releases = False
+
     def __init__(
         self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor | None, ...] | None = None
     ) -> None:
@@ -65,8 +68,6 @@ class EventOverlap:
             raise ConfigError(f"extra_tensors is {type(extra_tensors).__name__}; allowed: tuple or None")
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hook: Callable[[], Any] | None = None
-        self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Makes the current stream wait for the event. The host does not wait.

@@ -264,7 +264,8 @@ class LowLatencyDispatchRequest(NamedTuple):
         fmt: the format to which rows are quantised; None = bf16.
         global_scale: of NVFP4 rows, one float32, the same on every rank.
         wait_stats: ``[R]`` int64; the microseconds of waiting for each source rank are added to it.
-        return_recv_hook: whether other work of the stream comes before `finish`, which receives.
+        return_recv_hook: whether other work comes before `finish`, which receives. Otherwise it is called at once, on
+            the same stream.
     """
 
     data: Tensor
@@ -285,23 +286,29 @@ class LowLatencyCombineRequest(NamedTuple):
         topk_idx: ``[T, K]`` int64, as dispatched.
         topk_weights: ``[T, K]`` float32.
         out: ``[T, H]`` bf16, written.
-        min_tokens_to_sum: if the source has at least so many tokens, this rank sums the rows of each token before they
-            cross, and waits for the source's weights to do so. `MIN_TOKENS_TO_SUM` or more, or `NO_SUMS`; ranks need
-            not agree on it.
         use_logfmt: whether rows cross as LogFMT-10.
         wait_stats: as in `LowLatencyDispatchRequest`.
         signals: of experts that still write: rows are sent once their signals are raised, and none are summed. If a
             signal does not come, `finish` raises `missing_signal` at every rank.
+        return_recv_hook: as in `LowLatencyDispatchRequest`.
     """
 
     data: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
     out: Tensor
-    min_tokens_to_sum: int
     use_logfmt: bool
     wait_stats: Tensor | None
     signals: ExpertSignals | None
+    return_recv_hook: bool
+
+    @property
+    def min_tokens_to_sum(self) -> int:
+        """If a source has at least so many tokens, this rank sums the rows of each of its tokens before they cross.
+
+        It waits for the source's weights to do so. Ranks need not agree on it.
+        """
+        return NO_SUMS if self.return_recv_hook or self.signals is not None else MIN_TOKENS_TO_SUM
 
 
 class Dispatched(NamedTuple):

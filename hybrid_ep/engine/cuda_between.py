@@ -175,11 +175,10 @@ class CudaBetween(TorchEngine):
         plan, num_tokens = planned.native, planned.num_tokens
         num_topk = topk_idx.shape[1]
         sizes = RouteSizes(self.grid.num_domains, self.grid.num_ranks_per_domain, num_tokens, num_topk, num_experts)
-        max_rows = 0
+        max_rows = planned.max_rows
         held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
         if bound is not None:
-            max_rows = bound if request.common_bound is None else request.common_bound
-            self._arena.holds(plan.slot_bytes_for(max_rows))  # or this is no time to grow
+            self._arena.holds(planned.slot_bytes)  # or this is no time to grow
             # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
             held_capacity = max(
                 held_capacity,
@@ -250,8 +249,9 @@ class CudaBetween(TorchEngine):
         stream = self._begin_launch()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, 0, route.max_recv)
-        plan = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
-        self._arena.holds(plan.slot_bytes_for(route.max_recv))
+        planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape)
+        plan = planned.native
+        self._arena.holds(planned.slot_bytes)
         sent = aligned_rows(request.rows)
         lease = self._arena.lease(stream)
         try:

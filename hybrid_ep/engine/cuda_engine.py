@@ -323,11 +323,8 @@ class CudaEngine(Engine):
                 "a captured dispatch has no bound; allowed: num_worst_tokens, num_permuted_tokens or do_cpu_sync=False"
             )
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
-        plan = planned.native
-        max_rows = 0
-        if bound is not None:
-            max_rows = bound if request.common_bound is None else request.common_bound
-            self._arena.holds(plan.slot_bytes_for(max_rows))  # raises in a capture if slots would have to grow
+        plan, max_rows = planned.native, planned.max_rows
+        self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
@@ -390,7 +387,6 @@ class CudaEngine(Engine):
             The lease of the slot in which rows arrive, and of a call that waits for its counts, what the kernel
             has reported, and the counts of the local experts.
         """
-        num_local = plan.num_local_experts if handle == ABSENT else 0
         try:
             while True:
                 counts_epoch = self._communicator.dispatch(
@@ -410,6 +406,7 @@ class CudaEngine(Engine):
                 if counts_epoch == 0 or plan.is_refused:
                     return lease, None, None
                 # Allocated before the wait: after it, the host's work delays the result.
+                num_local = plan.num_local_experts if handle == ABSENT else 0
                 reported = torch.empty(num_local, dtype=torch.int32, device="cpu")
                 fields = self._communicator.wait_for_counts(counts_epoch, stream, reported.data_ptr(), num_local)
                 if fields is None:
@@ -445,8 +442,9 @@ class CudaEngine(Engine):
         stream = self._begin()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, pad_multiple, route.max_recv)
-        plan = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape).native
-        self._arena.holds(plan.slot_bytes_for(route.max_recv))
+        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
+        plan = planned.native
+        self._arena.holds(planned.slot_bytes)
         sent = aligned_rows(request.rows)
         lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
         self.traffic.within_domain += route.num_sent_away * plan.record_bytes

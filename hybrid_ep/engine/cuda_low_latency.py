@@ -202,8 +202,10 @@ class CudaLowLatency:
         buffers.note_sent()
 
         def finish() -> None:
-            stream = self._begin()
-            chunk.note_use(stream)
+            at = stream
+            if return_recv_hook:  # otherwise nothing has come between
+                at = self._begin()
+                chunk.note_use(at)
             region.receive_tokens(
                 native,
                 idx,
@@ -212,7 +214,7 @@ class CudaLowLatency:
                 results,
                 address(wait_stats),
                 not return_recv_hook,
-                stream,
+                at,
             )
             buffers.note_received(idx)
             self._order.end()
@@ -225,7 +227,7 @@ class CudaLowLatency:
         return LowLatencyDispatched(rows, counts, handle, finish)
 
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
-        data, topk_idx, topk_weights, out, min_tokens_to_sum, use_logfmt, wait_stats, signals = request
+        data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, return_recv_hook = request
         state = state_of(handle, _State)
         plan, num_tokens = state.plan, state.num_tokens
         if topk_idx.shape != (num_tokens, plan.num_topk):
@@ -258,7 +260,7 @@ class CudaLowLatency:
                 stream,
             )
         else:
-            region.return_rows(*rows, min_tokens_to_sum, address(wait_stats), stream)
+            region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
         buffers.note_sent()
 
         def finish() -> None:
@@ -271,7 +273,7 @@ class CudaLowLatency:
                 num_tokens,
                 use_logfmt,
                 address(wait_stats),
-                self._begin(),
+                self._begin() if return_recv_hook else stream,
             )
             buffers.note_received(idx)
             if target is not out:

@@ -167,11 +167,15 @@ class DispatchPlan(Generic[_Native]):
         refusal: what is wrong with this rank's arguments, or None. The call is launched in any case, so that all ranks
             raise the same error.
         num_tokens: that are sent; none of a call with too many.
+        max_rows: that a slot must hold at any rank; 0 where the host waits for the counts.
+        slot_bytes: of a slot that holds them.
     """
 
     native: _Native
     refusal: str | None
     num_tokens: int
+    max_rows: int
+    slot_bytes: int
 
 
 def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
@@ -214,7 +218,8 @@ def _plan(make: type[_Native], rank: int, num_ranks: int, shape: DispatchShape) 
     if native.refusal is not None:
         kind, value, allowed = native.refusal
         text = refusal_of(kind, rank, value, allowed)
-    return DispatchPlan(native, text, native.num_tokens)
+    max_rows = (shape.bound if shape.common_bound is None else shape.common_bound) or 0
+    return DispatchPlan(native, text, native.num_tokens, max_rows, native.slot_bytes_for(max_rows))
 
 
 class CombineShape(NamedTuple):

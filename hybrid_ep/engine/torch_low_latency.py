@@ -18,7 +18,6 @@ from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
 from hybrid_ep.core.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.engine.agreement import dtype_code, format_code
 from hybrid_ep.engine.calls import (
-    NO_SUMS,
     SEND_TIMEOUT_DIVISOR,
     ExpertSignals,
     LowLatencyCombineRequest,
@@ -137,7 +136,7 @@ class TorchLowLatency:
         return LowLatencyDispatched(packed, count, handle, finish)
 
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
-        data, topk_idx, topk_weights, out, min_tokens_to_sum, use_logfmt, wait_stats, signals = request
+        data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, _ = request
         exchange, grid = self._exchange, self._exchange.grid
         state = state_of(handle, _State)
         num_local = handle.num_experts // grid.num_ranks
@@ -178,7 +177,7 @@ class TorchLowLatency:
             weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
             # Each rank publishes how many tokens a source must have for its rows to be sums. This rank computes those
             # sums. A negative value: −1 − the index of a signal that did not come.
-            smallest = min_tokens_to_sum if signals is None else NO_SUMS
+            smallest = request.min_tokens_to_sum
             minimum = torch.tensor([smallest if missing is None else -1 - missing], device=data.device)
             minima = exchange.all_gather("tokens from which on rows are summed", minimum, ranks, wait_stats)
             for r, (their_minimum,) in zip(ranks, minima.tolist(), strict=True):

@@ -108,6 +108,10 @@ def test_low_latency_misuse_and_delay(run_emulated: RunEmulated, check: str) -> 
     run_emulated(2, f"battery.low_latency.{check}")
 
 
+def test_low_latency_calls_begin_once(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "multi_gpu.low_latency.check_begun_once")
+
+
 @pytest.mark.parametrize("check", ["check_other_number_of_tokens", "check_refused_launch"])
 def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"multi_gpu.low_latency.{check}")

@@ -21,11 +21,13 @@ import hybrid_ep
 from hybrid_ep import env
 from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
+from hybrid_ep.engine.cuda_order import LaunchOrder
 from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, current_device, draw_tokens
 
 __all__ = [
     "check_bad_expert",
+    "check_begun_once",
     "check_error_in_a_capture",
     "check_given_up_on_the_device",
     "check_masks_by_hand",
@@ -273,6 +275,20 @@ def check_other_number_of_tokens() -> None:
                     buffer.low_latency_combine(packed, topk_idx[:wrong], weights[:wrong], handle)
             combined, _, _ = buffer.low_latency_combine(packed, topk_idx, weights, handle)
             equal(combined, _expected_sum(sent, rank).cpu(), "combined_x")
+
+
+def check_begun_once() -> None:
+    """A receive that follows its send is not ordered again; one that a hook makes is, for other work may have come."""
+    with (
+        _buffer() as buffer,
+        mock.patch.object(
+            LaunchOrder, "begin_low_latency", autospec=True, side_effect=LaunchOrder.begin_low_latency
+        ) as begin,
+    ):
+        for hooked, begun in ((False, 2), (True, 4)):
+            begin.reset_mock()
+            _round_trip(buffer, _draw(0), hooked=hooked)
+            assert begin.call_count == begun
 
 
 def check_refused_launch() -> None:

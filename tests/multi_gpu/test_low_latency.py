@@ -89,6 +89,7 @@ def test_a_signal_of_experts_that_does_not_come(run_gpus: RunGpus) -> None:
         low_latency.check_two_batches,
         low_latency.check_three_on_their_way,
         low_latency.check_bad_expert,
+        low_latency.check_begun_once,
         low_latency.check_error_in_a_capture,
         low_latency.check_other_number_of_tokens,
         low_latency.check_refused_launch,

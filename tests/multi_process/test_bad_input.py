@@ -330,6 +330,30 @@ def test_buffer(buffer: Buffer, name: str) -> None:
     buffer.combine(X, handle_of(buffer))
 
 
+def test_arguments_that_have_passed_are_checked_for_another_handle(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments on a GPU that have passed once are not checked again, unless they are for another call."""
+    layout = layout_of(buffer, TOPK[:4])
+    other = buffer.dispatch(X[:4], **layout, topk_idx=TOPK[:4], topk_weights=WEIGHTS[:4])[4]
+    handle = handle_of(buffer)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for _ in range(2):
+        buffer.combine(X, handle, topk_weights=WEIGHTS, bias=X)
+        buffer.dispatch(X, handle)
+    assert len(buffer._passed) == 2
+    with pytest.raises(ConfigError, match=r"rows of x is 6; allowed: 4, as received with this handle"):
+        buffer.combine(X, other, topk_weights=WEIGHTS, bias=X)
+    with pytest.raises(ConfigError, match=r"bias.shape is \[4, 256\]; allowed: \[6, 256\]"):
+        buffer.combine(X, handle, topk_weights=WEIGHTS, bias=X[:4])
+    with pytest.raises(ConfigError, match=r"x.dtype is torch.float32"):
+        buffer.combine(X.float(), handle, topk_weights=WEIGHTS, bias=X)
+    with pytest.raises(ConfigError, match=r"x.dtype is torch.float32"):
+        buffer.dispatch(X.float(), handle)
+    with pytest.raises(ConfigError, match="rows of x is 6; allowed: 4, as with this handle"):
+        buffer.dispatch(X, other)
+
+
 HYBRID: dict[str, tuple[dict[str, Any], str]] = {
     "no routing": ({}, "neither of topk_idx and routing_map"),
     "two routings": ({"topk_idx": TOPK, "routing_map": torch.ones(T, E).bool()}, "both of topk_idx and routing_map"),
