@@ -79,7 +79,7 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
             first_rank=first_rank,
             **kernels.place_of(mapping),
         )
-        return ReplicaRoutes(first_rank, sent, columns.view(num_sent, -1), arrived, homes)
+        return ReplicaRoutes(first_rank, sent, columns.view(num_sent, buffer.group_size), arrived, homes)
     device = mapping.device
     local = mapping - (buffer.rank - first_rank) * num_local
     wanted = (local.unsqueeze(0) == torch.arange(num_local, device=device).view(-1, 1, 1)).any(2)

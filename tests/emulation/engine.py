@@ -19,7 +19,7 @@ import torch.distributed as dist
 import hybrid_ep
 from hybrid_ep.transport import TransportState, choice, nvshmem
 
-__all__ = ["install", "run", "serve_local_kernels"]
+__all__ = ["install", "run"]
 
 _CPU = torch.device("cpu")
 _installed: list[str] = []
@@ -69,15 +69,6 @@ def install(module_path: str) -> None:
         module.is_capturing = lambda _: False
     cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
-
-
-def serve_local_kernels() -> None:
-    """Makes kernels of single tensors run on CPU tensors from now on, where otherwise their torch form would."""
-    from hybrid_ep.core import kernels
-
-    kernels.native = hybrid_ep._cuda
-    kernels.run_on = lambda _: True
-    kernels.place_of = lambda _: {"device": 0, "stream": 0}
 
 
 def _beside(module_path: str) -> str:
