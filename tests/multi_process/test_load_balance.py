@@ -12,6 +12,7 @@ from torch import Tensor
 import hybrid_ep
 from hybrid_ep.buffers import expert_moves
 from hybrid_ep.buffers.expert_moves import CountExchange
+from hybrid_ep.engine.calls import Dispatched, DispatchRequest
 from hybrid_ep.errors import ConfigError
 from tests.conftest import RunRanks
 
@@ -161,3 +162,39 @@ def test_gradients_must_be_float32() -> None:
     half = torch.zeros(1, 4, dtype=torch.bfloat16)
     with hybrid_ep.Buffer(None) as buffer, pytest.raises(ConfigError, match=r"dtype of gradients is torch.bfloat16"):
         buffer.lb_reduce_grads(half, half, torch.zeros(1, 1, dtype=torch.int32))
+
+
+def _dispatches(monkeypatch: pytest.MonkeyPatch, buffer: hybrid_ep.Buffer) -> list[int | None]:
+    """The bounds of the dispatches from now on, None where the host waits for the number of rows."""
+    bounds: list[int | None] = []
+    dispatch = buffer.engine.dispatch
+
+    def note(request: DispatchRequest) -> Dispatched:
+        bounds.append(request.bound)
+        return dispatch(request)
+
+    monkeypatch.setattr(buffer.engine, "dispatch", note)
+    return bounds
+
+
+def test_weights_of_all_tensors_go_in_one_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = [torch.ones(3, 4), torch.full((3, 5), 2.0), torch.full((3, 1), 3, dtype=torch.uint8)]
+    spare = [torch.zeros(2, *one.shape[1:], dtype=one.dtype) for one in experts]
+    with hybrid_ep.Buffer(None) as buffer:
+        bounds = _dispatches(monkeypatch, buffer)
+        buffer.lb_prefetch_weights(spare, experts, torch.tensor([[2, -1]]))
+    assert bounds == [2]  # a row for each slot
+    assert [one[0].tolist() for one in spare] == [one[2].tolist() for one in experts]
+    assert not any(bool(one[1].any()) for one in spare)
+
+
+@pytest.mark.parametrize(("mapping", "want"), [([2, -1, 2], [2]), ([-1, -1, -1], [])])
+def test_gradients_of_all_ranks_have_a_known_number(
+    monkeypatch: pytest.MonkeyPatch, mapping: list[int], want: list[int]
+) -> None:
+    grads = torch.zeros(3, 4)
+    with hybrid_ep.Buffer(None) as buffer:
+        bounds = _dispatches(monkeypatch, buffer)
+        buffer.lb_reduce_grads(torch.ones(3, 4), grads, torch.tensor([mapping]))
+    assert bounds == want
+    assert grads.sum(1).tolist() == [0, 0, 4 * mapping.count(2)]
