@@ -58,6 +58,7 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
         num_local: LE, experts of a rank.
         first_rank: with which the mapping begins.
     """
+    mapping = mapping.contiguous()
     num_mapped_ranks, num_slots = mapping.shape
     num_sent = min(mapping.numel(), num_local)  # no more experts have a replica
     most = max(num_local, num_slots)
@@ -65,7 +66,7 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
         sizes = (num_sent, num_sent * buffer.group_size, num_slots, num_slots)
         sent, columns, arrived, homes = mapping.new_empty(sum(sizes)).split(sizes)
         kernels.native.replica_routes(
-            mapping=mapping.contiguous().data_ptr(),
+            mapping=mapping.data_ptr(),
             sent=sent.data_ptr(),
             columns=columns.data_ptr(),
             arrived=arrived.data_ptr(),

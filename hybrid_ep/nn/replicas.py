@@ -25,6 +25,7 @@ from hybrid_ep.buffers.expert_moves import (
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_int
 from hybrid_ep.core.event import EventOverlap
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 
@@ -189,11 +190,11 @@ class _Replicas:
         with self._mover._comm_stream.scope(None, self._is_apart):
             self._routes = route_replicas(self._mover, self._mapping, self._num_local)
             self._copy()
-            mapping = _OnHost(self._mapping) if torch.is_grad_enabled() else None
+            read_mapping = _OnHost(self._mapping).read if torch.is_grad_enabled() else None
             # Autograd must not take what a later pass writes for a change of these weights.
             placed = [one.data for one in self._memory]
             placed = _Placement.apply(  # type: ignore[no-untyped-call]
-                self._mover, self._routes, mapping and mapping.read, self._num_local, placed, *weights
+                self._mover, self._routes, read_mapping, self._num_local, placed, *weights
             )
         return tuple(placed), self._finish()
 
@@ -231,19 +232,19 @@ class _OnHost:
     """A small tensor on its way to the host, which waits for it where it reads it.
 
     Args:
-        tensor: written on the current stream.
+        tensor: written on the current stream. In a CUDA graph the copy begins where it is read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event() if tensor.is_cuda else None
-        if self._event is not None:
+        self._tensor, self._event = tensor, None
+        if tensor.is_cuda and not is_capturing(tensor.device.index):
+            self._tensor, self._event = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
             self._event.record()
 
     def read(self) -> list[list[int]]:
         if self._event is not None:
             self._event.synchronize()
-        values: list[list[int]] = self._copy.tolist()
+        values: list[list[int]] = self._tensor.tolist()
         return values
 
 
