@@ -1,6 +1,6 @@
-// Replicas of experts: which a token goes to, the plan of a micro-batch, its copies, and the weights of replicas. Legend:
-// T tokens, K top-k, E experts, R ranks, D domains, Rd = R/D, LE = E/R, B spare slots of a rank, X replicas of an expert
-// at most, P slots of all ranks, M ranks of a mapping, n experts that a rank sends at most.
+// Replicas of experts: which a token goes to, the plan of a micro-batch, its copies, and the weights of replicas.
+// Legend: T tokens, K top-k, E experts, R ranks, D domains, Rd = R/D, LE = E/R, B spare slots of a rank, X replicas of
+// an expert at most, P slots of all ranks, M ranks of a mapping, n experts that a rank sends at most.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -51,9 +51,9 @@ struct ReplicaRoutesParams {
 struct TakeExpertsParams {
   uint8_t* target;
   const uint8_t* source;
-  const int64_t* index;                              // [n] item of the source, or −1
+  const int64_t* index;                             // [n] item of the source, or −1
   int64_t target_stride, source_stride, num_bytes;  // of an item; multiples of 16 bytes, as both addresses are
-  int num_items;                                     // n ≤ 65535
+  int num_items;                                    // n ≤ 65535
 };
 
 // Dynamic shared memory of the plan, in bytes.

@@ -1,5 +1,5 @@
-// Where the weights of replicas go, for all tensors of the experts, as hybrid_ep/buffers/expert_moves.py has it in torch:
-// equal in every number.
+// Where the weights of replicas go, for all tensors of the experts, as hybrid_ep/buffers/expert_moves.py has it in
+// torch: equal in every number.
 //
 //   mapping ──► this rank's experts that have a replica ──► sent, columns
 //   mapping ──► order of the experts in this rank's slots ──► arrived, homes
