@@ -294,6 +294,38 @@ def map_online(
     device: int,
     stream: int,
 ) -> None: ...
+
+replica_routes_max_experts: int
+
+def replica_routes(
+    *,
+    mapping: int,
+    sent: int,
+    columns: int,
+    arrived: int,
+    homes: int,
+    num_mapped_ranks: int,
+    num_slots: int,
+    num_local: int,
+    num_sent: int,
+    num_ranks: int,
+    rank: int,
+    first_rank: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def take_experts(
+    *,
+    target: int,
+    source: int,
+    index: int,
+    target_stride: int,
+    source_stride: int,
+    num_bytes: int,
+    num_items: int,
+    device: int,
+    stream: int,
+) -> None: ...
 def can_run(device: int) -> bool: ...
 
 map_online_max_experts: int

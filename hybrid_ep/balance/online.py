@@ -23,14 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
-from hybrid_ep.core.layout import has_kernels
-from hybrid_ep.core.streams import current_raw_stream
-
-try:
-    from hybrid_ep import _cuda
-except ImportError:  # not built here
-    _cuda = None  # type: ignore[assignment]
 
 __all__ = ["OnlinePlan", "map_online", "plan_online"]
 
@@ -71,9 +65,9 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
     require_int("experts of counts", num_experts, minimum=1, multiple_of=num_ranks)
     require_int("num_spare", num_spare, minimum=0)
     require(isinstance(tolerance, float | int) and tolerance >= 0, "tolerance", tolerance, "a number ≥ 0")
-    if counts.is_cuda and has_kernels(counts.device.index):
+    if kernels.run_on(counts):
         sizes = {"num_ranks": num_ranks, "num_experts": num_experts, "num_spare": num_spare}
-        if _cuda.plan_fits(**sizes, ranks_per_domain=num_ranks_per_domain):
+        if kernels.native.plan_fits(**sizes, ranks_per_domain=num_ranks_per_domain):
             return _plan_by_kernel(counts.contiguous(), num_ranks_per_domain, num_spare, tolerance)
     num_local, num_domains = num_experts // num_ranks, num_ranks // num_ranks_per_domain
     home = counts.sum(0).view(num_domains, 1, num_ranks_per_domain, num_local)
@@ -109,7 +103,7 @@ def _plan_by_kernel(counts: Tensor, num_ranks_per_domain: int, num_spare: int, t
         quota=counts.new_empty(num_experts, num_ranks_per_domain),
         loads=counts.new_empty(num_ranks),
     )
-    _cuda.plan_online(
+    kernels.native.plan_online(
         counts=counts.data_ptr(),
         spare=plan.spare.data_ptr(),
         quota=plan.quota.data_ptr(),
@@ -119,8 +113,7 @@ def _plan_by_kernel(counts: Tensor, num_ranks_per_domain: int, num_spare: int, t
         ranks_per_domain=num_ranks_per_domain,
         num_spare=num_spare,
         tolerance_factor=1 + float(tolerance),
-        device=counts.device.index,
-        stream=current_raw_stream(counts.device.index),
+        **kernels.place_of(counts),
     )
     return plan
 
@@ -156,7 +149,7 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
         "topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), device=counts.device, contiguous=False
     )
     require_expert_indices(topk_idx, num_experts)
-    if counts.is_cuda and has_kernels(counts.device.index) and num_experts <= _cuda.map_online_max_experts:
+    if kernels.run_on(counts) and num_experts <= kernels.native.map_online_max_experts:
         return _map_by_kernel(plan, counts.contiguous(), topk_idx.contiguous(), rank)
     num_local, num_spare = num_experts // num_ranks, plan.spare.shape[1]
     per_domain = plan.quota.shape[1]
@@ -178,7 +171,7 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
 def _map_by_kernel(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) -> Tensor:
     """The same slots in one kernel."""
     slots = torch.empty_like(topk_idx)
-    _cuda.map_online(
+    kernels.native.map_online(
         counts=counts.data_ptr(),
         spare=plan.spare.data_ptr(),
         quota=plan.quota.data_ptr(),
@@ -190,8 +183,7 @@ def _map_by_kernel(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int
         ranks_per_domain=plan.quota.shape[1],
         num_spare=plan.spare.shape[1],
         rank=rank,
-        device=counts.device.index,
-        stream=current_raw_stream(counts.device.index),
+        **kernels.place_of(counts),
     )
     return slots
 

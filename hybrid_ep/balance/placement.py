@@ -24,15 +24,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
+from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
-from hybrid_ep.core.layout import has_kernels
-from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.errors import ConfigError
-
-try:
-    from hybrid_ep import _cuda
-except ImportError:  # not built here
-    _cuda = None  # type: ignore[assignment]
 
 __all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]
 
@@ -375,7 +369,7 @@ class DevicePlacement:
             device=self.replicas.device,
         )
         require_expert_indices(topk_idx, num_experts)
-        if topk_idx.is_cuda and has_kernels(topk_idx.device.index):
+        if kernels.run_on(topk_idx):
             return self._map_by_kernel(layer, topk_idx.contiguous())
         expert = topk_idx.clamp_min(0)
         token = torch.arange(topk_idx.shape[0], device=topk_idx.device).unsqueeze(1)
@@ -387,8 +381,7 @@ class DevicePlacement:
     def _map_by_kernel(self, layer: int, topk_idx: Tensor) -> Tensor:
         slots = torch.empty_like(topk_idx)
         _, num_experts, max_replicas = self.replicas.shape
-        index = topk_idx.device.index
-        _cuda.map_topk(
+        kernels.native.map_topk(
             topk_idx=topk_idx.data_ptr(),
             replicas=self.replicas[layer].data_ptr(),
             num_choices=self.num_choices[layer].data_ptr(),
@@ -399,8 +392,7 @@ class DevicePlacement:
             max_replicas=max_replicas,
             num_slots=self.phy2log.shape[1],
             rank_turn=self.rank_turn,
-            device=index,
-            stream=current_raw_stream(index),
+            **kernels.place_of(topk_idx),
         )
         return slots
 

@@ -20,11 +20,10 @@ from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.measure import RankMeasurement, anywhere
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_calls
-from hybrid_ep.buffers.load_balance import copy_weights, gather_counts
+from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights, route_replicas
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.layer import MoELayer
-from hybrid_ep.nn.replicas import count_copies
 from hybrid_ep.testing.workload import Batch, make_batch, make_routing
 
 __all__ = ["POLICIES", "measure_balance"]
@@ -98,7 +97,7 @@ class _Layer(MoELayer):
         if mapper is not None:
             mapping = mapper.phy2log[0].view(num_ranks, num_slots)
             up, down = (one.new_zeros(num_slots, *one.shape[1:]) for one in weights)
-            copy_weights(mover, (up, down), weights, mapping, 0)
+            copy_weights(mover, route_replicas(mover, mapping, num_experts // num_ranks), (up, down), weights)
             weights = up, down
         self.experts = Experts(buffer, *weights)
         self._mover, self._mapper, self._batch = mover, mapper, batch
@@ -117,23 +116,23 @@ class _Layer(MoELayer):
             return {"map_topk": self._map_placed}
         if self._balance_is_off:
             return {}
-        counts, num_local = self._gather(), self.num_experts // self.buffer.group_size
+        exchange, num_local = CountExchange(self.buffer, self.num_experts), self.num_experts // self.buffer.group_size
+        counts = exchange.gather(self._batch.topk_idx)
         plan = self._make_plan(counts)
+        routes = route_replicas(self._mover, plan.spare, num_local)
         slots = self.experts.slots(_NUM_SPARE)
         spare, home = [one[num_local:] for one in slots], [one[:num_local] for one in slots]
         return {
-            "counts of all ranks": self._gather,
+            "counts of all ranks": lambda: exchange.gather(self._batch.topk_idx),
             "plan": lambda: self._make_plan(counts),
             "map": lambda: map_online(plan, counts, self._batch.topk_idx, self.buffer.rank),
-            "weights to replicas": lambda: copy_weights(self._mover, spare, home, plan.spare, 0),
+            "routes of replicas": lambda: route_replicas(self._mover, plan.spare, num_local),
+            "weights to replicas": lambda: copy_weights(self._mover, routes, spare, home),
         }
 
     def _map_placed(self) -> Tensor:
         topk_idx = self._batch.topk_idx
         return topk_idx if self._mapper is None else self._mapper.map_topk(0, topk_idx)
-
-    def _gather(self) -> Tensor:
-        return gather_counts(self.buffer, count_copies(self._batch.topk_idx, self.num_experts))
 
     def _make_plan(self, counts: Tensor) -> OnlinePlan:
         return plan_online(counts, num_ranks_per_domain=self.buffer.grid.num_ranks_per_domain, num_spare=_NUM_SPARE)

@@ -5,20 +5,14 @@ Nothing here talks to another rank. Tensors may be on any device; only the funct
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_ep import _C
+from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
-from hybrid_ep.core.streams import current_raw_stream
-
-try:
-    from hybrid_ep import _cuda
-except ImportError:  # not built here
-    _cuda = None  # type: ignore[assignment]
 
 __all__ = [
     "Layout",
@@ -27,7 +21,6 @@ __all__ = [
     "compute_layout_on_device",
     "experts_of_columns",
     "first_occurrence",
-    "has_kernels",
     "indices_to_map",
     "map_to_indices",
     "permutation_by_expert",
@@ -84,11 +77,11 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             is_token_in_rank=in_rank.data_ptr(),
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
-    elif device.type == "cuda" and has_kernels(device.index):
+    elif kernels.run_on(topk_idx):
         num_domains = num_ranks // num_ranks_per_domain
         totals = torch.empty(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
         in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
-        _cuda.layout(
+        kernels.native.layout(
             topk_idx=topk_idx.data_ptr(),
             totals=totals.data_ptr(),
             is_token_in_rank=in_rank.data_ptr(),
@@ -97,8 +90,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
-            device=device.index,
-            stream=current_raw_stream(device.index),
+            **kernels.place_of(topk_idx),
         )
         per_rank, per_domain, per_expert = totals.split((num_ranks, num_domains, num_experts))
         return Layout(per_rank, per_domain, per_expert, in_rank)
@@ -106,12 +98,6 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
         per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
     in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
     return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
-
-
-@functools.cache
-def has_kernels(device_index: int) -> bool:
-    """Whether the kernels of `_cuda` run on this GPU."""
-    return _cuda is not None and _cuda.can_run(device_index)
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -90,28 +90,33 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def _slots(self, name: str, parameter: Tensor, num_spare: int) -> Tensor:
-        local, memory = self._local(name, parameter), self._memory.get(name)
-        shape = (local.shape[0] + num_spare, *local.shape[1:])
-        if memory is None or memory.shape != shape or memory.data_ptr() != local.data_ptr():
-            memory = self._memory[name] = local.new_zeros(shape)
-            memory[: local.shape[0]] = local
-            held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            held.data = memory[: local.shape[0]]
+        self._require_own_mesh(name, parameter)
+        held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        memory, shape = self._memory.get(name), (held.shape[0] + num_spare, *held.shape[1:])
+        if memory is None or memory.shape != shape or memory.data_ptr() != held.data_ptr():
+            memory = self._memory[name] = held.new_zeros(shape)
+            memory[: held.shape[0]] = held
+            held.data = memory[: held.shape[0]]
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": {}, "mark_of_spare": None}  # a copy makes its own
 
     def _local(self, name: str, parameter: Tensor) -> Tensor:
-        if self.mesh is None:
+        self._require_own_mesh(name, parameter)
+        if not isinstance(parameter, DTensor):
             return parameter
+        local: Tensor = _MeanOverRanks.apply(parameter.to_local(), self.num_ranks)  # type: ignore[no-untyped-call]
+        return local
+
+    def _require_own_mesh(self, name: str, parameter: Tensor) -> None:
+        if self.mesh is None:
+            return
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             raise ConfigError(
                 f"parameter {name} of the experts is not sharded over the ranks of their buffer in this call; allowed: "
                 "fully_shard(layer.experts, mesh=…) over other ranks, and balance=None"
             )
-        local: Tensor = _MeanOverRanks.apply(parameter.to_local(), self.num_ranks)  # type: ignore[no-untyped-call]
-        return local
 
     def forward(
         self, tokens: DispatchedTokens | GroupedTokens, up: Tensor | None = None, down: Tensor | None = None

@@ -15,14 +15,21 @@ from torch import Tensor
 
 from hybrid_ep.balance.online import map_online, plan_online
 from hybrid_ep.balance.placement import ExpertPlacement
-from hybrid_ep.buffers.load_balance import add_gradients, copy_weights, gather_counts
+from hybrid_ep.buffers.expert_moves import (
+    CountExchange,
+    ReplicaRoutes,
+    add_gradients,
+    copy_weights,
+    route_replicas,
+)
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import require, require_int
 from hybrid_ep.core.event import EventOverlap
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 
-__all__ = ["Routed", "count_copies", "make_balancer"]
+__all__ = ["Routed", "make_balancer"]
 
 
 class Routed(NamedTuple):
@@ -112,18 +119,28 @@ class _Placed:
         self._buffer, self._layer, self._placement = buffer, layer, placement
         self._mover, self._is_apart = weight_buffer or buffer, weight_buffer is not None
         self._mapper = placement.on("cpu", buffer.rank)
+        mapping = self._mapper.phy2log[layer].view(-1, self.num_slots)
+        self._num_local, self._mapping = num_experts // buffer.group_size, mapping.tolist()
+        self._routes = route_replicas(self._mover, mapping, self._num_local)
+
+    def _routes_on(self, device: torch.device) -> ReplicaRoutes:
+        """The routes on the device of the tokens; made on the current stream, where they are used."""
+        if self._routes.sent.device != device:
+            mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
+            self._routes = route_replicas(self._mover, mapping, self._num_local)
+        return self._routes
 
     def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
         if self._mapper.phy2log.device != topk_idx.device:
             self._mapper = self._placement.on(topk_idx.device, self._buffer.rank)
-        mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
         weights = experts.weights()
         with self._mover._comm_stream.scope(None, self._is_apart):
             placed = [home.new_zeros(self.num_slots, *home.shape[1:]) for home in weights]
-            copy_weights(self._mover, placed, [home.contiguous() for home in weights], mapping, 0)
+            routes = self._routes_on(topk_idx.device)
+            copy_weights(self._mover, routes, placed, [home.contiguous() for home in weights])
             # Autograd runs the backward pass on the same stream: gradients go home beside that of the dispatch.
-            placed = _Placement.apply(self._mover, mapping, 0, placed, *weights)  # type: ignore[no-untyped-call]
-        ready = self._mover._comm_stream.finish(None, self._is_apart, (mapping, *weights, *placed))
+            placed = _Placement.apply(self._mover, routes, lambda: self._mapping, 0, placed, *weights)  # type: ignore[no-untyped-call]
+        ready = self._mover._comm_stream.finish(None, self._is_apart, (*weights, *placed))
         return Routed(self._mapper.map_topk(self._layer, topk_idx), tuple(placed), ready)
 
 
@@ -132,23 +149,18 @@ class _Online:
 
     def __init__(self, buffer: Buffer, num_experts: int, num_spare: int, weight_buffer: Buffer | None) -> None:
         self.num_slots = num_experts // buffer.group_size + num_spare
-        self._buffer, self._num_experts, self._num_spare = buffer, num_experts, num_spare
+        self._buffer, self._num_spare = buffer, num_spare
+        self._counts = CountExchange(buffer, num_experts)
         self._mover, self._is_apart = weight_buffer or buffer, weight_buffer is not None
 
     def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
-        counts = gather_counts(self._buffer, count_copies(topk_idx, self._num_experts))
+        counts = self._counts.gather(topk_idx)
         per_domain = self._buffer.grid.num_ranks_per_domain
         plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare)
         replicas = _Replicas(self._mover, self._is_apart, plan.spare, experts)
         placed, ready = replicas.fetch()
         slots = map_online(plan, counts, topk_idx, self._buffer.rank)
         return Routed(slots, placed, ready, replicas.restore)
-
-
-def count_copies(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """``[T, K]`` experts, none of them −1 → ``[E]`` int64: how often each is named."""
-    chosen = topk_idx.flatten()
-    return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 class _Replicas:
@@ -167,17 +179,23 @@ class _Replicas:
     def __init__(self, mover: Buffer, is_apart: bool, mapping: Tensor, experts: Experts) -> None:
         self._mover, self._is_apart, self._mapping, self._experts = mover, is_apart, mapping, experts
         self._memory = experts.slots(mapping.shape[1])
+        self._num_local = self._memory[0].shape[0] - mapping.shape[1]
+        self._home = [one[: self._num_local] for one in self._memory]
+        self._spare = [one[self._num_local :] for one in self._memory]
         self._mark, self._versions = object(), _versions_of(experts)
 
     def fetch(self) -> tuple[tuple[Tensor, ...], EventOverlap]:
         """The weights of all slots, and their event. Collective."""
         weights = self._experts.weights()
-        num_local = weights[0].shape[0]
         with self._mover._comm_stream.scope(None, self._is_apart):
-            self._copy(num_local)
+            self._routes = route_replicas(self._mover, self._mapping, self._num_local)
+            self._copy()
+            read_mapping = _OnHost(self._mapping).read if torch.is_grad_enabled() else None
             # Autograd must not take what a later pass writes for a change of these weights.
             placed = [one.data for one in self._memory]
-            placed = _Placement.apply(self._mover, self._mapping, num_local, placed, *weights)  # type: ignore[no-untyped-call]
+            placed = _Placement.apply(  # type: ignore[no-untyped-call]
+                self._mover, self._routes, read_mapping, self._num_local, placed, *weights
+            )
         return tuple(placed), self._finish()
 
     def restore(self) -> None:
@@ -195,12 +213,11 @@ class _Replicas:
         if self._experts.mark_of_spare is self._mark:
             return
         with self._mover._comm_stream.scope(None, self._is_apart):
-            self._copy(self._memory[0].shape[0] - self._mapping.shape[1])
+            self._copy()
         self._finish().current_stream_wait()
 
-    def _copy(self, num_local: int) -> None:
-        spare, home = [one[num_local:] for one in self._memory], [one[:num_local] for one in self._memory]
-        copy_weights(self._mover, spare, home, self._mapping, 0)
+    def _copy(self) -> None:
+        copy_weights(self._mover, self._routes, self._spare, self._home)
         self._experts.mark_of_spare = self._mark
 
     def _finish(self) -> EventOverlap:
@@ -211,6 +228,26 @@ def _versions_of(experts: Experts) -> list[int]:
     return [parameter._version for parameter in experts.parameters()]
 
 
+class _OnHost:
+    """A small tensor on its way to the host, which waits for it where it reads it.
+
+    Args:
+        tensor: written on the current stream. In a CUDA graph the copy begins where it is read.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._event = tensor, None
+        if tensor.is_cuda and not is_capturing(tensor.device.index):
+            self._tensor, self._event = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[list[int]]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[list[int]] = self._tensor.tolist()
+        return values
+
+
 class _Placement(torch.autograd.Function):
     """Gives ``[LE, *shape]`` home weights the gradients of all slots.
 
@@ -219,17 +256,25 @@ class _Placement(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, buffer: Buffer, mapping: Tensor, num_home: int, placed: list[Tensor], *weights: Tensor
+        ctx: Any,
+        buffer: Buffer,
+        routes: ReplicaRoutes,
+        read_mapping: Callable[[], list[list[int]]] | None,
+        num_home: int,
+        placed: list[Tensor],
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.buffer, ctx.num_home, ctx.num_local = buffer, num_home, weights[0].shape[0]
-        ctx.save_for_backward(mapping)
+        ctx.buffer, ctx.routes, ctx.read_mapping, ctx.num_home = buffer, routes, read_mapping, num_home
+        ctx.num_local = weights[0].shape[0]
         return tuple(placed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        (mapping,), num_home = ctx.saved_tensors, ctx.num_home
-        sums = [grad.new_zeros(ctx.num_local, *grad.shape[1:], dtype=torch.float32) for grad in grads]
-        for home, grad in zip(sums, grads, strict=True):
-            home[:num_home] = grad[:num_home]
-        add_gradients(ctx.buffer, [grad[num_home:].float().contiguous() for grad in grads], sums, mapping, 0)
-        return None, None, None, None, *(home.to(grad.dtype) for home, grad in zip(sums, grads, strict=True))
+        num_home = ctx.num_home
+        if num_home:
+            sums = [grad[:num_home].to(torch.float32, copy=True) for grad in grads]
+        else:
+            sums = [grad.new_zeros(ctx.num_local, *grad.shape[1:], dtype=torch.float32) for grad in grads]
+        replicas = [grad[num_home:].contiguous() for grad in grads]
+        add_gradients(ctx.buffer, ctx.routes, ctx.read_mapping(), replicas, sums)
+        return *[None] * 5, *(home.to(grad.dtype) for home, grad in zip(sums, grads, strict=True))

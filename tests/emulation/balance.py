@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import hybrid_ep
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.online import map_online, plan_online
+from hybrid_ep.buffers import expert_moves
+from hybrid_ep.buffers.expert_moves import route_replicas
+from hybrid_ep.core import kernels
+from hybrid_ep.nn import MoELayer
 from tests.battery.normal import equal
 
-__all__ = ["check_map_online", "check_map_topk", "check_plan"]
+__all__ = ["check_layer", "check_map_online", "check_map_topk", "check_plan", "check_routes", "check_take"]
 
 
 def check_plan(count: int) -> None:
@@ -147,3 +158,76 @@ def check_map_topk(count: int) -> None:
             )
         equal(slots, mapper.map_topk(layer, topk_idx), f"seed {seed}: slots")
         equal(wrong_slots, torch.tensor([[-2, replicas + num_experts]]), f"seed {seed}: what is no slot")
+
+
+@contextlib.contextmanager
+def _local_kernels() -> Iterator[None]:
+    """CPU tensors take the kernels of single tensors, and not their torch form."""
+    with mock.patch.multiple(
+        kernels, native=hybrid_ep._cuda, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0}
+    ):
+        yield
+
+
+def check_routes(count: int) -> None:
+    """Random mappings: holes, an expert in several slots and on its own rank, no slots, several domains."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        num_domains, per_domain = draw.choice([(1, 8), (1, 1), (2, 4), (3, 2), (1, 34), (1, 5)])
+        num_local, num_spare = draw.choice([1, 2, 5, 40]), draw.choice([0, 1, 2, 3, 33])
+        num_ranks = num_domains * per_domain
+        # Of the whole group, as a layer has it, or of one domain.
+        first_rank, num_mapped = draw.choice([(0, num_ranks), (per_domain * (num_domains - 1), per_domain)])
+        rank = first_rank + draw.randrange(num_mapped)
+        generator = torch.Generator().manual_seed(seed)
+        mapping = torch.randint(-1, num_mapped * num_local, (num_mapped, num_spare), generator=generator)
+        mapping[torch.rand(mapping.shape, generator=generator) < draw.choice([0.0, 0.5, 1.0])] = -1
+        buffer: Any = SimpleNamespace(rank=rank, group_size=num_ranks)
+        want = route_replicas(buffer, mapping, num_local, first_rank)
+        with _local_kernels():
+            got = route_replicas(buffer, mapping, num_local, first_rank)
+        for name in ("sent", "columns", "arrived", "homes"):
+            about = f"seed {seed}, rank {rank} of {num_domains} × {per_domain}, {num_local} experts: {name}"
+            equal(getattr(got, name), getattr(want, name), about)
+
+
+def check_take(count: int) -> None:
+    """Items of random sizes from the middle of others, in any order, several times, or not at all."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        at_target, at_source, num_bytes = 16 * draw.randrange(3), 16 * draw.randrange(3), 16 * draw.choice([1, 7, 5000])
+        generator = torch.Generator().manual_seed(seed)
+        num_items, num_sources = draw.choice([1, 3, 6]), draw.choice([1, 4])
+        source = torch.randint(0, 256, (num_sources, at_source + num_bytes + 32), generator=generator).byte()
+        index = torch.randint(-1, num_sources, (num_items,), generator=generator)
+        want = torch.full((num_items, at_target + num_bytes + 16), 7, dtype=torch.uint8)
+        got = want.clone()
+        expert_moves._take(want, at_target, source, at_source, index, num_bytes)
+        with _local_kernels():
+            expert_moves._take(got, at_target, source, at_source, index, num_bytes)
+        equal(got, want, f"seed {seed}")
+        for i, item in enumerate(index.tolist()):
+            found = source[item, at_source : at_source + num_bytes] if item >= 0 else torch.full((num_bytes,), 7).byte()
+            equal(got[i, at_target : at_target + num_bytes], found, f"seed {seed}: item {i}")
+
+
+def check_layer() -> None:
+    """A layer with the online plan gives the same bits with the kernels as without, forwards and backwards."""
+    results = []
+    with hybrid_ep.Buffer() as buffer, hybrid_ep.Buffer() as mover:
+        for where in (contextlib.nullcontext(), _local_kernels()):
+            with where:
+                layer = MoELayer(
+                    buffer, hidden=64, ffn_hidden=48, num_experts=8, topk=2, balance="online", weight_buffer=mover
+                )
+                generator = torch.Generator().manual_seed(dist.get_rank())
+                x = torch.randn(20, 64, generator=generator) + layer.router[5].detach() * 20  # which is hot
+                x.requires_grad_()
+                y = layer(x)
+                y.square().sum().backward()
+                grads = [p.grad for p in (x, layer.router, layer.experts.up, layer.experts.down)]
+                results.append([y.detach(), *(getattr(one, "_local_tensor", one) for one in grads)])
+                # Expert 5 is on rank 1.
+                assert dist.get_rank() == 1 or bool(layer.experts.slots(2)[0][-2:].any()), "no replica has come"
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        equal(b, a, f"result {i}")

@@ -250,6 +250,9 @@ def test_balance(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.balance.check_plan", 40)
     run_emulated(1, "emulation.balance.check_map_topk", 20)
     run_emulated(1, "emulation.balance.check_map_online", 40)
+    run_emulated(1, "emulation.balance.check_routes", 40)
+    run_emulated(1, "emulation.balance.check_take", 20)
+    run_emulated(2, "emulation.balance.check_layer")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

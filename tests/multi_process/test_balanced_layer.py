@@ -329,7 +329,7 @@ def test_layers_share_a_weight_buffer(run_ranks: RunRanks) -> None:
 
 
 def _call_layers_in_another_order() -> str:
-    """Sizes of the layers differ, so that the first exchange of weights sees it: its bound counts rows of weights."""
+    """Sizes of the layers differ, so that the first exchange of weights sees it: its rows are parts of weights."""
     rank = dist.get_rank()
     with hybrid_ep.Buffer(timeout_s=5) as buffer, hybrid_ep.Buffer(timeout_s=5) as other:
         layers = _two_layers(buffer, [other, other])
@@ -343,8 +343,8 @@ def _call_layers_in_another_order() -> str:
 
 def test_layers_in_another_order_are_told(run_ranks: RunRanks) -> None:
     assert run_ranks(2, _call_layers_in_another_order) == [
-        "num_worst_tokens is 2 at rank 0 and 4 at rank 1; allowed: the same on every rank",
-        "num_worst_tokens is 4 at rank 1 and 2 at rank 0; allowed: the same on every rank",
+        "hidden is 3072 at rank 0 and 4096 at rank 1; allowed: the same on every rank",
+        "hidden is 4096 at rank 1 and 3072 at rank 0; allowed: the same on every rank",
     ]
 
 

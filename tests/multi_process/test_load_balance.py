@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.buffers import load_balance
-from hybrid_ep.buffers.load_balance import gather_counts
+from hybrid_ep.buffers import expert_moves
+from hybrid_ep.buffers.expert_moves import CountExchange
+from hybrid_ep.engine.calls import Dispatched, DispatchRequest
 from hybrid_ep.errors import ConfigError
 from tests.conftest import RunRanks
 
@@ -67,10 +68,10 @@ def test_spare_slots_get_the_bits_of_their_experts(run_ranks: RunRanks, per_doma
 
 def _in_parts(per_domain: int) -> None:
     """With so few rows in a dispatch that tensors are cut."""
-    with mock.patch.object(load_balance, "_MAX_ROWS", 12):
-        assert len(list(load_balance._parts(weights(0, "odd rows").flatten(1), NUM_LOCAL))) == 6
+    with mock.patch.object(expert_moves, "_MAX_ROWS", 3):
+        assert len(expert_moves._parts_of([weights(0, name) for name in SHAPES], NUM_LOCAL)) == 13
         _prefetch(per_domain)
-    with mock.patch.multiple(load_balance, _MAX_ROWS=12, _ROW_ELEMENTS=16):
+    with mock.patch.multiple(expert_moves, _MAX_ROWS=12, _MAX_ROW_BYTES=32):
         _reduce(per_domain)
 
 
@@ -108,14 +109,14 @@ def test_gradients_are_added_home_first_then_by_rank(run_ranks: RunRanks, per_do
 
 def _counts() -> list[list[int]]:
     with hybrid_ep.Buffer() as buffer:
-        mine = torch.arange(5) + (dist.get_rank() << 40)
-        result: list[list[int]] = gather_counts(buffer, mine).tolist()
+        copies = torch.arange(5).repeat_interleave(torch.arange(5) + dist.get_rank())
+        result: list[list[int]] = CountExchange(buffer, 5).gather(copies.view(-1, 1)).tolist()
     return result
 
 
 def test_counts_of_all_ranks(run_ranks: RunRanks) -> None:
     for result in run_ranks(3, _counts):
-        assert result == [[(rank << 40) + i for i in range(5)] for rank in range(3)]
+        assert result == [[rank + i for i in range(5)] for rank in range(3)]
 
 
 def _to_many() -> None:
@@ -123,9 +124,10 @@ def _to_many() -> None:
     spare = torch.zeros(1, 8)
     experts, mapping = torch.full((1, 8), float(rank)), torch.full((num_ranks, 1), 1, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch, hybrid_ep.Buffer() as buffer:
-        patch.setattr(load_balance, "MAX_TOPK", 3)
+        patch.setattr(expert_moves, "MAX_TOPK", 3)
         buffer.lb_prefetch_weights(spare, experts, mapping)
-        assert gather_counts(buffer, torch.tensor([rank])).flatten().tolist() == list(range(num_ranks))
+        counts = CountExchange(buffer, 1).gather(torch.zeros(rank, 1, dtype=torch.int64))
+        assert counts.flatten().tolist() == list(range(num_ranks))
     assert torch.equal(spare, torch.full((1, 8), 1.0))
 
 
@@ -160,3 +162,39 @@ def test_gradients_must_be_float32() -> None:
     half = torch.zeros(1, 4, dtype=torch.bfloat16)
     with hybrid_ep.Buffer(None) as buffer, pytest.raises(ConfigError, match=r"dtype of gradients is torch.bfloat16"):
         buffer.lb_reduce_grads(half, half, torch.zeros(1, 1, dtype=torch.int32))
+
+
+def _dispatches(monkeypatch: pytest.MonkeyPatch, buffer: hybrid_ep.Buffer) -> list[int | None]:
+    """The bounds of the dispatches from now on, None where the host waits for the number of rows."""
+    bounds: list[int | None] = []
+    dispatch = buffer.engine.dispatch
+
+    def note(request: DispatchRequest) -> Dispatched:
+        bounds.append(request.bound)
+        return dispatch(request)
+
+    monkeypatch.setattr(buffer.engine, "dispatch", note)
+    return bounds
+
+
+def test_weights_of_all_tensors_go_in_one_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = [torch.ones(3, 4), torch.full((3, 5), 2.0), torch.full((3, 1), 3, dtype=torch.uint8)]
+    spare = [torch.zeros(2, *one.shape[1:], dtype=one.dtype) for one in experts]
+    with hybrid_ep.Buffer(None) as buffer:
+        bounds = _dispatches(monkeypatch, buffer)
+        buffer.lb_prefetch_weights(spare, experts, torch.tensor([[2, -1]]))
+    assert bounds == [2]  # a row for each slot
+    assert [one[0].tolist() for one in spare] == [one[2].tolist() for one in experts]
+    assert not any(bool(one[1].any()) for one in spare)
+
+
+@pytest.mark.parametrize(("mapping", "want"), [([2, -1, 2], [2]), ([-1, -1, -1], [])])
+def test_gradients_of_all_ranks_have_a_known_number(
+    monkeypatch: pytest.MonkeyPatch, mapping: list[int], want: list[int]
+) -> None:
+    grads = torch.zeros(3, 4)
+    with hybrid_ep.Buffer(None) as buffer:
+        bounds = _dispatches(monkeypatch, buffer)
+        buffer.lb_reduce_grads(torch.ones(3, 4), grads, torch.tensor([mapping]))
+    assert bounds == want
+    assert grads.sum(1).tolist() == [0, 0, 4 * mapping.count(2)]

@@ -1,4 +1,4 @@
-// Replicas of experts: which a token goes to, and the plan of a micro-batch.
+// Replicas of experts: which a token goes to, the plan of a micro-batch, and the weights of replicas.
 #include "kernels/balance/balance.h"
 
 #include "bindings/cuda/bindings.h"
@@ -61,6 +61,32 @@ void add_balance(pybind11::module_& module) {
       py::kw_only(), py::arg("counts"), py::arg("spare"), py::arg("quota"), py::arg("topk_idx"), py::arg("slots"),
       py::arg("num_copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("ranks_per_domain"),
       py::arg("num_spare"), py::arg("rank"), py::arg("device"), py::arg("stream"));
+  module.attr("replica_routes_max_experts") = kMaxExperts;
+  module.def(
+      "replica_routes",
+      [](uintptr_t mapping, uintptr_t sent, uintptr_t columns, uintptr_t arrived, uintptr_t homes, int num_mapped_ranks,
+         int num_slots, int num_local, int num_sent, int num_ranks, int rank, int first_rank, int device,
+         uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_replica_routes(
+            {pointer<int64_t>(mapping), pointer<int64_t>(sent), pointer<int64_t>(columns), pointer<int64_t>(arrived),
+             pointer<int64_t>(homes), num_mapped_ranks, num_slots, num_local, num_sent, num_ranks, rank, first_rank},
+            stream_of(stream));
+      },
+      py::kw_only(), py::arg("mapping"), py::arg("sent"), py::arg("columns"), py::arg("arrived"), py::arg("homes"),
+      py::arg("num_mapped_ranks"), py::arg("num_slots"), py::arg("num_local"), py::arg("num_sent"),
+      py::arg("num_ranks"), py::arg("rank"), py::arg("first_rank"), py::arg("device"), py::arg("stream"));
+  module.def(
+      "take_experts",
+      [](uintptr_t target, uintptr_t source, uintptr_t index, int64_t target_stride, int64_t source_stride,
+         int64_t num_bytes, int num_items, int device, uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_take_experts({pointer<uint8_t>(target), pointer<uint8_t>(source), pointer<int64_t>(index), target_stride,
+                             source_stride, num_bytes, num_items},
+                            stream_of(stream));
+      },
+      py::kw_only(), py::arg("target"), py::arg("source"), py::arg("index"), py::arg("target_stride"),
+      py::arg("source_stride"), py::arg("num_bytes"), py::arg("num_items"), py::arg("device"), py::arg("stream"));
 }
 
 }  // namespace hybrid_ep::bindings

@@ -1,6 +1,6 @@
-// Replicas of experts: which a token goes to, the plan of a micro-batch, and its copies. Legend: T tokens, K top-k, E
-// experts, R ranks, D domains, Rd = R/D, LE = E/R, B spare slots of a rank, X replicas of an expert at most, P slots of
-// all ranks.
+// Replicas of experts: which a token goes to, the plan of a micro-batch, its copies, and the weights of replicas.
+// Legend: T tokens, K top-k, E experts, R ranks, D domains, Rd = R/D, LE = E/R, B spare slots of a rank, X replicas of
+// an expert at most, P slots of all ranks, M ranks of a mapping, n experts that a rank sends at most.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,6 +38,24 @@ struct MapOnlineParams {
   int num_ranks, num_experts, ranks_per_domain, num_spare, rank;  // at most kMaxExperts
 };
 
+struct ReplicaRoutesParams {
+  const int64_t* mapping;  // [M, B] the expert in each spare slot, counted from those of first_rank, or −1
+  int64_t* sent;           // [n] experts of this rank that have a replica, ascending; −1 behind them
+  int64_t* columns;        // [n, R] the ranks that get each of them: rank r in column r, or −1
+  int64_t* arrived;        // [B] which of the experts that arrive each slot takes, or −1
+  int64_t* homes;          // [B] the home rank of the expert in each slot, or −1
+  int num_mapped_ranks, num_slots, num_local, num_sent, num_ranks;  // M, B ≤ kMaxExperts, LE ≤ kMaxExperts, n, R
+  int rank, first_rank;
+};
+
+struct TakeExpertsParams {
+  uint8_t* target;
+  const uint8_t* source;
+  const int64_t* index;                             // [n] item of the source, or −1
+  int64_t target_stride, source_stride, num_bytes;  // of an item; multiples of 16 bytes, as both addresses are
+  int num_items;                                    // n ≤ 65535
+};
+
 // Dynamic shared memory of the plan, in bytes.
 int64_t plan_shared_bytes(const PlanParams& params);
 
@@ -45,5 +63,7 @@ int64_t plan_shared_bytes(const PlanParams& params);
 void launch_map_topk(const MapTopkParams& params, cudaStream_t stream);
 void launch_plan(const PlanParams& params, cudaStream_t stream);
 void launch_map_online(const MapOnlineParams& params, cudaStream_t stream);
+void launch_replica_routes(const ReplicaRoutesParams& params, cudaStream_t stream);
+void launch_take_experts(const TakeExpertsParams& params, cudaStream_t stream);
 
 }  // namespace hybrid_ep
