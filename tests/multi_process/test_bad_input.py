@@ -149,16 +149,16 @@ NORMAL: dict[str, tuple[Bad, str]] = {
         "x_global_scale is given; allowed: None without use_nvfp4",
     ),
     "low latency: use_fp8": (
-        lambda b: (b.low_latency_dispatch(X, TOPK, 8, E), b.low_latency_dispatch(X, TOPK, 8, E, use_fp8=1)),  # type: ignore[arg-type]
-        "use_fp8 is 1; allowed: True or False",
+        lambda b: (b.low_latency_dispatch(X, TOPK, 8, E), b.low_latency_dispatch(X, TOPK, 8, E, use_fp8=2)),  # type: ignore[arg-type]
+        "use_fp8 is 2; allowed: True or False",
     ),
     "low latency: round_scale": (
         lambda b: b.low_latency_dispatch(X, TOPK, 8, E, round_scale=[]),  # type: ignore[arg-type]
         r"round_scale is \[\]; allowed: True or False",
     ),
     "low latency: use_nvfp4": (
-        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=1),  # type: ignore[arg-type]
-        "use_nvfp4 is 1; allowed: True or False",
+        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=2),  # type: ignore[arg-type]
+        "use_nvfp4 is 2; allowed: True or False",
     ),
     "low latency: weights to dispatch": (
         lambda b: b.low_latency_dispatch(X, TOPK, 8, E, topk_weights=WEIGHTS[:, :1]),
@@ -435,8 +435,8 @@ def test_hidden_that_logfmt_cannot_take() -> None:
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, E, use_fp8=False)
         with pytest.raises(ConfigError, match="hidden is 192; allowed: with use_logfmt: multiples of 128"):
             buffer.low_latency_combine(rows, topk_idx, WEIGHTS[:2], handle, use_logfmt=True)
-        with pytest.raises(ConfigError, match="use_logfmt is 1; allowed: True or False"):
-            buffer.low_latency_combine(rows, topk_idx, WEIGHTS[:2], handle, use_logfmt=1)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="use_logfmt is 2; allowed: True or False"):
+            buffer.low_latency_combine(rows, topk_idx, WEIGHTS[:2], handle, use_logfmt=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ NORMAL: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dispatch: event": (lambda b: b.dispatch(X, **layout_of(b), topk_idx=TOPK, previous_event="now"), EVENT),
     "dispatch with a handle: event": (lambda b: b.dispatch(X, handle_of(b), previous_event="now"), EVENT),
     "dispatch: async_finish": (
-        lambda b: b.dispatch(X, handle_of(b), async_finish=1),
-        "async_finish is 1; allowed: True or False",
+        lambda b: b.dispatch(X, handle_of(b), async_finish=2),
+        "async_finish is 2; allowed: True or False",
     ),
     "combine: event": (lambda b: b.combine(X, handle_of(b), previous_event="now"), EVENT),
     "low latency: hook": (
@@ -87,7 +87,7 @@ NORMAL: dict[str, tuple[Callable[[Any], Any], str]] = {
         "comm is str; allowed: an mpi4py communicator, with Get_rank",
     ),
     "constructor: low_latency_mode": (lambda b: Buffer(None, low_latency_mode="no"), "low_latency_mode is 'no'"),  # type: ignore[arg-type]
-    "constructor: enable_shrink": (lambda b: Buffer(None, enable_shrink=1), "enable_shrink is 1; allowed: True or"),  # type: ignore[arg-type]
+    "constructor: enable_shrink": (lambda b: Buffer(None, enable_shrink=2), "enable_shrink is 2; allowed: True or"),  # type: ignore[arg-type]
 }
 
 
@@ -96,6 +96,13 @@ def test_buffer(buffer: Buffer, name: str) -> None:
     call, message = NORMAL[name]
     with pytest.raises(ConfigError, match=message):
         call(buffer)
+
+
+def test_flags_are_also_1_and_0(buffer: Buffer) -> None:
+    """As callers of DeepEP pass them."""
+    recv_x = buffer.dispatch(X, handle_of(buffer), async_finish=1)[0]  # type: ignore[call-overload]
+    rows = buffer.low_latency_dispatch(X, TOPK, T, E, use_fp8=0, return_recv_hook=0)[0]  # type: ignore[arg-type]
+    assert recv_x.dtype == rows.dtype == torch.bfloat16  # type: ignore[union-attr]
 
 
 def test_an_event_handle_is_an_event(buffer: Buffer) -> None:
