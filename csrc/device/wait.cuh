@@ -184,8 +184,16 @@ class Waiter {
   // fault of the same call.
   __device__ bool claim() const { return control_ == nullptr || atomicCAS(&control_[rank_]->failed, 0u, 1u) == 0u; }
 
+  // Records a rank that this one has waited for in vain. Warps wait for several ranks at once, and some of these only
+  // wait for the lost one. A wait that begins when the fault is written has not waited.
+  __device__ void note_missed(int peer) const {
+    if (control_ == nullptr || peer == rank_ || ptx::load_acquire_system(&record_->written) != 0u) return;
+    atomicOr_system(&record_->missed[peer / 32], 1u << peer % 32);
+  }
+
   __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
-    if (!note_and_claim(record_, control_, rank_, peer)) return false;
+    note_missed(peer);
+    if (!claim()) return false;
     const bool asks = control_ != nullptr && peer != rank_;
     const int culprit = asks ? find_culprit(control_, num_ranks_, rank_, peer) : peer;
     report_timeout(record_, kernel_, tag, rank_, culprit, expected, seen, culprit == peer ? -1 : peer);
@@ -196,16 +204,6 @@ class Waiter {
   static __device__ __noinline__ void report_timeout(FaultRecord* record, KernelName kernel, WaitTag tag, int rank,
                                                      int peer, uint32_t expected, uint32_t seen, int witness) {
     report_fault(record, FaultKind::kTimeout, kernel, tag, rank, peer, expected, seen, witness);
-  }
-
-  // The same, and records the peer. Warps wait for several ranks at once, and some of these only wait for the lost one:
-  // so the record has all of them. A wait that begins when the fault is written has not waited.
-  static __device__ __noinline__ bool note_and_claim(FaultRecord* record, ControlBlock* const* control, int rank,
-                                                     int peer) {
-    if (peer != rank && ptx::load_acquire_system(&record->written) == 0u) {
-      atomicOr_system(&record->missed[peer / 32], 1u << peer % 32);
-    }
-    return control == nullptr || atomicCAS(&control[rank]->failed, 0u, 1u) == 0u;
   }
 
   // Publishes that this rank waits for `peer` in vain, or has lost it, unless it has already published a rank.

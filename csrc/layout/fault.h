@@ -65,7 +65,8 @@ struct FaultRecord {
   int32_t witness;   // the rank that was waited for, which itself waited for the peer; −1 if that was the peer
   int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, this rank's value
   int64_t seen;      // epoch seen, or the value found; the peer's
-  // Bit r: a wait for rank r was given up before the fault was written. Set by relaxed atomics at system scope.
+  // Of normal calls. Bit r: a wait for rank r was given up before the fault was written. Set by relaxed atomics at
+  // system scope.
   uint32_t missed[kMissedWords];
 };
 
