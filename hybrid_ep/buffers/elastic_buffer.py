@@ -36,13 +36,8 @@ class ElasticBuffer(ElasticCalls):
     A call runs on the current stream. With `previous_event` or `async_with_compute_stream` it runs on the communication
     stream. Results are the same on every engine, bit for bit, and in every run.
 
-    The constructor is collective over the group. Every rank of the group makes the collective calls, in the same order
-    and from one thread at a time; otherwise they raise ConfigError or TimeoutError. A call reads its arguments in
-    stream order. So the current stream may overwrite them after the call, or after its event with
-    `async_with_compute_stream`.
-
-    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
-    use has ended: `Tensor.record_stream` has no effect on it.
+    Which calls are collective, what may be overwritten, and how long results live is as of `Buffer`. Its `async_finish`
+    is `async_with_compute_stream` here.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -83,12 +78,7 @@ class ElasticBuffer(ElasticCalls):
         scaleup_rank_idx: index of this rank in it.
 
     Raises:
-        ConfigError: an argument does not fit, ranks ask for different engines or domains, or the engine or transport
-            that is asked for cannot run here.
-        TopologyError: the domains do not divide the ranks, or ranks of a domain cannot map each other's memory.
-        TimeoutError, TransportError: a rank did not make the buffer.
-        ClosedError: by each call after `close()`, after the process group was destroyed, or in a forked child.
-        CudaError: by each call, if the CUDA runtime reports a failure.
+        ConfigError, TopologyError, TimeoutError, TransportError, ClosedError, CudaError: as `Buffer`.
         NotImplementedError: `num_cpu_bytes` is given; and by calls of Engram, pipelines and all-gathers.
 
     Example:

@@ -38,20 +38,13 @@ _MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 class HybridEPBuffer(HybridArguments):
     """Dispatch and combine with Hybrid-EP's interface.
 
-    Every call runs on the current stream.
+    Every call runs on the current stream. Which calls are collective, what may be overwritten, and how long results
+    live is as of `Buffer`.
 
-    The constructor is collective over the group. Every rank of the group makes the collective calls, in the same order
-    and from one thread at a time; otherwise they raise ConfigError or TimeoutError. A call reads its arguments in
-    stream order. So the current stream may overwrite them after the call.
-
-    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
-    use has ended: `Tensor.record_stream` has no effect on it.
-
-    On the cuda engine the host waits for the GPU in these calls: `dispatch`
-    without `handle` and number of rows; `dispatch_with_permute` without `handle` and `non_blocking`; a call whose
-    number of rows is a tensor on the GPU; `dispatch_with_permute` with a map of more than 32 experts, unless
-    `non_blocking`; `dispatch` with such a map on more than 32 ranks. On the torch engine the host may wait in every
-    call.
+    On the cuda engine the host waits for the GPU in these calls: `dispatch` without `handle` and number of rows;
+    `dispatch_with_permute` without `handle` and `non_blocking`; a call whose number of rows is a tensor on the GPU;
+    `dispatch_with_permute` with a map of more than 32 experts, unless `non_blocking`; `dispatch` with such a map on
+    more than 32 ranks. On the torch engine the host may wait in every call.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -84,12 +77,7 @@ class HybridEPBuffer(HybridArguments):
         node_rank: index of this rank's domain.
 
     Raises:
-        ConfigError: an argument does not fit, ranks ask for different engines or domains, or the engine or transport
-            that is asked for cannot run here.
-        TopologyError: the domains do not divide the ranks, or ranks of a domain cannot map each other's memory.
-        TimeoutError, TransportError: a rank did not make the buffer.
-        ClosedError: by each call after `close()`, after the process group was destroyed, or in a forked child.
-        CudaError: by each call, if the CUDA runtime reports a failure.
+        ConfigError, TopologyError, TimeoutError, TransportError, ClosedError, CudaError: as `Buffer`.
 
     Example:
         >>> x, topk_idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3], [1, -1]])

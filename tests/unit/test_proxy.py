@@ -36,6 +36,16 @@ def make_pair(num_fifos: int = 1) -> tuple[list[_C.Proxy], list[_C.HostWriter]]:
     return proxies, [_C.HostWriter(proxy, 0) for proxy in proxies]
 
 
+def _connect(proxies: list[_C.Proxy]) -> None:
+    """All at once: each waits for the others."""
+    addresses = [proxy.address() for proxy in proxies]
+    threads = [threading.Thread(target=proxy.connect, args=(addresses, LIMIT_S)) for proxy in proxies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_chunk_flag_and_credit_arrive() -> None:
     """A chunk lands in the slot of its ring, peer and number; its flag and the credit bring their words."""
     proxies, (sender, receiver) = make_pair()
@@ -108,12 +118,7 @@ def test_a_lost_peer_and_the_others(keeps: bool) -> None:
     """One of three ranks closes its end: that ends the link, or only what goes to this rank."""
     layouts = [_C.LinkLayout(num_domains=3, domain_idx=i, rings=RINGS) for i in range(3)]
     proxies = [_C.tcp_proxy(layout=layout, host="127.0.0.1", num_fifos=1) for layout in layouts]
-    addresses = [proxy.address() for proxy in proxies]
-    threads = [threading.Thread(target=proxy.connect, args=(addresses, LIMIT_S)) for proxy in proxies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _connect(proxies)
     if keeps:
         proxies[0].keep_other_peers()
     for proxy in proxies[:2]:
@@ -207,12 +212,7 @@ def test_ranks_near_each_other_have_no_slots_for_each_other(transport: str, num_
         "tcp": lambda layout: _C.tcp_proxy(layout=layout, host="127.0.0.1"),
     }[transport]
     proxies = [make(layout) for layout in layouts]
-    addresses = [proxy.address() for proxy in proxies]
-    threads = [threading.Thread(target=proxy.connect, args=(addresses, LIMIT_S)) for proxy in proxies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _connect(proxies)
     for proxy in proxies:
         proxy.begin_call()
     writers = [_C.HostWriter(proxy, 0) for proxy in proxies]
