@@ -19,7 +19,15 @@ from hybrid_ep import env
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import require_loads
 from hybrid_ep.core.board import Board, rendezvous_all
-from hybrid_ep.core.checks import require, require_int, require_tensor
+from hybrid_ep.core.checks import (
+    require,
+    require_device,
+    require_instance,
+    require_int,
+    require_path,
+    require_seconds,
+    require_tensor,
+)
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_json_input
 
@@ -66,6 +74,7 @@ class LoadMonitor:
             require_int("num_experts", num_experts, minimum=1),
         )
         self._rank, self._num_ranks = rank, num_ranks
+        device = require_device("device", device)
         self._steps = torch.zeros(window, *self._shape, dtype=torch.int64, device=device)
         self._place = 0
         if placement is None:
@@ -78,6 +87,7 @@ class LoadMonitor:
 
     @placement.setter
     def placement(self, placement: ExpertPlacement) -> None:
+        require_instance("placement", placement, ExpertPlacement, "ExpertPlacement")
         found = (placement.num_layers, placement.num_experts, placement.num_ranks)
         wanted = (*self._shape, self._num_ranks)
         require(found == wanted, "layers, experts and ranks of placement", found, str(wanted))
@@ -100,7 +110,7 @@ class LoadMonitor:
         require_int("layer", layer, minimum=0, maximum=self._shape[0] - 1)
         experts = self._experts[layer]
         if not isinstance(counts, Tensor):
-            counts = torch.tensor(counts, dtype=torch.int64)
+            counts = _as_counts(counts)
         require_tensor("counts", counts, dtypes=(torch.int32, torch.int64), shape=(experts.shape[0],))
         added = counts.to(self._steps.device, torch.int64, non_blocking=True)
         self._steps[self._place, layer].index_add_(0, experts, added)
@@ -123,15 +133,16 @@ class LoadMonitor:
                 after that, while the sum is made, the group raises its own error after its own timeout.
 
         Raises:
-            ConfigError: ranks have monitors of different layers or experts.
+            ConfigError: ranks have monitors of different layers or experts, or `timeout_s` is no number of seconds.
             TimeoutError: a rank has not come in time.
             TransportError: the store of the process group cannot be reached.
         """
+        timeout_s = env.TIMEOUT_S.get() if timeout_s is None else require_seconds("timeout_s", timeout_s)
         total = self.local_loads()
         if dist.is_initialized():
             group = dist.group.WORLD if group is None else group
             assert group is not None
-            self._meet(group, env.TIMEOUT_S.get() if timeout_s is None else timeout_s)
+            self._meet(group, timeout_s)
             dist.all_reduce(total, group=group)
         return total
 
@@ -174,14 +185,25 @@ class LoadMonitor:
         return "\n".join(lines) + "\n"
 
 
+def _as_counts(counts: object) -> Tensor:
+    require_instance("counts", counts, Sequence, "a tensor, or a sequence of ints")
+    for count in counts:  # type: ignore[attr-defined]
+        require_int("a count of counts", count, minimum=0)
+    return torch.tensor(counts, dtype=torch.int64)
+
+
 def save_trace(path: str | Path, windows: Sequence[Tensor]) -> None:
     """Writes loads of several windows, each ``[layers, E]``, as JSON for `hybrid-ep balance`.
 
     Raises:
+        ConfigError: `path` is no path, or a window is no tensor.
         OSError: the file cannot be written.
     """
+    require_instance("windows", windows, Sequence, "a sequence of tensors")
+    for window in windows:
+        require_instance("a window of windows", window, Tensor, "torch.Tensor")
     document = {"format": _TRACE_FORMAT, "loads": [window.tolist() for window in windows]}
-    Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+    require_path("path", path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def load_trace(path: str | Path) -> Tensor:
@@ -191,7 +213,7 @@ def load_trace(path: str | Path) -> Tensor:
         ConfigError: the file is no such trace.
     """
     try:
-        document: Any = read_json_input(Path(path))
+        document: Any = read_json_input(require_path("path", path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from error
     found = document.get("format") if isinstance(document, dict) else type(document).__name__

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import Floats, Ints
-from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.core.checks import require, require_instance, require_int
 
 __all__ = ["NextPlacement", "next_placement"]
 
@@ -57,6 +57,7 @@ def next_placement(present: ExpertPlacement, weight: Tensor, *, max_moves: int) 
             experts that are not served.
     """
     require_int("max_moves", max_moves, minimum=0)
+    require_instance("present", present, ExpertPlacement, "ExpertPlacement")
     require(not present.lost_ranks, "lost ranks of the placement", list(present.lost_ranks), "none")
     require(not present.unserved, "unserved experts of the placement", list(present.unserved), "none")
     loads = present.require_weight(weight).numpy()

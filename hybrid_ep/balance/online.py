@@ -29,6 +29,7 @@ from hybrid_ep.core.checks import require, require_expert_indices, require_int, 
 __all__ = ["OnlinePlan", "map_online", "plan_online"]
 
 _NUM_MAXIMA = 32
+_MAX_TOLERANCE = 1e6
 
 
 class OnlinePlan(NamedTuple):
@@ -53,7 +54,7 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
             domain.
         num_ranks_per_domain: divides R; replicas stay in the domain of their expert.
         num_spare: B, spare slots of each rank.
-        tolerance: ε; a rank may receive (1 + ε) times the mean of its domain, which needs fewer replicas.
+        tolerance: ε, 0 … 10⁶; a rank may receive (1 + ε) times the mean of its domain, which needs fewer replicas.
 
     Raises:
         ConfigError: an argument does not fit.
@@ -64,7 +65,8 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
     require_int("ranks of counts", num_ranks, minimum=1, multiple_of=num_ranks_per_domain)
     require_int("experts of counts", num_experts, minimum=1, multiple_of=num_ranks)
     require_int("num_spare", num_spare, minimum=0)
-    require(isinstance(tolerance, float | int) and tolerance >= 0, "tolerance", tolerance, "a number ≥ 0")
+    is_number = isinstance(tolerance, float | int) and not isinstance(tolerance, bool)
+    require(is_number and 0 <= tolerance <= _MAX_TOLERANCE, "tolerance", tolerance, f"0 … {_MAX_TOLERANCE:g}")
     if kernels.run_on(counts):
         sizes = {"num_ranks": num_ranks, "num_experts": num_experts, "num_spare": num_spare}
         if kernels.native.plan_fits(**sizes, ranks_per_domain=num_ranks_per_domain):

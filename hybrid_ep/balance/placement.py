@@ -25,7 +25,15 @@ from torch import Tensor
 
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import (
+    require,
+    require_device,
+    require_expert_indices,
+    require_instance,
+    require_int,
+    require_path,
+    require_tensor,
+)
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]
@@ -62,6 +70,10 @@ class ExpertPlacement:
     unserved: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("experts", "unserved"):
+            object.__setattr__(self, name, _table(name, getattr(self, name), "the placement"))
+        (lost_ranks,) = _table("lost_ranks", (self.lost_ranks,), "the placement")
+        object.__setattr__(self, "lost_ranks", lost_ranks)
         require_int("num_experts", self.num_experts, minimum=1)
         require_int("num_ranks_per_domain", self.num_ranks_per_domain, minimum=1)
         require_int("num_ranks", self.num_ranks, minimum=1, multiple_of=self.num_ranks_per_domain)
@@ -197,8 +209,9 @@ class ExpertPlacement:
         """Returns the tables with which `rank` maps its tokens, copied to `device`.
 
         Raises:
-            ConfigError: `rank` is not one of 0 … R−1.
+            ConfigError: `rank` is not one of 0 … R−1, or `device` is none.
         """
+        device = require_device("device", device)
         require_int("rank", rank, minimum=0, maximum=self.num_ranks - 1)
         replicas, count = self._choices(rank // self.num_ranks_per_domain)
         return DevicePlacement(
@@ -217,6 +230,10 @@ class ExpertPlacement:
         Raises:
             ConfigError: a rank does not exist, or none is left.
         """
+        require_instance("ranks", ranks, Iterable, "ranks, each an int")
+        ranks = list(ranks)
+        for rank in ranks:
+            require_instance("a rank of ranks", rank, int, "int")
         lost = tuple(sorted({*self.lost_ranks, *ranks}))
         require(set(lost) <= set(range(self.num_ranks)), "ranks", list(lost), f"of 0 … {self.num_ranks - 1}")
         require(len(lost) < self.num_ranks, "ranks", list(lost), "all but one rank at most")
@@ -239,6 +256,7 @@ class ExpertPlacement:
         Raises:
             ConfigError: `other` is of another model or other ranks.
         """
+        require_instance("other", other, ExpertPlacement, "ExpertPlacement")
         held, wanted = (placement._copies_per_rank() for placement in (other, self))
         require(held.shape == wanted.shape, "layers, ranks and experts", list(held.shape), f"{list(wanted.shape)}")
         # A second copy on the same rank is no load from elsewhere.
@@ -248,9 +266,10 @@ class ExpertPlacement:
         """Writes JSON, which `load` reads.
 
         Raises:
+            ConfigError: `path` is no path.
             OSError: the file cannot be written.
         """
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        require_path("path", path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> ExpertPlacement:
@@ -260,7 +279,7 @@ class ExpertPlacement:
             ConfigError: it is no such file, or its fields contradict each other.
         """
         try:
-            document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            document: Any = json.loads(require_path("path", path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"placement file {path} cannot be read: {error}") from error
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
@@ -282,6 +301,7 @@ class ExpertPlacement:
         Raises:
             ConfigError: its fields contradict each other.
         """
+        require_instance(source, document, dict, "dict")
         if missing := [name for name in _FIELDS if name not in document]:
             raise ConfigError(f"{source} has no {', '.join(missing)}; allowed: all of {', '.join(_FIELDS)}")
         tables = {name: _table(name, document.get(name, []), source) for name in ("experts", "unserved")}
@@ -314,9 +334,9 @@ _LATER_FIELDS = ("lost_ranks", "unserved")  # absent in files of older versions
 
 
 def _table(name: str, rows: Any, source: str) -> tuple[tuple[int, ...], ...]:
-    """Returns a list of lists of integers that JSON has made, as tuples."""
+    """Returns a list of lists of integers as tuples."""
     is_table = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows)
-    if not (is_table and all(isinstance(value, int) for row in rows for value in row)):
+    if not (is_table and all(type(value) is int for row in rows for value in row)):
         raise ConfigError(f"{name} of {source} is no list of lists of integers; allowed: one list for each layer")
     return tuple(map(tuple, rows))
 

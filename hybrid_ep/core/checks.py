@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,9 +20,12 @@ __all__ = [
     "require",
     "require_bool",
     "require_bools",
+    "require_device",
     "require_expert_indices",
+    "require_instance",
     "require_int",
     "require_no_grad",
+    "require_path",
     "require_seconds",
     "require_tensor",
     "traits",
@@ -37,6 +41,26 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
     """Raises ConfigError unless `ok`."""
     if not ok:
         raise ConfigError(f"{name} is {value}; allowed: {allowed}")
+
+
+def require_instance(name: str, value: object, kind: type | tuple[type, ...], allowed: str) -> None:
+    """Raises ConfigError with the type of `value` unless that is `kind`."""
+    require(isinstance(value, kind), f"type of {name}", type(value).__name__, allowed)
+
+
+def require_device(name: str, value: object) -> torch.device:
+    """Returns `value` as a device if it is one or the name of one."""
+    try:
+        return torch.device(value)  # type: ignore[call-overload, no-any-return]
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name} is {value!r}; allowed: a torch.device or its name") from error
+
+
+def require_path(name: str, value: object) -> Path:
+    """Returns `value` as a path if it is one or a str."""
+    if isinstance(value, str | Path):
+        return Path(value)
+    raise ConfigError(f"type of {name} is {type(value).__name__}; allowed: str or pathlib.Path")
 
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_INT, multiple_of: int = 1) -> int:
