@@ -96,13 +96,14 @@ class Blame:
                 self._peer, self._lost = None, peer
                 self._write(" ".join(map(str, ("lost", peer, *others))))
 
-    def find(self, suspect: int, known: Collection[int] = (), others: Iterable[int] = ()) -> int:
+    def find(self, suspect: int, known: Collection[int] = (), others: Iterable[int] = (), ahead_s: float = 0.0) -> int:
         """Returns the rank to name in the error.
 
         Args:
             suspect: the rank that this one has lost.
             known: ranks that were lost before: a note that names one of them is old.
             others: that were waited for in vain at the same time.
+            ahead_s: by how much longer than this rank the suspect may wait, and write nothing.
 
         Returns:
             The first rank that writes nothing. If all write, they have lost each other: `suspect`.
@@ -116,7 +117,7 @@ class Blame:
                 if rank in seen:
                     continue
                 seen.add(rank)
-                named = self._named_by(rank, known)
+                named = self._named_by(rank, known, ahead_s if rank == suspect else 0.0)
                 if not named:
                     return rank
                 left = named + left
@@ -137,10 +138,10 @@ class Blame:
         number = int(note.split()[0])
         return None if number == self._number else number
 
-    def _named_by(self, rank: int, known: Collection[int]) -> list[int]:
-        """Returns the ranks that `rank` has lost or waits for; none if it writes no new note within the grace."""
+    def _named_by(self, rank: int, known: Collection[int], ahead_s: float) -> list[int]:
+        """Returns the ranks that `rank` has lost or waits for; none if it writes no new note within its time."""
         assert self._board is not None
-        deadline = time.monotonic() + self.grace_s
+        deadline = time.monotonic() + self.grace_s + ahead_s
         first = self._board.read(self._key(rank))
         note = first
         while True:

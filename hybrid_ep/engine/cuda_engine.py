@@ -13,6 +13,7 @@ Low-latency calls are in cuda_low_latency.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
@@ -44,7 +45,7 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
-from hybrid_ep.engine.cuda_faults import dispatch_number
+from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
@@ -132,8 +133,18 @@ class CudaEngine(Engine):
         self._number, self._num_dispatches = number, 0
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
-        losses = Losses(None if group is None else Board.of(group).at(f"buffer {number}"), grid.rank)
-        self._low_latency = CudaLowLatency(roll_call, grid, self.device, self._communicator, self._order, losses)
+        board = None if group is None else Board.of(group).at(f"buffer {number}")
+        self._low_latency = CudaLowLatency(
+            roll_call,
+            grid,
+            self.device,
+            self._communicator,
+            self._order,
+            Losses(board, grid.rank),
+            board=None if board is None else board.at("low latency"),
+            error_of=functools.partial(as_error, grid=grid),
+            timeout_s=timeout_s,
+        )
         self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
 
     @property
@@ -255,7 +266,7 @@ class CudaEngine(Engine):
 
     def allow_masks(self, *, only_masks_lost: bool) -> None:
         super().allow_masks(only_masks_lost=only_masks_lost)
-        self._low_latency.only_masks_lost = only_masks_lost
+        self._low_latency.takes_masks, self._low_latency.only_masks_lost = True, only_masks_lost
 
     def low_latency_memory(self) -> Tensor:
         return self._low_latency.rows_memory()

@@ -10,16 +10,18 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import FIELDS, disagreement, too_many_tokens
+from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
@@ -28,15 +30,16 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda_faults import as_error
+from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError
+from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError, TransportError
 
-__all__ = ["CudaLowLatency", "Region", "set_last_call"]
+__all__ = ["CudaLowLatency"]
 
 _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
@@ -84,43 +87,6 @@ class _Buffers:
         self.in_flight[idx] = False
 
 
-@dataclass(frozen=True)
-class Region:
-    """Symmetric memory, and the calls of so many ranks that go through it."""
-
-    memory: SymmetricMemory
-    capacity: _cuda.LowLatencyCapacity
-    native: _cuda.LowLatencyRegion
-    num_ranks: int
-
-    @property
-    def masks(self) -> Tensor:
-        """``[R]`` int32, 1 = the kernels leave the rank out."""
-        begin = _cuda.low_latency_masks_offset
-        end = begin + self.num_ranks * torch.int32.itemsize
-        return self.memory.local[begin:end].view(torch.int32)
-
-
-def set_last_call(memory: Tensor, number: int) -> None:
-    """Writes a number of calls (1 … 2³² − 1) to all that counts calls in a region, as if that call were the last.
-
-    Flags that are compared for equality may stay as they are.
-
-    Args:
-        memory: the region of this rank, ``[n]`` uint8.
-        number: of the call.
-    """
-    size, offsets = _cuda.low_latency_channel_bytes, _cuda.low_latency_channel_offsets
-    number -= (number >> 31) << 32  # as int32
-    for channel in range(2 * _cuda.low_latency_buffers):
-        words = memory[channel * size : (channel + 1) * size].view(torch.int32)
-        for name, stride in (("begun", 4), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
-            begin = offsets[name] // torch.int32.itemsize
-            words[begin : begin + stride * _cuda.max_ranks : stride] = number
-        for name in ("send", "receive"):
-            words[offsets[name] // torch.int32.itemsize] = number
-
-
 class CudaLowLatency:
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
 
@@ -129,6 +95,7 @@ class CudaLowLatency:
         lately_masked: these, and those that were left out since the ranks last met.
         only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which gets one
             report at a time, takes masks back, so that the next call reports another.
+        takes_masks: whether ranks may be masked; set before the first call, equal at all ranks.
         lost: ranks that errors have named.
         refusal: the error of every further call and hook; None: they are allowed.
 
@@ -139,7 +106,13 @@ class CudaLowLatency:
         communicator: holds the fault record and the timeout.
         order: of the engine's launches.
         losses: on which lost ranks the ranks agree.
+        board: of these calls; None without a group.
+        error_of: the error for a fault of a call that is not one of low latency.
+        timeout_s: of a receiving kernel. A send waits half as long; the rank to name is then searched for until a peer
+            that waits since the same time has given up, too. None: it is not.
     """
+
+    _grace_s = 1.0  # by how much later than this rank another one may give up a call
 
     def __init__(
         self,
@@ -149,28 +122,37 @@ class CudaLowLatency:
         communicator: _cuda.Communicator,
         order: LaunchOrder,
         losses: Losses,
+        *,
+        board: Board | None,
+        error_of: Callable[[_cuda.Fault], HybridEPError],
+        timeout_s: float | None,
     ) -> None:
         self._roll_call, self._grid, self._device = roll_call, grid, device
         self._communicator, self._order, self._losses = communicator, order, losses
+        self._board, self._other_error_of, self._timeout_s = board, error_of, timeout_s
         self._numbering = grid  # by which faults of these calls number ranks
         self.refusal: HybridEPError | None = None
         self._index: int = device.index
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
         self.lost: set[int] = set()
-        self.only_masks_lost = False
+        self.takes_masks = self.only_masks_lost = False
         self._has_stale_masks = False
         # Masks as the device had them when the host last asked, and did not wait for the answer.
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._num_cleanings = 0
         self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
         self._fault: _cuda.Fault | None = None  # taken and not raised yet
+        self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
+        self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        self._look_for_loss()
+        is_late = self._held is not None
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
         plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
@@ -222,11 +204,12 @@ class CudaLowLatency:
                 raise refusal
             state.is_received = True
             # The combine reports an overflow to all ranks; they would wait for this rank's.
-            self.raise_fault(holds_overflow=True)
+            self.raise_fault(holds_overflow=True, holds_loss=not is_late)
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+        self._look_for_loss()
         data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, return_recv_hook = request
         state = state_of(handle, _State)
         plan, num_tokens = state.plan, state.num_tokens
@@ -292,6 +275,9 @@ class CudaLowLatency:
 
         Such a loss can be reported twice: by the send of a call, and by its receive, which was already waiting.
         """
+        held, self._held = self._held, None
+        if held is not None:
+            return held
         fault = self._take_fault()
         if fault is None:
             overflow, self._overflow = self._overflow, None
@@ -319,6 +305,16 @@ class CudaLowLatency:
             self._fault = fault
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
+        if not fault.kernel.startswith("low_latency"):
+            return self._other_error_of(fault)
+        error = self._error_of_call(fault)
+        # Ranks that only mask do not use the store.
+        if not isinstance(error, TransportError) or error.peer is None or self.only_masks_lost:
+            return error
+        return self._of_culprit(error, max(0.0, (self._timeout_s or 0.0) - fault.waited_s))
+
+    def _error_of_call(self, fault: _cuda.Fault) -> HybridEPError:
+        """The error for a fault of a low-latency call, before it is known which rank has caused it."""
         if fault.tag != "shape":
             return as_error(fault, self._numbering)
         mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
@@ -327,17 +323,71 @@ class CudaLowLatency:
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
+    def _of_culprit(self, error: TransportError, ahead_s: float) -> TransportError:
+        """Returns the error for the rank that has caused this one: the peer may have lost another before.
+
+        Args:
+            error: names a peer.
+            ahead_s: by how much longer than this rank the peer may wait.
+        """
+        assert error.peer is not None
+        self._blame.write_lost(error.peer)
+        culprit = self._blame.find(error.peer, self.masked, ahead_s=ahead_s)
+        if self.takes_masks and not is_capturing(self._index):
+            # Kernels that were waiting may report the peer, which the next call does not lose.
+            torch.cuda.synchronize(self._device)
+            self._forget_loss()
+        if culprit == error.peer:
+            return error
+        self._blame.write_lost(culprit)
+        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
+
+    def _new_blame(self) -> Blame:
+        board = self._board
+        if board is not None:
+            board = board.at("session {}.{}".format(*self._losses.period))
+        return Blame(board, self._grid.rank, 0.0, grace_s=self._grace_s)
+
     @staticmethod
     def _too_many_tokens(rank: int, num_tokens: int, most: int) -> ConfigError:
         return ConfigError(too_many_tokens(rank, num_tokens, most, is_low_latency=True))
 
-    def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
-        """Raises `take_fault`. With `holds_overflow` an OverflowError is kept for the next call without it."""
+    def raise_fault(
+        self, known: Collection[int] = (), *, holds_overflow: bool = False, holds_loss: bool = False
+    ) -> None:
+        """Raises `take_fault`, but keeps some errors for the next call that does not.
+
+        Args:
+            known: as of `take_fault`.
+            holds_overflow: keep an OverflowError.
+            holds_loss: keep the loss of a rank, if ranks go on without a lost one. A rank may be lost by the dispatch
+                of some ranks and by the combine of others. All raise in the combine, so all have made the same calls.
+        """
         error = self.take_fault(known)
         if holds_overflow and isinstance(error, OverflowError):
             self._overflow = error
-        elif error is not None:
+        elif error is not None and not (holds_loss and self._holds(error)):
             raise error
+
+    def _look_for_loss(self) -> None:
+        """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
+
+        Kernels may have given up ranks that only waited for the lost one. Those must not miss the rows of this call.
+        """
+        if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
+            return
+        error = self.take_fault()
+        if not self._holds(error):
+            self._held = error
+
+    def _holds(self, error: HybridEPError | None) -> bool:
+        """Keeps the loss of a rank, which the following calls leave out; returns whether it is one."""
+        is_held = self.takes_masks and not self.only_masks_lost
+        if not is_held or not isinstance(error, TransportError) or error.peer is None:
+            return False
+        self._held = error
+        self.set_masked([error.peer], True)
+        return True
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         self.note_told()
@@ -371,6 +421,9 @@ class CudaLowLatency:
 
         The host does not wait for kernels.
         """
+        held, self._held = self._held, None
+        if held is not None and not (isinstance(held, TransportError) and held.peer in self.masked):
+            raise held
         fault = self._take_fault()
         if fault is None:
             overflow, self._overflow = self._overflow, None
@@ -458,6 +511,8 @@ class CudaLowLatency:
         """
         self.refusal = None
         self._losses.clean()
+        if isinstance(self._held, TransportError):
+            self._held = None
         error = self.take_fault(range(self._grid.num_ranks))
         self._unmask(range(self._grid.num_ranks))
         self._num_cleanings += 1
@@ -469,6 +524,7 @@ class CudaLowLatency:
     def _forget_calls(self) -> None:
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self.lately_masked = set(self.masked)
+        self._blame = self._new_blame()
         for region in self._regions:
             region.memory.local[: region.capacity.epochs_bytes].zero_()
             if self._last_call:

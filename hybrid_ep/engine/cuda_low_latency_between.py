@@ -8,8 +8,8 @@ there. Where ranks may be masked, the link joins it to every rank of other domai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +19,11 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
-from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
-    LowLatencyCombineRequest,
-    LowLatencyDispatched,
     LowLatencyDispatchRequest,
-    LowLatencyHandle,
 )
-from hybrid_ep.engine.cuda_low_latency import CudaLowLatency, Region
+from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
+from hybrid_ep.engine.cuda_low_latency_region import Region
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.losses import Losses
@@ -40,9 +36,6 @@ __all__ = ["LowLatencyBetween", "OpenedLink"]
 
 _SLOT_ALIGN_BYTES = 128
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way
-# By how much later than this rank another one may give up a call: receiving kernels of a domain wait for each other for
-# two seconds longer (csrc/runtime/low_latency_between.cpp), and ranks do not begin a call at once.
-_GRACE_S = 3.0
 _SESSION_BITS = 24  # of the number of a barrier
 
 
@@ -85,11 +78,12 @@ class LowLatencyBetween(CudaLowLatency):
         board: of these calls.
         open_link: opens a link with rings over a grid, whose domains are the groups that a peer stands for; and
             whether these are single ranks, and the link goes on without a lost one. Collective over all ranks.
-        error_of: the error for a fault of a call that is not one of low latency.
-
-    Attributes:
-        takes_masks: whether ranks may be masked; set before the first call, equal at all ranks.
+        error_of: as of `CudaLowLatency`.
     """
+
+    # Receiving kernels of a domain wait for each other for two seconds longer (csrc/runtime/low_latency_between.cpp),
+    # and ranks do not begin a call at once.
+    _grace_s = 3.0
 
     def __init__(
         self,
@@ -104,13 +98,12 @@ class LowLatencyBetween(CudaLowLatency):
         open_link: Callable[[list[Ring], RankGrid, bool], OpenedLink],
         error_of: Callable[[_cuda.Fault], HybridEPError],
     ) -> None:
-        super().__init__(roll_call, grid, device, communicator, order, losses)
-        self._open_link, self._other_error_of = open_link, error_of
+        # Without a timeout: survivors that search for longer would come too late to the next barrier.
+        super().__init__(
+            roll_call, grid, device, communicator, order, losses, board=board, error_of=error_of, timeout_s=None
+        )
+        self._open_link = open_link
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
-        self.takes_masks = False
-        self._board = board
-        self._blame = self._new_blame()
-        self._held: HybridEPError | None = None  # of an earlier call, found before this one was launched
         self._asked: LowLatencyPlan | None = None  # that a region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
@@ -141,35 +134,6 @@ class LowLatencyBetween(CudaLowLatency):
         """All ranks, and as domains the groups that a peer stands for."""
         size = 1 if self.takes_masks else self._grid.num_ranks_per_domain
         return RankGrid(self._grid.rank, self._grid.num_ranks, size)
-
-    def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
-        self._look_for_loss()
-        return super().dispatch(request)
-
-    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
-        self._look_for_loss()
-        return super().combine(request, handle)
-
-    def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
-        held, self._held = self._held, None
-        return super().take_fault(known) if held is None else held
-
-    def note_losses(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and not (isinstance(held, TransportError) and held.peer in self.masked):
-            raise held
-        super().note_losses()
-
-    def _look_for_loss(self) -> None:
-        """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
-
-        Kernels may have given up ranks that only waited for the lost one. Those must not miss the rows of this call.
-        """
-        if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
-            return
-        self._held = super().take_fault()
-        if isinstance(self._held, TransportError) and self._held.peer is not None:
-            self.set_masked([self._held.peer], True)
 
     def drain(self) -> None:
         """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work."""
@@ -231,13 +195,10 @@ class LowLatencyBetween(CudaLowLatency):
     def clean(self) -> None:
         torch.cuda.synchronize(self._device)
         self.drain()
-        if isinstance(self._held, TransportError):
-            self._held = None
         super().clean()
 
     def _forget_calls(self) -> None:
         super()._forget_calls()
-        self._blame = self._new_blame()
         num_cleanings, number = self._losses.period
         session = (num_cleanings & 0x7F) << _SESSION_BITS | number & (1 << _SESSION_BITS) - 1
         first_epoch = self._last_call + 1
@@ -248,13 +209,10 @@ class LowLatencyBetween(CudaLowLatency):
             offset = _cuda.low_latency_session_offset
             control[offset : offset + words.nbytes].view(torch.int32).copy_(words)
 
-    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
-        if not fault.kernel.startswith("low_latency"):
-            return self._other_error_of(fault)
-        failed = fault.kind == _cuda.FaultKind.TRANSPORT
-        error = self._transport_error(fault) if failed else super()._error_of(fault)
-        # Ranks that only mask do not use the store.
-        return self._of_culprit(error) if isinstance(error, TransportError) and not self.only_masks_lost else error
+    def _error_of_call(self, fault: _cuda.Fault) -> HybridEPError:
+        if fault.kind == _cuda.FaultKind.TRANSPORT:
+            return self._transport_error(fault)
+        return super()._error_of_call(fault)
 
     def _transport_error(self, fault: _cuda.Fault) -> TransportError:
         where = f"{fault.kernel}: {fault.tag}"
@@ -264,25 +222,6 @@ class LowLatencyBetween(CudaLowLatency):
         except TransportError as error:
             return error
         return TransportError(where, self._grid.rank, fault.peer, "the transport has failed")
-
-    def _of_culprit(self, error: TransportError) -> TransportError:
-        """Returns the error for the rank that has caused this one: the peer may have lost another before."""
-        if error.peer is None:
-            return error
-        self._blame.write_lost(error.peer)
-        culprit = self._blame.find(error.peer, self.masked)
-        if self.takes_masks and not is_capturing(self._index):
-            # Kernels that were waiting may report the peer, which the next call does not lose.
-            torch.cuda.synchronize(self._device)
-            self._forget_loss()
-        if culprit == error.peer:
-            return error
-        self._blame.write_lost(culprit)
-        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
-
-    def _new_blame(self) -> Blame:
-        board = self._board.at("session {}.{}".format(*self._losses.period))
-        return Blame(board, self._grid.rank, 0.0, grace_s=_GRACE_S)
 
 
 def _chunk_bytes(plan: LowLatencyPlan, grid: RankGrid) -> tuple[int, int]:

@@ -516,7 +516,9 @@ def check_masked(case: Case, format_name: str, lost: Collection[int], device: st
             buffer.low_latency_query_mask_buffer(status)
             assert status.tolist() == [int(r in lost) for r in range(num_ranks)]
             after = waited.tolist()
-            assert [after[r] for r in lost] == [before[r] for r in lost], "a masked rank was waited for"
+            # Such a wait would last until the timeout. A thread may lose its core between two readings of the clock.
+            waited_s = [(after[r] - before[r]) / 1e6 for r in lost]
+            assert max(waited_s) < env.TIMEOUT_S.get() / 10, "a masked rank was waited for"
         buffer.low_latency_clean_mask_buffer()
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         buffer.low_latency_query_mask_buffer(status)

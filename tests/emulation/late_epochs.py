@@ -84,8 +84,8 @@ def check_low_latency_between_past_the_last_number() -> None:
     """The same between domains."""
     import torch.distributed as dist
 
-    from hybrid_ep.engine.cuda_low_latency import Region, set_last_call
     from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
+    from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
 
     make_region = LowLatencyBetween._make_region
 

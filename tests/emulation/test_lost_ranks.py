@@ -29,7 +29,7 @@ def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tu
         join = ("multi_gpu.lost_ranks.join", alive, low_latency, shrink, TIMEOUT_S)
         cluster.run(run_here, *join, limit_s=LIMIT_S)
         cluster.start(
-            run_here, "multi_gpu.lost_ranks.go_on_without" if shrink else "multi_gpu.lost_ranks.call_until_lost"
+            run_here, "multi_gpu.lost_ranks.go_on_after_loss" if shrink else "multi_gpu.lost_ranks.call_until_lost"
         )
         time.sleep(0.5 + 0.3 * seed)
         lost = alive.pop(seed % NUM_RANKS)
@@ -123,6 +123,16 @@ def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> Non
         assert "the other ranks went on without this one, which was late" in told[-1]
         assert told[1:] == [told[-1]] * (CALLS_IN_A_ROW - 1)
         cluster.run(run_here, "multi_gpu.lost_ranks.meet_again", limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize(("step", "lost"), [("some", 2), ("some", 0), ("dispatch", 1), ("receive", 0), ("combine", 2)])
+def test_survivors_go_on_without_a_rank_that_was_killed_after(emulated_module: Path, step: str, lost: int) -> None:
+    """In one domain. If its dispatch has reached some ranks only, these wait for one that waits for the lost rank."""
+    run_here = functools.partial(run, str(emulated_module), 0)
+    survivors = [rank for rank in range(NUM_RANKS) if rank != lost]
+    with VirtualCluster(NUM_RANKS) as cluster:
+        cluster.start(run_here, "multi_gpu.lost_ranks.join_and_lose_one_after", TIMEOUT_S, step, lost)
+        assert cluster.collect(survivors, limit_s=LIMIT_S) == [lost] * len(survivors)
 
 
 def test_rows_that_one_cta_has_dropped_are_not_announced(emulated_module: Path) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 import hybrid_ep
 from tests.multi_gpu.exact import (
@@ -39,7 +40,6 @@ __all__ = [
     "call_until_lost",
     "go_on_after_loss",
     "go_on_together",
-    "go_on_without",
     "join",
     "join_and_lose_one_after",
     "lose_one_after",
@@ -106,28 +106,13 @@ def call_until_lost() -> int:
             return team.members[_peer(error)]
 
 
-def go_on_without() -> int:
-    """As `call_until_lost`, but the team stays, and its next low-latency calls succeed without the lost rank."""
-    team = _teams[-1]
-    try:
-        _call(team)
-    except hybrid_ep.TimeoutError as error:
-        team.lost.add(_peer(error))
-        status = torch.zeros(len(team.members), dtype=torch.int32, device=current_device())
-        team.buffer.low_latency_query_mask_buffer(status)
-        assert {r for r, masked in enumerate(status.tolist()) if masked} == team.lost
-        _low_latency_calls(team, CALLS_AFTER_LOSS)
-        _check_gpu()
-        return team.members[_peer(error)]
-
-
 def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
     """A rank is killed inside a round trip; the others name it, meet, and go on without it.
 
     Args:
         step: what the rank has done: ``some`` (its dispatch has reached one rank only), ``dispatch``, ``receive`` or
             ``combine`` (all that it sends has arrived).
-        lost: the rank, of a team of several domains.
+        lost: the rank.
         is_ahead: hosts learn of the loss when the round trip has ended, as where they run ahead of their GPUs.
 
     Returns:
@@ -149,14 +134,13 @@ def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
             hook()
         if step == "combine":
             buffer.low_latency_combine(packed, topk_idx, sent.weights[rank], handle, return_recv_hook=True)
-        engine: Any = buffer.engine
         torch.cuda.synchronize()
-        engine._low_latency_kernels.drain()
+        if buffer.engine.grid.num_domains > 1:
+            _kernels_of(buffer).drain()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if is_ahead:
-            kernels: Any = buffer.engine
-            with mock.patch.object(kernels._low_latency_kernels, "raise_fault"):
+            with mock.patch.object(_kernels_of(buffer), "raise_fault"):
                 finish_round_trip(buffer, sent, start_round_trip(buffer, sent))
         _low_latency_calls(team, 3)
     except hybrid_ep.TimeoutError as error:
@@ -171,7 +155,11 @@ def join_and_lose_one_after(timeout_s: float, step: str, lost: int) -> int:
 
 
 def go_on_after_loss() -> int:
-    """As `go_on_without`, but the ranks meet before they go on: they may have lost the rank in different calls."""
+    """Calls until a rank is lost. The others may have lost it in different calls: they meet, and go on without it.
+
+    Returns:
+        The lost rank, as rank of the cluster.
+    """
     team = _teams[-1]
     try:
         _call(team)
@@ -196,20 +184,27 @@ def _go_on_after(team: _Team, error: hybrid_ep.TimeoutError) -> int:
 def go_on_together(late: int) -> tuple[list[str], list[int]]:
     """Calls while one rank stands still for too long; returns what each failed call said, and the masks at the end.
 
-    The rank that stood still calls until it is told that the others went on, and then a few times more.
+    A rank that has all that the late one sends in a combine loses it in the next round trip, and others in this one.
+    All make as many round trips: the last to lose it makes `CALLS_AFTER_LOSS` more. The rank that stood still calls
+    until an error has told it `CALLS_IN_A_ROW` times that the others went on.
     """
     team, told = _teams[-1], []
-    num_right = 0
-    while num_right < CALLS_AFTER_LOSS and len(told) < CALLS_IN_A_ROW:
+    rank, store = team.buffer.rank, _get_default_store()
+    others = set(range(len(team.members))) - {late}
+    last = None
+    for call in itertools.count():
+        if call == last or len(told) == CALLS_IN_A_ROW:
+            break
         try:
             _low_latency_calls(team, 1)
         except hybrid_ep.TransportError as error:
             told.append(str(error))
-            if error.peer is not None and team.buffer.rank != late:
+            if rank != late and error.peer is not None:
                 team.lost.add(error.peer)
-            num_right = 0
+                store.set(f"rank {rank} has lost one in round trip", str(call))
         else:
-            num_right += bool(told)
+            if told and last is None:
+                last = CALLS_AFTER_LOSS + max(int(store.get(f"rank {r} has lost one in round trip")) for r in others)
     status = torch.zeros(len(team.members), dtype=torch.int32, device=current_device())
     team.buffer.low_latency_query_mask_buffer(status)
     return told, status.tolist()
@@ -286,9 +281,8 @@ def lose_one_that_has_not_forwarded(lost: int) -> int | None:
         if rank == lost:
             x, topk_idx = sent.x[rank], sent.topk_idx[rank]
             buffer.low_latency_dispatch(x, topk_idx, MAX_TOKENS, sent.num_experts, use_fp8=False, return_recv_hook=True)
-            engine: Any = buffer.engine
             torch.cuda.synchronize()
-            engine._low_latency_kernels.drain()
+            _kernels_of(buffer).drain()
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             started = start_round_trip(buffer, sent)
@@ -301,6 +295,12 @@ def lose_one_that_has_not_forwarded(lost: int) -> int | None:
             _check_gpu()
             return error.peer
     raise AssertionError
+
+
+def _kernels_of(buffer: hybrid_ep.Buffer) -> Any:
+    """The low-latency calls of a buffer of several domains."""
+    engine: Any = buffer.engine
+    return engine._low_latency_kernels
 
 
 def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:

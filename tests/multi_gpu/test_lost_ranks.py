@@ -105,6 +105,6 @@ def test_low_latency_goes_on_without_the_lost_rank(reserve: Reserve, team: Team)
     chance, alive = random.Random(team.id), reserve.take(team.num_ranks)
     reserve.cluster.run(lost_ranks.join, list(alive), True, True, team.timeout_s, ranks=alive, limit_s=LIMIT_S)
     for _ in range(team.num_losses):
-        reserve.cluster.start(lost_ranks.go_on_without, ranks=alive)
+        reserve.cluster.start(lost_ranks.go_on_after_loss, ranks=alive)
         lost = reserve.kill_one_of(alive, chance)
         assert reserve.cluster.collect(alive, limit_s=LIMIT_S) == [lost] * len(alive)
