@@ -18,5 +18,5 @@ esac
 ci/lint.sh "$bin" || status=$?
 wait "$types" || status=$?
 [ "$status" = 0 ] || exit "$status"
-# Workers get groups in this order: emulation, which takes longest (tests/conftest.py), then deploy.
+# Workers get groups in this order: the file that takes longest (tests/conftest.py), then by name.
 exec "$bin/pytest" -n 2 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"

@@ -24,19 +24,20 @@ RunRanks = Callable[..., list[Any]]
 # Tests that share a fixture which takes long to make. With several workers (pytest -n 2 --dist loadgroup) they run on
 # the same one, as those of one file do.
 TOGETHER = {
-    "tests/emulation": "emulation",
     "tests/deploy/test_wheel.py": "wheel",
     "tests/deploy/test_packages.py": "wheel",
 }
 
+LARGEST = "tests/emulation/test_low_latency_between.py"
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by file, or by the fixture that they share. The largest group begins: it keeps one worker busy."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/emulation/"))
+    """Groups tests by file, or by the fixture that they share. The largest group begins."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LARGEST))
     for item in items:
         file = item.nodeid.partition("::")[0]
-        group = TOGETHER.get(file) or TOGETHER.get(file.rpartition("/")[0]) or file
+        group = TOGETHER.get(file, file)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +18,16 @@ from tests.rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of `_cuda` for the CPU."""
+    """The path of `_cuda` for the CPU. With several workers (pytest -n 2) the first one that needs it builds it."""
     require_programs("g++")
-    return build(tmp_path_factory.mktemp("emulation"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    built = shared / "emulated_module"
+    with (shared / "emulated_module.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            built.write_text(str(build(shared / "emulation")))
+    return Path(built.read_text())
 
 
 class RunEmulated(Protocol):

@@ -125,7 +125,16 @@ def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> Non
         cluster.run(run_here, "multi_gpu.lost_ranks.meet_again", limit_s=LIMIT_S)
 
 
-@pytest.mark.parametrize(("step", "lost"), [("some", 2), ("some", 0), ("dispatch", 1), ("receive", 0), ("combine", 2)])
+@pytest.mark.parametrize(
+    ("step", "lost"),
+    [
+        ("some", 2),
+        pytest.param("some", 0, marks=pytest.mark.slow),
+        pytest.param("dispatch", 1, marks=pytest.mark.slow),
+        pytest.param("receive", 0, marks=pytest.mark.slow),
+        ("combine", 1),
+    ],
+)
 def test_survivors_go_on_without_a_rank_that_was_killed_after(emulated_module: Path, step: str, lost: int) -> None:
     """In one domain. If its dispatch has reached some ranks only, these wait for one that waits for the lost rank."""
     run_here = functools.partial(run, str(emulated_module), 0)
