@@ -186,9 +186,10 @@ class LoadMonitor:
 
 
 def _as_counts(counts: object) -> Tensor:
+    """Returns counts of one layer as a tensor; a model calls this for each layer of each step."""
     require_instance("counts", counts, Sequence, "a tensor, or a sequence of ints")
-    for count in counts:  # type: ignore[attr-defined]
-        require_int("a count of counts", count, minimum=0)
+    assert isinstance(counts, Sequence)
+    require(all(isinstance(count, int) for count in counts), "counts", counts, "a tensor, or a sequence of ints")
     return torch.tensor(counts, dtype=torch.int64)
 
 

@@ -3,8 +3,7 @@
 Each call is two launches: one sends, and `finish` receives. The host never waits for the device, so both can be
 captured in a CUDA graph. A fault that a kernel finds (a rank that does not come, an expert that does not exist) is
 therefore raised later, by the first `finish` that sees it. Until then kernels leave a lost rank out by themselves. A
-call whose `finish` raises has been launched nevertheless. So ranks that raise at different times have made the same
-calls.
+call whose `finish` raises has been launched nevertheless.
 """
 
 from __future__ import annotations
@@ -152,7 +151,6 @@ class CudaLowLatency:
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         self._look_for_loss()
-        is_late = self._held is not None
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
         plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
@@ -204,7 +202,7 @@ class CudaLowLatency:
                 raise refusal
             state.is_received = True
             # The combine reports an overflow to all ranks; they would wait for this rank's.
-            self.raise_fault(holds_overflow=True, holds_loss=not is_late)
+            self.raise_fault(holds_overflow=True)
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -352,21 +350,12 @@ class CudaLowLatency:
     def _too_many_tokens(rank: int, num_tokens: int, most: int) -> ConfigError:
         return ConfigError(too_many_tokens(rank, num_tokens, most, is_low_latency=True))
 
-    def raise_fault(
-        self, known: Collection[int] = (), *, holds_overflow: bool = False, holds_loss: bool = False
-    ) -> None:
-        """Raises `take_fault`, but keeps some errors for the next call that does not.
-
-        Args:
-            known: as of `take_fault`.
-            holds_overflow: keep an OverflowError.
-            holds_loss: keep the loss of a rank, if ranks go on without a lost one. A rank may be lost by the dispatch
-                of some ranks and by the combine of others. All raise in the combine, so all have made the same calls.
-        """
+    def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
+        """Raises `take_fault`. With `holds_overflow` an OverflowError is kept for the next call without it."""
         error = self.take_fault(known)
         if holds_overflow and isinstance(error, OverflowError):
             self._overflow = error
-        elif error is not None and not (holds_loss and self._holds(error)):
+        elif error is not None:
             raise error
 
     def _look_for_loss(self) -> None:
@@ -376,18 +365,9 @@ class CudaLowLatency:
         """
         if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
             return
-        error = self.take_fault()
-        if not self._holds(error):
-            self._held = error
-
-    def _holds(self, error: HybridEPError | None) -> bool:
-        """Keeps the loss of a rank, which the following calls leave out; returns whether it is one."""
-        is_held = self.takes_masks and not self.only_masks_lost
-        if not is_held or not isinstance(error, TransportError) or error.peer is None:
-            return False
-        self._held = error
-        self.set_masked([error.peer], True)
-        return True
+        self._held = self.take_fault()
+        if isinstance(self._held, TransportError) and self._held.peer is not None:
+            self.set_masked([self._held.peer], True)
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         self.note_told()

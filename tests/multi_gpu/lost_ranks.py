@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 import hybrid_ep
 from tests.multi_gpu.exact import (
@@ -184,27 +183,22 @@ def _go_on_after(team: _Team, error: hybrid_ep.TimeoutError) -> int:
 def go_on_together(late: int) -> tuple[list[str], list[int]]:
     """Calls while one rank stands still for too long; returns what each failed call said, and the masks at the end.
 
-    A rank that has all that the late one sends in a combine loses it in the next round trip, and others in this one.
-    All make as many round trips: the last to lose it makes `CALLS_AFTER_LOSS` more. The rank that stood still calls
-    until an error has told it `CALLS_IN_A_ROW` times that the others went on.
+    The others may lose it in different calls: they meet, and make some more. The rank that stood still calls until an
+    error has told it `CALLS_IN_A_ROW` times that they went on.
     """
     team, told = _teams[-1], []
-    rank, store = team.buffer.rank, _get_default_store()
-    others = set(range(len(team.members))) - {late}
-    last = None
-    for call in itertools.count():
-        if call == last or len(told) == CALLS_IN_A_ROW:
-            break
+    sent, num_right = team.pool[0], 0
+    while num_right < CALLS_AFTER_LOSS and len(told) < CALLS_IN_A_ROW:
         try:
             _low_latency_calls(team, 1)
         except hybrid_ep.TransportError as error:
             told.append(str(error))
-            if rank != late and error.peer is not None:
+            if error.peer is not None and team.buffer.rank != late:
                 team.lost.add(error.peer)
-                store.set(f"rank {rank} has lost one in round trip", str(call))
+                team.buffer.clean_low_latency_buffer(MAX_TOKENS, sent.x[0].shape[1], sent.num_experts)
+            num_right = 0
         else:
-            if told and last is None:
-                last = CALLS_AFTER_LOSS + max(int(store.get(f"rank {r} has lost one in round trip")) for r in others)
+            num_right += bool(told)
     status = torch.zeros(len(team.members), dtype=torch.int32, device=current_device())
     team.buffer.low_latency_query_mask_buffer(status)
     return told, status.tolist()

@@ -49,7 +49,7 @@ def _plan(tolerance: Any) -> None:
         (lambda bad: _monitor(device=bad), "device is"),
         (lambda bad: setattr(_monitor(), "placement", bad), "type of placement"),
         (lambda bad: _monitor().record(0, bad), "type of counts"),
-        (lambda bad: _monitor().record(0, [0, bad]), "a count of counts"),
+        (lambda bad: _monitor().record(0, [0, bad]), "counts is"),
         (lambda bad: _monitor().loads(timeout_s=bad), "timeout_s is"),
         (lambda bad: save_trace(bad, [torch.ones(1, 4)]), "type of path"),
         (lambda bad: save_trace(Path("/nonexistent"), bad), "type of windows"),
