@@ -169,7 +169,7 @@ def _local_kernels() -> Iterator[None]:
         yield
 
 
-def check_routes(count: int) -> None:
+def check_routes(count: int, device: str = "cpu") -> None:
     """Random mappings: holes, an expert in several slots and on its own rank, no slots, several domains."""
     for seed in range(count):
         draw = random.Random(seed)
@@ -184,14 +184,14 @@ def check_routes(count: int) -> None:
         mapping[torch.rand(mapping.shape, generator=generator) < draw.choice([0.0, 0.5, 1.0])] = -1
         buffer: Any = SimpleNamespace(rank=rank, group_size=num_ranks)
         want = route_replicas(buffer, mapping, num_local, first_rank)
-        with _local_kernels():
-            got = route_replicas(buffer, mapping, num_local, first_rank)
+        with contextlib.nullcontext() if device == "cuda" else _local_kernels():
+            got = route_replicas(buffer, mapping.to(device), num_local, first_rank)
         for name in ("sent", "columns", "arrived", "homes"):
             about = f"seed {seed}, rank {rank} of {num_domains} × {per_domain}, {num_local} experts: {name}"
-            equal(getattr(got, name), getattr(want, name), about)
+            equal(getattr(got, name).cpu(), getattr(want, name), about)
 
 
-def check_take(count: int) -> None:
+def check_take(count: int, device: str = "cpu") -> None:
     """Items of random sizes from the middle of others, in any order, several times, or not at all."""
     for seed in range(count):
         draw = random.Random(seed)
@@ -201,10 +201,11 @@ def check_take(count: int) -> None:
         source = torch.randint(0, 256, (num_sources, at_source + num_bytes + 32), generator=generator).byte()
         index = torch.randint(-1, num_sources, (num_items,), generator=generator)
         want = torch.full((num_items, at_target + num_bytes + 16), 7, dtype=torch.uint8)
-        got = want.clone()
+        taken = want.to(device, copy=True)
         expert_moves._take(want, at_target, source, at_source, index, num_bytes)
-        with _local_kernels():
-            expert_moves._take(got, at_target, source, at_source, index, num_bytes)
+        with contextlib.nullcontext() if device == "cuda" else _local_kernels():
+            expert_moves._take(taken, at_target, source.to(device), at_source, index.to(device), num_bytes)
+        got = taken.cpu()
         equal(got, want, f"seed {seed}")
         for i, item in enumerate(index.tolist()):
             found = source[item, at_source : at_source + num_bytes] if item >= 0 else torch.full((num_bytes,), 7).byte()

@@ -13,6 +13,7 @@ from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.grouped import dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
 from hybrid_ep.nn import MoELayer
+from tests.emulation.balance import check_routes, check_take
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -119,6 +120,11 @@ def test_what_is_no_expert_becomes_what_is_no_slot() -> None:
     plan = plan_online(counts, num_ranks_per_domain=4, num_spare=1)
     slots = map_online(plan, counts, torch.tensor([[-2, -1, 8, 9]], device="cuda"), 0)
     assert slots.tolist() == [[-2, -1, 12, 13]]
+
+
+def test_routes_and_copies_of_replicas_are_those_of_the_cpu() -> None:
+    check_routes(200, "cuda")
+    check_take(100, "cuda")
 
 
 def _move() -> None:
