@@ -24,17 +24,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU 
 NUM_REPLAYS = 1000 if NUM_GPUS > 1 else 100  # ranks of one GPU take turns of milliseconds
 
 # Ranks share the GPUs where there are more of them.
+# Ranks are started anew where their number changes, so cases of as many follow each other, and the last parameter of a
+# test is the one that changes least.
 CASES = [
     Case("2x1", 2, 600, hidden=1024, num_ranks_per_domain=1),
     Case("2x1_hidden_7168", 2, 1100, hidden=7168, num_experts=64, topk=8, num_ranks_per_domain=1),
+    Case("2x1_more_chunks_than_slots", 2, (6000, 700), hidden=128, num_ranks_per_domain=1),
     Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
-    Case("2x4_ragged", 8, (5, 0, 17, 1, 30, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
-    Case("4x2", 8, 60, num_experts=32, num_ranks_per_domain=2),
     Case("2x2_hot", 4, 48, routing="hot", num_ranks_per_domain=2),
     Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
     Case("4x1_groups", 4, 90, routing="groups", num_ranks_per_domain=1),
-    Case("2x1_more_chunks_than_slots", 2, (6000, 700), hidden=128, num_ranks_per_domain=1),
     Case("3x2_duplicates", 6, 20, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
+    Case("2x4_ragged", 8, (5, 0, 17, 1, 30, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
+    Case("4x2", 8, 60, num_experts=32, num_ranks_per_domain=2),
 ]
 CHECKS = [
     normal.check_round_trip,
@@ -64,16 +66,16 @@ def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
     pool.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_between(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(case.num_ranks, check, case, "cuda")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.max_tokens <= 100], ids=lambda case: case.id)
 @pytest.mark.parametrize(
     "check", [hybrid.check_permuted, hybrid.check_permuted_cached], ids=lambda check: check.__name__
 )
+@pytest.mark.parametrize("case", [case for case in CASES if case.max_tokens <= 100], ids=lambda case: case.id)
 def test_permuted(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(case.num_ranks, check, case, "cuda")
 

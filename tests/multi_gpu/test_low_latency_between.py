@@ -21,14 +21,14 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
 
 # Ranks share the GPUs where there are more of them.
-CASES = [
+CASES = [  # ranks are started anew where their number changes
     Case("2x1", 2, 40, num_ranks_per_domain=1),
     Case("2x1_hidden_7168", 2, 128, hidden=7168, num_experts=64, topk=8, num_ranks_per_domain=1),
+    Case("2x1_top_32", 2, 33, topk=32, num_experts=64, num_ranks_per_domain=1),
     Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
     Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
     Case("3x2_duplicates", 6, 34, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
     Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
-    Case("2x1_top_32", 2, 33, topk=32, num_experts=64, num_ranks_per_domain=1),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 NUM_REPLAYS = 1000 if NUM_GPUS > 1 else 100  # ranks of one GPU take turns of milliseconds
@@ -61,10 +61,10 @@ def test_case(run_ranks: RunRanks, case: Case, format_name: str) -> None:
     run_ranks(case.num_ranks, check_by_kernels, check, case, format_name, "cuda")
 
 
-@every_case
 @pytest.mark.parametrize(
     "check", ["check_overlapping_batches", "check_dispatches_ahead", "check_mixed_hooks", "check_logfmt"]
 )
+@every_case
 def test_hooks_and_logfmt(run_ranks: RunRanks, case: Case, check: str) -> None:
     run_ranks(case.num_ranks, check_by_kernels, f"battery.low_latency.{check}", case, "cuda")
 
