@@ -134,7 +134,7 @@ def loopback_proxy(
     faults: Faults = ...,
 ) -> Proxy: ...
 def nvshmem_proxy(
-    *, layout: LinkLayout, window: int, pes: Sequence[int], device: int = 0, cpus: Sequence[int] = ()
+    *, layout: LinkLayout, windows: Sequence[int], pes: Sequence[int], device: int = 0, cpus: Sequence[int] = ()
 ) -> Proxy: ...
 def tcp_proxy(
     *,

@@ -40,9 +40,9 @@ std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vecto
   return make_proxy(std::move(link), num_fifos, device, std::move(cpus), faults);
 }
 
-std::unique_ptr<Proxy> nvshmem_proxy(const LinkLayout& layout, uintptr_t window, const std::vector<int>& pes,
-                                     int device, std::vector<int> cpus) {
-  return make_proxy(make_nvshmem_link(layout, window, pes), 1, device, std::move(cpus), {});
+std::unique_ptr<Proxy> nvshmem_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
+                                     const std::vector<int>& pes, int device, std::vector<int> cpus) {
+  return make_proxy(make_nvshmem_link(layout, windows, pes), 1, device, std::move(cpus), {});
 }
 
 std::unique_ptr<Proxy> tcp_proxy(const LinkLayout& layout, const std::string& host, int num_connections,
@@ -194,7 +194,7 @@ void add_transport(py::module_& module) {
   module.def("loopback_proxy", &loopback_proxy, py::kw_only(), py::arg("layout"),
              py::arg("windows") = std::vector<uintptr_t>(), py::arg("num_fifos") = 8, py::arg("device") = 0,
              py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
-  module.def("nvshmem_proxy", &nvshmem_proxy, py::kw_only(), py::arg("layout"), py::arg("window"), py::arg("pes"),
+  module.def("nvshmem_proxy", &nvshmem_proxy, py::kw_only(), py::arg("layout"), py::arg("windows"), py::arg("pes"),
              py::arg("device") = 0, py::arg("cpus") = std::vector<int>());
   module.def("tcp_proxy", &tcp_proxy, py::kw_only(), py::arg("layout"), py::arg("host"), py::arg("num_connections") = 4,
              py::arg("timeout_s") = 100.0, py::arg("num_fifos") = 8, py::arg("device") = 0,

@@ -124,12 +124,4 @@ class MappedLink : public LinkEnd {
   }
 };
 
-// put_signal by a warp: its first lane gives the command. All lanes call it; what it returns is the first lane's, and
-// true at the others.
-template <typename Link, typename GiveUp>
-__device__ bool put_signal_by_warp(const Link& link, int ring, int peer, int slot, uint32_t num_bytes, uint64_t word,
-                                   GiveUp&& give_up) {
-  return threadIdx.x % 32 != 0 || link.put_signal(ring, peer, slot, num_bytes, word, give_up);
-}
-
 }  // namespace hybrid_ep

@@ -20,8 +20,8 @@ struct LinkView {
   const uint32_t* failure;  // pinned: failure_word; the host has the whole record
   FifoView fifos;
   // Where is_mapped, kernels write their peers' windows themselves and give no commands. `windows` are those of the
-  // domains, as this GPU maps them, each with its words behind it. With NVSHMEM all are this rank's own, and `pes` are
-  // the peers' PEs.
+  // domains, as this GPU maps them, each with its words behind it. With NVSHMEM `pes` are the peers' PEs, and a window
+  // that this GPU does not map is nullptr.
   bool is_mapped;
   uint8_t* windows[kMaxDomains];
   int pes[kMaxDomains];

@@ -1,5 +1,8 @@
 #include "transport/mapped_link.h"
 
+#include <algorithm>
+#include <string>
+
 #include "common/check.h"
 
 namespace hybrid_ep {
@@ -35,15 +38,20 @@ class MappedWindows : public Link {
 
 class NvshmemWindows final : public MappedWindows {
  public:
-  NvshmemWindows(const LinkLayout& layout, uintptr_t window, const std::vector<int>& pes)
-      : MappedWindows(layout, std::vector<uintptr_t>(layout.num_domains, window), "NVSHMEM's puts of the kernels"),
-        pes_(pes) {
+  NvshmemWindows(const LinkLayout& layout, const std::vector<uintptr_t>& windows, const std::vector<int>& pes)
+      : MappedWindows(layout, windows, describe(layout, windows)), pes_(pes) {
+    require(window() != nullptr, "own window", 0, "an address");
     require(pes.size() == static_cast<size_t>(layout.num_domains), "number of PEs", pes.size(), "one for each domain");
   }
 
   std::vector<int> pes() const override { return pes_; }
 
  private:
+  static std::string describe(const LinkLayout& layout, const std::vector<uintptr_t>& windows) {
+    const auto num_mapped = static_cast<int>(windows.size() - std::count(windows.begin(), windows.end(), 0)) - 1;
+    return "NVSHMEM, " + std::to_string(num_mapped) + " of " + std::to_string(layout.num_domains - 1) + " peers mapped";
+  }
+
   std::vector<int> pes_;
 };
 
@@ -53,8 +61,9 @@ std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vect
   return std::make_unique<MappedWindows>(layout, windows, "loopback by stores of the kernels");
 }
 
-std::unique_ptr<Link> make_nvshmem_link(const LinkLayout& layout, uintptr_t window, const std::vector<int>& pes) {
-  return std::make_unique<NvshmemWindows>(layout, window, pes);
+std::unique_ptr<Link> make_nvshmem_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
+                                        const std::vector<int>& pes) {
+  return std::make_unique<NvshmemWindows>(layout, windows, pes);
 }
 
 }  // namespace hybrid_ep

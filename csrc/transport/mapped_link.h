@@ -2,7 +2,8 @@
 //
 // - Domains that are parts of one host, on GPUs: each rank maps its peers' windows, and kernels write them over NVLink
 //   (MappedLink in link.cuh).
-// - NVSHMEM: the windows lie on its symmetric heap, and kernels give it their puts (NvshmemLink in nvshmem_link.cuh).
+// - NVSHMEM: the windows lie on its symmetric heap. Kernels write those that are mapped, and give NVSHMEM their puts to
+//   the others (NvshmemLink in nvshmem_link.cuh).
 //
 // NOTE: the host cannot carry chunks between GPUs of one host. A copy waits in the driver while another thread of the
 // process is in cudaFree, which waits for the kernel, which waits for the copy.
@@ -19,7 +20,9 @@ namespace hybrid_ep {
 // `windows` are those of all domains by index, as this process maps them, each with its words behind it.
 std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows);
 
-// `window` is this rank's on the symmetric heap, with its words behind it. `pes` are those of all domains by index.
-std::unique_ptr<Link> make_nvshmem_link(const LinkLayout& layout, uintptr_t window, const std::vector<int>& pes);
+// `windows` are those of all domains by index on the symmetric heap, as this process maps them, each with its words
+// behind it; 0: it is not mapped. `pes` are those of all domains.
+std::unique_ptr<Link> make_nvshmem_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
+                                        const std::vector<int>& pes);
 
 }  // namespace hybrid_ep

@@ -268,7 +268,7 @@ def _nvshmem_proxy(
     )
     proxy = native.nvshmem_proxy(
         layout=layout,
-        window=window.address,
+        windows=window.map_at(grid.peers),
         pes=list(grid.peers),
         device=device_idx,
         cpus=proxy_cpus(topology, gpu_idx_of(topology, device)),

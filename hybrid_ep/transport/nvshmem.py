@@ -52,6 +52,10 @@ class Window:
     device: int
     is_free: bool = False
 
+    def map_at(self, pes: Sequence[int]) -> list[int]:
+        """Returns where this process maps the window of each of these PEs; 0: nowhere, so that puts go by a NIC."""
+        return list(_native().map_peers(memory=self.address, pes=list(pes)))
+
     def give_back(self, timeout_s: float) -> bool:
         """Lets another link use it, once this rank's puts are complete. The kernels of its link must have ended.
 

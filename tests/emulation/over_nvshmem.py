@@ -23,6 +23,7 @@ from tests.emulation.domains import check_over
 __all__ = [
     "check",
     "check_closed_buffers_leave_their_window",
+    "check_mapped",
     "check_no_kernels",
     "check_part_of_the_job",
     "check_puts_that_stop",
@@ -38,6 +39,13 @@ def check(name: str, *args: Any) -> None:
     windows = nvshmem._heap.windows
     assert windows
     assert all(window.is_free for window in windows)
+
+
+def check_mapped(name: str, *args: Any) -> None:
+    """The same where peers' windows are mapped, so that kernels write them. NVSHMEM would finish no put."""
+    given = {"HYBRID_EP_EMULATION_NVSHMEM_MAPS": "1", "HYBRID_EP_EMULATION_NVSHMEM": "stopped"}
+    with mock.patch.dict(os.environ, given):
+        check(name, *args)
 
 
 def check_closed_buffers_leave_their_window() -> None:

@@ -53,6 +53,12 @@ def test_over_nvshmem(run_emulated: RunEmulated, case: Case, check: str) -> None
     run_emulated(case.num_ranks, "emulation.over_nvshmem.check", f"battery.normal.{check}", case)
 
 
+@pytest.mark.parametrize("check", ["check_round_trip", "check_cached"])
+def test_over_nvshmem_to_mapped_peers(run_emulated: RunEmulated, check: str) -> None:
+    case = CASES[0]
+    run_emulated(case.num_ranks, "emulation.over_nvshmem.check_mapped", f"battery.normal.{check}", case)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "check"),
     [

@@ -88,6 +88,12 @@ def test_over_a_transport(run_by_kernels: RunEmulated, case: Case, format_name: 
     run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, format_name)
 
 
+@pytest.mark.parametrize("format_name", ["bf16", "fp8"])
+def test_over_nvshmem_to_mapped_peers(run_by_kernels: RunEmulated, format_name: str) -> None:
+    check, case = "battery.low_latency.check_low_latency", _BY_ID["2x2_holes"]
+    run_by_kernels(case.num_ranks, "emulation.over_nvshmem.check_mapped", check, case, format_name)
+
+
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
 @pytest.mark.parametrize("seed", range(2))
 def test_chunks_that_overtake_each_other(run_by_kernels: RunEmulated, case: Case, seed: int) -> None:

@@ -15,7 +15,7 @@ from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains
 from tests.multi_gpu import behaviour
 from tests.multi_gpu.beside_torch import check_beside_torch
-from tests.multi_gpu.transports import TRANSPORTS, needs_nvshmem
+from tests.multi_gpu.transports import TRANSPORTS, check_by_puts, needs_nvshmem
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -121,6 +121,15 @@ def test_killed_rank(transport: str) -> None:
         cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
         cluster.run(behaviour.use_without_peer_between, 1, timeout_s, ranks=[0], limit_s=60)
+
+
+@needs_nvshmem
+@pytest.mark.parametrize("check", CHECKS[:2], ids=lambda check: check.__name__)
+def test_puts_of_nvshmem(check: Callable[..., None]) -> None:
+    """As to peers whose windows are not mapped. On one host NVSHMEM then copies by the calling thread: few rows."""
+    case = Case("puts", 2, 40, num_ranks_per_domain=1)
+    with VirtualCluster(2, device="cuda", variables=_variables("nvshmem"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
+        cluster.run(check_by_puts, check, case, "cuda", limit_s=120)
 
 
 @needs_nvshmem

@@ -1,6 +1,7 @@
 // `hybrid_ep._nvshmem`: NVSHMEM, and the kernels between domains compiled for its link. libnvshmem_host.so.3 must be
 // loaded before the module is imported (hybrid_ep/transport/nvshmem.py).
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "common/cuda_check.h"
 #include "kernels/link_kernels.h"
@@ -23,6 +24,14 @@ void join(int rank, int num_ranks, const py::bytes& id, int device) {
 uintptr_t allocate(size_t num_bytes, int device) {
   const py::gil_scoped_release release;
   return reinterpret_cast<uintptr_t>(allocate_symmetric(num_bytes, device));
+}
+
+std::vector<uintptr_t> map_peers_of(uintptr_t memory, const std::vector<int>& pes) {
+  std::vector<uintptr_t> mapped;
+  for (uint8_t* address : map_peers(reinterpret_cast<uint8_t*>(memory), pes)) {
+    mapped.push_back(reinterpret_cast<uintptr_t>(address));
+  }
+  return mapped;
 }
 
 void clear(uintptr_t memory, size_t num_bytes, int device) {
@@ -49,6 +58,7 @@ PYBIND11_MODULE(_nvshmem, module) {
   module.def("join", &join, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("unique_id"),
              py::arg("device"));
   module.def("allocate", &allocate, py::kw_only(), py::arg("num_bytes"), py::arg("device"));
+  module.def("map_peers", &map_peers_of, py::kw_only(), py::arg("memory"), py::arg("pes"));
   module.def("clear", &clear, py::kw_only(), py::arg("memory"), py::arg("num_bytes"), py::arg("device"));
   module.def("quiet", &quiet_nvshmem, py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("device"),
              py::arg("timeout_s"));

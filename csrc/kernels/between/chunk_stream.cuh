@@ -72,8 +72,10 @@ class ChunkStream {
     const uint64_t number = sent_before_ + chunk;
     const uint64_t word = (number / shape_.num_slots + 1) << 16 | static_cast<uint32_t>(num_rows);
     __syncwarp();
-    bool ok = put_signal_by_warp(link_, kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up());
-    if (!ok && threadIdx.x % 32 == 0) ok = give_up_command();
+    bool ok = true;
+    if (threadIdx.x % 32 == 0) {
+      ok = link_.put_signal(kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up()) || give_up_command();
+    }
     return __all_sync(kAllLanes, ok);
   }
 

@@ -75,6 +75,12 @@ uint8_t* allocate_symmetric(size_t num_bytes, int device) {
   return memory;
 }
 
+std::vector<uint8_t*> map_peers(uint8_t* memory, const std::vector<int>& pes) {
+  std::vector<uint8_t*> mapped;
+  for (const int pe : pes) mapped.push_back(static_cast<uint8_t*>(nvshmem_ptr(memory, pe)));
+  return mapped;
+}
+
 void clear_symmetric(uint8_t* memory, size_t num_bytes, int device) {
   const DeviceGuard guard(device);
   const OwnStream own;

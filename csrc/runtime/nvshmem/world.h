@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace hybrid_ep {
 
@@ -28,6 +29,9 @@ void join_nvshmem(int rank, int num_ranks, const std::string& unique_id, int dev
 // Memory of zeros on the symmetric heap, which is never freed. Collective over the world, without a deadline. Throws
 // NvshmemError if there is not so much memory.
 uint8_t* allocate_symmetric(size_t num_bytes, int device);
+
+// Where this process maps what each of these PEs has at an address of the symmetric heap; nullptr: nowhere.
+std::vector<uint8_t*> map_peers(uint8_t* memory, const std::vector<int>& pes);
 
 // Writes zeros, and returns when they are written.
 void clear_symmetric(uint8_t* memory, size_t num_bytes, int device);

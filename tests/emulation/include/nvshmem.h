@@ -38,7 +38,6 @@ int nvshmem_n_pes();
 void* nvshmem_malloc(size_t num_bytes);
 void nvshmem_putmem_signal_nbi(void* to, const void* from, size_t num_bytes, uint64_t* flag, uint64_t word, int op,
                                int pe);
-void nvshmemx_putmem_signal_nbi_warp(void* to, const void* from, size_t num_bytes, uint64_t* flag, uint64_t word,
-                                     int op, int pe);
+void* nvshmem_ptr(const void* address, int pe);
 void nvshmemx_signal_op(uint64_t* flag, uint64_t word, int op, int pe);
 void nvshmem_quiet();
