@@ -26,7 +26,7 @@ from torch import Tensor
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
 
-__all__ = ["OnlinePlan", "map_online", "plan_online"]
+__all__ = ["OnlinePlan", "map_online", "plan_online", "require_tolerance"]
 
 _NUM_MAXIMA = 32
 _MAX_TOLERANCE = 1e6
@@ -44,6 +44,16 @@ class OnlinePlan(NamedTuple):
     spare: Tensor
     quota: Tensor
     loads: Tensor
+
+
+def require_tolerance(tolerance: float) -> None:
+    """Checks the argument `tolerance` of a plan.
+
+    Raises:
+        ConfigError: it is no number, or out of range.
+    """
+    is_number = isinstance(tolerance, float | int) and not isinstance(tolerance, bool)
+    require(is_number and 0 <= tolerance <= _MAX_TOLERANCE, "tolerance", tolerance, f"0 … {_MAX_TOLERANCE:g}")
 
 
 def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, tolerance: float = 0.0) -> OnlinePlan:
@@ -65,8 +75,7 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
     require_int("ranks of counts", num_ranks, minimum=1, multiple_of=num_ranks_per_domain)
     require_int("experts of counts", num_experts, minimum=1, multiple_of=num_ranks)
     require_int("num_spare", num_spare, minimum=0)
-    is_number = isinstance(tolerance, float | int) and not isinstance(tolerance, bool)
-    require(is_number and 0 <= tolerance <= _MAX_TOLERANCE, "tolerance", tolerance, f"0 … {_MAX_TOLERANCE:g}")
+    require_tolerance(tolerance)
     if kernels.run_on(counts):
         sizes = {"num_ranks": num_ranks, "num_experts": num_experts, "num_spare": num_spare}
         if kernels.native.plan_fits(**sizes, ranks_per_domain=num_ranks_per_domain):

@@ -28,7 +28,8 @@ from hybrid_ep.testing.workload import Batch, make_batch, make_routing
 
 __all__ = ["POLICIES", "measure_balance"]
 
-POLICIES = ("none", "placement", "online")
+_TOLERANCES = {"online": 0.0, "online, 5 %": 0.05}  # by policy: how far a rank may be above the mean
+POLICIES = ("none", "placement", *_TOLERANCES)
 _NUM_SPARE = 2
 _NUM_CHECKED = 4  # tokens of each rank
 _ALLOWED_RMS = 8 * 2.0**-8  # a few roundings to bf16
@@ -76,8 +77,10 @@ class _Layer(MoELayer):
             mapper = placement.on(batch.x.device, buffer.rank)
             slots = torch.cat([placement.on("cpu", r).map_topk(0, topk_idx) for r, topk_idx in enumerate(routing)])
             loads = slots.flatten().bincount(minlength=placement.num_replicas).view(num_ranks, -1).sum(1)
-        elif policy == "online":
-            loads = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=_NUM_SPARE).loads
+        elif policy in _TOLERANCES:
+            loads = plan_online(
+                counts, num_ranks_per_domain=per_domain, num_spare=_NUM_SPARE, tolerance=_TOLERANCES[policy]
+            ).loads
         else:
             loads = counts.sum(0).view(num_ranks, -1).sum(1)
         most = int(loads.max())
@@ -88,9 +91,10 @@ class _Layer(MoELayer):
             ffn_hidden=1,  # its own experts are made on the CPU in float32, and not used
             num_experts=num_experts if mapper is None else num_slots * num_ranks,
             topk=workload.num_topk,
-            balance="online" if policy == "online" else None,
+            balance="online" if policy in _TOLERANCES else None,
             num_spare=_NUM_SPARE,
-            weight_buffer=mover if policy == "online" else None,
+            tolerance=_TOLERANCES.get(policy, 0.0),
+            weight_buffer=mover if policy in _TOLERANCES else None,
             num_rows=max(1, most),
         )
         weights = _weights(workload.hidden, workload.seed, buffer.rank, num_experts // num_ranks, batch.x.device)
@@ -101,6 +105,7 @@ class _Layer(MoELayer):
             weights = up, down
         self.experts = Experts(buffer, *weights)
         self._mover, self._mapper, self._batch = mover, mapper, batch
+        self._tolerance = _TOLERANCES.get(policy, 0.0)
 
     def run(self) -> Tensor:
         """Takes the tokens through the layer: ``[T, H]`` bf16. Collective."""
@@ -135,7 +140,12 @@ class _Layer(MoELayer):
         return topk_idx if self._mapper is None else self._mapper.map_topk(0, topk_idx)
 
     def _make_plan(self, counts: Tensor) -> OnlinePlan:
-        return plan_online(counts, num_ranks_per_domain=self.buffer.grid.num_ranks_per_domain, num_spare=_NUM_SPARE)
+        return plan_online(
+            counts,
+            num_ranks_per_domain=self.buffer.grid.num_ranks_per_domain,
+            num_spare=_NUM_SPARE,
+            tolerance=self._tolerance,
+        )
 
 
 def _expert(hidden: int, seed: int, expert: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,8 @@ class MoELayer(nn.Module):
             same on all ranks. Parameters are those of home experts with every policy.
         layer: of the placement.
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
+        tolerance: ε for ``"online"``, 0 … 10⁶: a rank may receive (1 + ε) times the mean of its domain. Replicas are
+            made for what is beyond. A small one saves the copy of experts that would take longer than it gains.
         weight_buffer: another buffer of the same ranks, which moves the weights of replicas on its communication
             stream while `buffer` dispatches, and their gradients during the backward pass of the dispatch. None:
             `buffer` moves them, before the dispatch.
@@ -50,8 +52,8 @@ class MoELayer(nn.Module):
             ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
         num_rows: > 0: at most so many copies of tokens arrive at a rank, one for each of a token's experts there. No
             shape depends on the routing then, as `torch.compile(fullgraph=True)` needs, and on the cuda engine the
-            forward pass never waits for the GPU. With S tokens on the fullest rank, S × K is enough for ``"online"`` in
-            one domain with as many spare slots as experts; S × K × ranks always is.
+            forward pass never waits for the GPU. With S tokens on the fullest rank, S × K × (1 + ε) is enough for
+            ``"online"`` in one domain with as many spare slots as experts; S × K × ranks always is.
 
     Attributes:
         router: ``[E, H]``, a parameter.
@@ -84,6 +86,7 @@ class MoELayer(nn.Module):
         balance: ExpertPlacement | str | None = None,
         layer: int = 0,
         num_spare: int = 2,
+        tolerance: float = 0.0,
         weight_buffer: Buffer | None = None,
         mesh: DeviceMesh | None = None,
         num_rows: int = 0,
@@ -100,7 +103,13 @@ class MoELayer(nn.Module):
         self.buffer, self.hidden, self.num_experts, self.topk = buffer, hidden, num_experts, topk
         self._balance_is_off = balance is None
         self._balancer = make_balancer(
-            buffer, num_experts, balance, layer=layer, num_spare=num_spare, weight_buffer=weight_buffer
+            buffer,
+            num_experts,
+            balance,
+            layer=layer,
+            num_spare=num_spare,
+            tolerance=tolerance,
+            weight_buffer=weight_buffer,
         )
         num_slots = self._balancer.num_slots
         self.dispatch: MoEDispatch | MoEGroupedDispatch

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.balance.online import map_online, plan_online
+from hybrid_ep.balance.online import map_online, plan_online, require_tolerance
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.expert_moves import (
     CountExchange,
@@ -71,6 +71,7 @@ def make_balancer(
     *,
     layer: int,
     num_spare: int,
+    tolerance: float,
     weight_buffer: Buffer | None,
 ) -> Balancer:
     """Makes the policy that `balance` names; arguments as of `MoELayer`."""
@@ -87,7 +88,8 @@ def make_balancer(
     if balance != "online":
         raise ConfigError(f"balance is {balance!r}; allowed: None, an ExpertPlacement or 'online'")
     require_int("num_spare", num_spare, minimum=0)
-    return _Online(buffer, num_experts, num_spare, weight_buffer)
+    require_tolerance(tolerance)
+    return _Online(buffer, num_experts, num_spare, tolerance, weight_buffer)
 
 
 def _ranks_of(buffer: Buffer) -> tuple[list[int], int]:
@@ -147,16 +149,20 @@ class _Placed:
 class _Online:
     """Replicas for this micro-batch, in spare slots behind the home experts."""
 
-    def __init__(self, buffer: Buffer, num_experts: int, num_spare: int, weight_buffer: Buffer | None) -> None:
+    def __init__(
+        self, buffer: Buffer, num_experts: int, num_spare: int, tolerance: float, weight_buffer: Buffer | None
+    ) -> None:
         self.num_slots = num_experts // buffer.group_size + num_spare
-        self._buffer, self._num_spare = buffer, num_spare
+        self._buffer, self._num_spare, self._tolerance = buffer, num_spare, tolerance
         self._counts = CountExchange(buffer, num_experts)
         self._mover, self._is_apart = weight_buffer or buffer, weight_buffer is not None
 
     def route(self, topk_idx: Tensor, experts: Experts) -> Routed:
         counts = self._counts.gather(topk_idx)
         per_domain = self._buffer.grid.num_ranks_per_domain
-        plan = plan_online(counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare)
+        plan = plan_online(
+            counts, num_ranks_per_domain=per_domain, num_spare=self._num_spare, tolerance=self._tolerance
+        )
         replicas = _Replicas(self._mover, self._is_apart, plan.spare, experts)
         placed, ready = replicas.fetch()
         slots = map_online(plan, counts, topk_idx, self._buffer.rank)

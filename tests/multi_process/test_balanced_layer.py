@@ -42,6 +42,7 @@ POLICIES: dict[str, tuple[int, dict[str, Any]]] = {
     "online, 1 spare slot": (4, {"balance": "online", "num_spare": 1}),
     "online, no spare slot": (4, {"balance": "online", "num_spare": 0}),
     "online, more spare slots than experts": (4, {"balance": "online", "num_spare": 3}),
+    "online, a tolerance": (4, {"balance": "online", "tolerance": 0.5, "num_rows": MEAN * 3 // 2}),
     "online, two domains": (2, {"balance": "online"}),
     "none, static shapes": (4, {"num_rows": 4 * TOKENS * TOPK}),
     "placement, static shapes": (4, {"balance": placement(4), "num_rows": 4 * TOKENS * TOPK}),
@@ -143,10 +144,11 @@ def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> 
 def test_online_gives_ranks_equal_work_where_a_skewed_router_does_not(run_ranks: RunRanks) -> None:
     most = {
         policy: max(result["copies"] for result in run_ranks(NUM_RANKS, _run, *POLICIES[policy]))
-        for policy in ("none", "online, 2 spare slots", "online, static shapes")
+        for policy in ("none", "online, 2 spare slots", "online, static shapes", "online, a tolerance")
     }
     assert most["none"] > 1.5 * MEAN
     assert most["online, 2 spare slots"] == most["online, static shapes"] == MEAN
+    assert MEAN < most["online, a tolerance"] <= 1.5 * MEAN
 
 
 @pytest.mark.parametrize(

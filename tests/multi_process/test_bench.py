@@ -49,15 +49,15 @@ def test_balance_is_right_and_timed(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     outcomes = json.loads(result.stdout)["outcomes"]
     assert [(one["plan"]["workload"]["exponent"], one["candidate"]["implementation"]) for one in outcomes] == [
-        (exponent, policy) for exponent in (0.0, 2.0) for policy in ("none", "placement", "online")
+        (exponent, policy) for exponent in (0.0, 2.0) for policy in ("none", "placement", "online", "online, 5 %")
     ]
     names = [[operation["name"] for operation in one["operations"]] for one in outcomes]
     parts = ["counts of all ranks", "plan", "map", "routes of replicas", "weights to replicas"]
-    assert names == [["layer"], ["layer", "map_topk"], ["layer", *parts]] * 2
-    none, placement, online = (one["fullest"] for one in outcomes[3:])
+    assert names == [["layer"], ["layer", "map_topk"], ["layer", *parts], ["layer", *parts]] * 2
+    none, placement, online, nearly = (one["fullest"] for one in outcomes[4:])
     assert none > 1.3
     assert placement < none
-    assert online == 1.0
+    assert online == 1.0 < nearly < 1.07
     assert "skew 10, online: the fullest rank has 1.00 × the mean copies" in (tmp_path / "result.md").read_text()
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     hot = ["--mode", "balance", "--ranks", "4", "--routing", "hot", "--topk", "1", "--warmups", "0"]
