@@ -27,8 +27,8 @@ class Case:
         num_experts: E.
         routing: ``uniform``, ``hot`` (one expert takes every token), ``holes`` (half of the entries are −1, some rows
             all −1), ``duplicates`` (rows name an expert more than once), ``merged`` (these, with one column for each
-            expert), ``local`` (every token stays), ``groups`` (experts of half of the domains for each token) or
-            ``empty`` (all −1).
+            expert), ``local`` (every token stays), ``groups`` (experts of half of the domains for each token),
+            ``front`` (only the first tokens of a rank have experts, and none of the last rank) or ``empty`` (all −1).
         num_ranks_per_domain: None = one domain.
         seed: of the inputs.
     """
@@ -78,6 +78,8 @@ class Case:
         if self.routing == "merged":
             merged = [[-1 if e in row[:k] else e for k, e in enumerate(row)] for row in topk.tolist()]
             topk = torch.tensor(merged, dtype=torch.int64).reshape(topk.shape)
+        if self.routing == "front":
+            topk[0 if rank == self.num_ranks - 1 else num_tokens // (rank + 2) :] = -1
         if self.routing == "empty":
             topk.fill_(-1)
         return topk
@@ -153,6 +155,7 @@ CASES = [
     Case("hot_expert", 4, 48, routing="hot"),
     Case("holes", 4, 40, routing="holes"),
     Case("all_holes", 4, 9, routing="empty"),
+    Case("last_tokens_go_nowhere", 4, 37, routing="front"),
     Case("duplicates", 4, 40, routing="duplicates"),
     Case("nothing_crosses", 4, 21, routing="local"),
     Case("ragged", 8, (1, 2, 3, 50, 0, 7, 31, 16), num_experts=64, topk=8),

@@ -149,6 +149,7 @@ __device__ bool publish_counts(const DispatchParams& params, const Waiter& waite
     routes.recv_base[r] = routes.num_recv[r] = 0;
     routes.other_column[r] = CountRow::kNumCallColumns;
   }
+  if (threadIdx.x == 0) routes.num_sending_ctas = 0;
   if (params.topk_idx != nullptr) {
     count_tokens(params, warp_tokens, routes, shared);
     __syncthreads();
@@ -161,7 +162,15 @@ __device__ bool publish_counts(const DispatchParams& params, const Waiter& waite
     ok = __syncthreads_and(ok);
     // The last threads do this while the others sum the counts to send.
     for (int r = kDispatchThreads - 1 - threadIdx.x; r < num_ranks; r += kDispatchThreads) {
-      routes.cta_base[r] = sum_over_ctas(own, r, blockIdx.x);
+      int before = 0, num_ctas = 0;
+#pragma unroll 16
+      for (int c = 0; c < static_cast<int>(gridDim.x); ++c) {
+        const int count = __ldcg(&own.cta_counts[c][r]);
+        before += c < static_cast<int>(blockIdx.x) ? count : 0;
+        num_ctas = count > 0 ? c + 1 : num_ctas;
+      }
+      routes.cta_base[r] = before;
+      atomicMax(&routes.num_sending_ctas, num_ctas);
     }
   }
   send_counts(params, epoch);
@@ -230,8 +239,11 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   const int sender_idx = sends_rows ? warp : 0;
   const int num_stages = sends_rows ? params.num_stages : 0, sender_number = warp * gridDim.x + blockIdx.x;
   uint8_t* ring = shared + params.rings_begin + sender_idx * params.num_stages * params.row_bytes;
-  DispatchSender sender({params.rows, params.num_tokens, params.row_bytes}, gridDim.x * params.num_send_warps,
-                        num_stages, ring, barriers[sender_idx], tokens[sender_idx]);
+  // Tokens behind the last one that goes anywhere are not loaded.
+  const int num_rows =
+      makes_route ? share_of(params.num_tokens, routes.num_sending_ctas - 1, gridDim.x).end : params.num_tokens;
+  DispatchSender sender({params.rows, num_rows, params.row_bytes}, gridDim.x * params.num_send_warps, num_stages, ring,
+                        barriers[sender_idx], tokens[sender_idx]);
   if (!params.rings_overlap) sender.begin(sender_number);
   if (makes_route) {
     finish_slots(params, warp_tokens, routes);
