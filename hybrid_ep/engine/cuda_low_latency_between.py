@@ -136,9 +136,14 @@ class LowLatencyBetween(CudaLowLatency):
         return RankGrid(self._grid.rank, self._grid.num_ranks, size)
 
     def drain(self) -> None:
-        """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work."""
-        for region in self._regions:
-            _link_of(region).drain(_CLOSE_TIMEOUT_S)
+        """Waits until nothing of this rank's calls is on its way to a peer, as far as the links work.
+
+        Raises:
+            TransportError: something still is. It could be written over rows of later calls.
+        """
+        if not all([_link_of(region).drain(_CLOSE_TIMEOUT_S) for region in self._regions]):
+            what = f"rows of earlier calls have not arrived within {_CLOSE_TIMEOUT_S:g} s"
+            raise TransportError("low latency: cleaning", self._grid.rank, None, what)
 
     def rows_memory(self) -> Tensor:
         memory = super().rows_memory()
@@ -163,7 +168,6 @@ class LowLatencyBetween(CudaLowLatency):
         assert self._asked is not None
         grid = self._link_grid
         tokens_bytes, rows_bytes = _chunk_bytes(self._asked, grid)
-        self.drain()
         if self._regions:
             before = self._regions[-1]
             assert isinstance(before, _RegionWithLink)

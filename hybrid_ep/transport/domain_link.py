@@ -56,11 +56,17 @@ class DomainLink:
     """
 
     def __init__(
-        self, choice: TransportChoice, proxy: Proxy, grid: RankGrid, num_near: int, memory: Any = None
+        self,
+        choice: TransportChoice,
+        proxy: Proxy,
+        grid: RankGrid,
+        num_near: int,
+        memory: Any = None,
+        kernels: Any = None,
     ) -> None:
         self.choice = choice
         self.proxy = proxy
-        self.kernels = nvshmem.kernels() if choice.name == "nvshmem" else None
+        self.kernels = kernels
         self._grid, self._num_near = grid, num_near
         self._memory = memory  # that the transport uses
         self._is_closed = False
@@ -236,10 +242,10 @@ def connect_link(
         rings=[(ring.slot_bytes, ring.num_slots, ring.slots_per_credit) for ring in rings],
     )
     where = f"transport {choice.name}"
-    step = "address"
+    step, kernels = "address", None
     try:
         if choice.name == "nvshmem":
-            proxy, memory = _nvshmem_proxy(native, layout, store, prefix, grid, device, timeout_s)
+            proxy, memory, kernels = _nvshmem_proxy(native, layout, store, prefix, grid, device, timeout_s)
         else:
             proxy, memory = _make_proxy(choice.name, native, layout, device, timeout_s, map_symmetric, faults)
         if keeps_other_peers:
@@ -254,26 +260,30 @@ def connect_link(
         with contextlib.suppress(RuntimeError):  # the others then wait until their deadline
             refuse(store, f"{prefix}/{step}", grid.rank, what)
         raise TransportError(where, grid.rank, None if domain_idx < 0 else grid.peers[domain_idx], what) from error
-    return DomainLink(choice, proxy, grid, num_near, memory)
+    return DomainLink(choice, proxy, grid, num_near, memory, kernels)
 
 
 def _nvshmem_proxy(
     native: Any, layout: Any, store: Store, prefix: str, grid: RankGrid, device: torch.device, timeout_s: float
-) -> tuple[Proxy, nvshmem.Window]:
-    """Returns the proxy, which has nothing to carry, and the window that its rings lie in."""
+) -> tuple[Proxy, nvshmem.Window, Any]:
+    """Returns the proxy, which has nothing to carry, the window that its rings lie in, and the kernels.
+
+    Where every peer's window is mapped, the kernels of `_cuda` write them, as with loopback: None.
+    """
     topology, device_idx = probe(), device.index or 0
     num_bytes = layout.window_bytes + 8 * layout.num_words
     window = nvshmem.take_window(
         store, prefix, grid.rank, grid.num_ranks, num_bytes, device=device_idx, timeout_s=timeout_s
     )
+    windows = window.map_at(grid.peers)
     proxy = native.nvshmem_proxy(
         layout=layout,
-        windows=window.map_at(grid.peers),
+        windows=windows,
         pes=list(grid.peers),
         device=device_idx,
         cpus=proxy_cpus(topology, gpu_idx_of(topology, device)),
     )
-    return proxy, window
+    return proxy, window, None if all(windows) else nvshmem.kernels()
 
 
 def _make_proxy(

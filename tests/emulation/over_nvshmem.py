@@ -23,11 +23,13 @@ from tests.emulation.domains import check_over
 __all__ = [
     "check",
     "check_closed_buffers_leave_their_window",
+    "check_low_latency_puts_that_stop",
     "check_mapped",
     "check_no_kernels",
     "check_part_of_the_job",
     "check_puts_that_stop",
     "check_puts_without_signals",
+    "check_some_mapped",
 ]
 
 _TIMEOUT_S = 6.0
@@ -42,9 +44,15 @@ def check(name: str, *args: Any) -> None:
 
 
 def check_mapped(name: str, *args: Any) -> None:
-    """The same where peers' windows are mapped, so that kernels write them. NVSHMEM would finish no put."""
-    given = {"HYBRID_EP_EMULATION_NVSHMEM_MAPS": "1", "HYBRID_EP_EMULATION_NVSHMEM": "stopped"}
-    with mock.patch.dict(os.environ, given):
+    """The same where all peers' windows are mapped, so that kernels write them. NVSHMEM would finish no put."""
+    given = {"HYBRID_EP_EMULATION_NVSHMEM_MAPS": "all", "HYBRID_EP_EMULATION_NVSHMEM": "stopped"}
+    with mock.patch.dict(os.environ, given), mock.patch.object(nvshmem, "kernels", side_effect=AssertionError):
+        check(name, *args)
+
+
+def check_some_mapped(name: str, *args: Any) -> None:
+    """The same where the windows of even ranks are mapped, and NVSHMEM gets the puts to the others."""
+    with mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_NVSHMEM_MAPS": "even"}):
         check(name, *args)
 
 
@@ -86,6 +94,29 @@ def check_puts_that_stop() -> None:
         for _ in range(3):
             dispatch(buffer, case, case.inputs(rank))
     check_over("nvshmem", "battery.normal.check_round_trip", case)
+
+
+def check_low_latency_puts_that_stop() -> None:
+    """Puts of rank 1 are not complete: it cannot clean its buffer, because they could be written over later rows."""
+    rank, case = dist.get_rank(), Case("stopped", 2, 5, num_ranks_per_domain=1)
+    variables = {"HYBRID_EP_TRANSPORT": "nvshmem", "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda"}
+    x, topk_idx, _ = case.inputs(rank)
+    sizes = case.max_tokens, case.num_experts
+    with mock.patch.dict(os.environ, variables):  # the first call opens the link
+        buffer = make_buffer(case, low_latency_mode=True, enable_shrink=True, timeout_s=_TIMEOUT_S)
+        buffer.low_latency_dispatch(x, topk_idx, *sizes)
+    dist.barrier()
+    with mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_NVSHMEM": "stopped"} if rank == 1 else {}):
+        if rank == 0:
+            with pytest.raises(TransportError) as told:
+                buffer.low_latency_dispatch(x, topk_idx, *sizes)
+            assert told.value.peer == 1
+        else:  # what it waits for comes
+            buffer.low_latency_dispatch(x, topk_idx, *sizes)
+            with pytest.raises(TransportError, match="rows of earlier calls have not arrived within 5 s"):
+                buffer.low_latency_clean_mask_buffer()
+        dist.barrier()
+        buffer.destroy()
 
 
 def _dispatch_with_a_fault(case: Case, fault: str) -> int | None:

@@ -53,10 +53,11 @@ def test_over_nvshmem(run_emulated: RunEmulated, case: Case, check: str) -> None
     run_emulated(case.num_ranks, "emulation.over_nvshmem.check", f"battery.normal.{check}", case)
 
 
-@pytest.mark.parametrize("check", ["check_round_trip", "check_cached"])
-def test_over_nvshmem_to_mapped_peers(run_emulated: RunEmulated, check: str) -> None:
-    case = CASES[0]
-    run_emulated(case.num_ranks, "emulation.over_nvshmem.check_mapped", f"battery.normal.{check}", case)
+@pytest.mark.parametrize(("check", "case_id"), [("check_mapped", "2x1"), ("check_some_mapped", "4x1_groups")])
+def test_over_nvshmem_to_mapped_peers(run_emulated: RunEmulated, check: str, case_id: str) -> None:
+    case = next(case for case in CASES if case.id == case_id)
+    for name in ("check_round_trip", "check_cached"):
+        run_emulated(case.num_ranks, f"emulation.over_nvshmem.{check}", f"battery.normal.{name}", case)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_over_nvshmem_to_mapped_peers(run_emulated: RunEmulated, check: str) -> 
         (2, "check_no_kernels"),
         (3, "check_puts_without_signals"),
         (3, "check_puts_that_stop"),
+        (2, "check_low_latency_puts_that_stop"),
     ],
 )
 def test_nvshmem_at_its_limits(emulated_module: Path, num_ranks: int, check: str) -> None:

@@ -88,10 +88,10 @@ def test_over_a_transport(run_by_kernels: RunEmulated, case: Case, format_name: 
     run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, format_name)
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "fp8"])
-def test_over_nvshmem_to_mapped_peers(run_by_kernels: RunEmulated, format_name: str) -> None:
-    check, case = "battery.low_latency.check_low_latency", _BY_ID["2x2_holes"]
-    run_by_kernels(case.num_ranks, "emulation.over_nvshmem.check_mapped", check, case, format_name)
+@pytest.mark.parametrize(("maps", "case_id"), [("check_mapped", "2x2_holes"), ("check_some_mapped", "4x1_groups")])
+def test_over_nvshmem_to_mapped_peers(run_by_kernels: RunEmulated, maps: str, case_id: str) -> None:
+    check, case = "battery.low_latency.check_low_latency", _BY_ID[case_id]
+    run_by_kernels(case.num_ranks, f"emulation.over_nvshmem.{maps}", check, case, "fp8")
 
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)

@@ -126,7 +126,7 @@ def test_killed_rank(transport: str) -> None:
 @needs_nvshmem
 @pytest.mark.parametrize("check", CHECKS[:2], ids=lambda check: check.__name__)
 def test_puts_of_nvshmem(check: Callable[..., None]) -> None:
-    """As to peers whose windows are not mapped. On one host NVSHMEM then copies by the calling thread: few rows."""
+    """The kernels of `_nvshmem`, as to peers that are not mapped. On one host the calling thread copies: few rows."""
     case = Case("puts", 2, 40, num_ranks_per_domain=1)
     with VirtualCluster(2, device="cuda", variables=_variables("nvshmem"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(check_by_puts, check, case, "cuda", limit_s=120)
