@@ -21,24 +21,45 @@ os.environ.pop("LANGUAGE", None)
 
 RunRanks = Callable[..., list[Any]]
 
-# Tests that share a fixture which takes long to make. With several workers (pytest -n 2 --dist loadgroup) they run on
+# Tests that share a fixture which takes long to make. With several workers (pytest -n 3 --dist loadgroup) they run on
 # the same one, as those of one file do.
 TOGETHER = {
     "tests/deploy/test_wheel.py": "wheel",
     "tests/deploy/test_packages.py": "wheel",
 }
 
-LARGEST = "tests/emulation/test_low_latency_between.py"
+# The files that take longest begin, and all of them before the others: so no worker is left with one at the end.
+# Tests of lost ranks wait more than they work, those of deploy/ work: one of each kind runs beside the other.
+LONGEST = (
+    "tests/emulation/test_low_latency_between.py",
+    "tests/deploy/test_ansible.py",
+    "tests/deploy/test_k8s_jobs.py",
+    "tests/emulation/test_lost_ranks.py",
+    "tests/emulation/test_kernels.py",
+    "tests/emulation/test_softroce.py",
+    "tests/emulation/test_between.py",
+    "tests/emulation/test_hosts.py",
+    "tests/deploy/test_slurm.py",
+    "tests/deploy/test_packages.py",
+    "tests/deploy/test_wheel.py",
+    "tests/multi_process/test_engine.py",
+    "tests/multi_process/test_elastic.py",
+    "tests/deploy/test_softroce_doctor.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by file, or by the fixture that they share. The largest group begins."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LARGEST))
+    """Groups tests by file, or by the fixture that they share, and puts the longest groups first."""
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(_file_of(item), len(LONGEST)))
     for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = TOGETHER.get(file, file)
+        group = TOGETHER.get(_file_of(item), _file_of(item))
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")

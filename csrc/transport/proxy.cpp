@@ -159,13 +159,14 @@ void Proxy::run() {
   use_device(options_.device);
   int64_t last_work_ns = now_ns();
   for (int idle = 0;;) {
+    const bool stops = stops_;  // read first: then the sweep sees all commands that were given before close()
     if (sweep()) {
       idle = 0;
       continue;
     }
     const bool is_idle = link_->is_quiet() || link_->failure().has_failed();
     if (is_idle && drained_.load(std::memory_order_relaxed) != ended_) drained_ = ended_;
-    if (stops_ && (is_idle || now_ns() > stop_deadline_ns_)) {
+    if (stops && (is_idle || now_ns() > stop_deadline_ns_)) {
       is_complete_ = is_idle && !link_->failure().has_failed();
       break;
     }

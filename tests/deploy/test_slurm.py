@@ -6,6 +6,7 @@ Each node is a host of tests/sim/hosts.py, which see no shared folder: what the 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -89,6 +90,18 @@ class Slurm:
             assert time.monotonic() - begun < limit_s, (found, self.log("controller", "slurmctld"))
             time.sleep(0.5)
 
+    def await_job(self, number: str, limit_s: float = 300) -> int:
+        """Waits until the job has ended and returns its exit status. sbatch --wait looks every 10 s only."""
+        begun = time.monotonic()
+        while True:
+            shown = self.run("scontrol", "show", "job", "--oneliner", number)
+            found = re.search(r" JobState=(\w+) .* ExitCode=(\d+):", shown)
+            assert found is not None, shown
+            if found[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return int(found[2])
+            assert time.monotonic() - begun < limit_s, shown
+            time.sleep(0.2)
+
     def states(self) -> dict[str, str]:
         """Node → its state, e.g. ``idle`` or ``drained``."""
         lines = self.run("sinfo", "--Node", "--noheader", "--format=%N %T").splitlines()
@@ -131,23 +144,15 @@ def validate(slurm: Slurm, **settings: str) -> tuple[int, Path, str]:
         "BENCH_OPTIONS": "--device cpu --tokens 16 --hidden 128 --topk 2 --runs 1 --warmups 1",
         **settings,
     }
-    words = [
-        "sbatch",
-        "--wait",
-        "--nodes=3",
-        "--chdir=/tmp",
-        "--output=/tmp/job.log",
-        str(ROOT / "slurm/validate.sbatch"),
-    ]
-    process = slurm.hosts["controller"].start(words, output=subprocess.PIPE, variables=variables)
+    words = ["sbatch", "--parsable", "--nodes=3", "--chdir=/tmp", "--output=/tmp/job.log"]
+    process = slurm.hosts["controller"].start(
+        [*words, str(ROOT / "slurm/validate.sbatch")], output=subprocess.PIPE, variables=variables
+    )
     said = process.communicate()[0].decode()
+    code = slurm.await_job(said.strip())
     first = slurm.hosts[NODES[0]]
     log = first.path("/tmp/job.log")
-    return (
-        process.returncode,
-        first.path(settings.get("RESULTS", RESULTS)),
-        said + (log.read_text() if log.exists() else ""),
-    )
+    return code, first.path(settings.get("RESULTS", RESULTS)), said + (log.read_text() if log.exists() else "")
 
 
 def test_allocation_is_validated_by_srun_alone(slurm: Slurm) -> None:

@@ -18,7 +18,7 @@ from tests.rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of `_cuda` for the CPU. With several workers (pytest -n 2) the first one that needs it builds it."""
+    """The path of `_cuda` for the CPU. With several workers (pytest -n 3) the first one that needs it builds it."""
     require_programs("g++")
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -28,6 +28,9 @@ constexpr unsigned kWarpSize = 32;
 constexpr size_t kCtasAtATime = 8;  // of a launch that is not cooperative
 constexpr int kIdleRounds = 16;     // rounds of all threads without news before a CTA sleeps
 constexpr std::chrono::microseconds kSleep{100};
+// After so many rounds more it waits for what does not come soon, and leaves more of the cores to those that work.
+constexpr int kLongIdleRounds = kIdleRounds + 200;
+constexpr std::chrono::microseconds kLongSleep{2000};
 constexpr size_t kNumLoaded = 16;  // flags that one thread polls in turn
 
 // The next CTA gets the stacks and rows of the last one. The system would have to map and clear their pages again.
@@ -133,7 +136,7 @@ class Cta {
       if (idle_rounds < kIdleRounds) {
         std::this_thread::yield();  // other CTAs and ranks
       } else {
-        std::this_thread::sleep_for(kSleep);
+        std::this_thread::sleep_for(idle_rounds < kLongIdleRounds ? kSleep : kLongSleep);
       }
     }
     for (const Copy& copy : copies_) {

@@ -78,7 +78,7 @@ def test_nvshmem_at_its_limits(emulated_module: Path, num_ranks: int, check: str
 
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_that_overtake_each_other(run_emulated: RunEmulated, case: Case, seed: int) -> None:
     check = "battery.normal.check_round_trip"
     run_emulated(case.num_ranks, "emulation.faulty_links.check_on_slow_link", check, seed, case, seed=seed)

@@ -39,14 +39,24 @@ def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tu
         return lost, cluster.collect(alive, limit_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["normal", "low_latency", "shrink"])
+_KINDS = ("normal", "low_latency", "shrink")
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        # The other seeds are other ranks and moments of the same loss.
+        pytest.param(kind, seed, marks=[] if seed == place else pytest.mark.slow)
+        for place, kind in enumerate(_KINDS)
+        for seed in range(NUM_RANKS)
+    ],
+)
 def test_survivors_name_the_lost_rank(emulated_module: Path, kind: str, seed: int) -> None:
     lost, named = _lose_one(emulated_module, low_latency=kind != "normal", shrink=kind == "shrink", seed=seed)
     assert named == [lost] * (NUM_RANKS - 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_sums_that_wait_for_a_stalled_rank_leave_the_name_to_senders(emulated_module: Path, seed: int) -> None:
     lost = 2
     run_here = functools.partial(run, str(emulated_module), seed)
@@ -69,17 +79,17 @@ _GRIDS = {
     ("case", "place", "seed"),
     [
         (_GRIDS["2x2"], "combine", 3),
-        (_GRIDS["2x2"], "combine", 0),
+        pytest.param(_GRIDS["2x2"], "combine", 0, marks=pytest.mark.slow),
         (_GRIDS["3x1"], "combine", 1),
-        (_GRIDS["3x2"], "combine", 5),
+        pytest.param(_GRIDS["3x2"], "combine", 5, marks=pytest.mark.slow),
         (_GRIDS["2x2"], "has told its domain", 3),
-        (_GRIDS["3x2"], "has told its domain", 2),
+        pytest.param(_GRIDS["3x2"], "has told its domain", 2, marks=pytest.mark.slow),
         (_GRIDS["3x1"], "has told one other domain", 2),
-        (_GRIDS["3x1"], "has told one other domain", 0),
+        pytest.param(_GRIDS["3x1"], "has told one other domain", 0, marks=pytest.mark.slow),
         (_GRIDS["3x1"], "has sent one verdict", 2),
-        (_GRIDS["3x1"], "has sent one verdict", 1),
+        pytest.param(_GRIDS["3x1"], "has sent one verdict", 1, marks=pytest.mark.slow),
         (_GRIDS["3x2"], "has sent one verdict", 4),
-        (_GRIDS["2x2"], "has agreed on a combine", 3),
+        pytest.param(_GRIDS["2x2"], "has agreed on a combine", 3, marks=pytest.mark.slow),
         (_GRIDS["3x2"], "has agreed on a combine", 0),
         pytest.param(_MANY, "has sent some records", 2, marks=pytest.mark.slow),
         pytest.param(_MANY, "has sent some records", 0, marks=pytest.mark.slow),

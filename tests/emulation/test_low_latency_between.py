@@ -68,21 +68,28 @@ def test_rows(run_by_kernels: RunEmulated, case: Case) -> None:
 
 
 @pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "bf16"])
-@pytest.mark.parametrize("case_id", ["2x2_holes", "3x2_duplicates"])
+@pytest.mark.parametrize("case_id", [pytest.param("2x2_holes", marks=pytest.mark.slow), "3x2_duplicates"])
 def test_quantised(run_by_kernels: RunEmulated, case_id: str, format_name: str) -> None:
     case = _BY_ID[case_id]
     run_by_kernels(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
 
 
-@pytest.mark.parametrize("case_id", ["2x2_holes", "3x2_duplicates"])
+@pytest.mark.parametrize("case_id", [pytest.param("2x2_holes", marks=pytest.mark.slow), "3x2_duplicates"])
 def test_logfmt(run_by_kernels: RunEmulated, case_id: str) -> None:
     case = _BY_ID[case_id]
     run_by_kernels(case.num_ranks, "battery.low_latency.check_logfmt", case)
 
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize("format_name", ["bf16", "fp8"])
-@pytest.mark.parametrize("transport", ["tcp", "nvshmem"])
+@pytest.mark.parametrize(
+    ("format_name", "transport"),
+    [
+        ("bf16", "tcp"),
+        pytest.param("fp8", "tcp", marks=pytest.mark.slow),
+        pytest.param("bf16", "nvshmem", marks=pytest.mark.slow),
+        ("fp8", "nvshmem"),
+    ],
+)
 def test_over_a_transport(run_by_kernels: RunEmulated, case: Case, format_name: str, transport: str) -> None:
     check = "battery.low_latency.check_low_latency"
     run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, format_name)
@@ -95,7 +102,7 @@ def test_over_nvshmem_to_mapped_peers(run_by_kernels: RunEmulated, maps: str, ca
 
 
 @pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_that_overtake_each_other(run_by_kernels: RunEmulated, case: Case, seed: int) -> None:
     check = "battery.low_latency.check_low_latency"
     run_by_kernels(
@@ -127,7 +134,7 @@ def test_misuse_and_delay(run_by_kernels: RunEmulated, check: str) -> None:
     run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.low_latency.{check}")
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
+@pytest.mark.parametrize("transport", ["loopback", pytest.param("tcp", marks=pytest.mark.slow), "nvshmem"])
 def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transport: str) -> None:
     in_domains, check = "emulation.domains.check_in_domains", "emulation.domains.check_late_rank_is_named"
     run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)
@@ -163,7 +170,9 @@ def test_numbers_of_calls_begin_again(run_by_kernels: RunEmulated, transport: st
     run_by_kernels(4, "emulation.domains.check_over", transport, check)
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("loopback", 0), ("tcp", 1), ("loopback", 2)])
+@pytest.mark.parametrize(
+    ("transport", "seed"), [("loopback", 0), ("tcp", 1), pytest.param("loopback", 2, marks=pytest.mark.slow)]
+)
 def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, seed: int) -> None:
     """A rank is killed inside a call of 2 × 2 ranks: all name it in their time."""
     lost = seed % 4
@@ -174,7 +183,7 @@ def test_survivors_name_the_lost_rank(emulated_module: Path, transport: str, see
         assert _named_by_survivors(cluster, lost) == [lost] * 3
 
 
-@pytest.mark.parametrize(("transport", "lost"), [("loopback", 2), ("tcp", 1)])
+@pytest.mark.parametrize(("transport", "lost"), [("loopback", 2), pytest.param("tcp", 1, marks=pytest.mark.slow)])
 def test_survivors_name_a_rank_that_has_not_forwarded(emulated_module: Path, transport: str, lost: int) -> None:
     """And not the rank that it has stalled."""
     with _team(emulated_module, transport, 0) as (cluster, run_here):
@@ -235,8 +244,15 @@ def test_masks(run_by_kernels: RunEmulated, case_id: str, format_name: str, lost
     run_by_kernels(case.num_ranks, "battery.low_latency.check_masked", case, format_name, lost)
 
 
-@pytest.mark.parametrize(("case_id", "lost"), [("2x2_holes", (1,)), ("3x2_duplicates", (2, 5))])
-@pytest.mark.parametrize("transport", ["tcp", "nvshmem"])
+@pytest.mark.parametrize(
+    ("transport", "case_id", "lost"),
+    [
+        ("tcp", "2x2_holes", (1,)),
+        pytest.param("tcp", "3x2_duplicates", (2, 5), marks=pytest.mark.slow),
+        pytest.param("nvshmem", "2x2_holes", (1,), marks=pytest.mark.slow),
+        ("nvshmem", "3x2_duplicates", (2, 5)),
+    ],
+)
 def test_masks_over_a_transport(
     run_by_kernels: RunEmulated, transport: str, case_id: str, lost: tuple[int, ...]
 ) -> None:
@@ -271,7 +287,7 @@ def test_a_late_rank_comes_back(run_by_kernels: RunEmulated, num_ranks: int, siz
     run_by_kernels(num_ranks, "emulation.domains.check_in_domains", size, check, 8.0)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", ["loopback", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_masks_that_differ_for_a_call(run_by_kernels: RunEmulated, transport: str) -> None:
     in_domains, check = "emulation.domains.check_in_domains", "battery.low_latency.check_masks_that_differ"
     run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)
@@ -299,7 +315,7 @@ def test_ranks_that_differ_in_whether_they_shrink(run_emulated: RunEmulated) -> 
     ("num_domains", "size", "transport", "step", "lost"),
     [
         (2, 2, "loopback", "some", 3),
-        (2, 2, "tcp", "some", 0),
+        pytest.param(2, 2, "tcp", "some", 0, marks=pytest.mark.slow),
         (2, 2, "loopback", "dispatch", 2),
         pytest.param(2, 2, "tcp", "receive", 1, marks=pytest.mark.slow),
         (2, 2, "loopback", "combine", 0),
@@ -316,7 +332,7 @@ def test_survivors_go_on_without_a_rank_that_was_killed_after(
         assert _named_by_survivors(cluster, lost, grid=grid) == [lost] * (num_domains * size - 1)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", ["loopback", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Path, transport: str) -> None:
     """Their hosts learn of the loss when the kernels have given up living ranks, too."""
     with _team(emulated_module, transport, 0, shrink=True, timeout_s=8.0) as (cluster, run_here):
@@ -327,7 +343,7 @@ def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Pa
 @pytest.mark.parametrize(
     ("transport", "seed"),
     [
-        ("loopback", 0),
+        pytest.param("loopback", 0, marks=pytest.mark.slow),
         ("tcp", 1),
         pytest.param("loopback", 2, marks=pytest.mark.slow),
         pytest.param("tcp", 3, marks=pytest.mark.slow),

@@ -47,10 +47,10 @@ def _open(network: Network, num_ranks_per_domain: int = 1, timeout_s: float = LI
 
 
 def _run(link: DomainLink, ring: int, num: int, epoch: int, limit_s: float = LIMIT_S) -> tuple[int, int, int]:
-    """Returns chunks sent, received and wrong."""
+    """Returns chunks sent, received and wrong. Where all chunks come, all credits come in time, too."""
     writer = _C.HostWriter(link.proxy, epoch % 8)
     link.begin_call()
-    _, *figures = writer.run_chunks(
+    seconds, *figures = writer.run_chunks(
         link.proxy,
         ring=ring,
         num_out=num,
@@ -61,6 +61,7 @@ def _run(link: DomainLink, ring: int, num: int, epoch: int, limit_s: float = LIM
         timeout_s=limit_s,
     )
     writer.end_call()
+    assert figures[1] < num * link.num_peers or seconds < limit_s, "a credit has not come"
     return figures[0], figures[1], figures[2]
 
 
