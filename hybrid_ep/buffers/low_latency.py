@@ -394,7 +394,8 @@ class LowLatencyCalls(BaseBuffer):
             ConfigError: the buffer is not in low-latency mode, a size is not positive, or an earlier call has left
                 an error.
             TimeoutError, TransportError: a rank was lost here or in an earlier call; masked as in
-                `low_latency_dispatch`.
+                `low_latency_dispatch`. TransportError without `peer`: between domains, rows of earlier calls are still
+                on their way.
         """
         self._low_latency_engine()
         require_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, minimum=1)
@@ -448,6 +449,7 @@ class LowLatencyCalls(BaseBuffer):
 
         Raises:
             ConfigError: `enable_shrink` is False, or an earlier call has left an error that is not a lost rank.
+            TransportError: between domains, rows of earlier calls are still on their way.
         """
         self._require_shrink()
         self._combine_buffer = None
