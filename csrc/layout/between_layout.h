@@ -128,7 +128,7 @@ static_assert(kMaxTokens <= 1 << 16);
 // Byte offsets in a record: a token that crosses to another domain, or the partial row that comes back.
 struct RecordLayout {
   int scales, destinations, experts, weights;
-  int num_bytes;  // a multiple of 16
+  int num_bytes;  // a multiple of kLineBytes
   int per_chunk;
 
   // Absent parts have 0 columns.
@@ -140,7 +140,7 @@ struct RecordLayout {
     layout.destinations = append(num_destinations);
     layout.experts = append(num_experts);
     layout.weights = append(num_weights);
-    layout.num_bytes = static_cast<int>((offsets.end() + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes);
+    layout.num_bytes = static_cast<int>((offsets.end() + kLineBytes - 1) / kLineBytes * kLineBytes);
     const int fitting = static_cast<int>(kChunkSlotBytes) / layout.num_bytes;
     layout.per_chunk = fitting < kRowsPerRecordChunk ? fitting : kRowsPerRecordChunk;
     return layout;

@@ -44,8 +44,6 @@ struct alignas(32) ReportQueue {
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
 
 struct ControlBlock {
-  static constexpr int kLineBytes = 128;
-
   // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.
   CountRow counts[kMaxRanks];
   uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch have arrived in this rank's arena

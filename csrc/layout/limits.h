@@ -11,6 +11,7 @@ constexpr int kMaxTokens = 65536;  // of one rank in one call
 constexpr int kMaxCtas = 160;      // SMs of the largest supported GPU, rounded up
 constexpr int kMaxRowBytes = 32768;
 constexpr int kRowAlignBytes = 16;    // what the bulk copy engine moves
+constexpr int kLineBytes = 128;       // of L2. A bulk store whose source or target begins within one takes more packets
 constexpr int kRowsPerChunk = 4;      // rows of combine that share one arrival flag
 constexpr int kCombineSendWarps = 2;  // of a CTA
 

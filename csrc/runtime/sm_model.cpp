@@ -41,7 +41,7 @@ LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_
   // rings lie behind the counters, where rows can be loaded while these are in use, unless that costs a warp or they do
   // not fit.
   constexpr int kMinStages = kDispatchStoresInFlight + 1;
-  const int counters_end = (counter_bytes + kRowAlignBytes - 1) / kRowAlignBytes * kRowAlignBytes;
+  const int counters_end = (counter_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
   const int rows_behind = (kDynamicSharedBytes - counters_end) / row_bytes;
   int rows_that_fit = kDynamicSharedBytes / row_bytes;
   result.num_send_warps = std::clamp(rows_that_fit / kMinStages, 1, kDispatchSendWarps);

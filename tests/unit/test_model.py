@@ -199,7 +199,7 @@ def test_json_has_every_figure() -> None:
     document = json.loads(run("--domains", 4, "--dtype", "fp8", "--json").stdout)
     dispatch, combine = document["calls"]
     assert set(document["sources"]) == set(document["machine"])
-    assert dispatch["record_bytes"] == 7168 + 224 + 8 * 12
+    assert dispatch["record_bytes"] == 59 * 128 > 7168 + 224 + 8 * 12  # whole cache lines
     assert combine["record_bytes"] == 2 * 7168
     total = sum(dispatch["fixed_us"].values()) + max(dispatch["rows_us"].values())
     assert dispatch["total_us"] == pytest.approx(total)

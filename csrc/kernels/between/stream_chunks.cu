@@ -19,10 +19,14 @@ constexpr int kSendWarps = 2, kReceiveWarps = 2;
 constexpr int kThreads = (kSendWarps + kReceiveWarps) * 32;
 constexpr int kPieceBytes = 4096;
 
+struct alignas(kLineBytes) Piece {
+  uint4 vectors[kPieceBytes / sizeof(uint4)];
+};
+
 // Writes a chunk from shared memory. Collective over the warp.
-__device__ void fill_chunk(uint8_t* chunk, uint32_t num_bytes, const uint4* piece) {
+__device__ void fill_chunk(uint8_t* chunk, uint32_t num_bytes, const Piece& piece) {
   for (uint32_t offset = threadIdx.x % 32 * kPieceBytes; offset < num_bytes; offset += 32 * kPieceBytes) {
-    ptx::bulk_store(chunk + offset, piece, min(static_cast<uint32_t>(kPieceBytes), num_bytes - offset));
+    ptx::bulk_store(chunk + offset, &piece, min(static_cast<uint32_t>(kPieceBytes), num_bytes - offset));
   }
   ptx::bulk_commit();
   ptx::bulk_wait_written<0>();
@@ -30,8 +34,8 @@ __device__ void fill_chunk(uint8_t* chunk, uint32_t num_bytes, const uint4* piec
 
 template <typename Link>
 __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid_constant__ StreamChunksParams params) {
-  __shared__ uint4 piece[kPieceBytes / sizeof(uint4)];
-  for (int i = threadIdx.x; i < static_cast<int>(kPieceBytes / sizeof(uint4)); i += kThreads) piece[i] = {0, 0, 0, 0};
+  __shared__ Piece piece;
+  for (uint32_t i = threadIdx.x; i < kPieceBytes / sizeof(uint4); i += kThreads) piece.vectors[i] = {0, 0, 0, 0};
   ptx::fence_shared_for_bulk();
   __syncthreads();
   const BetweenDomain& between = params.between;
