@@ -26,7 +26,7 @@ class GroupedRows(NamedTuple):
     """Result of `dispatch_online`.
 
     Attributes:
-        rows: ``[P, H]``: those of each home slot, then those of each spare slot; rows after the last are zero.
+        rows: ``[P, H]``: those of each home slot, then those of each spare slot; undefined after the last.
         probs: ``[P]`` float32, the weight of each row; None where no weights were given.
         home_ends: ``[LE]`` int32 on the device: where the rows of each home slot end.
         spare_ends: ``[B]`` int32 on the device: likewise of the spare slots, the first of which begins where the last

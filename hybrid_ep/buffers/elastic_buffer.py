@@ -191,7 +191,8 @@ class ElasticBuffer(ElasticCalls):
             recv_x (as `x`); recv_topk_idx ``[N, K]`` int64 (local expert or −1; None with `do_expand`);
             recv_topk_weights ``[N, K]`` float32, with `do_expand` ``[P]`` (None without weights); the handle; the
             event. Rows are sorted by source rank, then token; with `do_expand` by local expert, then source and token.
-            Without `do_cpu_sync`, rows after the last are marked by −1 in recv_topk_idx, or are zero with `do_expand`.
+            Without `do_cpu_sync`, rows after the last are undefined. They are marked by −1 in recv_topk_idx, and have
+            weights of 0 with `do_expand`.
 
         Raises:
             ConfigError: an argument does not fit, a rank has more than M tokens, or ranks differ in what they must have

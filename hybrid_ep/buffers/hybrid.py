@@ -368,7 +368,8 @@ class HybridEPBuffer(HybridArguments):
             scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
                 beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
-                otherwise it waits and raises. With `handle`, checked against it.
+                otherwise it waits and raises. If fewer arrive, rows after the last expert's are undefined, and their
+                probs are 0. With `handle`, checked against it.
             pad_multiple: every expert's block is padded with zero rows to a multiple of it, at most 65536; None or 0
                 = 1. With `handle`, checked.
             handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If

@@ -334,8 +334,8 @@ class Permuted(NamedTuple):
     """Result of `Engine.dispatch_permuted`.
 
     Attributes:
-        rows: P rows by local expert; padding and rows after the last are zero.
-        probs: ``[P]`` float32, or None when no weights were sent.
+        rows: P rows by local expert; padding is zero. With a bound, rows after the last expert's are undefined.
+        probs: ``[P]`` float32, 0 where no row is; or None when no weights were sent.
         num_tokens_per_expert: ``[LE]`` int32, padding included; on the device, or on the host if known there.
         handle: for `combine_permuted` and a cached `dispatch_permuted`.
     """

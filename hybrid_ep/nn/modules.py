@@ -71,7 +71,7 @@ class GroupedTokens(NamedTuple):
 
     Attributes:
         x: ``[P, H]`` bf16: a row for each expert of a token that is here, by local expert, then source rank, then
-            source token. Rows after the last are zero.
+            source token. Undefined after the last.
         weights: ``[P]`` float32, of each row; undefined after the last.
         ends: ``[LE]`` int32 on the device of `x`: where the rows of each local expert end.
         handle: for `MoECombine`.

@@ -106,7 +106,6 @@ def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:
             torch.cuda.synchronize()
         assert counts.tolist() == [0] * counts.numel()
         assert handle.permute.dispatch.rank_prefix_matrix.count_nonzero() == 0
-        assert rows.count_nonzero() == 0
         with pytest.raises(hybrid_ep.ConfigError, match="pad_multiple"):
             buffer.combine_with_unpermute(hidden=rows, handle=handle)
 

@@ -1,6 +1,6 @@
 // Expert-major output inside a rank: copies of a token's row for its further experts here.
 //
-//     push ─► rows[lowest row of a token] ─ duplicate ─► rows[its other rows], padding and tail = 0
+//     push ─► rows[lowest row of a token] ─ duplicate ─► rows[its other rows], padding = 0
 //
 // A token crosses NVLink once per rank and not once per expert. The kernel runs on all SMs, at the rate of local
 // memory. A warp takes a row at a time, and loads the next while it stores. The sums of combine are in expert_rows.cuh.
@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) duplicate_kernel(const __gr
     ring.release();
   }
 
-  // Padding after each expert's rows, and rows after the last expert's; the warps take them in turn.
+  // Padding after each expert's rows; the warps take it in turn. Rows after the last expert's stay as they are: a bound
+  // may leave more of them than arrive.
   int next_warp = 0;
   const auto clear_rows = [&](int begin, int end) {
     const int turn = warp - next_warp;
@@ -124,7 +125,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) duplicate_kernel(const __gr
       block_begin = block_end;
     }
   }
-  clear_rows(block_begin, params.row_limit);
+  for (int row = block_begin + warp * 32 + lane; params.probs != nullptr && row < params.row_limit; row += num_warps * 32) {
+    params.probs[row] = 0.0f;
+  }
   ptx::bulk_wait_read<0>();
 }
 
