@@ -27,7 +27,7 @@ from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.testing.workload import make_routing
 
-__all__ = ["RankWire", "compared_sms", "make_dst_rows", "measure_wire"]
+__all__ = ["Push", "RankWire", "compared_sms", "make_dst_rows", "measure_wire"]
 
 # The default of the cuda engine, except for a dispatch of 7 and more ranks (csrc/runtime/sm_model.cpp).
 _DEFAULT_SMS = 16
@@ -68,7 +68,7 @@ def measure_wire(plan: BenchPlan) -> RankWire:
     try:
         dst_rows = make_dst_rows(topk_idx, plan.workload.num_experts, rank, num_ranks)
         for call in CALLS:
-            pushes[call] = _Push(dst_rows, _aligned(plan.row_bytes(call)), rank, num_ranks)
+            pushes[call] = Push(dst_rows, _aligned(plan.row_bytes(call)), rank, num_ranks * dst_rows.shape[0])
             counts[call] = count_rows(topk_idx, plan.workload.num_experts, once_per_expert=False)
     except TopologyError as error:
         obstacle = str(error)
@@ -104,17 +104,17 @@ def make_dst_rows(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int)
 _numbers = itertools.count(-1, -1)  # of this memory, below those of buffers; made in the same order at all ranks
 
 
-class _Push:
-    """One call's rows and memory. Collective.
+class Push:
+    """Rows of this rank, and memory for those that come here. Collective.
 
     Args:
         dst_rows: of `make_dst_rows`.
         row_bytes: of a row, a multiple of 16.
         rank: this one.
-        num_ranks: R.
+        num_rows_held: of the memory of each rank.
     """
 
-    def __init__(self, dst_rows: Tensor, row_bytes: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, dst_rows: Tensor, row_bytes: int, rank: int, num_rows_held: int) -> None:
         self.dst_rows, self.row_bytes = dst_rows, row_bytes
         num_tokens = dst_rows.shape[0]
         # Zeros would spare the wire some switching. Both ends of a row say which it is.
@@ -122,9 +122,8 @@ class _Push:
         names = rank * num_tokens + torch.arange(1, num_tokens + 1, device=dst_rows.device)
         self.rows.view(torch.int64)[:, [0, -1]] = names.unsqueeze(1)
         self.progress = torch.zeros(2, dtype=torch.int32, device=dst_rows.device)
-        num_bytes = num_ranks * num_tokens * row_bytes
         roll_call = RollCall(dist.group.WORLD, rank, env.TIMEOUT_S.get(), next(_numbers))
-        self.memory = SymmetricMemory.allocate(num_bytes, roll_call, dst_rows.device)
+        self.memory = SymmetricMemory.allocate(num_rows_held * row_bytes, roll_call, dst_rows.device)
 
     def check(self, counts: RowCounts) -> str | None:
         """Pushes once and looks at what landed here; returns what is wrong, or None. Collective."""

@@ -142,7 +142,7 @@ def wire_on_this_host(folder: str, asked: BenchPlan, loses_a_row: bool) -> RankW
         parts = [torch.from_file(f"{name}.{r}", shared=True, size=num_bytes, dtype=torch.uint8) for r in range(4)]
         return SymmetricMemory(parts[rank], [part.data_ptr() for part in parts], parts)
 
-    def with_sms(push: wire._Push, num_sms: int) -> Callable[[], None]:
+    def with_sms(push: wire.Push, num_sms: int) -> Callable[[], None]:
         def move() -> None:
             for token, row_places in enumerate(push.dst_rows.tolist()):
                 for place in row_places:
@@ -155,7 +155,7 @@ def wire_on_this_host(folder: str, asked: BenchPlan, loses_a_row: bool) -> RankW
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "_obstacle", lambda plan: None)
         patch.setattr(SymmetricMemory, "allocate", allocate)
-        patch.setattr(wire._Push, "with_sms", with_sms)
+        patch.setattr(wire.Push, "with_sms", with_sms)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         return wire.measure_wire(asked)
 
