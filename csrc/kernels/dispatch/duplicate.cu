@@ -125,9 +125,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) duplicate_kernel(const __gr
       block_begin = block_end;
     }
   }
-  for (int row = block_begin + warp * 32 + lane; params.probs != nullptr && row < params.row_limit; row += num_warps * 32) {
-    params.probs[row] = 0.0f;
-  }
+  const int end = params.probs != nullptr ? params.row_limit : 0;
+  for (int row = block_begin + warp * 32 + lane; row < end; row += num_warps * 32) params.probs[row] = 0.0f;
   ptx::bulk_wait_read<0>();
 }
 
