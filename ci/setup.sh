@@ -15,9 +15,17 @@ if [ ${#missing[@]} -gt 0 ]; then
   exit 1
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+ci=$(dirname "$0")
+PATH="$(cd "$venv" && pwd)/bin:$PATH"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install 'pip>=25.1' # the first that reads dependency groups
-# The tools come first, so that the build below needs no isolation and no other torch.
+# The extensions are built while the other tools are installed. The tools come before the package, which then needs no
+# isolation and no other torch.
+pip install --group build
+[ "${CI:-}" != true ] || "$ci/nvcc.sh" "$venv"
+"$ci/build_inplace.sh" "$venv/bin/python" &
+build=$!
 pip install --group dev
-PATH="$(cd "$venv" && pwd)/bin:$PATH" pip install --no-build-isolation --editable .
-"$(dirname "$0")/helm.sh" "$venv"
+wait "$build"
+pip install --no-build-isolation --editable .
+"$ci/helm.sh" "$venv"
