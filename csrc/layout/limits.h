@@ -17,7 +17,7 @@ constexpr int kMaxReportQueues = 8;  // of a CTA: warps that send chunks, each o
 // Of a copy of experts.
 constexpr int kExpertChunkBytes = 16384;   // of one tensor, with one flag
 constexpr int kMaxExpertTensors = 16;      // of one launch
-constexpr int kMaxReplicas = 4096;         // ranks × spare slots
+constexpr int kMaxReplicas = 2048;         // ranks × spare slots
 constexpr int kMaxChunksOfSource = 16384;  // that a source sends a rank in one launch, hence chunks that are staged
 
 }  // namespace hybrid_ep

@@ -319,7 +319,7 @@ void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const 
                                 int num_local, int num_sms, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const int64_t num_entries = static_cast<int64_t>(domain_.num_ranks) * num_slots;
-  require(num_entries <= kMaxReplicas, "spare slots of all ranks", num_entries, "≤ 4096");
+  require(num_entries <= kMaxReplicas, "spare slots of all ranks", num_entries, "≤ 2048");
   const int64_t staged = staging_bytes(tensors, num_slots);
   require(staged <= domain_.slot_bytes, "bytes of staged experts", staged, "what a slot holds");
   CopyExpertsParams params{};

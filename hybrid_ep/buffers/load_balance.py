@@ -44,7 +44,8 @@ class LoadBalanceCalls(BaseBuffer):
 
         Raises:
             ConfigError: an argument does not fit, a tensor is not contiguous, or, where the mapping is on a CPU, it
-                names no expert of the domain.
+                names no expert of the domain. On the cuda engine inside a domain also, from a later call, sizes or
+                mappings differ between ranks.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         spare = _tensors("redundant_expert_weights", redundant_expert_weights)

@@ -1,4 +1,7 @@
-"""The kernel that copies experts to spare slots: bit for bit what the mapping asks for, and errors at all ranks."""
+"""The kernel that copies experts to spare slots: bit for bit what the mapping asks for, and errors at all ranks.
+
+What compares copies runs on GPUs too, and with every engine.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ from tests.emulation.late_epochs import set_combines
 from tests.multi_gpu.behaviour import draw, round_trip
 
 __all__ = [
+    "begin_copy",
     "check_copies",
     "check_copies_in_turn",
     "check_copies_past_the_last_number",
     "check_missing_rank",
     "check_ranks_that_disagree",
     "check_several_launches",
+    "compare_copies",
+    "draw_mapping",
 ]
 
 _UNTOUCHED = 7
@@ -34,12 +40,14 @@ _UNTOUCHED = 7
 _SIZES = (3 * 16384 + 4096 + 16, 2 * 16384, 12, 1, 16384 + 5, 36)
 
 
-def _experts(num_local: int, sizes: tuple[int, ...], shift: int, call: int) -> list[Tensor]:
+def _experts(
+    num_local: int, sizes: tuple[int, ...], shift: int, call: int, device: torch.device | None
+) -> list[Tensor]:
     """This rank's experts, ``[LE, size]`` uint8 each, which begin `shift` bytes behind a multiple of 16."""
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + call)
     tensors = []
     for size in sizes:
-        memory = torch.randint(0, 256, (num_local * size + shift + 16,), generator=generator).to(torch.uint8)
+        memory = torch.randint(0, 256, (num_local * size + shift + 16,), generator=generator).to(torch.uint8).to(device)
         begin = -memory.data_ptr() % 16 + shift
         tensors.append(memory[begin : begin + num_local * size].view(num_local, size))
     return tensors
@@ -55,22 +63,25 @@ def _copy(
     call: int = 0,
 ) -> None:
     """Copies experts, and compares the spare slots with what the home ranks have."""
-    _compare(mapping, *_begin(buffer, mapping, num_local, sizes, shift, call), call)
+    compare_copies(mapping, *begin_copy(buffer, mapping, num_local, sizes, shift, call), call)
     buffer.raise_pending()
 
 
-def _begin(
+def begin_copy(
     buffer: hybrid_ep.Buffer, mapping: Tensor, num_local: int, sizes: tuple[int, ...], shift: int, call: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies; returns the spare slots and the experts."""
-    experts = _experts(num_local, sizes, shift, call)
+    """Copies, on the device of the buffer; returns the spare slots and the experts."""
+    experts = _experts(num_local, sizes, shift, call, buffer.engine.device)
     spare = [torch.full_like(one[:1], _UNTOUCHED).repeat(mapping.shape[1] + 1, 1)[1:] for one in experts]
+    mapping = mapping.to(experts[0].device)
     buffer.lb_prefetch_weights(spare, experts, mapping, num_sms=random.Random(call).choice([0, 1, 3]))
     return spare, experts
 
 
-def _compare(mapping: Tensor, spare: list[Tensor], experts: list[Tensor], call: int) -> None:
-    for i, (got, mine) in enumerate(zip(spare, experts, strict=True)):
+def compare_copies(mapping: Tensor, spare: list[Tensor], experts: list[Tensor], call: int) -> None:
+    """Compares ``[B, size]`` spare slots with what the home ranks have. Collective."""
+    for i, (on_device, given) in enumerate(zip(spare, experts, strict=True)):
+        got, mine = on_device.cpu(), given.cpu()
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(found, mine)
         everyone = torch.cat(found)
@@ -79,7 +90,7 @@ def _compare(mapping: Tensor, spare: list[Tensor], experts: list[Tensor], call: 
             equal(got[slot], want, f"call {call}: tensor {i}, slot {slot} with expert {expert}")
 
 
-def _mapping(call: int, num_local: int, num_slots: int) -> Tensor:
+def draw_mapping(call: int, num_local: int, num_slots: int) -> Tensor:
     """Random, with holes: all ranks get expert 0, and in every second call the last rank none."""
     num_ranks = dist.get_world_size()
     generator = torch.Generator().manual_seed(call)
@@ -102,9 +113,9 @@ def check_copies(num_slots: int = 2) -> None:
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer, _routed() as routed:
         _copy(buffer, torch.full((num_ranks, num_slots), -1), num_local)
         for call, shift in enumerate((0, dist.get_rank(), 4, 0)):  # ranks may differ in that
-            _copy(buffer, _mapping(call, num_local, num_slots), num_local, shift=shift, call=call)
+            _copy(buffer, draw_mapping(call, num_local, num_slots), num_local, shift=shift, call=call)
             round_trip(buffer, routing, f"behind call {call}")
-    assert not routed.called
+        assert routed.called == (buffer.engine.name != "cuda")
 
 
 def check_copies_in_turn() -> None:
@@ -114,9 +125,9 @@ def check_copies_in_turn() -> None:
     for call, mapping in enumerate(mappings):
         mapping[call // 2 % num_ranks] = torch.arange(2) + call // 2 % 2 * num_ranks
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
-        begun = [_begin(buffer, mapping, 2, (90000, 12), 0, call) for call, mapping in enumerate(mappings)]
+        begun = [begin_copy(buffer, mapping, 2, (90000, 12), 0, call) for call, mapping in enumerate(mappings)]
         for call, (mapping, tensors) in enumerate(zip(mappings, begun, strict=True)):
-            _compare(mapping, *tensors, call)
+            compare_copies(mapping, *tensors, call)
 
 
 def check_copies_past_the_last_number() -> None:
@@ -125,17 +136,22 @@ def check_copies_past_the_last_number() -> None:
         set_combines(buffer.engine._control.local)  # type: ignore[attr-defined]
         dist.barrier()
         for call in range(6):
-            _copy(buffer, _mapping(call, 2, 2), 2, sizes=(40000, 12), call=call)
+            _copy(buffer, draw_mapping(call, 2, 2), 2, sizes=(40000, 12), call=call)
 
 
 def check_several_launches() -> None:
     """More tensors than a launch takes, more chunks than are staged; and more slots, which rows of a dispatch fill."""
+    from hybrid_ep import _cuda
+
     num_ranks = dist.get_world_size()
-    for num_slots, has_kernel in ((4096 // num_ranks, True), (4096 // num_ranks + 1, False)):
+    for num_slots, has_kernel in (
+        (_cuda.max_replicas // num_ranks, True),
+        (_cuda.max_replicas // num_ranks + 1, False),
+    ):
         mapping = torch.full((num_ranks, num_slots), -1)
         mapping[:, -1], mapping[0, 0] = 3, 1
         with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer, _routed() as routed:
-            _copy(buffer, mapping, 2, sizes=tuple(range(16, 16 + 18)))
+            _copy(buffer, mapping, 2, sizes=(*range(16, 16 + 17), 17000))
         assert routed.called != has_kernel
 
 

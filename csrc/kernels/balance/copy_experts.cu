@@ -32,12 +32,18 @@ constexpr int kRingBytes = kPushWarps * kPushRingBytes + kCopyWarps * kCopyRingB
 static_assert(kRingBytes <= kDynamicSharedBytes && kPushWarps <= kMaxReportQueues);
 static_assert(kMaxReplicas <= 1 << 15);  // an entry is an int16_t
 
-// What the mapping asks of this rank. Entries are counted through the mapping.
+// Entries of the mapping that name an expert, counted through the mapping.
+struct Entries {
+  int count;
+  int16_t numbers[kMaxReplicas];
+  int32_t experts[kMaxReplicas];
+};
+
+// What the mapping asks of this rank.
 struct Replicas {
-  int num_pushed, num_copied;
-  uint32_t checksum;             // of the mapping
-  int16_t pushed[kMaxReplicas];  // entries of other ranks whose expert is here, of the next ranks first
-  int16_t copied[kMaxReplicas];  // entries of this rank that name an expert
+  uint32_t checksum;  // of the mapping
+  Entries pushed;     // of other ranks, whose expert is here; of the next ranks first
+  Entries copied;     // of this rank
 };
 
 // The expert of an entry, or −1.
@@ -47,9 +53,13 @@ __device__ int expert_of(const CopyExpertsParams& params, int entry) {
 }
 
 // Appends the entries of the lanes for which `is_one`. Collective over a warp, which keeps the count.
-__device__ void append(int16_t* list, int& count, bool is_one, int entry) {
+__device__ void append(Entries& entries, int& count, bool is_one, int entry, int expert) {
   const unsigned lanes = __ballot_sync(kAllLanes, is_one);
-  if (is_one) list[count + __popc(lanes & ((1u << threadIdx.x % 32) - 1))] = static_cast<int16_t>(entry);
+  const int place = count + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
+  if (is_one) {
+    entries.numbers[place] = static_cast<int16_t>(entry);
+    entries.experts[place] = expert;
+  }
   count += __popc(lanes);
 }
 
@@ -63,15 +73,16 @@ __device__ void find_replicas(const CopyExpertsParams& params, Replicas& replica
     for (int i = 0; i < num_entries - num_slots; i += 32) {
       const int entry = (first + i + lane) % num_entries;
       const int expert = i + lane < num_entries - num_slots ? expert_of(params, entry) : -1;
-      append(replicas.pushed, count, expert >= 0 && expert / params.num_local == rank, entry);
+      append(replicas.pushed, count, expert >= 0 && expert / params.num_local == rank, entry, expert);
     }
-    if (lane == 0) replicas.num_pushed = count;
+    if (lane == 0) replicas.pushed.count = count;
   } else if (warp == 1) {
     for (int i = 0; i < num_slots; i += 32) {
       const int entry = rank * num_slots + i + lane;
-      append(replicas.copied, count, i + lane < num_slots && expert_of(params, entry) >= 0, entry);
+      const int expert = i + lane < num_slots ? expert_of(params, entry) : -1;
+      append(replicas.copied, count, expert >= 0, entry, expert);
     }
-    if (lane == 0) replicas.num_copied = count;
+    if (lane == 0) replicas.copied.count = count;
   } else if (warp == 2) {
     uint32_t sum = 0;
     for (int i = lane; i < num_entries; i += 32) {
@@ -118,18 +129,18 @@ class PushedChunks {
  public:
   static constexpr int kStages = kPushStages, kStoresInFlight = kPushStoresInFlight;
 
-  __device__ PushedChunks(const CopyExpertsParams& params, const Replicas& replicas, ReportQueue& queue)
+  __device__ PushedChunks(const CopyExpertsParams& params, const Entries& entries, ReportQueue& queue)
       : params_(params),
-        replicas_(replicas),
+        entries_(entries),
         queue_(queue),
         items_(&params.domain.control[params.domain.rank]->sent_items) {}
 
   __device__ bool next(Chunk& chunk) {
     const int item = items_.take();
-    if (item >= replicas_.num_pushed * params_.num_chunks) return false;
-    const int entry = replicas_.pushed[item % replicas_.num_pushed], number = item / replicas_.num_pushed;
+    if (item >= entries_.count * params_.num_chunks) return false;
+    const int i = item % entries_.count, entry = entries_.numbers[i], number = item / entries_.count;
     const Place place = place_of(params_, params_.first_chunk + number);
-    const int64_t expert = expert_of(params_, entry) - params_.domain.rank * params_.num_local;
+    const int64_t expert = entries_.experts[i] - params_.domain.rank * params_.num_local;
     chunk.peer = entry / params_.num_slots;
     chunk.index = entry % params_.num_slots * params_.num_chunks + number;
     chunk.source = place.tensor->experts + expert * place.tensor->item_bytes + place.offset;
@@ -172,7 +183,7 @@ class PushedChunks {
   }
 
   const CopyExpertsParams& params_;
-  const Replicas& replicas_;
+  const Entries& entries_;
   ReportQueue& queue_;
   WorkIndices<> items_;
   int32_t sent_ = 0;
@@ -185,19 +196,18 @@ class CopiedChunks {
  public:
   static constexpr int kStages = kCopyStages, kStoresInFlight = kCopyStoresInFlight;
 
-  __device__ CopiedChunks(const CopyExpertsParams& params, const Replicas& replicas, const Waiter& waiter,
-                          uint32_t epoch)
+  __device__ CopiedChunks(const CopyExpertsParams& params, const Entries& entries, const Waiter& waiter, uint32_t epoch)
       : params_(params),
-        replicas_(replicas),
+        entries_(entries),
         waiter_(waiter),
         epoch_(epoch),
         items_(&params.domain.control[params.domain.rank]->summed_tokens) {}
 
   __device__ bool next(Chunk& chunk) {
     const int item = items_.take(), rank = params_.domain.rank;
-    if (item >= replicas_.num_copied * params_.num_chunks) return false;
-    const int entry = replicas_.copied[item % replicas_.num_copied], number = item / replicas_.num_copied;
-    const int slot = entry - rank * params_.num_slots, expert = expert_of(params_, entry);
+    if (item >= entries_.count * params_.num_chunks) return false;
+    const int i = item % entries_.count, number = item / entries_.count;
+    const int slot = entries_.numbers[i] - rank * params_.num_slots, expert = entries_.experts[i];
     const Place place = place_of(params_, params_.first_chunk + number);
     chunk.peer = expert / params_.num_local;
     chunk.index = slot * params_.num_chunks + number;
@@ -251,7 +261,7 @@ class CopiedChunks {
   }
 
   const CopyExpertsParams& params_;
-  const Replicas& replicas_;
+  const Entries& entries_;
   const Waiter& waiter_;
   const uint32_t epoch_;
   WorkIndices<> items_;
@@ -327,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
   if (pushes) {
     ReportQueue& queue = own.report_queues[blockIdx.x][warp];
     if (ok && is_same) {
-      PushedChunks chunks(params, replicas, queue);
+      PushedChunks chunks(params, replicas.pushed, queue);
       move_chunks(chunks, shared + warp * kPushRingBytes, push_barriers[warp]);
     }
     if (threadIdx.x % 32 == 0) push_report(queue, kLastReport);
@@ -335,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
     report_chunks<kPushWarps>(domain, epoch, own.report_queues[blockIdx.x]);
   } else if (ok && is_same) {
     const int ring = warp - kPushWarps - 1;
-    CopiedChunks chunks(params, replicas, waiter, epoch);
+    CopiedChunks chunks(params, replicas.copied, waiter, epoch);
     ok = move_chunks(chunks, shared + kPushWarps * kPushRingBytes + ring * kCopyRingBytes, copy_barriers[ring]);
   }
   if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
