@@ -2,7 +2,7 @@
 
     python benchmarks/weights.py --ranks 2
 
-Kernels are those of `lb_prefetch_weights`: one that stages what arrives, or with --by-dispatch those that send rows of a
+Kernels are those of `lb_prefetch_weights`: one that stages what arrives; with --by-dispatch those that send rows of a
 dispatch, as other engines do. A copy engine writes once, into memory that the ranks share, and nobody is told: that is
 the wire. On a CPU there are no copy engines, and rows of a dispatch are sent in any case.
 """

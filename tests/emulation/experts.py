@@ -32,6 +32,7 @@ __all__ = [
     "check_ranks_that_disagree",
     "check_several_launches",
     "compare_copies",
+    "draw_experts",
     "draw_mapping",
 ]
 
@@ -40,17 +41,17 @@ _UNTOUCHED = 7
 _SIZES = (3 * 16384 + 4096 + 16, 2 * 16384, 12, 1, 16384 + 5, 36)
 
 
-def _experts(
-    num_local: int, sizes: tuple[int, ...], shift: int, call: int, device: torch.device | None
-) -> list[Tensor]:
-    """This rank's experts, ``[LE, size]`` uint8 each, which begin `shift` bytes behind a multiple of 16."""
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + call)
-    tensors = []
-    for size in sizes:
-        memory = torch.randint(0, 256, (num_local * size + shift + 16,), generator=generator).to(torch.uint8).to(device)
-        begin = -memory.data_ptr() % 16 + shift
-        tensors.append(memory[begin : begin + num_local * size].view(num_local, size))
-    return tensors
+def draw_experts(rank: int, num_local: int, sizes: tuple[int, ...], call: int) -> list[Tensor]:
+    """The experts of a rank, ``[LE, size]`` uint8 each."""
+    generator = torch.Generator().manual_seed(100 * rank + call)
+    return [torch.randint(0, 256, (num_local, size), generator=generator).to(torch.uint8) for size in sizes]
+
+
+def _shifted(tensor: Tensor, shift: int, device: torch.device | None) -> Tensor:
+    """The same on a device, `shift` bytes behind a multiple of 16."""
+    memory = torch.empty(tensor.numel() + shift + 16, dtype=torch.uint8, device=device)
+    begin = -memory.data_ptr() % 16 + shift
+    return memory[begin : begin + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def _copy(
@@ -63,30 +64,33 @@ def _copy(
     call: int = 0,
 ) -> None:
     """Copies experts, and compares the spare slots with what the home ranks have."""
-    compare_copies(mapping, *begin_copy(buffer, mapping, num_local, sizes, shift, call), call)
+    spare, _ = begin_copy(buffer, mapping, num_local, sizes, shift, call)
     buffer.raise_pending()
+    compare_copies(mapping, spare, [draw_experts(r, num_local, sizes, call) for r in range(len(mapping))], call)
 
 
 def begin_copy(
     buffer: hybrid_ep.Buffer, mapping: Tensor, num_local: int, sizes: tuple[int, ...], shift: int, call: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Copies, on the device of the buffer; returns the spare slots and the experts."""
-    experts = _experts(num_local, sizes, shift, call, buffer.engine.device)
+    experts = [
+        _shifted(one, shift, buffer.engine.device) for one in draw_experts(dist.get_rank(), num_local, sizes, call)
+    ]
     spare = [torch.full_like(one[:1], _UNTOUCHED).repeat(mapping.shape[1] + 1, 1)[1:] for one in experts]
     mapping = mapping.to(experts[0].device)
     buffer.lb_prefetch_weights(spare, experts, mapping, num_sms=random.Random(call).choice([0, 1, 3]))
     return spare, experts
 
 
-def compare_copies(mapping: Tensor, spare: list[Tensor], experts: list[Tensor], call: int) -> None:
-    """Compares ``[B, size]`` spare slots with what the home ranks have. Collective."""
-    for i, (on_device, given) in enumerate(zip(spare, experts, strict=True)):
-        got, mine = on_device.cpu(), given.cpu()
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-        everyone = torch.cat(found)
+def compare_copies(mapping: Tensor, spare: list[Tensor], everyone: list[list[Tensor]], call: int) -> None:
+    """Compares ``[B, size]`` spare slots with the experts of their home ranks, which are given by rank. Local."""
+    num_local = len(everyone[0][0])
+    for i, tensor in enumerate(spare):
+        got = tensor.cpu()
         for slot, expert in enumerate(mapping[dist.get_rank()].tolist()):
-            want = everyone[expert] if expert >= 0 else torch.full_like(got[slot], _UNTOUCHED)
+            want = torch.full_like(got[slot], _UNTOUCHED)
+            if expert >= 0:
+                want = everyone[expert // num_local][i][expert % num_local]
             equal(got[slot], want, f"call {call}: tensor {i}, slot {slot} with expert {expert}")
 
 
@@ -120,14 +124,15 @@ def check_copies(num_slots: int = 2) -> None:
 
 def check_copies_in_turn() -> None:
     """Calls that follow each other at once: ranks that have less to copy are ahead of the others."""
-    num_ranks = dist.get_world_size()
+    num_ranks, sizes = dist.get_world_size(), (90000, 12)
     mappings = [torch.full((num_ranks, 2), -1) for _ in range(8)]
     for call, mapping in enumerate(mappings):
         mapping[call // 2 % num_ranks] = torch.arange(2) + call // 2 % 2 * num_ranks
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
-        begun = [begin_copy(buffer, mapping, 2, (90000, 12), 0, call) for call, mapping in enumerate(mappings)]
-        for call, (mapping, tensors) in enumerate(zip(mappings, begun, strict=True)):
-            compare_copies(mapping, *tensors, call)
+        begun = [begin_copy(buffer, mapping, 2, sizes, 0, call)[0] for call, mapping in enumerate(mappings)]
+        buffer.raise_pending()
+    for call, (mapping, spare) in enumerate(zip(mappings, begun, strict=True)):
+        compare_copies(mapping, spare, [draw_experts(rank, 2, sizes, call) for rank in range(num_ranks)], call)
 
 
 def check_copies_past_the_last_number() -> None:

@@ -303,6 +303,13 @@ STEPS = [
         _COPIES,
     ),
     Step(
+        "ranks compare sizes of experts",
+        _EXPERTS,
+        "kCopiesExperts | params.sizes",
+        "kCopiesExperts",
+        (3, "emulation.experts.check_ranks_that_disagree"),
+    ),
+    Step(
         "ranks compare mappings",
         _EXPERTS,
         "replicas.checksum >> 1",

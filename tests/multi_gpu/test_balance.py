@@ -14,7 +14,14 @@ from hybrid_ep.balance.grouped import dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
 from hybrid_ep.nn import MoELayer
 from tests.emulation.balance import check_routes, check_take
-from tests.emulation.experts import begin_copy, check_copies, check_copies_in_turn, compare_copies, draw_mapping
+from tests.emulation.experts import (
+    begin_copy,
+    check_copies,
+    check_copies_in_turn,
+    compare_copies,
+    draw_experts,
+    draw_mapping,
+)
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -169,7 +176,7 @@ def test_copies_of_experts(run_gpus: RunGpus, check: Callable[[], None], num_ran
 
 def _captured_copies() -> None:
     """A replay follows the mapping and the weights that are there then."""
-    rank, num_ranks, sizes = dist.get_rank(), dist.get_world_size(), (1_000_000, 48)
+    num_ranks, sizes = dist.get_world_size(), (1_000_000, 48)
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
         mapping = draw_mapping(0, 3, 2).cuda()
         spare, experts = begin_copy(buffer, mapping, 3, sizes, 0, 0)
@@ -180,12 +187,13 @@ def _captured_copies() -> None:
         for call in range(1, 8):
             drawn = draw_mapping(call, 3, 2)
             mapping.copy_(drawn)
-            for one in experts:
-                one.add_(call + rank)
+            everyone = [draw_experts(rank, 3, sizes, call) for rank in range(num_ranks)]
+            for mine, one in zip(experts, everyone[dist.get_rank()], strict=True):
+                mine.copy_(one)
             for one in spare:
                 one.fill_(7)
             graph.replay()
-            compare_copies(drawn, spare, experts, call)
+            compare_copies(drawn, spare, everyone, call)
         buffer.raise_pending()
 
 
