@@ -144,6 +144,20 @@ class Communicator:
         handle: int,
         stream: int,
     ) -> None: ...
+    @property
+    def default_copy_sms(self) -> int: ...
+    @staticmethod
+    def staging_bytes(item_bytes: list[int], num_slots: int) -> int: ...
+    def copy_experts(
+        self,
+        *,
+        tensors: list[tuple[int, int, int]],
+        mapping: int,
+        num_slots: int,
+        num_local: int,
+        num_sms: int,
+        stream: int,
+    ) -> None: ...
     def wait_for_counts(
         self, counts_epoch: int, stream: int, counts: int, num_counts: int
     ) -> tuple[bool, int, int, int, int, int, int, int, int, int] | None: ...
@@ -295,6 +309,7 @@ def map_online(
     stream: int,
 ) -> None: ...
 
+max_replicas: int
 replica_routes_max_experts: int
 
 def replica_routes(

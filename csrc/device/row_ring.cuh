@@ -8,6 +8,7 @@
 // there are no stores.
 #pragma once
 
+#include "device/byte_copy.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/row_ring_limits.h"
 
@@ -43,6 +44,15 @@ class RowRing {
       ptx::barrier_expect(barrier_of(load_stage_), num_bytes);
       ptx::bulk_load(stages_ + load_stage_ * row_bytes_, from, num_bytes, barrier_of(load_stage_));
     }
+    if (++load_stage_ == num_stages_) load_stage_ = 0;
+  }
+
+  // The same by ordinary loads of all lanes, for what the copy engine cannot load.
+  __device__ void fill(const uint8_t* from, int num_bytes) {
+    copy_bytes(memory_ + load_stage_ * row_bytes_, from, num_bytes);
+    ptx::fence_shared_for_bulk();
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_expect(barrier_of(load_stage_), 0);
     if (++load_stage_ == num_stages_) load_stage_ = 0;
   }
 

@@ -39,11 +39,19 @@ __device__ inline void report_other_call(FaultRecord* record, KernelName kernel,
   report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
 }
 
-// The same for a combine: word 0 or 1 of ControlBlock::ready, which ranks compare before any row is sent, differs.
-__device__ inline void report_other_combine(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
-                                            uint32_t mine, uint32_t theirs) {
+// The same for word 0 or 1 of ControlBlock::ready, which ranks compare before anything is sent.
+__device__ inline void report_other_ready(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
+                                          uint32_t mine, uint32_t theirs) {
   CallField field = CallField::kHandle;
-  if (word == 0 && mine >> kNumWeightsBits != theirs >> kNumWeightsBits) {
+  if (((mine ^ theirs) & kCopiesExperts) != 0) {
+    field = CallField::kCall;
+    mine = (mine & kCopiesExperts) != 0;
+    theirs = (theirs & kCopiesExperts) != 0;
+  } else if ((mine & kCopiesExperts) != 0) {
+    field = word == 0 ? CallField::kExpertSizes : CallField::kReplicaMapping;
+    mine &= ~kCopiesExperts;
+    theirs &= ~kCopiesExperts;
+  } else if (word == 0 && mine >> kNumWeightsBits != theirs >> kNumWeightsBits) {
     field = CallField::kHidden;
     mine >>= kNumWeightsBits;
     theirs >>= kNumWeightsBits;

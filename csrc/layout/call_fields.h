@@ -30,15 +30,20 @@ enum class CallField : int32_t {
   // Of a low-latency dispatch.
   kShape,        // both words of its LowLatencyCall; the host finds which field differs
   kGlobalScale,  // its upper half
-  kLogFmt        // of a low-latency combine
+  kLogFmt,       // of a low-latency combine
+  // Of a copy of experts.
+  kCall,           // whether it is one, and not a combine
+  kExpertSizes,    // a checksum
+  kReplicaMapping  // a checksum
 };
 constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 
 inline const char* key_of(CallField field) {
-  constexpr const char* kKeys[] = {"num_experts",  "num_topk",     "has_topk",   "has_weights",      "hidden",
-                                   "dtype",        "scale_dtype",  "num_scales", "num_worst_tokens", "is_bounded",
-                                   "common_bound", "pad_multiple", "handle",     "num_weights",      "shape",
-                                   "global_scale", "use_logfmt"};
+  constexpr const char* kKeys[] = {"num_experts",      "num_topk",       "has_topk",     "has_weights",
+                                   "hidden",           "dtype",          "scale_dtype",  "num_scales",
+                                   "num_worst_tokens", "is_bounded",     "common_bound", "pad_multiple",
+                                   "handle",           "num_weights",    "shape",        "global_scale",
+                                   "use_logfmt",       "copies_experts", "expert_sizes", "replica_mapping"};
   return kKeys[static_cast<int>(field)];
 }
 

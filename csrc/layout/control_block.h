@@ -30,7 +30,7 @@ struct CountRow {
   uint64_t words[kTokensPerExpert + kMaxExperts];
 };
 
-// Chunks that a warp of a combine has sent, on their way to the warp of its CTA that reports them. Both counters are
+// Chunks that a warp has sent, on their way to the warp of its CTA that reports them. Both counters are
 // stored with release and loaded with acquire, at CTA scope.
 struct alignas(32) ReportQueue {
   static constexpr uint32_t kCapacity = 4;
@@ -39,16 +39,18 @@ struct alignas(32) ReportQueue {
 };
 
 // What a combine publishes before any rank sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number
-// of the handle's dispatch. Equal at all ranks, otherwise no rank sends. Stored with release, loaded with acquire, at
-// system scope.
+// of the handle's dispatch. A copy of experts, which counts as a combine, publishes checksums of the experts' sizes and
+// of the mapping, each with kCopiesExperts. Equal at all ranks, otherwise no rank sends. Stored with release, loaded
+// with acquire, at system scope.
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
+constexpr uint32_t kCopiesExperts = 1u << 31;
 
 struct ControlBlock {
   // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.
   CountRow counts[kMaxRanks];
   uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch have arrived in this rank's arena
-  uint64_t ready[kMaxRanks][kNumReadyWords];  // by i when its arena may be written by this rank's combine
-  uint32_t chunk_epoch[kMaxRanks][kMaxTokens / kRowsPerChunk];  // raised by i per chunk of partial rows
+  uint64_t ready[kMaxRanks][kNumReadyWords];            // by i when its arena may be written by this rank's combine
+  uint32_t chunk_epoch[kMaxRanks][kMaxChunksOfSource];  // raised by i per chunk of partial rows, or of experts
   uint32_t
       missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none. Never reset
 
@@ -63,9 +65,9 @@ struct ControlBlock {
   uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels
   unsigned long long refused;  // of a dispatch: FaultKind << 32 | argument, the first that is wrong; 0 between kernels
   // Counters of work indices, relaxed, at GPU scope; 0 between kernels. Each is in a cache line that nobody polls.
-  alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, chunks of a combine
-  alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps
-  alignas(kLineBytes) ReportQueue report_queues[kMaxCtas][kCombineSendWarps];
+  alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, else chunks
+  alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps; chunks that are copied out of staging
+  alignas(kLineBytes) ReportQueue report_queues[kMaxCtas][kMaxReportQueues];
   int32_t cta_counts[kMaxCtas][kMaxRanks + kMaxExperts];
 };
 

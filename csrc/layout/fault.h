@@ -25,7 +25,8 @@ enum class KernelName : int32_t {
   kLowLatencyCombine = 3,
   kDispatchBetween = 4,
   kCombineBetween = 5,
-  kStreamChunks = 6
+  kStreamChunks = 6,
+  kCopyExperts = 7
 };
 
 // What a wait waits for. The names that people read are in runtime/communicator.cpp.
@@ -42,7 +43,8 @@ enum class WaitTag : int32_t {
   kCredits = 9,
   kCommands = 10,
   kHeld = 11,
-  kSignals = 12
+  kSignals = 12,
+  kExperts = 13
 };
 
 // What low-latency kernels that send wait for. They wait for a part of the timeout only: device/low_latency.cuh.

@@ -10,9 +10,15 @@ constexpr int kMaxTopk = 32;       // one lane of a warp per expert of a token
 constexpr int kMaxTokens = 65536;  // of one rank in one call
 constexpr int kMaxCtas = 160;      // SMs of the largest supported GPU, rounded up
 constexpr int kMaxRowBytes = 32768;
-constexpr int kRowAlignBytes = 16;    // what the bulk copy engine moves
-constexpr int kLineBytes = 128;       // of L2. A bulk store whose source or target begins within one takes more packets
-constexpr int kRowsPerChunk = 4;      // rows of combine that share one arrival flag
-constexpr int kCombineSendWarps = 2;  // of a CTA
+constexpr int kRowAlignBytes = 16;   // what the bulk copy engine moves
+constexpr int kLineBytes = 128;      // of L2. A bulk store whose source or target begins within one takes more packets
+constexpr int kRowsPerChunk = 4;     // rows of combine that share one arrival flag
+constexpr int kMaxReportQueues = 8;  // of a CTA: warps that send chunks, each of which has a flag
+
+// Of a copy of experts.
+constexpr int kExpertChunkBytes = 16384;   // of one tensor, with one flag
+constexpr int kMaxExpertTensors = 16;      // of one launch
+constexpr int kMaxReplicas = 2048;         // ranks × spare slots
+constexpr int kMaxChunksOfSource = 16384;  // that a source sends a rank in one launch, hence chunks that are staged
 
 }  // namespace hybrid_ep

@@ -35,6 +35,8 @@ const char* name_of(KernelName kernel) {
       return "link alone";
     case KernelName::kCombineBetween:
       return "combine between domains";
+    case KernelName::kCopyExperts:
+      return "copy of experts";
   }
   return "unknown";
 }
@@ -67,6 +69,8 @@ const char* name_of(WaitTag tag) {
       return "records to forward";
     case WaitTag::kSignals:
       return "rows of experts";
+    case WaitTag::kExperts:
+      return "weights of experts";
   }
   return "unknown";
 }
@@ -76,6 +80,35 @@ bool is_busy(int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
   const RelaxedCaptureMode relaxed;
   return !is_done(cudaStreamQuery(stream), "cudaStreamQuery");
+}
+
+// What one launch copies of each expert: some of the chunks of some of its tensors.
+struct ExpertLaunch {
+  int first_tensor, num_tensors, first_chunk, num_chunks;
+};
+
+std::vector<ExpertLaunch> launches_of(const std::vector<ExpertTensor>& tensors, int num_slots) {
+  const int most_chunks = max_chunks_of_launch(num_slots), num_tensors = static_cast<int>(tensors.size());
+  std::vector<ExpertLaunch> launches;
+  for (int first = 0; first < num_tensors; first += kMaxExpertTensors) {
+    const int count = std::min(kMaxExpertTensors, num_tensors - first);
+    int num_chunks = 0;
+    for (int t = first; t < first + count; ++t) num_chunks += tensors[t].num_chunks();
+    for (int chunk = 0; chunk < num_chunks; chunk += most_chunks) {
+      launches.push_back({first, count, chunk, std::min(most_chunks, num_chunks - chunk)});
+    }
+  }
+  return launches;
+}
+
+// Of what must be equal at all ranks. Less than kCopiesExperts.
+uint32_t checksum_of(const std::vector<ExpertTensor>& tensors, int num_slots, int num_local) {
+  uint64_t sum = 0;
+  const auto add = [&](int64_t value) { sum = (sum ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15; };
+  add(num_slots);
+  add(num_local);
+  for (const ExpertTensor& tensor : tensors) add(tensor.item_bytes);
+  return static_cast<uint32_t>(sum >> 33);
 }
 
 template <typename T>
@@ -101,6 +134,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   prepare_dispatch();
   prepare_combine();
   prepare_duplicate();
+  prepare_copy_experts();
   host_counts_ = pinned<HostCounts>();
   pool_reports_ = pinned<PoolReports>();
   fault_ = pinned<FaultRecord>();
@@ -269,6 +303,41 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
                       tensors.weights, kept.row_epoch, plan.num_topk, *plan.num_expert_rows};
   }
   launch_combine(params, num_expert_sms, stream);
+}
+
+int Communicator::default_copy_sms() const { return combine_sms(0, num_device_sms_); }
+
+int64_t Communicator::staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots) {
+  int64_t num_bytes = 0;
+  for (const ExpertLaunch& launch : launches_of(tensors, num_slots)) {
+    num_bytes = std::max(num_bytes, staged_bytes(num_slots, launch.num_chunks));
+  }
+  return num_bytes;
+}
+
+void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots,
+                                int num_local, int num_sms, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const int64_t num_entries = static_cast<int64_t>(domain_.num_ranks) * num_slots;
+  require(num_entries <= kMaxReplicas, "spare slots of all ranks", num_entries, "≤ 2048");
+  const int64_t staged = staging_bytes(tensors, num_slots);
+  require(staged <= domain_.slot_bytes, "bytes of staged experts", staged, "what a slot holds");
+  CopyExpertsParams params{};
+  params.domain = domain_;
+  params.mapping = mapping;
+  params.num_slots = num_slots;
+  params.num_local = num_local;
+  params.sizes = checksum_of(tensors, num_slots, num_local);
+  for (const ExpertLaunch& launch : launches_of(tensors, num_slots)) {
+    params.num_tensors = launch.num_tensors;
+    for (int t = 0, end = 0; t < launch.num_tensors; ++t) {
+      params.tensors[t] = tensors[launch.first_tensor + t];
+      params.end_chunk[t] = end += params.tensors[t].num_chunks();
+    }
+    params.first_chunk = launch.first_chunk;
+    params.num_chunks = launch.num_chunks;
+    launch_copy_experts(params, combine_sms(num_sms, num_device_sms_), stream);
+  }
 }
 
 const HostCounts* Communicator::wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/balance/copy_experts.h"
 #include "kernels/params.h"
 #include "layout/epoch.h"
 #include "runtime/plan.h"
@@ -65,6 +66,14 @@ class Communicator {
                  int num_sms, cudaStream_t stream);
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts, int handle,
                cudaStream_t stream);
+
+  // Copies experts to the spare slots of all ranks. The arena's first slot stages them: staging_bytes(). num_sms = 0:
+  // the default. `mapping` is [R, num_slots] in device memory.
+  void copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots, int num_local,
+                    int num_sms, cudaStream_t stream);
+  static int64_t staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots);
+  // SMs of a copy that does not ask for a number.
+  int default_copy_sms() const;
 
   // Waits, without a device synchronisation, until the call with this epoch, which runs on `stream`, has written the
   // host counts. The next call overwrites them. The timeout begins with the call's kernel, however long the stream

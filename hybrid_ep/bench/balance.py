@@ -20,7 +20,7 @@ from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.measure import RankMeasurement, anywhere
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_calls
-from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights, route_replicas
+from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.layer import MoELayer
@@ -101,7 +101,7 @@ class _Layer(MoELayer):
         if mapper is not None:
             mapping = mapper.phy2log[0].view(num_ranks, num_slots)
             up, down = (one.new_zeros(num_slots, *one.shape[1:]) for one in weights)
-            copy_weights(mover, route_replicas(mover, mapping, num_experts // num_ranks), (up, down), weights)
+            copy_weights(mover, mapping, (up, down), weights)
             weights = up, down
         self.experts = Experts(buffer, *weights)
         self._mover, self._mapper, self._batch = mover, mapper, batch
@@ -124,15 +124,13 @@ class _Layer(MoELayer):
         exchange, num_local = CountExchange(self.buffer, self.num_experts), self.num_experts // self.buffer.group_size
         counts = exchange.gather(self._batch.topk_idx)
         plan = self._make_plan(counts)
-        routes = route_replicas(self._mover, plan.spare, num_local)
         slots = self.experts.slots(_NUM_SPARE)
         spare, home = [one[num_local:] for one in slots], [one[:num_local] for one in slots]
         return {
             "counts of all ranks": lambda: exchange.gather(self._batch.topk_idx),
             "plan": lambda: self._make_plan(counts),
             "map": lambda: map_online(plan, counts, self._batch.topk_idx, self.buffer.rank),
-            "routes of replicas": lambda: route_replicas(self._mover, plan.spare, num_local),
-            "weights to replicas": lambda: copy_weights(self._mover, routes, spare, home),
+            "weights to replicas": lambda: copy_weights(self._mover, plan.spare, spare, home),
         }
 
     def _map_placed(self) -> Tensor:

@@ -1,8 +1,8 @@
 """Experts' weights to the ranks of their replicas, and the gradients of replicas back.
 
-Both are sent as rows of a dispatch, bit for bit. So every engine can send them, with the errors and timeouts of a
-dispatch. The bytes of one expert in all tensors make a record, which is cut into rows of bf16. Only the sums are made
-here.
+Weights go by a kernel of the engine if it has one. Otherwise both are sent as rows of a dispatch, bit for bit. So every
+engine can send them, with the errors and timeouts of a dispatch. The bytes of one expert in all tensors make a record,
+which is cut into rows of bf16. Only the sums are made here.
 
     weights   experts[LE, …] ─ records ─► dispatch to the ranks of the replicas ─► spare[B, …]
     gradients spare[B, …] ─ records ─► dispatch to the home ranks ─► added in fp32: this rank's first, then by rank
@@ -21,7 +21,7 @@ from torch import Tensor
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import MAX_TOPK, require
-from hybrid_ep.engine.calls import DispatchRequest, Routing, Rows
+from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, Routing, Rows
 
 __all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "route_replicas"]
 
@@ -31,8 +31,8 @@ _MAX_ROWS = 32768  # of one dispatch: 256 MiB. The cuda engine takes twice as ma
 
 
 class ReplicaRoutes(NamedTuple):
-    """Where the weights of replicas come from and go to. One mapping of experts to spare slots gives the routes of all
-    tensors, forwards and backwards.
+    """Where replicas' weights, or their gradients, come from and go to as rows. One mapping of experts to spare slots
+    gives the routes of all tensors, forwards and backwards.
 
     Attributes:
         first_rank: with which the mapping begins.
@@ -104,23 +104,29 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
 
 def copy_weights(
     buffer: BaseBuffer,
-    routes: ReplicaRoutes,
+    mapping: Tensor,
     spare: Sequence[Tensor],
     experts: Sequence[Tensor],
+    first_rank: int = 0,
     num_sms: int | None = None,
 ) -> None:
     """Fills each ``spare[B, *shape]`` from the ``experts[LE, *shape]`` of other ranks. Collective over the group.
 
     Args:
-        buffer: moves the rows.
-        routes: on the device of the tensors.
+        buffer: moves the weights.
+        mapping: as in `route_replicas`, on the device of the tensors.
         spare: contiguous, written where the mapping names an expert.
         experts: contiguous; as many, of the same shapes and dtypes.
+        first_rank: with which the mapping begins.
         num_sms: SMs to use; None = the engine's choice.
     """
-    num_sent, num_slots = len(routes.sent), len(routes.arrived)
-    if not spare or num_slots == 0:
+    if not spare or mapping.shape[1] == 0:
         return
+    mapping = mapping.contiguous()
+    if buffer.engine.copy_experts(ExpertCopies(spare, experts, mapping, num_sms)):
+        return
+    routes = route_replicas(buffer, mapping, experts[0].shape[0], first_rank)
+    num_sent, num_slots = len(routes.sent), len(routes.arrived)
     for part in _parts_of(experts, num_sent):
         records = part.empty(num_sent, experts[0].device)
         for cut in part.cuts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
-from hybrid_ep.buffers.expert_moves import ReplicaRoutes, add_gradients, copy_weights, route_replicas
+from hybrid_ep.buffers.expert_moves import add_gradients, copy_weights, route_replicas
 from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
@@ -44,13 +44,14 @@ class LoadBalanceCalls(BaseBuffer):
 
         Raises:
             ConfigError: an argument does not fit, a tensor is not contiguous, or, where the mapping is on a CPU, it
-                names no expert of the domain.
+                names no expert of the domain. On the cuda engine inside a domain also, from a later call, sizes or
+                mappings differ between ranks.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         spare = _tensors("redundant_expert_weights", redundant_expert_weights)
         experts = _tensors("expert_weights", expert_weights)
-        routes = self._route(spare, experts, redundancy_mapping, num_sms, previous_event)
-        copy_weights(self, routes, spare, experts, num_sms or None)
+        mapping = self._check(spare, experts, redundancy_mapping, num_sms, previous_event)
+        copy_weights(self, mapping, spare, experts, self.grid.domain.start, num_sms or None)
         return EventOverlap(EventHandle())
 
     def lb_reduce_grads(
@@ -82,23 +83,25 @@ class LoadBalanceCalls(BaseBuffer):
         """
         spare = _tensors("redundant_expert_grads", redundant_expert_grads)
         homes = _tensors("expert_grads", expert_grads)
-        routes = self._route(spare, homes, redundancy_mapping, num_sms, previous_event)
+        mapping = self._check(spare, homes, redundancy_mapping, num_sms, previous_event)
+        num_local = homes[0].shape[0] if homes else 1
+        routes = route_replicas(self, mapping, num_local, self.grid.domain.start)
         add_gradients(self, routes, redundancy_mapping.tolist(), spare, homes, num_sms or None)
         return EventOverlap(EventHandle())
 
     def lb_get_theoretical_num_sms(self) -> int:
-        """Returns how many SMs the two calls take with ``num_sms=0``: as many as a dispatch. Local."""
-        return self.engine.default_num_sms
+        """Returns how many SMs the calls take at most with ``num_sms=0``. Local."""
+        return max(self.engine.default_copy_sms, self.engine.default_num_sms)
 
-    def _route(
+    def _check(
         self,
         spare: list[Tensor],
         homes: list[Tensor],
         mapping: Tensor,
         num_sms: int,
         previous_event: EventOverlap | EventHandle | None,
-    ) -> ReplicaRoutes:
-        """Checks what both calls share, waits for the event, and returns the routes."""
+    ) -> Tensor:
+        """Checks what both calls share, waits for the event, and returns the mapping as int64 beside the tensors."""
         require(len(spare) == len(homes), "tensors of spare slots", len(spare), f"{len(homes)}, as of the experts")
         shape = (self.grid.num_ranks_per_domain, spare[0].shape[0] if spare else None)
         require_tensor("redundancy_mapping", mapping, dtypes=(torch.int32, torch.int64), shape=shape)
@@ -110,9 +113,7 @@ class LoadBalanceCalls(BaseBuffer):
             event.current_stream_wait()
         for ours, theirs in zip(spare, homes, strict=True):
             _require_alike(ours, theirs, (spare[0].shape[0], homes[0].shape[0]))
-        num_local = homes[0].shape[0] if homes else 1
-        device = homes[0].device if homes else mapping.device
-        return route_replicas(self, mapping.to(device, torch.int64), num_local, self.grid.domain.start)
+        return mapping.to(homes[0].device if homes else mapping.device, torch.int64)
 
 
 def _tensors(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:

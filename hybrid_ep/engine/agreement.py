@@ -43,6 +43,7 @@ CALLS = (
     "low_latency_combine",
     "barrier",
     "sum over ranks",
+    "copy of experts",
 )
 # Formats of low-latency rows, as csrc/layout/low_latency_layout.h numbers them (ScaleFormat).
 _FORMATS = (
@@ -121,6 +122,8 @@ FIELDS: dict[str, Field] = {
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),
+    "expert_sizes": Field("checksum of the sizes of experts and spare slots", _as_number),
+    "replica_mapping": Field("checksum of redundancy_mapping", _as_number),
     # Not compared: of a rank with too many tokens, number << 32 | most.
     "too_many_tokens": Field("tokens of a rank", _as_number),
 }

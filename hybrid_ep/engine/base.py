@@ -38,6 +38,7 @@ from hybrid_ep.engine.calls import (
     Dispatched,
     DispatchHandle,
     DispatchRequest,
+    ExpertCopies,
     LowLatencyCombineRequest,
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
@@ -155,6 +156,19 @@ class Engine(abc.ABC):
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
 
+    def copy_experts(self, copies: ExpertCopies) -> bool:
+        """Fills spare slots with experts of other ranks, if the engine has a kernel for that.
+
+        Returns:
+            False, at all ranks alike, if it has none for these sizes. Then nothing is done: rows of a dispatch can
+            carry the experts.
+
+        Raises:
+            ConfigError: sizes or mappings differ between ranks.
+            TransportError, TimeoutError: a rank was lost.
+        """
+        return False
+
     @abc.abstractmethod
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         """Sends ``[E]`` int32 counts to the experts' ranks; returns the sum over sources, ``[LE]`` int32."""
@@ -221,6 +235,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def default_num_sms(self) -> int:
         """SMs of a dispatch that does not ask for a number."""
+
+    @property
+    def default_copy_sms(self) -> int:
+        """SMs of `copy_experts`, or of the dispatch that takes its place, that does not ask for a number."""
+        return self.default_num_sms
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
         """Local: the `common_bound` of a dispatch that goes where that of `handle` went."""

@@ -7,7 +7,7 @@ rank may send in low-latency mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "DispatchHandle",
     "DispatchRequest",
     "Dispatched",
+    "ExpertCopies",
     "ExpertSignals",
     "LowLatencyCombineRequest",
     "LowLatencyDispatchRequest",
@@ -251,6 +252,27 @@ class CombineRequest(NamedTuple):
     bias: tuple[Tensor, ...] = ()
     num_sms: int | None = None
     num_expert_sms: int | None = None
+
+
+class ExpertCopies(NamedTuple):
+    """Experts that go to spare slots of other ranks.
+
+    Attributes:
+        spare: tensors ``[B, *shape]`` of any dtype, contiguous; written where the mapping names an expert.
+        experts: as many ``[LE, *shape]`` of the same dtypes, contiguous.
+        mapping: ``[R, B]`` int64, contiguous, the same on all ranks: the expert in each spare slot, or −1.
+        num_sms: SMs to use; None = the engine's choice.
+    """
+
+    spare: Sequence[Tensor]
+    experts: Sequence[Tensor]
+    mapping: Tensor
+    num_sms: int | None = None
+
+    @property
+    def item_bytes(self) -> list[int]:
+        """Bytes of one expert in each tensor."""
+        return [one.numel() // one.shape[0] * one.dtype.itemsize for one in self.experts]
 
 
 class LowLatencyDispatchRequest(NamedTuple):

@@ -35,6 +35,7 @@ from hybrid_ep.engine.calls import (
     Dispatched,
     DispatchHandle,
     DispatchRequest,
+    ExpertCopies,
     LowLatencyCombineRequest,
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
@@ -217,12 +218,38 @@ class CudaEngine(Engine):
         experts = (data.data_ptr(), address(probs), state.address)
         return self._combine(plan, sums, weights, request.bias, dispatch, route, stream, experts)
 
+    def copy_experts(self, copies: ExpertCopies) -> bool:
+        spare, experts, mapping, num_sms = copies
+        if mapping.numel() > _cuda.max_replicas:
+            return False
+        stream, sizes, num_slots = self._begin(), copies.item_bytes, mapping.shape[1]
+        self._arena.ensure(self._communicator.staging_bytes(sizes, num_slots))
+        self._arena.note_use(stream)
+        self._communicator.copy_experts(
+            tensors=[
+                (ours.data_ptr(), theirs.data_ptr(), size)
+                for ours, theirs, size in zip(experts, spare, sizes, strict=True)
+            ],
+            mapping=mapping.data_ptr(),
+            num_slots=num_slots,
+            num_local=experts[0].shape[0],
+            num_sms=num_sms or 0,
+            stream=stream,
+        )
+        self._end()
+        return True
+
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
         return state_of(handle, Route).tokens_per_expert(handle.num_experts // self.grid.num_ranks)
 
     @property
     def default_num_sms(self) -> int:
         num_sms: int = self._communicator.default_dispatch_sms
+        return num_sms
+
+    @property
+    def default_copy_sms(self) -> int:
+        num_sms: int = self._communicator.default_copy_sms
         return num_sms
 
     def common_bound_of(self, handle: DispatchHandle) -> int:

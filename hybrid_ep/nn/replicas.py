@@ -138,8 +138,9 @@ class _Placed:
         weights = experts.weights()
         with self._mover._comm_stream.scope(None, self._is_apart):
             placed = [home.new_zeros(self.num_slots, *home.shape[1:]) for home in weights]
+            mapping = self._mapper.phy2log[self._layer].view(-1, self.num_slots)
+            copy_weights(self._mover, mapping, placed, [home.contiguous() for home in weights])
             routes = self._routes_on(topk_idx.device)
-            copy_weights(self._mover, routes, placed, [home.contiguous() for home in weights])
             # Autograd runs the backward pass on the same stream: gradients go home beside that of the dispatch.
             placed = _Placement.apply(self._mover, routes, lambda: self._mapping, 0, placed, *weights)  # type: ignore[no-untyped-call]
         ready = self._mover._comm_stream.finish(None, self._is_apart, (*weights, *placed))
@@ -194,13 +195,15 @@ class _Replicas:
         """The weights of all slots, and their event. Collective."""
         weights = self._experts.weights()
         with self._mover._comm_stream.scope(None, self._is_apart):
-            self._routes = route_replicas(self._mover, self._mapping, self._num_local)
             self._copy()
-            read_mapping = _OnHost(self._mapping).read if torch.is_grad_enabled() else None
+            read_mapping, routes = None, None
+            if torch.is_grad_enabled():
+                read_mapping = _OnHost(self._mapping).read
+                routes = route_replicas(self._mover, self._mapping, self._num_local)
             # Autograd must not take what a later pass writes for a change of these weights.
             placed = [one.data for one in self._memory]
             placed = _Placement.apply(  # type: ignore[no-untyped-call]
-                self._mover, self._routes, read_mapping, self._num_local, placed, *weights
+                self._mover, routes, read_mapping, self._num_local, placed, *weights
             )
         return tuple(placed), self._finish()
 
@@ -223,7 +226,7 @@ class _Replicas:
         self._finish().current_stream_wait()
 
     def _copy(self) -> None:
-        copy_weights(self._mover, self._routes, self._spare, self._home)
+        copy_weights(self._mover, self._mapping, self._spare, self._home)
         self._experts.mark_of_spare = self._mark
 
     def _finish(self) -> EventOverlap:
@@ -264,7 +267,7 @@ class _Placement(torch.autograd.Function):
     def forward(
         ctx: Any,
         buffer: Buffer,
-        routes: ReplicaRoutes,
+        routes: ReplicaRoutes | None,
         read_mapping: Callable[[], list[list[int]]] | None,
         num_home: int,
         placed: list[Tensor],

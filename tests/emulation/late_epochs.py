@@ -16,22 +16,32 @@ __all__ = [
     "check_low_latency_between_past_the_last_number",
     "check_low_latency_past_the_last_number",
     "check_past_the_last_number",
+    "set_combines",
 ]
 
 _LAST_CALL = -3  # 2³² − 3: every kind of call is made at least eight times
 
 
-def _set_control(control: Tensor) -> None:
-    """Numbers of calls, and flags, as that call has left them; flags that are compared for equality may stay."""
+def _words(control: Tensor, name: str, count: int, stride: int = 1) -> Tensor:
     from hybrid_ep import _cuda
 
-    def words(name: str, count: int, stride: int = 1) -> Tensor:
-        return control[_cuda.control_offsets[name] :].view(torch.int32)[: count * stride : stride]
+    return control[_cuda.control_offsets[name] :].view(torch.int32)[: count * stride : stride]
 
-    words("rows_epoch", _cuda.max_ranks).fill_(_LAST_CALL)
-    words("ready", 2 * _cuda.max_ranks, 2).fill_(_LAST_CALL)
-    words("dispatch_epoch", 1).fill_(_LAST_CALL)
-    words("combine_epoch", 1).fill_(_LAST_CALL)
+
+def set_combines(control: Tensor) -> None:
+    """Numbers of combines, and flags, as that call has left them; flags that are compared for equality may stay."""
+    from hybrid_ep import _cuda
+
+    _words(control, "ready", 2 * _cuda.max_ranks, 2).fill_(_LAST_CALL)
+    _words(control, "combine_epoch", 1).fill_(_LAST_CALL)
+
+
+def _set_control(control: Tensor) -> None:
+    from hybrid_ep import _cuda
+
+    set_combines(control)
+    _words(control, "rows_epoch", _cuda.max_ranks).fill_(_LAST_CALL)
+    _words(control, "dispatch_epoch", 1).fill_(_LAST_CALL)
 
 
 def check_past_the_last_number() -> None:

@@ -1,4 +1,6 @@
-"""The steps of the protocol between domains, each of which can be left out, to see that the tests notice it.
+"""Steps of protocols between ranks, each of which can be left out, to see that the tests notice it.
+
+They are those between domains, and of copies of experts.
 
 One module has all of them: where a step stands, the build puts C++ that does it or not. A process that runs
 `check_without` leaves one out.
@@ -24,6 +26,9 @@ _ROWS = "kernels/combine_between/rows.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
+_EXPERTS = "kernels/balance/copy_experts.cu"
+
+_COPIES = (4, "emulation.experts.check_copies")
 
 _SOME_CHUNKS = 40  # of a call to a peer, fewer than slots
 
@@ -261,6 +266,55 @@ STEPS = [
         "value = of_own;",
         ";",
         _by_kernels(2, _IN_DOMAINS, 1, "emulation.domains.check_missing_signal", 8.0),
+    ),
+    Step(
+        "look for a chunk of an expert",
+        _EXPERTS,
+        "ptx::load_acquire_system(flag_of(chunk)) == epoch_",
+        "true",
+        _COPIES,
+    ),
+    Step(
+        "wait for a chunk of an expert",
+        _EXPERTS,
+        "waiter_.until_equal(flag_of(chunk), epoch_, chunk.peer, WaitTag::kExperts)",
+        "true",
+        _COPIES,
+    ),
+    Step(
+        "a chunk of an expert is written before it is reported",
+        _EXPERTS,
+        "ptx::bulk_wait_written<kPiecesBeforeReport>();",
+        ";",
+        _COPIES,
+    ),
+    Step(
+        "wait until experts may be staged",
+        _EXPERTS,
+        "wait_until_ready(domain, KernelName::kCopyExperts, call, waiter, epoch, reports, &is_same)",
+        "true",
+        (3, "emulation.experts.check_copies_in_turn"),
+    ),
+    Step(
+        "the last chunk of an expert is written before it is reported",
+        _EXPERTS,
+        "ptx::bulk_wait_written<0>();\n    if (has_sent_) report();",
+        "if (has_sent_) report();",
+        _COPIES,
+    ),
+    Step(
+        "ranks compare sizes of experts",
+        _EXPERTS,
+        "kCopiesExperts | params.sizes",
+        "kCopiesExperts",
+        (3, "emulation.experts.check_ranks_that_disagree"),
+    ),
+    Step(
+        "ranks compare mappings",
+        _EXPERTS,
+        "replicas.checksum >> 1",
+        "0u",
+        (3, "emulation.experts.check_ranks_that_disagree"),
     ),
 ]
 

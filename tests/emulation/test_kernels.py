@@ -255,6 +255,29 @@ def test_balance(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.balance.check_layer")
 
 
+@pytest.mark.parametrize(("num_ranks", "seed"), [(1, 0), (2, 1), (4, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_copies_of_experts(run_emulated: RunEmulated, num_ranks: int, seed: int) -> None:
+    run_emulated(num_ranks, "emulation.experts.check_copies", seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "check"),
+    [
+        (2, "check_copies_past_the_last_number"),
+        (2, "check_several_launches"),
+        (3, "check_copies_in_turn"),
+        (3, "check_ranks_that_disagree"),
+    ],
+)
+def test_copies_of_experts_in_special_cases(run_emulated: RunEmulated, num_ranks: int, check: str) -> None:
+    run_emulated(num_ranks, f"emulation.experts.{check}")
+
+
+@pytest.mark.parametrize("has_expert", [False, True])
+def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, has_expert: bool) -> None:
+    run_emulated(3, "emulation.experts.check_missing_rank", has_expert)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
     """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""

@@ -14,6 +14,14 @@ from hybrid_ep.balance.grouped import dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
 from hybrid_ep.nn import MoELayer
 from tests.emulation.balance import check_routes, check_take
+from tests.emulation.experts import (
+    begin_copy,
+    check_copies,
+    check_copies_in_turn,
+    compare_copies,
+    draw_experts,
+    draw_mapping,
+)
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -155,6 +163,46 @@ def test_weights_and_gradients_move(run_gpus: RunGpus, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(num_ranks, _move)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("check", [check_copies, check_copies_in_turn], ids=lambda check: check.__name__)
+def test_copies_of_experts(run_gpus: RunGpus, check: Callable[[], None], num_ranks: int) -> None:
+    """Of all sizes and alignments, between other calls and one behind the other."""
+    if num_ranks > NUM_GPUS:
+        pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
+    run_gpus(num_ranks, check)
+
+
+def _captured_copies() -> None:
+    """A replay follows the mapping and the weights that are there then."""
+    num_ranks, sizes = dist.get_world_size(), (1_000_000, 48)
+    with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
+        mapping = draw_mapping(0, 3, 2).cuda()
+        spare, experts = begin_copy(buffer, mapping, 3, sizes, 0, 0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            buffer.lb_prefetch_weights(spare, experts, mapping)
+        for call in range(1, 8):
+            drawn = draw_mapping(call, 3, 2)
+            mapping.copy_(drawn)
+            everyone = [draw_experts(rank, 3, sizes, call) for rank in range(num_ranks)]
+            for mine, one in zip(experts, everyone[dist.get_rank()], strict=True):
+                mine.copy_(one)
+            for one in spare:
+                one.fill_(7)
+            graph.replay()
+            compare_copies(drawn, spare, everyone, call)
+        buffer.raise_pending()
+
+
+def test_captured_copies_of_experts() -> None:
+    if NUM_GPUS < 2:
+        pytest.skip(f"2 GPUs are needed, {NUM_GPUS} are visible")
+    pool = RankPool(device="cuda", variables={"HYBRID_EP_ENGINE": "cuda"})
+    pool.run(2, _captured_copies)
+    pool.close()
 
 
 def _dispatch_without_sync() -> None:

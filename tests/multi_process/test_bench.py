@@ -52,7 +52,7 @@ def test_balance_is_right_and_timed(tmp_path: Path) -> None:
         (exponent, policy) for exponent in (0.0, 2.0) for policy in ("none", "placement", "online", "online, 5 %")
     ]
     names = [[operation["name"] for operation in one["operations"]] for one in outcomes]
-    parts = ["counts of all ranks", "plan", "map", "routes of replicas", "weights to replicas"]
+    parts = ["counts of all ranks", "plan", "map", "weights to replicas"]
     assert names == [["layer"], ["layer", "map_topk"], ["layer", *parts], ["layer", *parts]] * 2
     none, placement, online, nearly = (one["fullest"] for one in outcomes[4:])
     assert none > 1.3

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybrid_ep import Buffer, ConfigError, HybridEPBuffer
 from hybrid_ep.balance.grouped import GroupedRows, dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
-from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights, route_replicas
+from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights
 from hybrid_ep.testing.reference import dense_moe
 from tests.conftest import RunRanks
 
@@ -49,7 +49,7 @@ def _mix(num_spare: int, pad_multiple: int) -> tuple[int, int, int]:
         counts = CountExchange(mover, NUM_EXPERTS).gather(topk_idx)
         plan = plan_online(counts, num_ranks_per_domain=NUM_RANKS, num_spare=num_spare)
         slots = map_online(plan, counts, topk_idx, rank)
-        copy_weights(mover, route_replicas(mover, plan.spare, NUM_LOCAL), [spare], [home])
+        copy_weights(mover, plan.spare, [spare], [home])
         got = dispatch_online(buffer, x, slots, weights, plan, num_rows=num_rows, pad_multiple=pad_multiple)
         assert got.rows.shape == (num_rows, HIDDEN)
         assert got.probs is not None

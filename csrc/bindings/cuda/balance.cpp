@@ -61,6 +61,7 @@ void add_balance(pybind11::module_& module) {
       py::kw_only(), py::arg("counts"), py::arg("spare"), py::arg("quota"), py::arg("topk_idx"), py::arg("slots"),
       py::arg("num_copies"), py::arg("num_ranks"), py::arg("num_experts"), py::arg("ranks_per_domain"),
       py::arg("num_spare"), py::arg("rank"), py::arg("device"), py::arg("stream"));
+  module.attr("max_replicas") = kMaxReplicas;
   module.attr("replica_routes_max_experts") = kMaxExperts;
   module.def(
       "replica_routes",

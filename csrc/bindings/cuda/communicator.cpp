@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/cuda/bindings.h"
 #include "common/check.h"
@@ -201,6 +202,27 @@ void add_communicator(py::module_& module) {
           py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
           py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
           py::arg("handle"), py::arg("stream"))
+      .def_property_readonly("default_copy_sms", &Communicator::default_copy_sms)
+      .def_static(
+          "staging_bytes",
+          [](const std::vector<int64_t>& item_bytes, int num_slots) {
+            std::vector<ExpertTensor> tensors;
+            for (const int64_t one : item_bytes) tensors.push_back({nullptr, nullptr, one});
+            return Communicator::staging_bytes(tensors, num_slots);
+          },
+          py::arg("item_bytes"), py::arg("num_slots"))
+      .def(
+          "copy_experts",
+          [](Communicator& self, const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& tensors,
+             uintptr_t mapping, int num_slots, int num_local, int num_sms, uintptr_t stream) {
+            std::vector<ExpertTensor> given;
+            for (const auto& [experts, spare, item_bytes] : tensors) {
+              given.push_back({pointer<uint8_t>(experts), pointer<uint8_t>(spare), item_bytes});
+            }
+            self.copy_experts(given, pointer<int64_t>(mapping), num_slots, num_local, num_sms, stream_of(stream));
+          },
+          py::kw_only(), py::arg("tensors"), py::arg("mapping"), py::arg("num_slots"), py::arg("num_local"),
+          py::arg("num_sms"), py::arg("stream"))
       .def("wait_for_counts", &wait_for_counts, py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"),
            py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_cuda, module) {
   offsets["ready"] = offsetof(hybrid_ep::ControlBlock, ready);
   offsets["dispatch_epoch"] = offsetof(hybrid_ep::ControlBlock, dispatch_epoch);
   offsets["combine_epoch"] = offsetof(hybrid_ep::ControlBlock, combine_epoch);
+  offsets["chunk_epoch"] = offsetof(hybrid_ep::ControlBlock, chunk_epoch);
   module.attr("control_offsets") = offsets;
   module.attr("control_count_row_bytes") = sizeof(hybrid_ep::CountRow);
   module.attr("row_align_bytes") = hybrid_ep::kRowAlignBytes;

@@ -1,4 +1,4 @@
-// Raises the flag of each chunk of a combine once the chunk has arrived.
+// Raises the flag of each chunk of a combine, or of a copy of experts, once the chunk has arrived.
 //
 //     sending warps of a CTA: chunk has arrived ─► queue of each ─► one reporting warp ─► chunk_epoch of the source
 //
@@ -16,7 +16,7 @@ namespace {
 constexpr int32_t kLastReport = -1;
 
 __device__ int32_t report_of(int source, int chunk) {
-  static_assert(kMaxTokens / kRowsPerChunk <= 1 << 16 && kMaxRanks < 1 << 15);
+  static_assert(kMaxChunksOfSource <= 1 << 16 && kMaxRanks < 1 << 15);
   return source << 16 | chunk;
 }
 
@@ -45,11 +45,13 @@ __device__ int32_t take_report(ReportQueue& queue) {
   return report;
 }
 
-// Raises the flags of chunks that the sending warps of a CTA have pushed, until each has pushed kLastReport. Collective
-// over a warp.
+// Raises the flags of chunks that kNumQueues sending warps of a CTA have pushed, until each has pushed kLastReport.
+// Collective over a warp.
+template <int kNumQueues>
 __device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues) {
   const int lane = threadIdx.x % 32;
-  bool is_open = lane < kCombineSendWarps;
+  static_assert(kNumQueues <= kMaxReportQueues);
+  bool is_open = lane < kNumQueues;
   while (__ballot_sync(kAllLanes, is_open) != 0) {
     if (is_open && has_report(queues[lane])) {
       const int32_t report = take_report(queues[lane]);

@@ -17,18 +17,21 @@
 #include "kernels/combine/chunk_reports.cuh"
 #include "kernels/combine/expert_rows.cuh"
 #include "kernels/combine/partial_rows.cuh"
+#include "kernels/combine/ready.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
 
 namespace hybrid_ep {
 namespace {
 
-// Each sending warp has a ring of pieces of rows.
+constexpr int kCombineSendWarps = 2;  // of a CTA
+// Each has a ring of pieces of rows.
 constexpr int kSendStages = 6;
 constexpr int kSendStoresInFlight = 3;
 constexpr int kPieceBytes = 8192;
 constexpr int kPiecesBeforeReport = 4;  // of the next chunk: about as many as are in flight
 static_assert(kPiecesBeforeReport <= kRowsPerChunk);
+static_assert(kMaxTokens / kRowsPerChunk <= kMaxChunksOfSource);
 constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
 constexpr int kSumWarps = 9;
@@ -101,28 +104,6 @@ class Chunks {
   WorkIndices<> items_;
 };
 
-// Waits until the arenas of all ranks may be written. Collective over a warp. If ranks' calls differ, *is_same is false
-// and one warp reports it. Returns false if a rank has not come.
-__device__ bool wait_until_ready(const CombineParams& params, const Waiter& waiter, uint32_t epoch, bool reports,
-                                 bool* is_same) {
-  const Domain& domain = params.domain;
-  const ControlBlock& own = *domain.control[domain.rank];
-  bool ok = true;
-  *is_same = true;
-  for (int i = threadIdx.x % 32; i < kNumReadyWords * domain.num_ranks; i += 32) {
-    const int r = i / kNumReadyWords, word = i % kNumReadyWords;
-    if (r == domain.rank) continue;
-    const uint32_t mine = params.call[word];
-    uint32_t theirs = mine;  // also of a rank that has ended this call and begun another
-    ok &= waiter.until_epoch(&own.ready[r][word], epoch, r, WaitTag::kReady, &theirs);
-    if (theirs == mine) continue;
-    *is_same = false;
-    if (reports) report_other_combine(domain.fault, KernelName::kCombine, domain.rank, r, word, mine, theirs);
-  }
-  *is_same = __all_sync(kAllLanes, *is_same);
-  return __all_sync(kAllLanes, ok);
-}
-
 // Sends chunks of rows home. Collective over a warp, which has a ring and a queue of its own. Returns false if a rank
 // has not come.
 template <bool kFromExperts>
@@ -132,7 +113,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
   const int lane = threadIdx.x % 32;
   Chunks chunks(params, routes);
   bool is_same;
-  if (!wait_until_ready(params, waiter, epoch, is_first, &is_same)) return false;
+  if (!wait_until_ready(domain, KernelName::kCombine, params.call, waiter, epoch, is_first, &is_same)) return false;
 
   // The first pieces of the next chunk are loaded while this one is sent, so that no load is waited for.
   RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
@@ -240,14 +221,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
     cta = started_before - (gridDim.x - params.num_sms);
   }
 
-  // This kernel runs, so no earlier one reads the arena's first slot: peers may write it.
-  if (is_first) {
-    for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kCombineThreads) {
-      const int word = i % kNumReadyWords;
-      ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[domain.rank][word],
-                                static_cast<uint64_t>(params.call[word]) << 32 | epoch);
-    }
-  }
+  if (is_first) publish_ready(domain, params.call, epoch);
   find_combine_bases(params, routes, reinterpret_cast<int32_t*>(shared));
   ptx::fence_shared_for_bulk();  // the rings take over the matrix's memory
   __syncthreads();
@@ -266,7 +240,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
                                  send_barriers[warp], own.report_queues[cta][warp]);
     if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
   } else if (cta >= 0 && warp == kCombineSendWarps) {
-    report_chunks(domain, epoch, own.report_queues[cta]);
+    report_chunks<kCombineSendWarps>(domain, epoch, own.report_queues[cta]);
   } else if (cta >= 0) {
     // Peers send their rows when all ranks are ready. If one is not, the senders' report must come first.
     const Waiter row_waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns + kListenNs,

@@ -117,7 +117,7 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
   const auto is_mine = [&](int word, uint32_t theirs, int peer) {
     const uint32_t mine = params.call[word];
     if (theirs != mine) {
-      report_other_combine(domain.fault, KernelName::kCombineBetween, domain.rank, peer, word, mine, theirs);
+      report_other_ready(domain.fault, KernelName::kCombineBetween, domain.rank, peer, word, mine, theirs);
     }
     return theirs == mine;
   };

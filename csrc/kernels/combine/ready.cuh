@@ -1,0 +1,43 @@
+// How the ranks of a combine, or of a copy of experts, tell each other that their arenas may be written, and compare
+// what they are about to do.
+#pragma once
+
+#include "device/lanes.cuh"
+#include "device/wait.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+// Publishes to all ranks that this rank's kernel runs, so that no earlier one reads the arena's first slot. `call` are
+// the words of ControlBlock::ready. By the threads of one CTA.
+__device__ void publish_ready(const Domain& domain, const uint32_t (&call)[kNumReadyWords], uint32_t epoch) {
+  for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += blockDim.x) {
+    const int word = i % kNumReadyWords;
+    ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[domain.rank][word],
+                              static_cast<uint64_t>(call[word]) << 32 | epoch);
+  }
+}
+
+// Waits until the arenas of all ranks may be written. Collective over a warp. If ranks' calls differ, *is_same is false
+// and one warp reports it. Returns false if a rank has not come.
+__device__ bool wait_until_ready(const Domain& domain, KernelName kernel, const uint32_t (&call)[kNumReadyWords],
+                                 const Waiter& waiter, uint32_t epoch, bool reports, bool* is_same) {
+  const ControlBlock& own = *domain.control[domain.rank];
+  bool ok = true;
+  *is_same = true;
+  for (int i = threadIdx.x % 32; i < kNumReadyWords * domain.num_ranks; i += 32) {
+    const int r = i / kNumReadyWords, word = i % kNumReadyWords;
+    if (r == domain.rank) continue;
+    const uint32_t mine = call[word];
+    uint32_t theirs = mine;  // also of a rank that has ended this call and begun another
+    ok &= waiter.until_epoch(&own.ready[r][word], epoch, r, WaitTag::kReady, &theirs);
+    if (theirs == mine) continue;
+    *is_same = false;
+    if (reports) report_other_ready(domain.fault, kernel, domain.rank, r, word, mine, theirs);
+  }
+  *is_same = __all_sync(kAllLanes, *is_same);
+  return __all_sync(kAllLanes, ok);
+}
+
+}  // namespace
+}  // namespace hybrid_ep
