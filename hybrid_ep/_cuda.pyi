@@ -396,9 +396,22 @@ class LowLatencyRegion:
         buffer_idx: int,
         rows: int,
         scales: int,
-        results: int,
         wait_stats: int,
-        follows_send: bool,
+        results: int,
+        stream: int,
+    ) -> None: ...
+    def dispatch_tokens(
+        self,
+        plan: LowLatencyPlan,
+        buffer_idx: int,
+        rows: int,
+        topk_idx: int,
+        num_tokens: int,
+        global_scale: int,
+        received_rows: int,
+        received_scales: int,
+        wait_stats: int,
+        results: int,
         stream: int,
     ) -> None: ...
     def return_rows(

@@ -95,39 +95,60 @@ void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, 
   params.weights = plan.weights;
 }
 
-void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
-                                   const int64_t* topk_idx, int num_tokens, const float* global_scale, int32_t* results,
-                                   cudaStream_t stream) {
-  require(is_nvfp4(plan.format) == (global_scale != nullptr), "global_scale", global_scale != nullptr,
+SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
+                                             int32_t* results, cudaStream_t stream) {
+  require(is_nvfp4(plan.format) == (tokens.global_scale != nullptr), "global_scale", tokens.global_scale != nullptr,
           "given with NVFP4 rows only");
-  const DeviceGuard guard(device_);
   SendTokensParams params{};
   fill(params, plan, buffer_idx, stream);
-  params.rows = rows;
-  params.topk_idx = topk_idx;
+  params.rows = tokens.rows;
+  params.topk_idx = tokens.topk_idx;
   params.row_of = results + plan.results.row_of;
   params.num_too_many = results + plan.results.num_too_many;
-  params.num_tokens = num_tokens;
-  params.global_scale = global_scale;
-  launch_send_tokens(params, num_device_sms_, stream);
+  params.num_tokens = tokens.num_tokens;
+  params.global_scale = tokens.global_scale;
+  return params;
 }
 
-void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
-                                      int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream) {
-  const DeviceGuard guard(device_);
+ReceiveTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
+                                                int32_t* results, cudaStream_t stream) {
   ReceiveTokensParams params{};
   fill(params, plan, buffer_idx, stream);
   params.domain.timeout_ns = receive_timeout_ns_;
-  params.rows = rows;
-  params.scales = scales;
+  params.rows = tokens.rows;
+  params.scales = tokens.scales;
   params.count = results + plan.results.counts;
   params.src_info = results + plan.results.src_info;
   params.layout_range = reinterpret_cast<int64_t*>(results + plan.results.layout_range);
   params.row_of = results + plan.results.row_of;
   params.num_too_many = results + plan.results.num_too_many;
   params.num_received = results + plan.results.num_received;
-  params.wait_stats = wait_stats;
-  launch_receive_tokens(params, num_device_sms_, follows_send, stream);
+  params.wait_stats = tokens.wait_stats;
+  return params;
+}
+
+void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
+                                   int32_t* results, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  launch_send_tokens(params_of(plan, buffer_idx, tokens, results, stream), num_device_sms_, stream);
+}
+
+void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
+                                      int32_t* results, cudaStream_t stream) {
+  receive_tokens(plan, buffer_idx, tokens, results, false, stream);
+}
+
+void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
+                                      int32_t* results, bool is_early, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  launch_receive_tokens(params_of(plan, buffer_idx, tokens, results, stream), num_device_sms_, is_early, stream);
+}
+
+void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
+                                       const TokensIn& in, int32_t* results, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  launch_dispatch_tokens(params_of(plan, buffer_idx, out, results, stream),
+                         params_of(plan, buffer_idx, in, results, stream), num_device_sms_, stream);
 }
 
 void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,

@@ -1,7 +1,7 @@
 // One region of symmetric memory, and the low-latency calls that go through it.
 //
 // Calls are collective, in the same order at all ranks and on one stream at a time; the caller ensures that. Other
-// calls may come between the two launches of a call. The first call of a size makes a plan, which the caller keeps for
+// calls may come between the two halves of a call. The first call of a size makes a plan, which the caller keeps for
 // later calls. Nothing here allocates memory or synchronises the device.
 #pragma once
 
@@ -42,6 +42,21 @@ struct LowLatencyPlan {
   LowLatencyPlan refused(int num_tokens) const;
 };
 
+// What a dispatch sends: as in SendTokensParams.
+struct TokensOut {
+  const uint8_t* rows;
+  const int64_t* topk_idx;
+  int num_tokens;
+  const float* global_scale;
+};
+
+// Where a dispatch receives: as in ReceiveTokensParams.
+struct TokensIn {
+  uint8_t* rows;
+  uint32_t* scales;
+  int64_t* wait_stats;
+};
+
 // The rows of experts that a combine sends back to their sources. `results` are those of the dispatch.
 struct RowsHome {
   const uint8_t* rows;
@@ -69,13 +84,15 @@ class LowLatencyRegion {
   // Whether a captured stream has used the region. Then a graph may hold its addresses.
   bool was_captured() const { return was_captured_; }
 
-  // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
+  // The two halves of dispatch and of combine, and a dispatch as a whole. `results` is memory as the plan lays it out;
   // kernels/low_latency/low_latency.h has the shapes of the rest. Wait statistics, scales and the global scale may be
   // nullptr.
-  virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
-                           int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);
-  virtual void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
-                              int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream);
+  virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
+                           cudaStream_t stream);
+  virtual void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
+                              cudaStream_t stream);
+  virtual void dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out, const TokensIn& in,
+                               int32_t* results, cudaStream_t stream);
   virtual void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
                            int64_t* wait_stats, cudaStream_t stream);
   // Sends rows that experts still write, on num_sms SMs. No rows are summed before they cross.
@@ -91,12 +108,20 @@ class LowLatencyRegion {
   // Returns the domain as a launch on the stream gets it: for one buffer of one kind of call.
   LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
 
+  // `is_early`: as for launch_receive_tokens.
+  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
+                      bool is_early, cudaStream_t stream);
+
   LowLatencyDomain domain_{};
   LowLatencyCapacity capacity_;
   int device_, num_device_sms_;
   uint64_t receive_timeout_ns_;  // of kernels that receive
 
  private:
+  SendTokensParams params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
+                             cudaStream_t stream);
+  ReceiveTokensParams params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
+                                cudaStream_t stream);
   void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
   void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
             cudaStream_t stream);

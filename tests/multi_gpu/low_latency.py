@@ -297,7 +297,7 @@ def check_refused_launch() -> None:
 
     refused = mock.Mock(side_effect=RuntimeError("refused"))
     with _buffer() as buffer:
-        for name in ("send_tokens", "return_rows"):
+        for name in ("dispatch_tokens", "return_rows"):
             _round_trip(buffer, _draw(0))
             if dist.get_rank() == 0:
                 with mock.patch.object(_cuda.LowLatencyRegion, name, refused), pytest.raises(RuntimeError):

@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   int index = warp * gridDim.x + blockIdx.x;
   Unit unit = Unit::find(params, index);
   unit.fetch_ahead(params, ring);
-  announce_free_buffers(domain);
+  if (blockIdx.x == 0) announce_free_buffers(domain);
   __syncthreads();
   if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // this warp gets the fewest units
   if (params.wait_stats != nullptr && blockIdx.x == 0) note_waits(params, num_received, waiter, epoch);
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     if (peer == 0) epoch = this_epoch;
   }
-  announce_free_buffers(domain);
+  if (blockIdx.x == 0) announce_free_buffers(domain);
   __syncthreads();
   if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // other ranks may sum
 
@@ -466,7 +466,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
       *reinterpret_cast<uint4*>(params.out + static_cast<int64_t>(token) * row_bytes + offset) = round_to_bf16(sum);
     }
   }
-  finish_quietly(progress, epoch);
+  finish_quietly(progress, epoch, gridDim.x * gridDim.y);
 }
 
 // By whether rows cross as LogFMT.
