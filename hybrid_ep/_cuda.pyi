@@ -455,6 +455,21 @@ class LowLatencyRegion:
         wait_stats: int,
         stream: int,
     ) -> None: ...
+    def combine_rows(
+        self,
+        plan: LowLatencyPlan,
+        buffer_idx: int,
+        rows: int,
+        results: int,
+        topk_idx: int,
+        topk_weights: int,
+        out: int,
+        num_tokens: int,
+        use_logfmt: bool,
+        min_tokens_to_sum: int,
+        wait_stats: int,
+        stream: int,
+    ) -> None: ...
 
 class LowLatencyBetweenRegion(LowLatencyRegion):
     def __init__(

@@ -48,9 +48,11 @@ __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
 
 // Publishes to every rank how many calls of each buffer this rank has read. The first CTA that sends does it, with its
 // first threads. Earlier kernels have ended by then, so they need no fence.
-__device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
+__device__ inline void announce_free_buffers(const LowLatencyDomain& domain, int num_threads = kMaxAnnouncements) {
+  if (static_cast<int>(threadIdx.x) >= num_threads) return;
   LowLatencyChannel* own = &control_of(domain, domain.rank).channels[0][0];
-  for (int i = threadIdx.x; i < 2 * kLowLatencyBuffers * domain.num_ranks; i += blockDim.x) {
+  for (int i = threadIdx.x; i < 2 * kLowLatencyBuffers * domain.num_ranks;
+       i += min(num_threads, static_cast<int>(blockDim.x))) {
     const int channel = i / domain.num_ranks, r = i % domain.num_ranks;
     LowLatencyChannel& there = (&control_of(domain, r).channels[0][0])[channel];
     ptx::store_relaxed_system(&there.free_epoch[domain.rank], ptx::load_relaxed_gpu(&own[channel].receive.epoch));
@@ -118,14 +120,14 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
 // rank out and sent it nothing. CTAs may differ in that, because each has its own deadline.
 template <typename Value>
 __device__ void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, Value&& value,
-                            bool has_lost) {
+                            bool has_lost, uint32_t num_ctas) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
   has_lost = __syncthreads_or(has_lost);
   if (threadIdx.x != 0) return;
   ptx::fence_acq_rel_system();
   const uint32_t before = ptx::add_relaxed_gpu(&progress.finished_ctas, has_lost ? kLost + 1 : 1);
-  if (before % kLost != gridDim.x - 1) return;
+  if (before % kLost != num_ctas - 1) return;
   ptx::fence_acq_rel_system();
   has_lost = has_lost || before >= kLost;
   const uint64_t flag = static_cast<uint64_t>(value()) << 32 | epoch;

@@ -151,16 +151,36 @@ void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_id
                          params_of(plan, buffer_idx, in, results, stream), num_device_sms_, stream);
 }
 
-void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                   int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+ReturnRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                             int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
   require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
-  const DeviceGuard guard(device_);
   ReturnRowsParams params{};
   fill(params, plan, buffer_idx, rows, stream);
   params.num_received = tables_of(plan, rows.results).num_received;
   params.wait_stats = wait_stats;
   params.min_tokens_to_sum = min_tokens_to_sum;
-  launch_return_rows(params, num_device_sms_, stream);
+  return params;
+}
+
+SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows,
+                                          int64_t* wait_stats, cudaStream_t stream) {
+  SumRowsParams params{};
+  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.domain.timeout_ns = receive_timeout_ns_;
+  params.shape = plan.shape;
+  params.topk_idx = rows.topk_idx;
+  params.topk_weights = rows.topk_weights;
+  params.out = rows.out;
+  params.wait_stats = wait_stats;
+  params.num_tokens = rows.num_tokens;
+  params.use_logfmt = rows.use_logfmt;
+  return params;
+}
+
+void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
+                                   int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  launch_return_rows(params_of(plan, buffer_idx, rows, min_tokens_to_sum, wait_stats, stream), num_device_sms_, stream);
 }
 
 void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
@@ -176,21 +196,18 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
   launch_return_signalled_rows(params, std::min(num_sms, num_device_sms_), stream);
 }
 
-void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
-                                const float* topk_weights, uint8_t* out, int num_tokens, bool use_logfmt,
-                                int64_t* wait_stats, cudaStream_t stream) {
+void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                                cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  SumRowsParams params{};
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  params.domain.timeout_ns = receive_timeout_ns_;
-  params.shape = plan.shape;
-  params.topk_idx = topk_idx;
-  params.topk_weights = topk_weights;
-  params.out = out;
-  params.wait_stats = wait_stats;
-  params.num_tokens = num_tokens;
-  params.use_logfmt = use_logfmt;
-  launch_sum_rows(params, stream);
+  launch_sum_rows(params_of(plan, buffer_idx, rows, wait_stats, stream), stream);
+}
+
+void LowLatencyRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
+                                    int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
+                                    cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  launch_combine_rows(params_of(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream),
+                      params_of(plan, buffer_idx, to_sum, wait_stats, stream), num_device_sms_, stream);
 }
 
 }  // namespace hybrid_ep

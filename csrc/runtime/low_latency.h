@@ -66,6 +66,15 @@ struct RowsHome {
   bool use_logfmt;
 };
 
+// What a combine sums: as in SumRowsParams.
+struct RowsToSum {
+  const int64_t* topk_idx;
+  const float* topk_weights;
+  uint8_t* out;
+  int num_tokens;
+  bool use_logfmt;
+};
+
 // The tables of a dispatch that a combine looks up: as in SendHomeParams and ReturnRowsParams.
 struct RowTables {
   const int32_t *row_of, *num_received;
@@ -84,7 +93,7 @@ class LowLatencyRegion {
   // Whether a captured stream has used the region. Then a graph may hold its addresses.
   bool was_captured() const { return was_captured_; }
 
-  // The two halves of dispatch and of combine, and a dispatch as a whole. `results` is memory as the plan lays it out;
+  // The two halves of dispatch and of combine, and each as a whole. `results` is memory as the plan lays it out;
   // kernels/low_latency/low_latency.h has the shapes of the rest. Wait statistics, scales and the global scale may be
   // nullptr.
   virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
@@ -98,8 +107,10 @@ class LowLatencyRegion {
   // Sends rows that experts still write, on num_sms SMs. No rows are summed before they cross.
   virtual void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                      const ExpertSignals& signals, int num_sms, cudaStream_t stream);
-  virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
-                        uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream);
+  virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                        cudaStream_t stream);
+  virtual void combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home, int min_tokens_to_sum,
+                            const RowsToSum& to_sum, int64_t* wait_stats, cudaStream_t stream);
 
  protected:
   virtual RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const {
@@ -122,6 +133,10 @@ class LowLatencyRegion {
                              cudaStream_t stream);
   ReceiveTokensParams params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
                                 cudaStream_t stream);
+  ReturnRowsParams params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
+                             int64_t* wait_stats, cudaStream_t stream);
+  SumRowsParams params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                          cudaStream_t stream);
   void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
   void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
             cudaStream_t stream);

@@ -149,8 +149,7 @@ void LowLatencyBetweenRegion::return_signalled_rows(const LowLatencyPlan& plan, 
   kernels_.ship_rows(params, num_device_sms_, stream);
 }
 
-void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
-                                       const float* topk_weights, uint8_t* out, int num_tokens, bool use_logfmt,
+void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows,
                                        int64_t* wait_stats, cudaStream_t stream) {
   {
     const DeviceGuard guard(device_);
@@ -160,7 +159,14 @@ void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_id
     begin_proxy_call(proxy_, link_, stream);
     kernels_.forward_rows(params, num_device_sms_, stream);
   }
-  LowLatencyRegion::sum_rows(plan, buffer_idx, topk_idx, topk_weights, out, num_tokens, use_logfmt, nullptr, stream);
+  LowLatencyRegion::sum_rows(plan, buffer_idx, rows, nullptr, stream);
+}
+
+void LowLatencyBetweenRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
+                                           int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
+                                           cudaStream_t stream) {
+  return_rows(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream);
+  sum_rows(plan, buffer_idx, to_sum, wait_stats, stream);
 }
 
 }  // namespace hybrid_ep

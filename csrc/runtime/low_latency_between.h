@@ -43,8 +43,10 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
                    int64_t* wait_stats, cudaStream_t stream) override;
   void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                              const ExpertSignals& signals, int num_sms, cudaStream_t stream) override;
-  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
-                uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream) override;
+  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                cudaStream_t stream) override;
+  void combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home, int min_tokens_to_sum,
+                    const RowsToSum& to_sum, int64_t* wait_stats, cudaStream_t stream) override;
 
  protected:
   RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const override;

@@ -1,4 +1,4 @@
-// The low-latency calls: each half is one method, and a dispatch as a whole another.
+// The low-latency calls: each half is one method, and each call as a whole.
 #include "runtime/low_latency.h"
 
 #include <algorithm>
@@ -39,6 +39,10 @@ TokensIn tokens_in(uintptr_t rows, uintptr_t scales, uintptr_t wait_stats) {
 
 RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, int num_tokens, bool use_logfmt) {
   return {pointer<uint8_t>(rows), pointer<int32_t>(results), pointer<float>(topk_weights), num_tokens, use_logfmt};
+}
+
+RowsToSum rows_to_sum(uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt) {
+  return {pointer<int64_t>(topk_idx), pointer<float>(topk_weights), pointer<uint8_t>(out), num_tokens, use_logfmt};
 }
 
 // Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
@@ -189,12 +193,23 @@ void add_low_latency(py::module_& module) {
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t topk_idx,
              uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt, uintptr_t wait_stats,
              uintptr_t stream) {
-            self.sum_rows(plan, buffer_idx, pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
-                          pointer<uint8_t>(out), num_tokens, use_logfmt, pointer<int64_t>(wait_stats),
-                          stream_of(stream));
+            self.sum_rows(plan, buffer_idx, rows_to_sum(topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                          pointer<int64_t>(wait_stats), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("out"),
-          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"));
+          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"))
+      .def(
+          "combine_rows",
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
+             uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt,
+             int min_tokens_to_sum, uintptr_t wait_stats, uintptr_t stream) {
+            self.combine_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
+                              min_tokens_to_sum, rows_to_sum(topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                              pointer<int64_t>(wait_stats), stream_of(stream));
+          },
+          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_idx"),
+          py::arg("topk_weights"), py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"),
+          py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"));
   add_between_domains(module);
 }
 

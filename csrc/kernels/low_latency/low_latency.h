@@ -93,5 +93,8 @@ void launch_dispatch_tokens(const SendTokensParams& send, const ReceiveTokensPar
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
 void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int num_sms, cudaStream_t stream);
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
+// return_rows and the sum in one kernel.
+void launch_combine_rows(const ReturnRowsParams& send, const SumRowsParams& sum, int num_device_sms,
+                         cudaStream_t stream);
 
 }  // namespace hybrid_ep
