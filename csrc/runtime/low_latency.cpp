@@ -73,18 +73,18 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
   return domain;
 }
 
-void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx,
-                            cudaStream_t stream) {
-  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& plan,
+                            const LowLatencyDomain& domain) const {
+  params.domain = domain;
   params.shape = plan.shape;
   params.message = plan.message;
   params.format = plan.format;
   params.call = plan.call;
 }
 
-void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                            cudaStream_t stream) {
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                            const RowsHome& rows) const {
+  params.domain = domain;
   params.shape = plan.shape;
   params.rows = rows.rows;
   params.row_of = tables_of(plan, rows.results).row_of;
@@ -95,12 +95,12 @@ void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, 
   params.weights = plan.weights;
 }
 
-SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
-                                             int32_t* results, cudaStream_t stream) {
+SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                             const TokensOut& tokens, int32_t* results) const {
   require(is_nvfp4(plan.format) == (tokens.global_scale != nullptr), "global_scale", tokens.global_scale != nullptr,
           "given with NVFP4 rows only");
   SendTokensParams params{};
-  fill(params, plan, buffer_idx, stream);
+  fill(params, plan, domain);
   params.rows = tokens.rows;
   params.topk_idx = tokens.topk_idx;
   params.row_of = results + plan.results.row_of;
@@ -110,10 +110,10 @@ SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buf
   return params;
 }
 
-ReceiveTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
-                                                int32_t* results, cudaStream_t stream) {
+ReceiveTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                                const TokensIn& tokens, int32_t* results) const {
   ReceiveTokensParams params{};
-  fill(params, plan, buffer_idx, stream);
+  fill(params, plan, domain);
   params.domain.timeout_ns = receive_timeout_ns_;
   params.rows = tokens.rows;
   params.scales = tokens.scales;
@@ -130,7 +130,8 @@ ReceiveTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int 
 void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
                                    int32_t* results, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  launch_send_tokens(params_of(plan, buffer_idx, tokens, results, stream), num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  launch_send_tokens(params_of(plan, domain, tokens, results), num_device_sms_, stream);
 }
 
 void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
@@ -141,31 +142,33 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
 void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
                                       int32_t* results, bool is_early, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  launch_receive_tokens(params_of(plan, buffer_idx, tokens, results, stream), num_device_sms_, is_early, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  launch_receive_tokens(params_of(plan, domain, tokens, results), num_device_sms_, is_early, stream);
 }
 
 void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
                                        const TokensIn& in, int32_t* results, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  launch_dispatch_tokens(params_of(plan, buffer_idx, out, results, stream),
-                         params_of(plan, buffer_idx, in, results, stream), num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  launch_dispatch_tokens(params_of(plan, domain, out, results), params_of(plan, domain, in, results), num_device_sms_,
+                         stream);
 }
 
-ReturnRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                             int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+ReturnRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                             const RowsHome& rows, int min_tokens_to_sum, int64_t* wait_stats) const {
   require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
   ReturnRowsParams params{};
-  fill(params, plan, buffer_idx, rows, stream);
+  fill(params, plan, domain, rows);
   params.num_received = tables_of(plan, rows.results).num_received;
   params.wait_stats = wait_stats;
   params.min_tokens_to_sum = min_tokens_to_sum;
   return params;
 }
 
-SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows,
-                                          int64_t* wait_stats, cudaStream_t stream) {
+SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                          const RowsToSum& rows, int64_t* wait_stats) const {
   SumRowsParams params{};
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  params.domain = domain;
   params.domain.timeout_ns = receive_timeout_ns_;
   params.shape = plan.shape;
   params.topk_idx = rows.topk_idx;
@@ -180,7 +183,8 @@ SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, int buffer
 void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                    int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  launch_return_rows(params_of(plan, buffer_idx, rows, min_tokens_to_sum, wait_stats, stream), num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  launch_return_rows(params_of(plan, domain, rows, min_tokens_to_sum, wait_stats), num_device_sms_, stream);
 }
 
 void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
@@ -188,7 +192,7 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
   require(num_sms >= 1, "num_sms", num_sms, "1 or more");
   const DeviceGuard guard(device_);
   ReturnSignalledRowsParams params{};
-  fill(params, plan, buffer_idx, rows, stream);
+  fill(params, plan, begin(plan, LowLatencyKind::kCombine, buffer_idx, stream), rows);
   params.count = rows.results + plan.results.counts;
   params.src_info = rows.results + plan.results.src_info;
   params.layout_range = reinterpret_cast<const int64_t*>(rows.results + plan.results.layout_range);
@@ -199,15 +203,17 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
 void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
                                 cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  launch_sum_rows(params_of(plan, buffer_idx, rows, wait_stats, stream), stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  launch_sum_rows(params_of(plan, domain, rows, wait_stats), stream);
 }
 
 void LowLatencyRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
                                     int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
                                     cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  launch_combine_rows(params_of(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream),
-                      params_of(plan, buffer_idx, to_sum, wait_stats, stream), num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  launch_combine_rows(params_of(plan, domain, home, min_tokens_to_sum, wait_stats),
+                      params_of(plan, domain, to_sum, wait_stats), num_device_sms_, stream);
 }
 
 }  // namespace hybrid_ep

@@ -129,17 +129,17 @@ class LowLatencyRegion {
   uint64_t receive_timeout_ns_;  // of kernels that receive
 
  private:
-  SendTokensParams params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
-                             cudaStream_t stream);
-  ReceiveTokensParams params_of(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
-                                cudaStream_t stream);
-  ReturnRowsParams params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
-                             int64_t* wait_stats, cudaStream_t stream);
-  SumRowsParams params_of(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
-                          cudaStream_t stream);
-  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
-  void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-            cudaStream_t stream);
+  SendTokensParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const TokensOut& tokens,
+                             int32_t* results) const;
+  ReceiveTokensParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const TokensIn& tokens,
+                                int32_t* results) const;
+  ReturnRowsParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const RowsHome& rows,
+                             int min_tokens_to_sum, int64_t* wait_stats) const;
+  SumRowsParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const RowsToSum& rows,
+                          int64_t* wait_stats) const;
+  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain) const;
+  void fill(SendHomeParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+            const RowsHome& rows) const;
 
   bool was_captured_ = false;
 };
