@@ -19,7 +19,7 @@ bench() { "$python" -m hybrid_ep bench --ranks "$gpus" "$@"; }
 
 tests() { ci/test_gpu.sh "$python"; }
 
-figures() { "$python" benchmarks/figures.py --out "$OUT"; }
+figures() { "$python" benchmarks/figures.py --out "$OUT" && "$python" benchmarks/host_time.py --ranks "$gpus"; }
 
 domains() {
   local size transport failed=0

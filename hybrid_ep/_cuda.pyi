@@ -411,9 +411,22 @@ class LowLatencyRegion:
         buffer_idx: int,
         rows: int,
         scales: int,
-        results: int,
         wait_stats: int,
-        follows_send: bool,
+        results: int,
+        stream: int,
+    ) -> None: ...
+    def dispatch_tokens(
+        self,
+        plan: LowLatencyPlan,
+        buffer_idx: int,
+        rows: int,
+        topk_idx: int,
+        num_tokens: int,
+        global_scale: int,
+        received_rows: int,
+        received_scales: int,
+        wait_stats: int,
+        results: int,
         stream: int,
     ) -> None: ...
     def return_rows(
@@ -454,6 +467,21 @@ class LowLatencyRegion:
         out: int,
         num_tokens: int,
         use_logfmt: bool,
+        wait_stats: int,
+        stream: int,
+    ) -> None: ...
+    def combine_rows(
+        self,
+        plan: LowLatencyPlan,
+        buffer_idx: int,
+        rows: int,
+        results: int,
+        topk_idx: int,
+        topk_weights: int,
+        out: int,
+        num_tokens: int,
+        use_logfmt: bool,
+        min_tokens_to_sum: int,
         wait_stats: int,
         stream: int,
     ) -> None: ...

@@ -1,4 +1,5 @@
-// What the low-latency kernels share: where a buffer is, who takes part, and how a kernel ends.
+// What the low-latency kernels share: where a buffer is, who takes part, and how a kernel ends. A kernel may send and
+// receive, by different CTAs.
 #pragma once
 
 #include "device/wait.cuh"
@@ -9,6 +10,11 @@ namespace hybrid_ep {
 constexpr int kVectorsPerLane = 4;  // 16-byte vectors of a row that a lane moves at once
 constexpr int kSegmentBytes = kVectorsPerLane * 32 * 16;
 constexpr int kMaxAnnouncements = 2 * kLowLatencyBuffers * kMaxRanks;  // of free buffers by a kernel, a thread each
+
+// Which of the CTAs with one role this is: of those that send, or of those that receive.
+struct CtaOfRole {
+  int idx, count;
+};
 
 __device__ inline LowLatencyControl& control_of(const LowLatencyDomain& domain, int rank) {
   return *reinterpret_cast<LowLatencyControl*>(domain.region[rank]);
@@ -40,12 +46,13 @@ __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
   return next_epoch(ptx::load_relaxed_gpu(&progress.epoch));
 }
 
-// Publishes to every rank how many calls of each buffer this rank has read. CTA 0 of a sending kernel does it, with its
+// Publishes to every rank how many calls of each buffer this rank has read. The first CTA that sends does it, with its
 // first threads. Earlier kernels have ended by then, so they need no fence.
-__device__ inline void announce_free_buffers(const LowLatencyDomain& domain) {
-  if (blockIdx.x != 0) return;
+__device__ inline void announce_free_buffers(const LowLatencyDomain& domain, int num_threads = kMaxAnnouncements) {
+  if (static_cast<int>(threadIdx.x) >= num_threads) return;
   LowLatencyChannel* own = &control_of(domain, domain.rank).channels[0][0];
-  for (int i = threadIdx.x; i < 2 * kLowLatencyBuffers * domain.num_ranks; i += blockDim.x) {
+  for (int i = threadIdx.x; i < 2 * kLowLatencyBuffers * domain.num_ranks;
+       i += min(num_threads, static_cast<int>(blockDim.x))) {
     const int channel = i / domain.num_ranks, r = i % domain.num_ranks;
     LowLatencyChannel& there = (&control_of(domain, r).channels[0][0])[channel];
     ptx::store_relaxed_system(&there.free_epoch[domain.rank], ptx::load_relaxed_gpu(&own[channel].receive.epoch));
@@ -113,14 +120,14 @@ __device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Wai
 // rank out and sent it nothing. CTAs may differ in that, because each has its own deadline.
 template <typename Value>
 __device__ void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, Value&& value,
-                            bool has_lost) {
+                            bool has_lost, uint32_t num_ctas) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
   has_lost = __syncthreads_or(has_lost);
   if (threadIdx.x != 0) return;
   ptx::fence_acq_rel_system();
   const uint32_t before = ptx::add_relaxed_gpu(&progress.finished_ctas, has_lost ? kLost + 1 : 1);
-  if (before % kLost != gridDim.x - 1) return;
+  if (before % kLost != num_ctas - 1) return;
   ptx::fence_acq_rel_system();
   has_lost = has_lost || before >= kLost;
   const uint64_t flag = static_cast<uint64_t>(value()) << 32 | epoch;
@@ -132,15 +139,32 @@ __device__ void finish_send(const LowLatencyDomain& domain, const bool* present,
   progress.epoch = epoch;
 }
 
-// Collective over the CTA, at the end of a kernel that signals no rank. The call counts even if a wait was given up, so
-// that ranks stay in step.
-__device__ inline void finish_quietly(LowLatencyProgress& progress, uint32_t epoch) {
+// Collective over the CTA, at the end of one of the num_ctas of a role that signals no rank. The call counts even if a
+// wait was given up, so that ranks stay in step.
+__device__ inline void finish_quietly(LowLatencyProgress& progress, uint32_t epoch, uint32_t num_ctas) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // NOTE: no fence. Only the epoch must be seen, and every CTA has read it before it comes here.
-  if (ptx::add_relaxed_gpu(&progress.finished_ctas, 1) != gridDim.x * gridDim.y - 1) return;
+  if (ptx::add_relaxed_gpu(&progress.finished_ctas, 1) != num_ctas - 1) return;
   progress.finished_ctas = 0;
   progress.epoch = epoch;
+}
+
+// The same for a role whose writes CTAs of the other role wait for in the same kernel, with wait_for_other_role.
+__device__ inline void finish_for_other_role(LowLatencyProgress& progress, uint32_t epoch, uint32_t num_ctas) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (ptx::add_acq_rel_gpu(&progress.finished_ctas, 1) != num_ctas - 1) return;
+  progress.finished_ctas = 0;
+  ptx::store_release_gpu(&progress.epoch, epoch);
+}
+
+// Collective over the CTA: waits until the CTAs of the other role have finished. They wait for no CTA of this kernel
+// and come first in the grid, so they end even where the device has no room for all CTAs at once.
+__device__ inline void wait_for_other_role(const LowLatencyProgress& progress, const Waiter& waiter, uint32_t epoch,
+                                           int rank) {
+  if (threadIdx.x == 0) waiter.until_epoch(&progress.epoch, epoch, rank, WaitTag::kRoutes);
+  __syncthreads();
 }
 
 }  // namespace hybrid_ep

@@ -73,18 +73,18 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
   return domain;
 }
 
-void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx,
-                            cudaStream_t stream) {
-  params.domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& plan,
+                            const LowLatencyDomain& domain) const {
+  params.domain = domain;
   params.shape = plan.shape;
   params.message = plan.message;
   params.format = plan.format;
   params.call = plan.call;
 }
 
-void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                            cudaStream_t stream) {
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                            const RowsHome& rows) const {
+  params.domain = domain;
   params.shape = plan.shape;
   params.rows = rows.rows;
   params.row_of = tables_of(plan, rows.results).row_of;
@@ -95,51 +95,96 @@ void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, 
   params.weights = plan.weights;
 }
 
-void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
-                                   const int64_t* topk_idx, int num_tokens, const float* global_scale, int32_t* results,
-                                   cudaStream_t stream) {
-  require(is_nvfp4(plan.format) == (global_scale != nullptr), "global_scale", global_scale != nullptr,
+SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                             const TokensOut& tokens, int32_t* results) const {
+  require(is_nvfp4(plan.format) == (tokens.global_scale != nullptr), "global_scale", tokens.global_scale != nullptr,
           "given with NVFP4 rows only");
-  const DeviceGuard guard(device_);
   SendTokensParams params{};
-  fill(params, plan, buffer_idx, stream);
-  params.rows = rows;
-  params.topk_idx = topk_idx;
+  fill(params, plan, domain);
+  params.rows = tokens.rows;
+  params.topk_idx = tokens.topk_idx;
   params.row_of = results + plan.results.row_of;
   params.num_too_many = results + plan.results.num_too_many;
-  params.num_tokens = num_tokens;
-  params.global_scale = global_scale;
-  launch_send_tokens(params, num_device_sms_, stream);
+  params.num_tokens = tokens.num_tokens;
+  params.global_scale = tokens.global_scale;
+  return params;
 }
 
-void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
-                                      int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream) {
-  const DeviceGuard guard(device_);
+ReceiveTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                                const TokensIn& tokens, int32_t* results) const {
   ReceiveTokensParams params{};
-  fill(params, plan, buffer_idx, stream);
+  fill(params, plan, domain);
   params.domain.timeout_ns = receive_timeout_ns_;
-  params.rows = rows;
-  params.scales = scales;
+  params.rows = tokens.rows;
+  params.scales = tokens.scales;
   params.count = results + plan.results.counts;
   params.src_info = results + plan.results.src_info;
   params.layout_range = reinterpret_cast<int64_t*>(results + plan.results.layout_range);
   params.row_of = results + plan.results.row_of;
   params.num_too_many = results + plan.results.num_too_many;
   params.num_received = results + plan.results.num_received;
+  params.wait_stats = tokens.wait_stats;
+  return params;
+}
+
+void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
+                                   int32_t* results, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  launch_send_tokens(params_of(plan, domain, tokens, results), num_device_sms_, stream);
+}
+
+void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
+                                      int32_t* results, cudaStream_t stream) {
+  receive_tokens(plan, buffer_idx, tokens, results, false, stream);
+}
+
+void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
+                                      int32_t* results, bool is_early, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  launch_receive_tokens(params_of(plan, domain, tokens, results), num_device_sms_, is_early, stream);
+}
+
+void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
+                                       const TokensIn& in, int32_t* results, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  launch_dispatch_tokens(params_of(plan, domain, out, results), params_of(plan, domain, in, results), num_device_sms_,
+                         stream);
+}
+
+ReturnRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                             const RowsHome& rows, int min_tokens_to_sum, int64_t* wait_stats) const {
+  require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
+  ReturnRowsParams params{};
+  fill(params, plan, domain, rows);
+  params.num_received = tables_of(plan, rows.results).num_received;
   params.wait_stats = wait_stats;
-  launch_receive_tokens(params, num_device_sms_, follows_send, stream);
+  params.min_tokens_to_sum = min_tokens_to_sum;
+  return params;
+}
+
+SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                          const RowsToSum& rows, int64_t* wait_stats) const {
+  SumRowsParams params{};
+  params.domain = domain;
+  params.domain.timeout_ns = receive_timeout_ns_;
+  params.shape = plan.shape;
+  params.topk_idx = rows.topk_idx;
+  params.topk_weights = rows.topk_weights;
+  params.out = rows.out;
+  params.wait_stats = wait_stats;
+  params.num_tokens = rows.num_tokens;
+  params.use_logfmt = rows.use_logfmt;
+  return params;
 }
 
 void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                    int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
-  require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
   const DeviceGuard guard(device_);
-  ReturnRowsParams params{};
-  fill(params, plan, buffer_idx, rows, stream);
-  params.num_received = tables_of(plan, rows.results).num_received;
-  params.wait_stats = wait_stats;
-  params.min_tokens_to_sum = min_tokens_to_sum;
-  launch_return_rows(params, num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  launch_return_rows(params_of(plan, domain, rows, min_tokens_to_sum, wait_stats), num_device_sms_, stream);
 }
 
 void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
@@ -147,7 +192,7 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
   require(num_sms >= 1, "num_sms", num_sms, "1 or more");
   const DeviceGuard guard(device_);
   ReturnSignalledRowsParams params{};
-  fill(params, plan, buffer_idx, rows, stream);
+  fill(params, plan, begin(plan, LowLatencyKind::kCombine, buffer_idx, stream), rows);
   params.count = rows.results + plan.results.counts;
   params.src_info = rows.results + plan.results.src_info;
   params.layout_range = reinterpret_cast<const int64_t*>(rows.results + plan.results.layout_range);
@@ -155,21 +200,20 @@ void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buf
   launch_return_signalled_rows(params, std::min(num_sms, num_device_sms_), stream);
 }
 
-void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
-                                const float* topk_weights, uint8_t* out, int num_tokens, bool use_logfmt,
-                                int64_t* wait_stats, cudaStream_t stream) {
+void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                                cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  SumRowsParams params{};
-  params.domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  params.domain.timeout_ns = receive_timeout_ns_;
-  params.shape = plan.shape;
-  params.topk_idx = topk_idx;
-  params.topk_weights = topk_weights;
-  params.out = out;
-  params.wait_stats = wait_stats;
-  params.num_tokens = num_tokens;
-  params.use_logfmt = use_logfmt;
-  launch_sum_rows(params, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  launch_sum_rows(params_of(plan, domain, rows, wait_stats), stream);
+}
+
+void LowLatencyRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
+                                    int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
+                                    cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  launch_combine_rows(params_of(plan, domain, home, min_tokens_to_sum, wait_stats),
+                      params_of(plan, domain, to_sum, wait_stats), num_device_sms_, stream);
 }
 
 }  // namespace hybrid_ep

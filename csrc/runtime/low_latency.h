@@ -1,7 +1,7 @@
 // One region of symmetric memory, and the low-latency calls that go through it.
 //
 // Calls are collective, in the same order at all ranks and on one stream at a time; the caller ensures that. Other
-// calls may come between the two launches of a call. The first call of a size makes a plan, which the caller keeps for
+// calls may come between the two halves of a call. The first call of a size makes a plan, which the caller keeps for
 // later calls. Nothing here allocates memory or synchronises the device.
 #pragma once
 
@@ -42,11 +42,35 @@ struct LowLatencyPlan {
   LowLatencyPlan refused(int num_tokens) const;
 };
 
+// What a dispatch sends: as in SendTokensParams.
+struct TokensOut {
+  const uint8_t* rows;
+  const int64_t* topk_idx;
+  int num_tokens;
+  const float* global_scale;
+};
+
+// Where a dispatch receives: as in ReceiveTokensParams.
+struct TokensIn {
+  uint8_t* rows;
+  uint32_t* scales;
+  int64_t* wait_stats;
+};
+
 // The rows of experts that a combine sends back to their sources. `results` are those of the dispatch.
 struct RowsHome {
   const uint8_t* rows;
   int32_t* results;
   const float* topk_weights;
+  int num_tokens;
+  bool use_logfmt;
+};
+
+// What a combine sums: as in SumRowsParams.
+struct RowsToSum {
+  const int64_t* topk_idx;
+  const float* topk_weights;
+  uint8_t* out;
   int num_tokens;
   bool use_logfmt;
 };
@@ -69,20 +93,24 @@ class LowLatencyRegion {
   // Whether a captured stream has used the region. Then a graph may hold its addresses.
   bool was_captured() const { return was_captured_; }
 
-  // The two halves of dispatch and of combine. `results` is memory as the plan lays it out;
+  // The two halves of dispatch and of combine, and each as a whole. `results` is memory as the plan lays it out;
   // kernels/low_latency/low_latency.h has the shapes of the rest. Wait statistics, scales and the global scale may be
   // nullptr.
-  virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
-                           int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream);
-  virtual void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales,
-                              int32_t* results, int64_t* wait_stats, bool follows_send, cudaStream_t stream);
+  virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
+                           cudaStream_t stream);
+  virtual void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
+                              cudaStream_t stream);
+  virtual void dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out, const TokensIn& in,
+                               int32_t* results, cudaStream_t stream);
   virtual void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
                            int64_t* wait_stats, cudaStream_t stream);
   // Sends rows that experts still write, on num_sms SMs. No rows are summed before they cross.
   virtual void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                      const ExpertSignals& signals, int num_sms, cudaStream_t stream);
-  virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
-                        uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream);
+  virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                        cudaStream_t stream);
+  virtual void combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home, int min_tokens_to_sum,
+                            const RowsToSum& to_sum, int64_t* wait_stats, cudaStream_t stream);
 
  protected:
   virtual RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const {
@@ -91,15 +119,27 @@ class LowLatencyRegion {
   // Returns the domain as a launch on the stream gets it: for one buffer of one kind of call.
   LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
 
+  // `is_early`: as for launch_receive_tokens.
+  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
+                      bool is_early, cudaStream_t stream);
+
   LowLatencyDomain domain_{};
   LowLatencyCapacity capacity_;
   int device_, num_device_sms_;
   uint64_t receive_timeout_ns_;  // of kernels that receive
 
  private:
-  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, int buffer_idx, cudaStream_t stream);
-  void fill(SendHomeParams& params, const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-            cudaStream_t stream);
+  SendTokensParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const TokensOut& tokens,
+                             int32_t* results) const;
+  ReceiveTokensParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const TokensIn& tokens,
+                                int32_t* results) const;
+  ReturnRowsParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const RowsHome& rows,
+                             int min_tokens_to_sum, int64_t* wait_stats) const;
+  SumRowsParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const RowsToSum& rows,
+                          int64_t* wait_stats) const;
+  void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain) const;
+  void fill(SendHomeParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+            const RowsHome& rows) const;
 
   bool was_captured_ = false;
 };

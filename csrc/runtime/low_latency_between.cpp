@@ -70,36 +70,40 @@ void LowLatencyBetweenRegion::fill(AcrossDomainsParams& params, const LowLatency
   params.link = link_;
 }
 
-void LowLatencyBetweenRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows,
-                                          const int64_t* topk_idx, int num_tokens, const float* global_scale,
+void LowLatencyBetweenRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
                                           int32_t* results, cudaStream_t stream) {
-  LowLatencyRegion::send_tokens(plan, buffer_idx, rows, topk_idx, num_tokens, global_scale, results, stream);
+  LowLatencyRegion::send_tokens(plan, buffer_idx, tokens, results, stream);
   const DeviceGuard guard(device_);
   ShipTokensParams params{};
   fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   params.message = plan.message;
-  params.topk_idx = topk_idx;
-  params.num_tokens = num_tokens;
+  params.topk_idx = tokens.topk_idx;
+  params.num_tokens = tokens.num_tokens;
   begin_proxy_call(proxy_, link_, stream);
   kernels_.ship_tokens(params, num_device_sms_, stream);
 }
 
-void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows,
-                                             uint32_t* scales, int32_t* results, int64_t* wait_stats, bool,
-                                             cudaStream_t stream) {
+void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
+                                             int32_t* results, cudaStream_t stream) {
   {
     const DeviceGuard guard(device_);
     ForwardTokensParams params{};
     fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
     params.message = plan.message;
     params.call = plan.call;
-    params.wait_stats = wait_stats;
+    params.wait_stats = tokens.wait_stats;
     begin_proxy_call(proxy_, link_, stream);
     kernels_.forward_tokens(params, num_device_sms_, stream);
   }
   // Beside the kernel that forwards, unless both would count the same waits.
-  const bool is_early = wait_stats == nullptr && plan.shape.max_tokens > 0;
-  LowLatencyRegion::receive_tokens(plan, buffer_idx, rows, scales, results, wait_stats, is_early, stream);
+  const bool is_early = tokens.wait_stats == nullptr && plan.shape.max_tokens > 0;
+  LowLatencyRegion::receive_tokens(plan, buffer_idx, tokens, results, is_early, stream);
+}
+
+void LowLatencyBetweenRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
+                                              const TokensIn& in, int32_t* results, cudaStream_t stream) {
+  send_tokens(plan, buffer_idx, out, results, stream);
+  receive_tokens(plan, buffer_idx, in, results, stream);
 }
 
 ShipRowsParams LowLatencyBetweenRegion::ship_rows_params(const LowLatencyPlan& plan, int buffer_idx,
@@ -145,8 +149,7 @@ void LowLatencyBetweenRegion::return_signalled_rows(const LowLatencyPlan& plan, 
   kernels_.ship_rows(params, num_device_sms_, stream);
 }
 
-void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx,
-                                       const float* topk_weights, uint8_t* out, int num_tokens, bool use_logfmt,
+void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows,
                                        int64_t* wait_stats, cudaStream_t stream) {
   {
     const DeviceGuard guard(device_);
@@ -156,7 +159,14 @@ void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_id
     begin_proxy_call(proxy_, link_, stream);
     kernels_.forward_rows(params, num_device_sms_, stream);
   }
-  LowLatencyRegion::sum_rows(plan, buffer_idx, topk_idx, topk_weights, out, num_tokens, use_logfmt, nullptr, stream);
+  LowLatencyRegion::sum_rows(plan, buffer_idx, rows, nullptr, stream);
+}
+
+void LowLatencyBetweenRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
+                                           int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
+                                           cudaStream_t stream) {
+  return_rows(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream);
+  sum_rows(plan, buffer_idx, to_sum, wait_stats, stream);
 }
 
 }  // namespace hybrid_ep

@@ -33,16 +33,20 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
                           const LinkKernels& kernels);
 
   bool covers(const LowLatencyPlan& plan) const override;
-  void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const uint8_t* rows, const int64_t* topk_idx,
-                   int num_tokens, const float* global_scale, int32_t* results, cudaStream_t stream) override;
-  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, uint8_t* rows, uint32_t* scales, int32_t* results,
-                      int64_t* wait_stats, bool follows_send, cudaStream_t stream) override;
+  void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
+                   cudaStream_t stream) override;
+  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
+                      cudaStream_t stream) override;
+  void dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out, const TokensIn& in,
+                       int32_t* results, cudaStream_t stream) override;
   void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
                    int64_t* wait_stats, cudaStream_t stream) override;
   void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                              const ExpertSignals& signals, int num_sms, cudaStream_t stream) override;
-  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const int64_t* topk_idx, const float* topk_weights,
-                uint8_t* out, int num_tokens, bool use_logfmt, int64_t* wait_stats, cudaStream_t stream) override;
+  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+                cudaStream_t stream) override;
+  void combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home, int min_tokens_to_sum,
+                    const RowsToSum& to_sum, int64_t* wait_stats, cudaStream_t stream) override;
 
  protected:
   RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const override;

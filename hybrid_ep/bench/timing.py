@@ -106,21 +106,36 @@ def time_host_floor(device: str) -> list[float]:
     return time_host({"floor": lambda: number.add_(1)}, device)["floor"]
 
 
-def time_host(calls: dict[str, Callable[[], object]], device: str = "cuda") -> dict[str, list[float]]:
+def time_host(
+    calls: dict[str, Callable[[], object]],
+    device: str = "cuda",
+    *,
+    num_rows: int = _NUM_ROWS,
+    in_a_row: int = _CALLS_IN_A_ROW,
+    num_skipped: int = 0,
+) -> dict[str, list[float]]:
     """Makes calls in turn, in a row, that do not wait for the GPU. Collective.
 
+    Args:
+        calls: by name.
+        device: of the calls.
+        num_rows: how often a row of calls is made, each after a barrier.
+        in_a_row: of each name in a row.
+        num_skipped: so many of these are not counted, the first ones.
+
     Returns:
-        For each name, microseconds until each call returned to the host.
+        For each name, microseconds until each call that counts returned to the host.
     """
     microseconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_NUM_ROWS):
+    for _ in range(num_rows):
         _wait_for(device)
         dist.barrier()
-        for _ in range(_CALLS_IN_A_ROW):
+        for i in range(in_a_row):
             for name, call in calls.items():
                 begin = time.perf_counter()
                 call()
-                microseconds[name].append(1e6 * (time.perf_counter() - begin))
+                if i >= num_skipped:
+                    microseconds[name].append(1e6 * (time.perf_counter() - begin))
     _wait_for(device)
     return microseconds
 

@@ -1,9 +1,9 @@
 """Low-latency dispatch and combine of the cuda engine; docs/low_latency.md describes them.
 
-Each call is two launches: one sends, and `finish` receives. The host never waits for the device, so both can be
-captured in a CUDA graph. A fault that a kernel finds (a rank that does not come, an expert that does not exist) is
-therefore raised later, by the first `finish` that sees it. Until then kernels leave a lost rank out by themselves. A
-call whose `finish` raises has been launched nevertheless.
+With a hook each call is two launches: one sends, and `finish` receives. Without a hook it is one. The host never waits
+for the device, so all can be captured in a CUDA graph. A fault that a kernel finds (a rank that does not come, an
+expert that does not exist) is therefore raised later, by the first `finish` that sees it. Until then kernels leave
+a lost rank out by themselves. A call whose `finish` raises has been launched nevertheless.
 """
 
 from __future__ import annotations
@@ -169,33 +169,22 @@ class CudaLowLatency:
         sizes = num_max_tokens_per_rank, hidden, num_experts
         state = _State(plan, num_tokens, chunk, results)
         handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
-        region.send_tokens(
-            native,
-            idx,
-            data.data_ptr(),
-            topk_idx.data_ptr(),
-            num_tokens,
-            address(global_scale),
-            results,
-            stream,
-        )
+        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale)
+        if return_recv_hook:
+            region.send_tokens(*sent, results, stream)
+        else:
+            region.dispatch_tokens(
+                *sent, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, stream
+            )
         buffers.note_sent()
 
         def finish() -> None:
-            at = stream
-            if return_recv_hook:  # otherwise nothing has come between
+            if return_recv_hook:
                 at = self._begin()
                 chunk.note_use(at)
-            region.receive_tokens(
-                native,
-                idx,
-                rows.data.data_ptr(),
-                address(rows.scales),
-                results,
-                address(wait_stats),
-                not return_recv_hook,
-                at,
-            )
+                region.receive_tokens(
+                    native, idx, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, at
+                )
             buffers.note_received(idx)
             self._order.end()
             if refusal is not None:
@@ -229,33 +218,51 @@ class CudaLowLatency:
             )
         stream = self._begin()
         state.chunk.note_use(stream)
-        rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt
-        if signals is not None:
-            region.return_signalled_rows(
-                *rows,
-                signals.raised.data_ptr(),
-                signals.expected,
-                signals.num_per_expert,
-                signals.rows_per_signal,
-                signals.num_sms,
-                stream,
-            )
-        else:
-            region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
-        buffers.note_sent()
-
-        def finish() -> None:
-            region.sum_rows(
+        is_whole = signals is None and not return_recv_hook
+        if is_whole:
+            region.combine_rows(
                 native,
                 idx,
+                data.data_ptr(),
+                state.results,
                 topk_idx.data_ptr(),
                 weights.data_ptr(),
                 target.data_ptr(),
                 num_tokens,
                 use_logfmt,
+                request.min_tokens_to_sum,
                 address(wait_stats),
-                self._begin() if return_recv_hook else stream,
+                stream,
             )
+        else:
+            rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt
+            if signals is None:
+                region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
+            else:
+                region.return_signalled_rows(
+                    *rows,
+                    signals.raised.data_ptr(),
+                    signals.expected,
+                    signals.num_per_expert,
+                    signals.rows_per_signal,
+                    signals.num_sms,
+                    stream,
+                )
+        buffers.note_sent()
+
+        def finish() -> None:
+            if not is_whole:
+                region.sum_rows(
+                    native,
+                    idx,
+                    topk_idx.data_ptr(),
+                    weights.data_ptr(),
+                    target.data_ptr(),
+                    num_tokens,
+                    use_logfmt,
+                    address(wait_stats),
+                    self._begin() if return_recv_hook else stream,
+                )
             buffers.note_received(idx)
             if target is not out:
                 out.copy_(target)

@@ -109,9 +109,8 @@ class LowLatencyEnd(End):
             buffer_idx=buffer_idx,
             rows=packed.address,
             scales=_NO_ADDRESS if self.format_name == "NONE" else scales.address,
-            results=results.address,
             wait_stats=_NO_ADDRESS,
-            follows_send=True,
+            results=results.address,
             stream=0,
         )
         self.raise_fault()

@@ -297,12 +297,12 @@ def check_refused_launch() -> None:
 
     refused = mock.Mock(side_effect=RuntimeError("refused"))
     with _buffer() as buffer:
-        for name in ("send_tokens", "return_rows"):
+        for name in ("dispatch_tokens", "combine_rows"):
             _round_trip(buffer, _draw(0))
             if dist.get_rank() == 0:
                 with mock.patch.object(_cuda.LowLatencyRegion, name, refused), pytest.raises(RuntimeError):
                     _pair(buffer, _draw(0))
-            elif name == "return_rows":
+            elif name == "combine_rows":
                 # Only the combine was refused: the dispatch before it has been sent.
                 sent, rank = _draw(0), dist.get_rank()
                 buffer.low_latency_dispatch(

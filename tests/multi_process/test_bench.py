@@ -199,6 +199,17 @@ def test_host_time_is_of_calls_in_turn_without_waits_between(run_ranks: RunRanks
         assert min(times["a"]) >= 2000 > statistics.median(times["b"])
 
 
+def first_of_a_row_left_out() -> tuple[int, int]:
+    """How many calls `time_host` makes, and how many it counts."""
+    called: list[None] = []
+    times = time_host({"a": lambda: called.append(None)}, "cpu", num_rows=3, in_a_row=5, num_skipped=2)
+    return len(called), len(times["a"])
+
+
+def test_host_time_leaves_the_first_calls_of_a_row_out(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, first_of_a_row_left_out) == [(15, 9)] * 2
+
+
 def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
     both = ["--impl", "hybrid_ep", "--impl", "torch-nccl", "--num-sms", "8,16"]
     result = CliRunner().invoke(main, ["bench", "--ranks", "2", *TINY, *both, "--json", "--out", str(tmp_path)])

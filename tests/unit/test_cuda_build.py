@@ -27,6 +27,8 @@ LIMITS = {
     "combine_kernel": (168, 15 << 10),
     "return_rows_kernel": (128, 15 << 10),
     "copy_experts_kernel": (128, 27 << 10),
+    "dispatch_tokens_kernel": (64, 15 << 10),
+    "combine_rows_kernel": (128, 15 << 10),
 }
 # More values than the 64 registers of each of its threads.
 SPILLS = """

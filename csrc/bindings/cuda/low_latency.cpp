@@ -1,4 +1,4 @@
-// The low-latency calls: each half is one method, one launch.
+// The low-latency calls: each half is one method, and each call as a whole.
 #include "runtime/low_latency.h"
 
 #include <algorithm>
@@ -29,8 +29,20 @@ py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uin
                         tensor(plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
+TokensOut tokens_out(uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t global_scale) {
+  return {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), num_tokens, pointer<float>(global_scale)};
+}
+
+TokensIn tokens_in(uintptr_t rows, uintptr_t scales, uintptr_t wait_stats) {
+  return {pointer<uint8_t>(rows), pointer<uint32_t>(scales), pointer<int64_t>(wait_stats)};
+}
+
 RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, int num_tokens, bool use_logfmt) {
   return {pointer<uint8_t>(rows), pointer<int32_t>(results), pointer<float>(topk_weights), num_tokens, use_logfmt};
+}
+
+RowsToSum rows_to_sum(uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt) {
+  return {pointer<int64_t>(topk_idx), pointer<float>(topk_weights), pointer<uint8_t>(out), num_tokens, use_logfmt};
 }
 
 // Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
@@ -127,21 +139,32 @@ void add_low_latency(py::module_& module) {
           "send_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
              int num_tokens, uintptr_t global_scale, uintptr_t results, uintptr_t stream) {
-            self.send_tokens(plan, buffer_idx, pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), num_tokens,
-                             pointer<float>(global_scale), pointer<int32_t>(results), stream_of(stream));
+            self.send_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale),
+                             pointer<int32_t>(results), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
           py::arg("global_scale"), py::arg("results"), py::arg("stream"))
       .def(
           "receive_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t scales,
-             uintptr_t results, uintptr_t wait_stats, bool follows_send, uintptr_t stream) {
-            self.receive_tokens(plan, buffer_idx, pointer<uint8_t>(rows), pointer<uint32_t>(scales),
-                                pointer<int32_t>(results), pointer<int64_t>(wait_stats), follows_send,
+             uintptr_t wait_stats, uintptr_t results, uintptr_t stream) {
+            self.receive_tokens(plan, buffer_idx, tokens_in(rows, scales, wait_stats), pointer<int32_t>(results),
                                 stream_of(stream));
           },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("scales"), py::arg("results"),
-          py::arg("wait_stats"), py::arg("follows_send"), py::arg("stream"))
+          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("scales"), py::arg("wait_stats"),
+          py::arg("results"), py::arg("stream"))
+      .def(
+          "dispatch_tokens",
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
+             int num_tokens, uintptr_t global_scale, uintptr_t received_rows, uintptr_t received_scales,
+             uintptr_t wait_stats, uintptr_t results, uintptr_t stream) {
+            self.dispatch_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale),
+                                 tokens_in(received_rows, received_scales, wait_stats), pointer<int32_t>(results),
+                                 stream_of(stream));
+          },
+          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
+          py::arg("global_scale"), py::arg("received_rows"), py::arg("received_scales"), py::arg("wait_stats"),
+          py::arg("results"), py::arg("stream"))
       .def(
           "return_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
@@ -170,12 +193,23 @@ void add_low_latency(py::module_& module) {
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t topk_idx,
              uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt, uintptr_t wait_stats,
              uintptr_t stream) {
-            self.sum_rows(plan, buffer_idx, pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
-                          pointer<uint8_t>(out), num_tokens, use_logfmt, pointer<int64_t>(wait_stats),
-                          stream_of(stream));
+            self.sum_rows(plan, buffer_idx, rows_to_sum(topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                          pointer<int64_t>(wait_stats), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("out"),
-          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"));
+          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"))
+      .def(
+          "combine_rows",
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
+             uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt,
+             int min_tokens_to_sum, uintptr_t wait_stats, uintptr_t stream) {
+            self.combine_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
+                              min_tokens_to_sum, rows_to_sum(topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                              pointer<int64_t>(wait_stats), stream_of(stream));
+          },
+          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_idx"),
+          py::arg("topk_weights"), py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"),
+          py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"));
   add_between_domains(module);
 }
 

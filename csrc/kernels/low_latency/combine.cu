@@ -1,4 +1,5 @@
-// Low-latency combine: two launches, a warp per segment of a row on the way out and some CTAs per token on the way in.
+// Low-latency combine: a warp per segment of a row on the way out and some CTAs per token on the way in. They are CTAs
+// of one kernel, those that send first, or with a hook of two.
 //
 //     rows[row_of[s, t, k]] ─► (several of one token: weighted sum) ─► row (t, k) in s's buffer ─ sent ─► sum_rows
 //     topk_weights ─► every rank ─────────────────────┘
@@ -36,19 +37,29 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr int kReturnWarps = 16;
+constexpr int kReturnWarps = 16;  // of an SM
 constexpr int kReturnStages = 6;  // of a warp
 constexpr int kReturnRingBytes = kReturnWarps * kReturnStages * kSegmentBytes;
 static_assert(kReturnRingBytes <= kDynamicSharedBytes);
-constexpr int kWeightsInFlight = 8;  // 16-byte vectors of weights that a lane loads before it stores
-constexpr int kSumThreads = 256;     // a thread sums one 16-byte vector of a token
-constexpr int kRowsInFlight = 8;     // that a thread loads before it adds
-// NOTE: the first threads announce what other ranks wait for. The warps of return_rows that wait for ranks must not
-// have any of these threads, or ranks would wait for each other.
-static_assert((kMaxAnnouncements + 31) / 32 <= (kReturnWarps * 32 - kMaxRanks) / 32);
+constexpr int kCombineCtasPerSm = 2;  // of the kernel that sends and receives
+constexpr int kCombineWarps = kReturnWarps / kCombineCtasPerSm;
+constexpr int kCombineRingBytes = kReturnRingBytes / kCombineCtasPerSm;
+constexpr int kWeightsInFlight = 8;                // 16-byte vectors of weights that a lane loads before it stores
+constexpr int kSumThreads = 256;                   // a thread sums one 16-byte vector of a token
+constexpr int kRowsInFlight = 8;                   // that a thread loads before it adds
+static_assert(kSumThreads == kCombineWarps * 32);  // CTAs of one kernel
+// NOTE: the first threads announce what other ranks wait for. The warps of return_rows that wait for ranks have none of
+// these threads, or ranks would wait for each other.
+template <int kWarps>
+constexpr int kAnnouncingThreads = (kWarps - (kMaxRanks + 31) / 32) * 32;
+static_assert(kAnnouncingThreads<kCombineWarps> > 0);
 
 __host__ __device__ int segments_of(const LowLatencyShape& shape) {
   return (2 * shape.hidden + kSegmentBytes - 1) / kSegmentBytes;
+}
+
+__host__ __device__ int sum_ctas_of_token(const LowLatencyShape& shape) {
+  return (2 * shape.hidden + kSumThreads * 16 - 1) / (kSumThreads * 16);
 }
 
 // Adds a weighted row to eight sums. Product and sum round separately, as every engine does.
@@ -110,14 +121,14 @@ __device__ float* weights_of(const Params& params, int rank, int source) {
 
 // Sends this rank's weights to the other ranks, a warp to each, whether or not they sum. Few tokens need none.
 template <typename Params>
-__device__ void send_weights(const Params& params, const bool* present, uint32_t epoch) {
+__device__ void send_weights(const Params& params, const CtaOfRole& cta, const bool* present, uint32_t epoch) {
   const LowLatencyDomain& domain = params.domain;
   if (params.num_tokens < kMinTokensToSum) return;
   const int lane = threadIdx.x % 32;
   // NOTE: the last vector may reach beyond the tensor, but not beyond the 16 bytes that its end is in.
   const int num_vectors = (params.num_tokens * params.shape.num_topk + 3) / 4;
   const auto* weights = reinterpret_cast<const uint4*>(params.topk_weights);
-  for (int r = blockIdx.x; r < domain.num_ranks; r += gridDim.x) {
+  for (int r = cta.idx; r < domain.num_ranks; r += cta.count) {
     if (r == domain.rank || !present[r]) continue;
     auto* target = reinterpret_cast<uint4*>(weights_of(params, r, domain.rank));
     for (int first = lane; first < num_vectors; first += 32 * kWeightsInFlight) {
@@ -136,6 +147,11 @@ __device__ void send_weights(const Params& params, const bool* present, uint32_t
   }
 }
 
+// Both halves of a call add to wait_stats, and may do so at once.
+__device__ void add_to_wait_stats(int64_t* wait_stats, int rank, uint64_t started) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(wait_stats + rank), (ptx::clock_ns() - started) / 1000);
+}
+
 // Adds the time of waiting for each rank's weights to wait_stats; a thread per rank.
 __device__ void note_waits(const ReturnRowsParams& params, const int* num_received, const Waiter& waiter,
                            uint32_t epoch) {
@@ -143,7 +159,7 @@ __device__ void note_waits(const ReturnRowsParams& params, const int* num_receiv
   if (r >= params.domain.num_ranks || r == params.domain.rank || num_received[r] < params.min_tokens_to_sum) return;
   const uint64_t started = ptx::clock_ns();
   wait_for_weights(params.domain, waiter, epoch, r);
-  params.wait_stats[r] += static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
+  add_to_wait_stats(params.wait_stats, r, started);
 }
 
 // Sends a unit: its rows as they are, or their sum into the first column. Lane i has the weight of the i-th row. Loads
@@ -183,15 +199,12 @@ __device__ void send_unit(const ReturnRowsParams& params, Unit& unit, bool is_pr
   }
 }
 
-template <bool kLogFmt>
-__global__ void __launch_bounds__(kReturnWarps * 32, 1)
-    return_rows_kernel(const __grid_constant__ ReturnRowsParams params) {
-  extern __shared__ __align__(128) uint8_t stages[];
-  __shared__ uint64_t barriers[kReturnWarps * kReturnStages];
+template <bool kLogFmt, int kWarps>
+__device__ __forceinline__ void return_rows(const ReturnRowsParams& params, const CtaOfRole& cta, uint8_t* stages) {
+  __shared__ uint64_t barriers[kWarps * kReturnStages];
   __shared__ bool present[kMaxRanks];
   __shared__ int num_received[kMaxRanks];
   __shared__ uint32_t epoch, num_too_many;
-  ptx::allow_next_kernel();
   const LowLatencyDomain& domain = params.domain;
   const LowLatencyShape& shape = params.shape;
   const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
@@ -200,7 +213,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
                    kSegmentBytes, lane);
 
   // The last warps wait for the ranks while the others load their first rows.
-  const int peer = kReturnWarps * 32 - 1 - tid;
+  const int peer = kWarps * 32 - 1 - tid;
   if (peer < domain.num_ranks) {
     const int received = params.num_received[peer], too_many = *params.num_too_many;
     const uint32_t this_epoch = next_epoch(channel_of(domain, domain.rank).send);
@@ -212,13 +225,13 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     }
   }
   __syncwarp();
-  int index = warp * gridDim.x + blockIdx.x;
+  int index = warp * cta.count + cta.idx;
   Unit unit = Unit::find(params, index);
   unit.fetch_ahead(params, ring);
-  announce_free_buffers(domain);
+  if (cta.idx == 0) announce_free_buffers(domain, kAnnouncingThreads<kWarps>);
   __syncthreads();
-  if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // this warp gets the fewest units
-  if (params.wait_stats != nullptr && blockIdx.x == 0) note_waits(params, num_received, waiter, epoch);
+  if (warp == kWarps - 1) send_weights(params, cta, present, epoch);  // this warp gets the fewest units
+  if (params.wait_stats != nullptr && cta.idx == 0) note_waits(params, num_received, waiter, epoch);
   __syncwarp();
 
   bool has_lost = peer < domain.num_ranks && !present[peer];  // other CTAs may have sent to that rank
@@ -226,7 +239,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   for (int r = lane; r < domain.num_ranks; r += 32) max_tokens = max(max_tokens, num_received[r]);
   const int num_units = __reduce_max_sync(kAllLanes, max_tokens) * domain.num_ranks * segments_of(shape);
   while (index < num_units) {
-    index += gridDim.x * kReturnWarps;
+    index += cta.count * kWarps;
     Unit next{};
     if (index < num_units) next = Unit::find(params, index);  // while the rows come
     const bool is_sum = unit.num_rows > 1 && num_received[unit.source] >= params.min_tokens_to_sum;
@@ -249,7 +262,15 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   const auto value = [&] {
     return num_too_many != 0 ? kTooManyRowsBit | num_too_many : params.min_tokens_to_sum | (kLogFmt ? kLogFmtBit : 0);
   };
-  finish_send(domain, present, epoch, value, has_lost);
+  finish_send(domain, present, epoch, value, has_lost, cta.count);
+}
+
+template <bool kLogFmt>
+__global__ void __launch_bounds__(kReturnWarps * 32, 1)
+    return_rows_kernel(const __grid_constant__ ReturnRowsParams params) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  ptx::allow_next_kernel();
+  return_rows<kLogFmt, kReturnWarps>(params, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}, stages);
 }
 
 template <bool kLogFmt>
@@ -260,6 +281,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
   __shared__ bool present[kMaxRanks];
   __shared__ uint32_t epoch;
   __shared__ Piece pieces[kReturnWarps][kReturnStages];
+  const CtaOfRole cta{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
   const LowLatencyDomain& domain = params.domain;
   const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
@@ -272,12 +294,12 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     if (peer == 0) epoch = this_epoch;
   }
-  announce_free_buffers(domain);
+  if (cta.idx == 0) announce_free_buffers(domain, kAnnouncingThreads<kReturnWarps>);
   __syncthreads();
-  if (warp == kReturnWarps - 1) send_weights(params, present, epoch);  // other ranks may sum
+  if (warp == kReturnWarps - 1) send_weights(params, cta, present, epoch);  // other ranks may sum
 
   // Loads run ahead as far as signals have been raised. Loaded rows are sent before the warp waits for a signal.
-  SignalledRows rows(params, blockIdx.x * kReturnWarps + warp, gridDim.x * kReturnWarps);
+  SignalledRows rows(params, cta.idx * kReturnWarps + warp, cta.count * kReturnWarps);
   int num_fetched = 0, num_sent = 0;
   while (rows.has_next() || num_sent < num_fetched) {
     while (rows.has_next() && num_fetched - num_sent < ring.num_ahead()) {
@@ -317,7 +339,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     const uint32_t num_too_many = *params.num_too_many;
     return num_too_many != 0 ? kTooManyRowsBit | num_too_many : kNoSums | (kLogFmt ? kLogFmtBit : 0);
   };
-  finish_send(domain, present, epoch, value, has_lost);
+  finish_send(domain, present, epoch, value, has_lost, cta.count);
 }
 
 // The columns of a token whose rows are summed here, in order.
@@ -414,22 +436,26 @@ __device__ bool has_format(const SumRowsParams& params, int rank, uint32_t value
   return false;
 }
 
-template <bool kLogFmt>
-__global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
+// Item i is a part of token i % T.
+template <bool kLogFmt, bool kBesideSend>
+__device__ __forceinline__ void sum_tokens(const SumRowsParams& params, const CtaOfRole& cta) {
   __shared__ bool present[kMaxRanks], has_summed[kMaxRanks];
   __shared__ Terms terms;
   const LowLatencyDomain& domain = params.domain;
   LowLatencyProgress& progress = channel_of(domain, domain.rank).receive;
   const Waiter waiter(domain.fault, KernelName::kLowLatencyCombine, domain.rank, domain.timeout_ns);
-  const int tid = threadIdx.x, token = blockIdx.x;
+  const int tid = threadIdx.x, row_bytes = 2 * params.shape.hidden;
+  const int num_items = params.num_tokens * sum_ctas_of_token(params.shape);
   uint32_t epoch = 0;  // of the threads that wait for a rank
-  int64_t expert = -1, waited_us = 0;
+  int64_t expert = -1;
   float weight = 0;
-  if (tid < params.shape.num_topk && token < params.num_tokens) {
-    const int64_t position = static_cast<int64_t>(token) * params.shape.num_topk + tid;
+  const auto load_columns = [&](int item) {
+    if (tid >= params.shape.num_topk || item >= num_items) return;
+    const int64_t position = static_cast<int64_t>(item % params.num_tokens) * params.shape.num_topk + tid;
     expert = params.topk_idx[position];
     weight = params.topk_weights[position];
-  }
+  };
+  load_columns(cta.idx);
   if (tid < domain.num_ranks) {
     uint32_t min_tokens_to_sum = 0;
     epoch = next_epoch(progress);
@@ -444,29 +470,54 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_cons
       present[tid] = has_format<kLogFmt>(params, tid, min_tokens_to_sum);
     }
     has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum & kNoSums);
-    waited_us = static_cast<int64_t>((ptx::clock_ns() - started) / 1000);
+    if (params.wait_stats != nullptr && cta.idx == 0) add_to_wait_stats(params.wait_stats, tid, started);
   }
-  ptx::wait_for_previous_kernel();
+  if constexpr (!kBesideSend) ptx::wait_for_previous_kernel();
   __syncthreads();
-  if (params.wait_stats != nullptr && token == 0 && blockIdx.y == 0 && tid < domain.num_ranks) {
-    params.wait_stats[tid] += waited_us;
-  }
-  if (token < params.num_tokens) {
+  for (int item = cta.idx; item < num_items; item += cta.count) {
     if (tid < 32) find_terms(params, present, has_summed, expert, weight, terms);
     __syncthreads();
-    const int row_bytes = 2 * params.shape.hidden, offset = (blockIdx.y * kSumThreads + tid) * 16;
+    load_columns(item + cta.count);
+    const int64_t token = item % params.num_tokens;
+    const int offset = (item / params.num_tokens * kSumThreads + tid) * 16;
     if (offset < row_bytes) {
-      uint8_t* rows = buffer_of(domain, domain.rank) + static_cast<int64_t>(token) * params.shape.num_topk * row_bytes;
+      uint8_t* rows = buffer_of(domain, domain.rank) + token * params.shape.num_topk * row_bytes;
       float sum[8] = {};
       if constexpr (kLogFmt) {
         sum_logfmt_rows(params, rows, offset / 16, terms, sum);
       } else {
         sum_rows(params, rows + offset, terms, sum);
       }
-      *reinterpret_cast<uint4*>(params.out + static_cast<int64_t>(token) * row_bytes + offset) = round_to_bf16(sum);
+      *reinterpret_cast<uint4*>(params.out + token * row_bytes + offset) = round_to_bf16(sum);
     }
+    __syncthreads();
   }
-  finish_quietly(progress, epoch);
+  finish_quietly(progress, epoch, cta.count);
+}
+
+template <bool kLogFmt>
+__global__ void __launch_bounds__(kSumThreads, kLogFmt ? 3 : 4)
+    sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
+  sum_tokens<kLogFmt, false>(params, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+}
+
+struct ReturnAndSumParams {
+  ReturnRowsParams send;
+  SumRowsParams sum;
+  int num_send_ctas;
+};
+
+// Both halves of a call: the first CTAs send, the others sum what arrives. Only the others wait for whole ranks.
+template <bool kLogFmt>
+__global__ void __launch_bounds__(kSumThreads, kCombineCtasPerSm)
+    combine_rows_kernel(const __grid_constant__ ReturnAndSumParams params) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  const int num_sends = params.num_send_ctas, idx = blockIdx.x;
+  if (idx < num_sends) {
+    return_rows<kLogFmt, kCombineWarps>(params.send, {idx, num_sends}, stages);
+  } else {
+    sum_tokens<kLogFmt, true>(params.sum, {idx - num_sends, static_cast<int>(gridDim.x) - num_sends});
+  }
 }
 
 // By whether rows cross as LogFMT.
@@ -474,19 +525,27 @@ constexpr void (*kReturnKernels[])(ReturnRowsParams) = {return_rows_kernel<false
 constexpr void (*kReturnSignalledKernels[])(ReturnSignalledRowsParams) = {return_signalled_rows_kernel<false>,
                                                                           return_signalled_rows_kernel<true>};
 constexpr void (*kSumKernels[])(SumRowsParams) = {sum_rows_kernel<false>, sum_rows_kernel<true>};
+constexpr void (*kCombineKernels[])(ReturnAndSumParams) = {combine_rows_kernel<false>, combine_rows_kernel<true>};
+
+int num_units(const ReturnRowsParams& params) {
+  return params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
+}
+
+int num_sum_ctas(const SumRowsParams& params) {
+  return std::max(1, params.num_tokens) * sum_ctas_of_token(params.shape);
+}
 
 }  // namespace
 
 void prepare_low_latency_combine() {
   for (const auto kernel : kReturnKernels) allow_shared_memory(kernel);
   for (const auto kernel : kReturnSignalledKernels) allow_shared_memory(kernel);
+  for (const auto kernel : kCombineKernels) allow_shared_memory(kernel);
 }
 
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream) {
-  const int num_units = params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
-  const int num_ctas = std::min(num_device_sms, num_units);
-  launch_kernel(LaunchKind::kPlain, kReturnKernels[params.use_logfmt], params, num_ctas, kReturnWarps * 32,
-                kReturnRingBytes, stream);
+  launch_kernel(LaunchKind::kPlain, kReturnKernels[params.use_logfmt], params,
+                std::min(num_device_sms, num_units(params)), kReturnWarps * 32, kReturnRingBytes, stream);
 }
 
 void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int num_sms, cudaStream_t stream) {
@@ -495,9 +554,15 @@ void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int n
 }
 
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {
-  const int num_segments = (2 * params.shape.hidden + kSumThreads * 16 - 1) / (kSumThreads * 16);
-  launch_kernel(LaunchKind::kEarly, kSumKernels[params.use_logfmt], params,
-                dim3(std::max(1, params.num_tokens), num_segments), kSumThreads, 0, stream);
+  launch_kernel(LaunchKind::kEarly, kSumKernels[params.use_logfmt], params, num_sum_ctas(params), kSumThreads, 0,
+                stream);
+}
+
+void launch_combine_rows(const ReturnRowsParams& send, const SumRowsParams& sum, int num_device_sms,
+                         cudaStream_t stream) {
+  const int most = kCombineCtasPerSm * num_device_sms, num_sends = std::min(most, num_units(send));
+  launch_kernel(LaunchKind::kPlain, kCombineKernels[send.use_logfmt], ReturnAndSumParams{send, sum, num_sends},
+                num_sends + std::min(most, num_sum_ctas(sum)), kSumThreads, kCombineRingBytes, stream);
 }
 
 }  // namespace hybrid_ep

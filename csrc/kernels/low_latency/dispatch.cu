@@ -1,4 +1,5 @@
-// Low-latency dispatch: two launches, a CTA per token on the way out and some CTAs per local expert on the way in.
+// Low-latency dispatch: a CTA per token on the way out and some CTAs per local expert on the way in. They are CTAs of
+// one kernel, those that send first, or with a hook of two.
 //
 //     x[t] ─► (quantised) ─► slot (me, t) of each rank that has an expert of t ─┐
 //     topk_idx[t] ─────────► route (me, t) of every rank ─► index of each copy ─┴─ flag ─► rows[e][index] ◄─ slots
@@ -32,9 +33,8 @@ constexpr int kRouteWarp = kSendThreads / 32 - 1;  // the one with the fewest ve
 constexpr int kMaxOwed = 256;                      // flags that a CTA raises together, after its rows are stored
 constexpr int kReceiveThreads = 512;
 constexpr int kReceiveWarps = kReceiveThreads / 32;
-// Receiving CTAs have half the registers of sending ones. So two of them fit on an SM beside one that sends, and walk
-// through the routes while rows are on the wire.
 constexpr int kReceiveCtasPerSm = 2;
+static_assert(kReceiveThreads == kSendThreads && kReceiveCtasPerSm == kSendCtasPerSm);  // CTAs of one kernel
 constexpr int kMaxRouteParts = (kMaxTopk + RoutePart::kColumns - 1) / RoutePart::kColumns;
 constexpr int kCopyStages = 3;  // of a warp
 constexpr int kCopiesInFlight = 1;
@@ -110,15 +110,23 @@ __device__ void raise_flags(uint32_t* const* owed, int num_owed, uint32_t epoch)
 }
 
 template <Rows kRows>
-__global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
-    send_tokens_kernel(const __grid_constant__ SendTokensParams params) {
+struct SendShared {
+  uint32_t* owed[kMaxOwed];
+  Targets targets;
+  uint32_t scales[kMaxScaleWords<kRows>];
+  uint32_t epoch;
+  bool present[kMaxRanks];
+};
+
+template <Rows kRows>
+__device__ __forceinline__ void send_tokens(const SendTokensParams& params, const CtaOfRole& cta,
+                                            SendShared<kRows>& shared) {
   constexpr int kVectors = kVectorsIn<kRows>;
-  __shared__ bool present[kMaxRanks];
-  __shared__ uint32_t epoch;
-  __shared__ Targets targets;
-  __shared__ uint32_t* owed[kMaxOwed];
-  __shared__ uint32_t scales[kMaxScaleWords<kRows>];
-  ptx::allow_next_kernel();
+  auto& owed = shared.owed;
+  auto& targets = shared.targets;
+  auto& scales = shared.scales;
+  auto& epoch = shared.epoch;
+  auto& present = shared.present;
   const LowLatencyDomain& domain = params.domain;
   LowLatencyChannel& channel = channel_of(domain, domain.rank);
   const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyDispatch);
@@ -175,30 +183,30 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
     named = is_there ? params.topk_idx[static_cast<int64_t>(token) * params.shape.num_topk + lane] : -1;
   };
   // A CTA's first vectors are loaded and converted while the last threads wait for the ranks.
-  load_expert(blockIdx.x);
-  load(blockIdx.x, tid);
-  announce_free_buffers(domain);
+  load_expert(cta.idx);
+  load(cta.idx, tid);
+  if (cta.idx == 0) announce_free_buffers(domain);
   // The receive writes the columns that name an expert of this rank.
   const int num_columns = domain.num_ranks * params.shape.max_tokens * params.shape.num_topk;
-  for (int i = blockIdx.x * kSendThreads + tid; i < num_columns; i += gridDim.x * kSendThreads) params.row_of[i] = -1;
-  if (blockIdx.x + tid == 0) *params.num_too_many = 0;
+  for (int i = cta.idx * kSendThreads + tid; i < num_columns; i += cta.count * kSendThreads) params.row_of[i] = -1;
+  if (cta.idx + tid == 0) *params.num_too_many = 0;
   const int peer = kSendThreads - 1 - tid;
   if (peer < domain.num_ranks) {
     const uint32_t this_epoch = next_epoch(channel.send);
-    if (blockIdx.x == 0) channel.waited_us[peer] = 0;
+    if (cta.idx == 0) channel.waited_us[peer] = 0;
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
-    if (blockIdx.x == 0 && present[peer]) {
+    if (cta.idx == 0 && present[peer]) {
       const uint32_t tokens = (__float_as_uint(global_scale) & 0xffff0000u) | params.num_tokens;
       ptx::store_relaxed_system(begun_of(domain, peer, domain.rank),
                                 make_uint4(tokens, params.call.words[0], params.call.words[1], this_epoch));
     }
     if (peer == 0) epoch = this_epoch;
   }
-  prepare(blockIdx.x, tid);
+  prepare(cta.idx, tid);
   __syncthreads();
 
   int num_owed = 0;
-  for (int token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
+  for (int token = cta.idx; token < params.num_tokens; token += cta.count) {
     if (warp == kRouteWarp) find_targets(params, present, epoch, token, named, targets, owed + num_owed);
     __syncthreads();
     const int count = targets.count;
@@ -216,18 +224,27 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
         words[i % num_words] = scales[i % num_words];
       }
     }
-    load(token + gridDim.x, tid);
-    load_expert(token + gridDim.x);
+    load(token + cta.count, tid);
+    load_expert(token + cta.count);
     num_owed += count;
     __syncthreads();
-    const bool is_last = token + gridDim.x >= params.num_tokens;
+    const bool is_last = token + cta.count >= params.num_tokens;
     if (is_last || num_owed + kMaxTopk > kMaxOwed) {
       if (warp == kRouteWarp) raise_flags(owed, num_owed, epoch);
       num_owed = 0;
     }
-    if (!is_last) prepare(token + gridDim.x, tid);
+    if (!is_last) prepare(token + cta.count, tid);
   }
-  finish_quietly(channel.send, epoch);
+}
+
+template <Rows kRows>
+__global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
+    send_tokens_kernel(const __grid_constant__ SendTokensParams params) {
+  __shared__ SendShared<kRows> shared;
+  ptx::allow_next_kernel();
+  const CtaOfRole cta{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  send_tokens<kRows>(params, cta, shared);
+  finish_quietly(channel_of(params.domain, params.domain.rank).send, shared.epoch, cta.count);
 }
 
 constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<Rows::kPlain>, send_tokens_kernel<Rows::kFp8>,
@@ -277,14 +294,15 @@ __device__ void note_wait(const ReceiveTokensParams& params, int source, uint64_
   if (waited_us > before) atomicAdd(wait_stats_of(params, source), waited_us - before);
 }
 
-// Copies rows and scales to the output once they have arrived, and records their source. A warp copies a segment of a
-// row at a time. Rows beyond the capacity of an expert are dropped. kTiles: scales are stored in tiles, for NVFP4.
-template <bool kTiles>
-__device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, const Found* found,
-                          int num_found, SegmentRing& ring) {
+// Copies rows and scales of a local expert to the output once they have arrived, and records their source. A warp
+// copies a segment of a row at a time. Rows beyond the capacity of an expert are dropped. kTiles: scales are stored in
+// tiles, for NVFP4. kBesideSend: the send is a role of the same kernel.
+template <bool kTiles, bool kBesideSend>
+__device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int local_expert,
+                          const Found* found, int num_found, SegmentRing& ring) {
   const LowLatencyDomain& domain = params.domain;
   const int warp = threadIdx.x / 32, row_bytes = params.message.row_bytes, num_words = params.message.num_scale_words;
-  const int capacity = params.shape.max_tokens * domain.num_ranks, first_row = static_cast<int>(blockIdx.y) * capacity;
+  const int capacity = params.shape.max_tokens * domain.num_ranks, first_row = local_expert * capacity;
   const auto slot_of = [&](const Found& row) {
     return buffer_of(domain, domain.rank) + static_cast<int64_t>(row.pair) * params.message.slot_bytes;
   };
@@ -328,18 +346,23 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
     int row_offset = row.row_offset;
     if constexpr (kTiles) {
       const int num_tiles = (capacity + kRowsPerTile - 1) / kRowsPerTile;
-      uint32_t* scales = params.scales + static_cast<int64_t>(blockIdx.y) * num_tiles * num_words * kRowsPerTile;
+      uint32_t* scales = params.scales + static_cast<int64_t>(local_expert) * num_tiles * num_words * kRowsPerTile;
       for (uint32_t left = row.columns; left != 0 && row_offset < capacity; left &= left - 1, ++row_offset) {
         scales[(row_offset / kRowsPerTile * num_words + word) * kRowsPerTile + row_offset % 32 * 4 +
                row_offset % kRowsPerTile / 32] = scale;
       }
     } else {
-      uint32_t* scales = params.scales + (static_cast<int64_t>(blockIdx.y) * num_words + word) * capacity;
+      uint32_t* scales = params.scales + (static_cast<int64_t>(local_expert) * num_words + word) * capacity;
       for (uint32_t left = row.columns; left != 0 && row_offset < capacity; left &= left - 1)
         scales[row_offset++] = scale;
     }
   }
-  ptx::wait_for_previous_kernel();  // the send has cleared row_of
+  // The send clears row_of.
+  if constexpr (kBesideSend) {
+    wait_for_other_role(channel_of(domain, domain.rank).send, waiter, epoch, domain.rank);
+  } else {
+    ptx::wait_for_previous_kernel();
+  }
   for (int i = threadIdx.x; i < num_found; i += kReceiveThreads) {
     const Found& row = found[i];
     int row_offset = row.row_offset;
@@ -352,21 +375,21 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
 
 __device__ int64_t as_one(uint32_t first, uint32_t second) { return static_cast<int64_t>(second) << 32 | first; }
 
-template <bool kNvfp4>
-__global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
-    receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
+// CTA `share` of the num_shares of a local expert.
+template <bool kNvfp4, bool kBesideSend>
+__device__ __forceinline__ void receive_tokens(const ReceiveTokensParams& params, int local_expert, int share,
+                                               int num_shares, uint8_t* stages) {
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
   __shared__ uint32_t warp_counts[kReceiveWarps];
   __shared__ Found found[kMaxFound];
   __shared__ uint64_t barriers[kReceiveWarps * kCopyStages];
-  extern __shared__ __align__(128) uint8_t stages[];
   const LowLatencyDomain& domain = params.domain;
   const int num_ranks = domain.num_ranks, max_tokens = params.shape.max_tokens;
   const uint32_t epoch = next_epoch(channel_of(domain, domain.rank).receive);
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  const bool is_first_cta = blockIdx.x + blockIdx.y == 0;
+  const bool is_first_cta = local_expert + share == 0;
   SegmentRing ring(stages + warp * kCopyStages * kSegmentBytes, barriers + warp * kCopyStages, kCopyStages,
                    kSegmentBytes, lane);
   bool is_other_call = false;
@@ -400,8 +423,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   if (__syncthreads_or(is_other_call) && tid < num_ranks) num_tokens[tid] = 0;
   __syncthreads();
 
-  const int local_expert = blockIdx.y, share = blockIdx.x, num_shares = gridDim.x;
-  const int expert = domain.rank * static_cast<int>(gridDim.y) + local_expert;
+  const int num_local = params.shape.num_experts / num_ranks, expert = domain.rank * num_local + local_expert;
   const int num_pairs = num_ranks * max_tokens;  // also the capacity of an expert, in rows
   // Tokens and rows of the expert: a token has a row for each column that names it. Tokens of this CTA that are not
   // copied yet.
@@ -440,7 +462,7 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     num_rows += count_here / kFurtherRow;
     __syncthreads();
     if (first_pair + kReceiveThreads < num_pairs && num_found + kReceiveThreads <= kMaxFound) continue;
-    copy_rows<kNvfp4>(params, waiter, epoch, found, num_found, ring);
+    copy_rows<kNvfp4, kBesideSend>(params, waiter, epoch, local_expert, found, num_found, ring);
     num_found = 0;
     __syncthreads();
   }
@@ -461,10 +483,61 @@ __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
   }
   if (is_first_cta && tid < num_ranks) params.num_received[tid] = num_tokens[tid];
   ptx::bulk_wait_read<0>();
-  finish_quietly(channel_of(domain, domain.rank).receive, epoch);
+  finish_quietly(channel_of(domain, domain.rank).receive, epoch, num_shares * num_local);
+}
+
+// With half the registers of a send: beside another kernel's CTAs, two of these fit on an SM.
+template <bool kNvfp4>
+__global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
+    receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  receive_tokens<kNvfp4, false>(params, blockIdx.y, blockIdx.x, gridDim.x, stages);
 }
 
 constexpr void (*kReceiveKernels[])(ReceiveTokensParams) = {receive_tokens_kernel<false>, receive_tokens_kernel<true>};
+
+struct SendAndReceiveParams {
+  SendTokensParams send;
+  ReceiveTokensParams receive;
+  int num_send_ctas, num_shares;
+};
+
+// Both halves of a call: the first CTAs send, the others receive.
+template <Rows kRows>
+__global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
+    dispatch_tokens_kernel(const __grid_constant__ SendAndReceiveParams params) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  static_assert(sizeof(SendShared<kRows>) <= kCopyRingBytes);
+  const int num_sends = params.num_send_ctas, idx = blockIdx.x;
+  if (idx < num_sends) {
+    auto& shared = *reinterpret_cast<SendShared<kRows>*>(stages);
+    const CtaOfRole cta{idx, num_sends};
+    send_tokens<kRows>(params.send, cta, shared);
+    const LowLatencyDomain& domain = params.send.domain;
+    finish_for_other_role(channel_of(domain, domain.rank).send, shared.epoch, cta.count);
+  } else {
+    const int receiver = idx - num_sends, num_shares = params.num_shares;
+    receive_tokens<kRows == Rows::kNvfp4, true>(params.receive, receiver / num_shares, receiver % num_shares,
+                                                num_shares, stages);
+  }
+}
+
+constexpr void (*kDispatchKernels[])(SendAndReceiveParams) = {
+    dispatch_tokens_kernel<Rows::kPlain>, dispatch_tokens_kernel<Rows::kFp8>, dispatch_tokens_kernel<Rows::kNvfp4>};
+
+Rows rows_of(ScaleFormat format) {
+  if (format == ScaleFormat::kNone) return Rows::kPlain;
+  return is_nvfp4(format) ? Rows::kNvfp4 : Rows::kFp8;
+}
+
+int num_send_ctas(const SendTokensParams& params, int num_device_sms) {
+  return std::clamp(params.num_tokens, 1, kSendCtasPerSm * num_device_sms);
+}
+
+int num_local_experts(const ReceiveTokensParams& params) { return params.shape.num_experts / params.domain.num_ranks; }
+
+// Receiving CTAs of each local expert, where there is room for so many CTAs.
+int num_shares(const ReceiveTokensParams& params, int room) { return std::max(1, room / num_local_experts(params)); }
 
 }  // namespace
 
@@ -474,24 +547,31 @@ void prepare_low_latency_dispatch() {
     prefer_shared_memory(kernel);
     allow_shared_memory(kernel);
   }
+  for (const auto kernel : kDispatchKernels) {
+    prefer_shared_memory(kernel);
+    allow_shared_memory(kernel);
+  }
 }
 
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream) {
-  const int num_ctas = std::clamp(params.num_tokens, 1, kSendCtasPerSm * num_device_sms);
-  const Rows rows = params.format == ScaleFormat::kNone ? Rows::kPlain
-                    : is_nvfp4(params.format)           ? Rows::kNvfp4
-                                                        : Rows::kFp8;
-  const auto kernel = kSendKernels[static_cast<int>(rows)];
-  launch_kernel(LaunchKind::kPlain, kernel, params, num_ctas, kSendThreads, 0, stream);
+  launch_kernel(LaunchKind::kPlain, kSendKernels[static_cast<int>(rows_of(params.format))], params,
+                num_send_ctas(params, num_device_sms), kSendThreads, 0, stream);
 }
 
-void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
-                           cudaStream_t stream) {
-  const int num_local_experts = params.shape.num_experts / params.domain.num_ranks;
-  const int num_shares = std::max(1, kReceiveCtasPerSm * num_device_sms / num_local_experts);
-  const auto kernel = kReceiveKernels[is_nvfp4(params.format)];
-  launch_kernel(follows_send ? LaunchKind::kEarly : LaunchKind::kPlain, kernel, params,
-                dim3(num_shares, num_local_experts), kReceiveThreads, kCopyRingBytes, stream);
+void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool is_early, cudaStream_t stream) {
+  const dim3 num_ctas(num_shares(params, kReceiveCtasPerSm * num_device_sms), num_local_experts(params));
+  launch_kernel(is_early ? LaunchKind::kEarly : LaunchKind::kPlain, kReceiveKernels[is_nvfp4(params.format)], params,
+                num_ctas, kReceiveThreads, kCopyRingBytes, stream);
+}
+
+void launch_dispatch_tokens(const SendTokensParams& send, const ReceiveTokensParams& receive, int num_device_sms,
+                            cudaStream_t stream) {
+  const int num_sends = num_send_ctas(send, num_device_sms), most = kReceiveCtasPerSm * num_device_sms;
+  // All run at once where the sends leave half of the room. Otherwise the receive waits for their room anyway.
+  const int shares = num_shares(receive, 2 * num_sends <= most ? most - num_sends : most);
+  launch_kernel(LaunchKind::kPlain, kDispatchKernels[static_cast<int>(rows_of(send.format))],
+                SendAndReceiveParams{send, receive, num_sends, shares}, num_sends + shares * num_local_experts(receive),
+                kSendThreads, kCopyRingBytes, stream);
 }
 
 }  // namespace hybrid_ep

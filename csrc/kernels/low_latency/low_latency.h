@@ -83,14 +83,18 @@ void prepare_low_latency_dispatch();
 void prepare_low_latency_combine();
 
 // Each launches on the stream and returns; throws CudaError if the launch is refused. The sum may start while the
-// previous kernel of the stream still runs, but writes nothing before that kernel has ended. `follows_send`: the
-// receive directly follows its own send, and may start early too. It writes at once, because no other running kernel
-// uses the memory of the results.
+// previous kernel of the stream still runs, but writes nothing before that kernel has ended. `is_early`: the receive
+// may start early too. It writes at once, so no other running kernel may use the memory of the results.
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
-void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool follows_send,
-                           cudaStream_t stream);
+void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool is_early, cudaStream_t stream);
+// Both in one kernel.
+void launch_dispatch_tokens(const SendTokensParams& send, const ReceiveTokensParams& receive, int num_device_sms,
+                            cudaStream_t stream);
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);
 void launch_return_signalled_rows(const ReturnSignalledRowsParams& params, int num_sms, cudaStream_t stream);
 void launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
+// return_rows and the sum in one kernel.
+void launch_combine_rows(const ReturnRowsParams& send, const SumRowsParams& sum, int num_device_sms,
+                         cudaStream_t stream);
 
 }  // namespace hybrid_ep
