@@ -11,7 +11,8 @@ namespace hybrid_ep {
 constexpr int kDispatchThreads = 512;
 constexpr int kMaxSendWarps = 4;
 
-// Shared memory that a CTA may ask for beside what the kernels declare.
+// Shared memory that a CTA can have, and what it may ask for beside what most kernels declare.
+constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kDynamicSharedBytes = 212 * 1024;
 
 // Whether the kernels were built for the current device.
@@ -30,8 +31,8 @@ void launch_duplicate(const DuplicateParams& params, int num_sms, cudaStream_t s
 void launch_layout(const LayoutParams& params, cudaStream_t stream);
 
 template <typename Params>
-void allow_shared_memory(void (*kernel)(Params)) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDynamicSharedBytes),
+void allow_shared_memory(void (*kernel)(Params), int num_bytes = kDynamicSharedBytes) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes),
              "cudaFuncSetAttribute");
 }
 

@@ -29,7 +29,7 @@ constexpr int kPiecesBeforeReport = 3;  // of the next chunk
 constexpr int kThreads = (kPushWarps + 1 + kCopyWarps) * 32;
 constexpr int kPushRingBytes = kPushStages * kPieceBytes, kCopyRingBytes = kCopyStages * kPieceBytes;
 constexpr int kRingBytes = kPushWarps * kPushRingBytes + kCopyWarps * kCopyRingBytes;
-static_assert(kRingBytes <= kDynamicSharedBytes && kPushWarps <= kMaxReportQueues);
+static_assert(kPushWarps <= kMaxReportQueues);
 static_assert(kMaxReplicas <= 1 << 15);  // an entry is an int16_t
 
 // Entries of the mapping that name an expert, counted through the mapping.
@@ -45,6 +45,8 @@ struct Replicas {
   Entries pushed;     // of other ranks, whose expert is here; of the next ranks first
   Entries copied;     // of this rank
 };
+constexpr int kBarrierBytes = (kPushWarps * kPushStages + kCopyWarps * kCopyStages) * sizeof(uint64_t);
+static_assert(kRingBytes + sizeof(Replicas) + kBarrierBytes + 1024 <= kMaxSharedBytes);  // and what finish_cta declares
 
 // The expert of an entry, or −1.
 __device__ int expert_of(const CopyExpertsParams& params, int entry) {
@@ -353,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
 
 }  // namespace
 
-void prepare_copy_experts() { allow_shared_memory(copy_experts_kernel); }
+void prepare_copy_experts() { allow_shared_memory(copy_experts_kernel, kRingBytes); }
 
 void launch_copy_experts(const CopyExpertsParams& params, int num_sms, cudaStream_t stream) {
   launch_kernel(LaunchKind::kCooperative, copy_experts_kernel, params, num_sms, kThreads, kRingBytes, stream);
