@@ -1,4 +1,4 @@
-"""`hybrid-ep balance`: what each policy would make of a trace of loads."""
+"""`hybrid-ep balance`: the balance that each policy would reach on a trace of loads."""
 
 from __future__ import annotations
 

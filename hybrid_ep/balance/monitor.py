@@ -1,7 +1,7 @@
-"""`LoadMonitor`: what the experts of each layer had to do lately, from counts that dispatch returns anyway.
+"""`LoadMonitor`: the recent loads of each layer's experts, from counts that dispatch returns anyway.
 
-Recording adds a few numbers to a tensor of this rank; nothing is sent and nothing waited for. Only `loads` talks to
-the other ranks.
+Recording adds a few numbers to a tensor of this rank. It sends nothing and waits for nothing. Only `loads`
+communicates with the other ranks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ as well, so no access waits for longer than its deadline.
 
 A rendezvous ends with one outcome, which the store keeps: the ranks that had come when one of them first saw that all
 had come, or that the time was up. All ranks read the same outcome. A rank that comes later reads that it is not part of
-it. So ranks never go on in two groups that each take the other for lost.
+it. So ranks never go on in two groups that each regard the other as lost.
 """
 
 from __future__ import annotations

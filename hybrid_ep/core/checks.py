@@ -1,4 +1,4 @@
-"""Checks of what a caller hands in. Each raises ConfigError with the value that was given and what is allowed."""
+"""Checks of a caller's arguments. Each raises ConfigError with the value that was given and what is allowed."""
 
 from __future__ import annotations
 

@@ -5,14 +5,14 @@ tokens. It may trust its arguments, works on the current stream, and must give t
 
 * order: received rows are sorted by source rank, then source token; permuted rows by local expert, then source rank,
   token and column of top-k;
-* columns: each column of top-k that names an expert counts, has its weight, and is a row of permuted and of
-  low-latency output, even if two columns of a token name the same expert. A token crosses once to each rank;
+* columns: each column of top-k that names an expert has its weight, and gives a row of permuted and of low-latency
+  output, even if two columns of a token name the same expert. A token crosses once to each rank;
 * sums: the rows of one token's experts on one rank are summed in fp32 in ascending order of local expert, then column,
   and rounded once to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop
   or the output, and across domains in ascending domain index. Bias is added in fp32 before the last rounding.
   Low-latency combine multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order. If the source
-  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first does the same with them, rounds
-  once to bf16, and sends the result as the first of these rows. Weights and probabilities are summed in fp32.
+  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first weights and sums them likewise,
+  rounds once to bf16, and sends the result as the first of these rows. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
 rows, M the most tokens that a rank may send in low-latency mode.

@@ -1,10 +1,10 @@
 """The cuda engine for several domains: hand-written kernels inside a domain and over a link between them.
 
-A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it. A combine
-goes the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. Before a dispatch
-comes a small launch that numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by
-torch. Low-latency calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN
-asks for the torch engine.
+A dispatch sends each token once to each remote domain that needs it. The peer there forwards the token. A combine goes
+the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. A small launch before a
+dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
+calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
+engine.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.

@@ -1,4 +1,4 @@
-"""What kernels have found wrong, as errors."""
+"""The errors for faults that kernels have recorded."""
 
 from __future__ import annotations
 

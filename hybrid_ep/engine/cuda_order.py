@@ -1,4 +1,4 @@
-"""In which order launches run whose kernels use the same memory, or could keep each other from running."""
+"""The order of launches whose kernels use the same memory, or could keep each other from running."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Connections of the torch engine between some ranks of a group: what carries its messages.
+"""Connections between some ranks of a group, which carry the messages of the torch engine.
 
 Over gloo every buffer has its own connections. So its messages never mix with those of another buffer, or of a user who
 sends on the same group. When a wait times out, gloo closes all connections of the process group. With its own group, a
 buffer loses only its own connections, not the user's.
 
-Over NCCL that would take a communicator for each buffer, so on GPUs the user's group is used. The header of a call
-names its buffer.
+Over NCCL, connections for each buffer would take a communicator for each buffer. So on GPUs the user's group is used.
+The header of a call names its buffer.
 """
 
 from __future__ import annotations

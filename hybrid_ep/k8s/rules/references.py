@@ -1,4 +1,4 @@
-"""Rules over all objects of one build: what one of them names, another of them should be.
+"""Rules over all objects of one build: if one object names another, the build should have that one.
 
 What a build does not hold may be in the cluster. So a missing name is a hint, and an error only where the build has
 nearly that name.
