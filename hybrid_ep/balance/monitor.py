@@ -222,7 +222,7 @@ def load_trace(path: str | Path) -> Tensor:
     try:
         loads = torch.tensor(document.get("loads"), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"loads of {path} are no windows × layers × experts of numbers: {error}") from error
+        raise ConfigError(f"loads of {path} are not numbers [windows, layers, experts]: {error}") from error
     require(
         loads.dim() == 3 and loads.numel() > 0, f"shape of loads of {path}", list(loads.shape), "[windows, layers, E]"
     )

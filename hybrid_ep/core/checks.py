@@ -68,7 +68,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_IN
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and minimum <= value <= maximum and value % multiple_of == 0:  # type: ignore[operator]
         return value  # type: ignore[return-value]
-    # A maximum that no caller comes near is named only to who has passed it.
+    # A maximum that no caller comes near is named only if it was exceeded.
     is_bounded = maximum < MAX_INT or (is_int and value > maximum)  # type: ignore[operator]
     allowed = f"an integer from {minimum} to {maximum}" if is_bounded else f"an integer ≥ {minimum}"
     if multiple_of > 1:

@@ -110,7 +110,7 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
-    only_masks_lost: bool = False  # whether ranks that low-latency kernels give up stay masked without an error
+    only_masks_lost: bool = False  # whether a low-latency call masks a lost rank without raising
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:

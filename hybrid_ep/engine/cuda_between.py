@@ -67,8 +67,8 @@ __all__ = ["CudaBetween", "refusal_of_grid"]
 
 _GROWTH = 1.25  # of a capacity for records that was too small
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
-# By how much later than this rank another one may give up a call. A kernel ends up to three seconds after its timeout
-# (csrc/kernels/between/chunk_stream.cuh), and ranks do not begin a call at once.
+# How much later than this rank another rank may give up a call. A kernel ends up to three seconds after its timeout
+# (csrc/kernels/between/chunk_stream.cuh), and ranks do not begin a call at the same time.
 _GRACE_S = 5.0
 
 

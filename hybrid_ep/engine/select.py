@@ -25,7 +25,7 @@ from hybrid_ep.transport.choice import TransportState, agree_on_transport, surve
 __all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
-_MIN_MEETING_S = 1.0  # processes that start together do not begin at the same millisecond
+_MIN_MEETING_S = 1.0  # processes that start together are some milliseconds apart
 _said: set[str] = set()
 
 

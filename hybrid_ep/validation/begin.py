@@ -52,7 +52,7 @@ class Inventory:
             return cls(str(tree["title"]), list(tree["hosts"]), dict(tree["groups"]), dict(tree["platforms"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"the inventory is no JSON object of title, hosts, groups, platforms: {error!r}"
+                f"the inventory is not a JSON object with title, hosts, groups, platforms: {error!r}"
             ) from error
 
 
