@@ -1,7 +1,7 @@
-"""The steps of the protocol between domains, each of which can be left out, to see that the tests notice it.
+"""The steps of the protocol between domains. Each can be left out, to see that a test fails without it.
 
-One module has all of them: where a step stands, the build puts C++ that does it or not. A process that runs
-`check_without` leaves one out.
+One build has all of them: it replaces each step by C++ that performs the step or not. A process that runs
+`check_without` leaves one step out.
 """
 
 from __future__ import annotations
