@@ -216,8 +216,8 @@ def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, s
 
 @build_rule("rank-address", Level.ERROR)
 def _rank_address(build: Build) -> BuildFound:
-    """A `--master-addr` of torchrun that looks like a Pod of the job is one, and has its domain: ranks wait for ever
-    for a name that no Pod has.
+    """A `--master-addr` of torchrun that looks like a Pod of the job is the name of one, with its domain: ranks wait
+    for ever for a name that no Pod has.
     """
     for manifest in build:
         for template in manifest.pod_templates():
