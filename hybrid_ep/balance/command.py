@@ -42,7 +42,7 @@ def balance(
     """Judge placements of experts by a trace of their loads.
 
     TRACE is JSON as `hybrid_ep.balance.save_trace` writes it: loads of windows × layers × experts. A window is judged
-    with the placement that the window before it called for.
+    with the placement made from the loads of the one before.
     """
     loads = load_trace(trace)
     question = Question(

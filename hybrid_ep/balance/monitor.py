@@ -147,7 +147,7 @@ class LoadMonitor:
         return total
 
     def _meet(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Waits for the other ranks: a sum would wait for one that is lost without end."""
+        """Waits for the other ranks, up to a deadline. A sum would wait for a lost rank for ever."""
         rank, what = dist.get_rank(group), "sum of loads"
         shapes, _ = rendezvous_all(
             Board.of(group),

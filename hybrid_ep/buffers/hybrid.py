@@ -556,7 +556,7 @@ def _num_sms(name: str, value: int | None) -> int | None:
 
 
 def _check_made_with(*given: tuple[str, int | None, int]) -> None:
-    """Checks that arguments that are given again with a handle are those that it was made with."""
+    """Checks that arguments passed again with a handle equal those of its dispatch."""
     for name, value, made_with in given:
         if value is not None and value != made_with:
             require(False, name, value, f"{made_with}, as with this handle")
@@ -588,5 +588,5 @@ def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:
-    """e4m3 rows go out in the dtype in which they came."""
+    """Returns e4m3 rows in the dtype in which the caller passed them."""
     return data.view(torch.uint8) if as_bytes else data

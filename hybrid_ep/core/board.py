@@ -54,17 +54,17 @@ class Board:
         return cls(store, f"hybrid_ep/{group.group_name}/{min(ranks)}-{max(ranks)}/{len(ranks)}")
 
     def assign(self, group_name: str) -> None:
-        """Makes this the board of a group, for processes that do not know it by the same ranks of one default group."""
+        """Makes this the board of a group, for processes whose default groups differ."""
         _boards[group_name] = self
 
     @property
     def store(self) -> Store:
-        """In which the notes are."""
+        """The store that holds the notes."""
         return self._store
 
     @property
     def name(self) -> str:
-        """Under which the notes are."""
+        """The name of the notes in the store."""
         return self._name
 
     def at(self, name: str) -> Board:

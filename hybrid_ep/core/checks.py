@@ -145,7 +145,7 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
 
 
 def traits(*tensors: object) -> tuple[object, ...]:
-    """All that checks of these tensors look at but their values: where the traits are equal, so is the outcome."""
+    """Everything but the values that checks of these tensors read: equal traits give the same outcome."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
     for tensor in tensors:
@@ -170,7 +170,7 @@ class Passed(set[object]):
     _MOST = 1024
 
     def add(self, traits: object) -> None:
-        """Remembers them; forgets all others where they have become many."""
+        """Remembers traits; forgets all others when there are many."""
         if len(self) >= self._MOST:
             self.clear()
         super().add(traits)

@@ -223,7 +223,7 @@ class Engine(abc.ABC):
         """SMs of a dispatch that does not ask for a number."""
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        """Local: the `common_bound` of a dispatch that goes where that of `handle` went."""
+        """Local: the `common_bound` of another dispatch along the routes of `handle`."""
         return handle.num_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
@@ -313,7 +313,7 @@ class Engine(abc.ABC):
         """
 
     def _raise_unnamed(self) -> None:
-        """`raise_pending`, but for the loss of a rank that an error has named: later calls in the queue lose it too."""
+        """As `raise_pending`, but for a lost rank that an error has named: later calls in the queue lose it too."""
         named = set(self.lost)
         try:
             self.raise_pending()

@@ -598,7 +598,7 @@ def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
 
 
 def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:
-    """What allocates memory that this rank and its peers on one host map: for loopback. The function keeps it."""
+    """Returns an allocator of memory that this rank and its peers on one host map (loopback); it keeps the memory."""
     memory: list[SymmetricMemory] = []
 
     def map_peers(num_bytes: int) -> list[int]:

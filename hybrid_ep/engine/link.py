@@ -104,8 +104,8 @@ class Link:
     def abort(self) -> None:
         """Closes the connections now, so that peers learn of it; with NCCL, nothing. Local.
 
-        Dropping the last reference would do, but an exception's traceback may hold one for long. gloo has no call for
-        it, except that a wait which runs out of time closes them all.
+        Dropping the last reference would close them, but an exception's traceback may hold one for long. gloo has no
+        call to close them, but a wait that times out closes them all.
         """
         for peer, index in self._index.items():
             if self._gloo is None or peer == self._rank:

@@ -169,7 +169,7 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
 
 
 def _ranks_per_host(hosts: list[str]) -> int:
-    """Returns how many ranks a host has, where each has as many and they follow each other; otherwise all.
+    """Returns the ranks of a host, if all hosts have equally many, with consecutive numbers; otherwise all ranks.
 
     Args:
         hosts: of each rank.
