@@ -1,4 +1,4 @@
-"""Files that a command line names: read without waiting for a FIFO that nobody writes, and not without end."""
+"""Files that a command line names: reads them up to a limit, and does not wait for a FIFO that nobody writes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 // What the kernels between domains keep: control memory of a rank, records on the wire, and the route of a dispatch.
 //
-// A token crosses to a remote domain once, to the peer there, as a record of a chunk; the peer forwards it. Between two
-// peers there is one stream of chunks in each direction, numbered without end: first what a call publishes, then its
-// records. Chunk n uses slot n % S of the link's ring in lap n / S. Positions of streams live in control memory, not in
-// launch arguments, so that a CUDA graph can be replayed.
-// Legend: T tokens, K top-k, E experts, LE local experts, R ranks, D domains, G ranks of a domain, S slots of a ring.
+// A token crosses to a remote domain once, to the peer there, as a record of a chunk. The peer forwards the record.
+// Between two peers there is one stream of chunks in each direction, numbered over all calls. The first chunks of a
+// call hold its counts and verdict, the others its records. Chunk n uses slot n % S of the link's ring in lap n / S.
+// Positions of streams live in control memory, not in launch arguments, so that a CUDA graph can be replayed. Legend: T
+// tokens, K top-k, E experts, LE local experts, R ranks, D domains, G ranks of a domain, S slots of a ring.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What the ranks of a call must agree on. Names and wording are in hybrid_ep/engine/agreement.py, values too: a field
-// that a call does not have is kAbsent.
+// What the ranks of a call must agree on. hybrid_ep/engine/agreement.py has the fields' names and values, and the
+// wording of errors. A field that a call does not have is kAbsent.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Numbers of calls, for host and device: 1, 2, … 2³² − 1, 1, … Flags are 0 at first. So 0 is no call's number, and
-// counts as long past when two numbers are compared by their distance.
+// Numbers of calls, for host and device: 1, 2, … 2³² − 1, 1, … No call has number 0, the first value of every flag.
+// Numbers are compared by their distance modulo 2³².
 #pragma once
 
 #include <cstdint>

@@ -53,7 +53,8 @@ constexpr bool is_of_send(WaitTag tag) {
 }
 constexpr int kSendTimeoutDivisor = 2;
 
-// Of ranks as faults name them: those of a domain, and all ranks of all domains, of which each has an expert.
+// A bit for each rank that a fault can name: the ranks of this domain, then all ranks of all domains. Each rank has at
+// least one expert, so there are no more ranks than kMaxExperts.
 constexpr int kMissedWords = (kMaxRanks + kMaxExperts + 31) / 32;
 
 struct FaultRecord {

@@ -1,8 +1,8 @@
 // Offsets of the chunks, flags and credits of a link. A link joins a rank to its peers: the ranks with its domain rank
 // in the other domains. Every rank has one window, and all windows have the same shape.
 //
-// What joins single ranks takes each for a domain. Then some of them share an NVLink domain: num_near domains in a row,
-// which have no slots for each other.
+// A link can also join single ranks. Then each rank counts as a domain here, and num_near of these in a row share an
+// NVLink domain. They have no slots for each other.
 //
 //     window: per ring and peer  send slots │ per ring and peer  receive slots
 //     words:  per ring and peer  a flag for each receive slot │ per ring and peer  a credit for each group of send
@@ -10,9 +10,9 @@
 //
 // A chunk is built in the send slot (ring, peer, slot) of the sender. It arrives in the receive slot (ring, sender,
 // slot) of the peer. Each chunk has its own flag, a 64-bit word that is written when the whole chunk has arrived. Flags
-// and credits are loaded with acquire at system scope: whoever has seen one sees the chunk, or may write the slots. The
-// receiver returns a credit when it has read a group of slots. The credit is a word at the sender, and frees the send
-// slots too.
+// and credits are loaded with acquire at system scope: a thread that has seen a flag sees its chunk, and one that has
+// seen a credit may write the slots. The receiver returns a credit when it has read a group of slots. The credit is a
+// word at the sender, and also frees the group's send slots.
 //
 // The link never interprets words. Users of words keep these rules, which make any order of delivery correct:
 // - Words are 0 at first and are never reset. A new value differs from the old one.

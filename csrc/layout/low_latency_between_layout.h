@@ -5,9 +5,9 @@
 //
 // A call has one chunk and one flag for each peer. The link has a ring for each kind of call, with a slot for each
 // buffer, so that a buffer's chunk is free when the call before in that buffer has been forwarded. Words of the link
-// hold the call's number in the buffer and the session, which names the last barrier or cleaning: numbers of calls
-// begin again there, and words of the link are never reset. Legend: T tokens of the sender, M most tokens of a rank, K
-// top-k, G ranks of a domain.
+// hold the call's number in the buffer and the session. The session names the last barrier or cleaning: numbers of
+// calls begin again there, and words of the link are never reset. Legend: T tokens of the sender, M most tokens of a
+// rank, K top-k, G ranks of a domain.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@ namespace hybrid_ep {
 
 constexpr int kHeaderBytes = 128;
 constexpr int64_t kMaxPeerChunkBytes = 1ll << 30;  // what every transport takes in one put
-// By how much longer a rank waits for what another one of its domain forwards than that one waits for it, and a kernel
-// that receives than the kernel ahead of it.
+// A rank that forwards waits for a chunk. The other ranks of its domain wait this much longer for the forwarded rows. A
+// kernel that receives waits this much longer than the kernel before it.
 constexpr uint64_t kForwardNs = 1'000'000'000;
 
 inline int ring_of(LowLatencyKind kind) { return static_cast<int>(kind); }
 
-// Of a chunk.
+// The header of a chunk.
 struct alignas(16) PeerHeader {
   LowLatencyBegun begun;  // of a dispatch
   uint32_t num_records;
@@ -34,7 +34,7 @@ struct alignas(16) PeerHeader {
 };
 static_assert(sizeof(PeerHeader) <= kHeaderBytes);
 
-// Words of the link: neither is 0, for no call's number is.
+// The word of a flag or a credit. It is never 0, because no call has number 0.
 HYBRID_EP_HOST_DEVICE uint64_t peer_word(uint32_t epoch, uint32_t session) {
   return static_cast<uint64_t>(epoch) << 32 | session;
 }

@@ -32,8 +32,8 @@ constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag can hold
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that hold all of a shape and a format
-// The value of LowLatencyChannel::sent. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more than a
-// rank has. With one of the two upper bits, the rows cannot be used, and the lower bits hold the reason.
+// The value of LowLatencyChannel::sent. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more tokens
+// than a rank has. With one of the two upper bits, the rows cannot be used, and the lower bits hold the reason.
 constexpr uint32_t kLogFmtBit = 1u << 29;       // beside that number: rows are LogFMT-10
 constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which the handle's dispatch has lost some
 constexpr uint32_t kNoSignalBit = 1u << 31;     // index of a signal of experts that did not come
@@ -110,7 +110,7 @@ struct LowLatencyShape {
 };
 
 // A shape and a format as ranks publish them. A rank with more tokens than the call allows publishes their number
-// instead, and sends none: it differs from all other calls, so no rank uses what any has sent.
+// instead, and sends none. That value differs from all shapes, so no rank uses the rows of the call.
 struct LowLatencyCall {
   static constexpr int kTokensBits = 16, kExpertsBits = 12, kTopkBits = 8;
   static constexpr uint32_t kTooManyTokensBit = 1u << 31;  // of words[1]; words[0] is the number

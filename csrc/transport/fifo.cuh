@@ -6,10 +6,11 @@
 
 namespace hybrid_ep {
 
-// Appends a command; any thread of any CTA. Returns false where the FIFO has been full until `give_up()`, called
-// between looks, was true: nothing is written then, and the FIFO stays usable.
+// Appends a command; any thread of any CTA. If the FIFO is full, calls `give_up()` between looks, and returns false
+// once that is true: nothing is written then, and the FIFO stays usable.
 //
-// The command is stored relaxed: fence what it speaks of before (ptx::fence_acq_rel_system).
+// The command is stored relaxed. Before the call, fence the data that the command refers to
+// (ptx::fence_acq_rel_system).
 template <typename GiveUp>
 __device__ bool push_command(const FifoView& fifos, int fifo, const Command& command, GiveUp&& give_up) {
   uint32_t* head = &fifos.heads[fifo].value;

@@ -80,8 +80,8 @@ class ProxyLink : public LinkEnd {
     return push({CommandKind::kEnd, 0, 0, 0, 0, 1}, give_up);
   }
 
-  // 0 while the transport works, else failure_word: waits of the call cannot succeed. A load from
-  // host memory, so that a wait looks only now and then. Any thread.
+  // 0 while the transport works, else failure_word: waits of the call cannot succeed. This is a load from host memory,
+  // so a wait calls it only now and then. Any thread.
   __device__ uint32_t failure() const { return ptx::load_acquire_system(view_.failure); }
 
  private:

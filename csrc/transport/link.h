@@ -39,8 +39,8 @@ class Link {
   // This rank's memory, zero before the first call. Kernels use it through LinkView.
   virtual uint8_t* window() const = 0;
   virtual uint64_t* words() const = 0;
-  // Where kernels write the windows of their peers themselves: those of all domains, as this GPU maps them, each with
-  // its words behind it. Then no command is given. Empty: the proxy carries out what kernels command.
+  // The windows of all domains as this GPU maps them, each followed by its words, if kernels write their peers' windows
+  // themselves. Such kernels give no commands. Empty: the proxy carries out the commands of kernels.
   virtual std::vector<uint8_t*> mapped_windows() const { return {}; }
   // With NVSHMEM, the PEs of the peers by domain.
   virtual std::vector<int> pes() const { return {}; }
@@ -52,8 +52,8 @@ class Link {
   // Connects to every peer. `addresses` are those of all domains by index; this rank's is ignored.
   virtual void connect(const std::vector<std::string>& addresses, double timeout_s) = 0;
 
-  // Begins a put or credit, which has been checked against the layout. Returns false where its queue is full now: the
-  // proxy calls again after progress(), with the same command.
+  // Begins a put or credit, which has been checked against the layout. Returns false if its queue is full: the proxy
+  // calls again after progress(), with the same command.
   virtual bool post(const Command& command) = 0;
   // Sends what post() has queued, and processes completions and arrivals. Never blocks. Returns whether there was
   // anything to do.

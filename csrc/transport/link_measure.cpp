@@ -21,7 +21,7 @@ uint64_t pattern(int from, int to, uint32_t epoch, int chunk) {
 }
 
 struct Peer {
-  int idx, num_sent = 0, num_received = 0, num_credits = 0;  // credits taken: of one group's use each
+  int idx, num_sent = 0, num_received = 0, num_credits = 0;  // a credit is for one use of one group of slots
 };
 
 class Runner {
@@ -62,7 +62,7 @@ class Runner {
   int num_groups() const { return (run_.num_out + per_credit() - 1) / per_credit(); }
   uint64_t word(int chunk) const { return chunk_word(run_.epoch, static_cast<uint32_t>(chunk / slots()), 1); }
 
-  // As long as the receiver has read what the slot held one lap before.
+  // Sends a chunk if the receiver has read the chunk that the slot held one lap before.
   bool send(Peer& peer) {
     const int chunk = peer.num_sent;
     if (chunk == run_.num_out) return false;

@@ -2,8 +2,8 @@
 //
 // - Domains that are parts of one host, on GPUs: each rank maps its peers' windows, and kernels write them over NVLink
 //   (MappedLink in link.cuh).
-// - NVSHMEM: the windows lie on its symmetric heap. Kernels write those that are mapped, and give NVSHMEM their puts to
-//   the others (NvshmemLink in nvshmem_link.cuh).
+// - NVSHMEM: the windows lie on its symmetric heap. Kernels write the windows that are mapped, and give NVSHMEM their
+//   puts to the others (NvshmemLink in nvshmem_link.cuh).
 //
 // NOTE: the host cannot carry chunks between GPUs of one host. A copy waits in the driver while another thread of the
 // process is in cudaFree, which waits for the kernel, which waits for the copy.

@@ -1,8 +1,8 @@
-// The link whose puts the GPU gives to NVSHMEM itself. Windows lie on NVSHMEM's symmetric heap: a peer's slot has the
-// address that it has in this rank's window, and goes with the peer's PE.
+// The link whose kernels give their puts to NVSHMEM. Windows lie on NVSHMEM's symmetric heap: a put names a peer's slot
+// by the address of the same slot in this rank's window, and by the peer's PE.
 //
-// A peer whose window is mapped takes the way of MappedLink: a chunk is built in its receive slot. NVSHMEM's own put to
-// such a peer is a copy by the threads that call it, so that one thread would copy whole chunks.
+// If a peer's window is mapped, a chunk is built in its receive slot, as by MappedLink. NVSHMEM's own put to such a
+// peer is a copy by the threads that call it, so one thread would copy whole chunks.
 //
 // To the other peers NVSHMEM writes a flag only when its chunk has arrived. Puts return before they are complete: the
 // credit of a group says that its send slots have been read. Flags and credits are polled by the callers, up to their

@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint32_t kCommandsPerTurn = 32;  // of a FIFO, before the next one has its turn
 constexpr int kSpins = 256;                // sweeps without work before the thread yields its CPU
-// In an open call without work: after so long the thread sleeps for a part of the time that nothing has happened in.
+// In an open call: after kLazyAfterNs without work the thread sleeps, for 1 / kLazyPart of the time without work.
 constexpr int64_t kLazyAfterNs = 1'000'000, kMaxLazySleepNs = 1'000'000;
 constexpr int64_t kLazyPart = 16;
 constexpr auto kDrainPause = std::chrono::microseconds(50);

@@ -6,8 +6,8 @@
 // complete, it sleeps until begin_call() or until the link's file descriptor wakes it. In a call in which nothing has
 // happened for a while it looks less and less often.
 //
-// After a failure the thread takes commands and drops them, so that no kernel waits for a free slot. Where the link
-// keeps its other peers, it does so with the commands for a lost one.
+// After a failure the thread takes commands and drops them, so that no kernel waits for a free entry of a FIFO. If the
+// link keeps its other peers, the thread drops only the commands for the lost peer.
 //
 // A forked child has no such thread: every function throws there, and the destructor does nothing.
 #pragma once

@@ -1,4 +1,5 @@
-// One socket of the tcp transport: frames out of send slots, frames into receive slots, without copies of its own.
+// One socket of the tcp transport. It sends frames from send slots and receives them into receive slots, without a
+// copy.
 //
 //     frame: 16 bytes of a packed command │ payload of a put
 #pragma once

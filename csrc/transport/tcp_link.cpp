@@ -251,7 +251,7 @@ class TcpLink final : public Link {
     return file;
   }
 
-  // Whoever does not know the secret is dropped.
+  // A connection without the secret is dropped.
   void accept_one(Clock::time_point deadline) {
     File file(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (file.get() < 0) return;

@@ -12,7 +12,7 @@ namespace hybrid_ep {
 struct TcpOptions {
   std::string host;         // the numeric address at which peers reach this rank
   int num_connections = 4;  // per peer
-  double timeout_s = 100;   // half of it after which a silent peer is lost
+  double timeout_s = 100;   // a peer that is silent for half of it is lost
 };
 
 std::unique_ptr<Link> make_tcp_link(const LinkLayout& layout, const TcpOptions& options);

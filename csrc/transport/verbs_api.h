@@ -1,5 +1,5 @@
-// libibverbs, loaded at run time: nothing links it, so that a node without rdma-core runs everything else. What its
-// header has as inline functions (post, poll) calls through the device's own table and needs no symbol.
+// libibverbs, loaded at run time. No module links it, so a node without rdma-core can run everything else. Inline
+// functions of its header (post, poll) call through the device's own table and need no symbol.
 #pragma once
 
 #include <infiniband/verbs.h>

@@ -27,7 +27,7 @@ class DeviceList {
   ibv_device** list_;
 };
 
-// InfiniBand and RoCE have them. EFA has none; iWARP has them, but does not connect them by GIDs.
+// True for InfiniBand and RoCE. EFA has no reliable connections; those of iWARP are not connected by GIDs.
 bool has_reliable_connections(const ibv_device* device) { return device->transport_type == IBV_TRANSPORT_IB; }
 
 bool query_port(ibv_context* context, int port, ibv_port_attr* attributes) {

@@ -1,6 +1,6 @@
 // The transport for RDMA NICs: reliable connections over libibverbs. A put is two writes on one queue pair, the chunk
-// and then its flag: a queue pair writes them in this order, because flags lie in a memory region without relaxed
-// ordering. On a network that keeps no order each write brings an immediate instead (arrivals.h).
+// and then its flag. The flag becomes visible after the chunk, because flags lie in a memory region without relaxed
+// ordering. On a network that keeps no order both are writes with immediate (arrivals.h).
 #pragma once
 
 #include <cstdint>
@@ -25,16 +25,16 @@ struct VerbsOptions {
   int num_queue_pairs = 2;       // per peer and NIC, 1 to 4
   bool relaxed_ordering = true;  // of chunks; flags never are
   bool unordered = false;        // the network keeps no order: write with immediate
-  double timeout_s = 100;        // half of it until a peer is lost
+  double timeout_s = 100;        // a peer that is silent for half of it is lost
   uintptr_t memory = 0;          // GPU memory for window and words; 0: pinned host memory
-  bool window_only = false;  // of the window alone, and nothing in its place; words are pinned, for the host to read
+  bool window_only = false;  // `memory` is the window alone and must be registered; words are pinned, read by the host
 };
 
 // Names of the InfiniBand and RoCE NICs whose port is active; none where the kernel has no RDMA. Throws LinkError where
 // libibverbs is not there.
 std::vector<std::string> active_verbs_devices(int port);
 
-// What is set of a queue pair's retries so that a lost peer is reported within half of timeout_s.
+// A queue pair's retries, chosen so that a lost peer is reported within half of timeout_s.
 struct VerbsRetries {
   int timeout;  // 4.096 µs × 2^timeout until a retry
   int retries;

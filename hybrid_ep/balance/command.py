@@ -1,4 +1,4 @@
-"""`hybrid-ep balance`: what each policy would make of a trace of loads."""
+"""`hybrid-ep balance`: the balance that each policy would reach on a trace of loads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def balance(
     """Judge placements of experts by a trace of their loads.
 
     TRACE is JSON as `hybrid_ep.balance.save_trace` writes it: loads of windows × layers × experts. A window is judged
-    with the placement that the window before it called for.
+    with the placement made from the loads of the one before.
     """
     loads = load_trace(trace)
     question = Question(

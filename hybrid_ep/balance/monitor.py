@@ -1,7 +1,7 @@
-"""`LoadMonitor`: what the experts of each layer had to do lately, from counts that dispatch returns anyway.
+"""`LoadMonitor`: the recent loads of each layer's experts, from counts that dispatch returns anyway.
 
-Recording adds a few numbers to a tensor of this rank; nothing is sent and nothing waited for. Only `loads` talks to
-the other ranks.
+Recording adds a few numbers to a tensor of this rank. It sends nothing and waits for nothing. Only `loads`
+communicates with the other ranks.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class LoadMonitor:
         return total
 
     def _meet(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Waits for the other ranks: a sum would wait for one that is lost without end."""
+        """Waits for the other ranks, up to a deadline. A sum would wait for a lost rank for ever."""
         rank, what = dist.get_rank(group), "sum of loads"
         shapes, _ = rendezvous_all(
             Board.of(group),
@@ -222,7 +222,7 @@ def load_trace(path: str | Path) -> Tensor:
     try:
         loads = torch.tensor(document.get("loads"), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"loads of {path} are no windows × layers × experts of numbers: {error}") from error
+        raise ConfigError(f"loads of {path} are not numbers [windows, layers, experts]: {error}") from error
     require(
         loads.dim() == 3 and loads.numel() > 0, f"shape of loads of {path}", list(loads.shape), "[windows, layers, E]"
     )

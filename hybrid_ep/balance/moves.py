@@ -1,7 +1,7 @@
-"""`next_placement`: follow the loads, and load few expert weights for it.
+"""`next_placement`: a placement that follows the loads, and needs few experts' weights to be loaded.
 
-The placement changes step by step. Each step is the one that gains most for each expert that must be loaded. There are
-two kinds of steps:
+The placement changes step by step. Each step is the one with the largest gain for each expert that must be loaded.
+There are two kinds of steps:
 
     replace   a slot whose expert has other replicas takes another expert     1 load
     swap      a slot of the fullest rank and one of another rank are exchanged   2 loads

@@ -1,13 +1,13 @@
 """The plan of one micro-batch: which experts get replicas in spare slots, and which copies of tokens go where.
 
 A pure function of the matrix of counts, which all ranks have: every rank computes the same plan, and nothing is sent to
-agree on it. Integers only, so that every device computes the same; the host never waits.
+agree on it. It uses integers only, so that every device computes the same. The host never waits.
 
-A plan has a wanted maximum, the most copies that a rank should receive. In each domain, ranks below it take copies one
-rank after another, the rank with the fewest copies first. A rank above the maximum gives: copies of its largest
-experts, at most one expert for each spare slot of the taker, until the taker has the maximum. If several ranks are
-above the maximum, the one gives that can give most. A giver may end below the maximum. Then it takes copies itself in a
-later step. So each rank takes from one giver only.
+A plan has a wanted maximum, the most copies that a rank should receive. In each domain, ranks below the maximum take
+copies, one rank after another, the rank with the fewest copies first. A rank above the maximum gives copies of its
+largest experts, at most one expert for each spare slot of the taker, until the taker has the maximum. If several ranks
+are above the maximum, the one that can give most is the giver. A giver may end below the maximum. Then it takes copies
+itself in a later step. So each rank takes from one giver only.
 
 With as many spare slots as experts, the maximum can be the mean. The argument is that of the alias method (source:
 Walker, "An Efficient Method for Generating Discrete Random Variables with General Distributions", 1977). With fewer

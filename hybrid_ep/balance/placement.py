@@ -1,10 +1,10 @@
 """`ExpertPlacement`: which expert each slot of each rank holds, and which replica a token is sent to.
 
 A rank has P/R slots for each layer. Slots are the *physical* experts: slot s of rank r has the index r × P/R + s, which
-is what dispatch gets to see. The *logical* experts are those of the model.
+is the expert index that dispatch gets. The *logical* experts are those of the model.
 
-A token goes to a replica in its own domain, or else to any. Where there are several, tokens take turns by their index,
-so that each replica gets its share whatever stride the tokens of an expert have.
+A token goes to a replica in its own domain, or else to any replica. If there are several, tokens are spread over them
+by their index, so that each replica gets its share whatever stride the tokens of an expert have.
 
 Ranks may be out of service. No token goes to their slots, and an expert that has no other slot is not served: copies
 for it are dropped, as with −1.

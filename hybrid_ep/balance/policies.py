@@ -1,7 +1,7 @@
-"""What each policy would have done for a trace of loads: the numbers behind `hybrid-ep balance`.
+"""The balance that each policy reaches on a trace of loads: the numbers behind `hybrid-ep balance`.
 
-A window is judged with the placement that its predecessor called for, as in service. A trace of one window is judged
-with its own placement.
+A window is judged with the placement made from the loads of the window before, as in service. A trace of one window is
+judged with its own placement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = ("policy", "balancedness, mean", "worst layer", "fullest rank / mean, 
 
 @dataclass(frozen=True)
 class Question:
-    """What `hybrid-ep balance` is asked.
+    """The arguments of `hybrid-ep balance`.
 
     Attributes:
         num_replicas: P.

@@ -1,8 +1,8 @@
 """What must arrive, and what must come back: made from the seed alone, without any communication. Measures nothing.
 
-Rows are compared as a set, exactly: a library may order them as it likes, its handle must only bring them home. In
-low-latency mode the library itself quantises, so fp8 rows may differ by one step of e4m3 there. Experts are stood for
-by a factor that depends on their rank, so that a row combined from the wrong rank is noticed.
+Rows are compared exactly, as a set: a library may choose their order, if its handle returns them to their tokens. In
+low-latency mode the library itself quantises, so fp8 rows may differ by one step of e4m3 there. A factor that depends
+on the rank takes the place of experts, so that a row combined from the wrong rank is noticed.
 """
 
 from __future__ import annotations

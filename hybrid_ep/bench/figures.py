@@ -1,7 +1,7 @@
 """The report as a picture: lines over tokens or over SMs for a sweep, bars for a comparison.
 
-Low latency is drawn as time, everything else as bandwidth. Whatever else differs between the plans (dtype, routing)
-makes lines of its own.
+Low latency is drawn as time, everything else as bandwidth. Plans that differ in anything else (dtype, routing) are
+separate lines.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Run = Callable[..., list[Any]]
 
 
 class Launcher(NamedTuple):
-    """Who this process is in a group that somebody else has started.
+    """The rank of this process in a group that a launcher has started.
 
     Attributes:
         name: ``torchrun``, ``mpirun`` or ``srun``.

@@ -1,4 +1,4 @@
-"""What the benchmark ran on: for a figure that is to be read later."""
+"""The machine that the benchmark ran on, recorded with the results."""
 
 from __future__ import annotations
 

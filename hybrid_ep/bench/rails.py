@@ -1,6 +1,6 @@
 """Figures of a link between domains as metrics of a test job: the slowest rank, and the slowest of each rail.
 
-A rail is the ranks of one index in their domains: the peers, and the NICs beside them.
+A rail is the ranks with the same index in their domains, which are peers, and their NICs.
 """
 
 from __future__ import annotations

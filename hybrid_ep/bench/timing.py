@@ -1,14 +1,14 @@
 """Times calls that all ranks make together, in turn. Measures, asserts nothing.
 
 On GPUs: CUDA events around each call, after all ranks' GPUs have overwritten their L2 cache and then waited in an
-all-reduce. While they do, the host queues the call: what is timed is the device's work, and whatever the call itself
-makes the device wait for. On a CPU: the clock around each call, after a barrier.
+all-reduce. Meanwhile the host queues the call. So the time is that of the device's work, and of whatever the call
+itself makes the device wait for. On a CPU: the clock around each call, after a barrier.
 
-The host's own time is a second figure, of calls in a row. There caches are warm, as between the layers of a model, and
-nothing else is queued. The same is measured under `torch.set_default_device`, as many trainers run.
+The host's own time is a second figure, of calls in a row. Caches are warm then, as between the layers of a model, and
+nothing else is queued. It is also measured under `torch.set_default_device`, as many trainers run.
 
-A third figure is what an eager caller waits: the clock from the call until the device is done, with an idle device
-before.
+A third figure is the time that an eager caller waits: by the clock, from the call on an idle device until the device is
+done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The wire's limit: a plan's own rows, pushed to where they belong by a kernel that does nothing else.
+"""The wire's limit: a plan's own rows, pushed to their ranks by a kernel that does nothing else.
 
-No counts, no order, no metadata, no signals (`csrc/kernels/push_rows/push_rows.cu`). Ranks, timer, row bytes and SMs
-are those of the candidates that are compared with it. If a rank cannot measure, it says why, and then no rank measures.
+It has no counts, no order, no metadata, no signals (`csrc/kernels/push_rows/push_rows.cu`). Ranks, timer, row bytes and
+SMs are those of the candidates that are compared with it. If a rank cannot measure, it says why, and then no rank
+measures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`HybridEPBuffer`: dispatch and combine with the interface of Hybrid-EP, plain or fused with the permutation by
 expert.
 
-Routings come as top-k indices or as dense maps; inside, both are top-k indices, and a map only shapes what goes back.
+Callers pass top-k indices or a dense map. A map becomes top-k indices here, and decides only the form of the results.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class HybridEPBuffer(HybridArguments):
         num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
         num_sms_combine_api: SMs of combine; None = the engine's choice.
         num_blocks_permute: SMs that make a row's copies for further experts; None = all.
-        num_blocks_unpermute: SMs, beside those of combine, that sum the rows of one token; None = the engine's choice,
-            about three times as many as combine takes on 2 ranks, and as many on 8.
+        num_blocks_unpermute: SMs, in addition to those of combine, that sum the rows of one token; None = the engine's
+            choice, about three times as many as combine takes on 2 ranks, and as many on 8.
         num_sms_preprocessing_api: accepted for compatibility; nothing here depends on it.
         load_cached_kernels: accepted for compatibility; nothing here depends on it.
         use_shared_buffer: accepted for compatibility; nothing here depends on it.
@@ -556,7 +556,7 @@ def _num_sms(name: str, value: int | None) -> int | None:
 
 
 def _check_made_with(*given: tuple[str, int | None, int]) -> None:
-    """Checks that arguments that are given again with a handle are those that it was made with."""
+    """Checks that arguments passed again with a handle equal those of its dispatch."""
     for name, value, made_with in given:
         if value is not None and value != made_with:
             require(False, name, value, f"{made_with}, as with this handle")
@@ -588,5 +588,5 @@ def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
 
 
 def _given(data: Tensor, as_bytes: bool) -> Any:
-    """e4m3 rows go out in the dtype in which they came."""
+    """Returns e4m3 rows in the dtype in which the caller passed them."""
     return data.view(torch.uint8) if as_bytes else data

@@ -1,6 +1,6 @@
 """Checks the tokens and routings that callers of `HybridEPBuffer` pass, and brings them into the engine's form.
 
-Routings are top-k indices or maps, with or without a handle. The largest sizes that have been passed are kept.
+Routings are top-k indices or maps, with or without a handle. The checks remember the largest sizes that were passed.
 """
 
 from __future__ import annotations

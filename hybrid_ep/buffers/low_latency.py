@@ -476,7 +476,7 @@ class LowLatencyCalls(BaseBuffer):
         return hook
 
     def _receive(self, engine: Engine, finish: Hook) -> None:
-        """Receives; where lost ranks are only masked, without them."""
+        """Receives. If lost ranks are only masked, completes the call without them."""
         if not engine.only_masks_lost:
             self._finish(finish)
             return

@@ -5,7 +5,7 @@ as well, so no access waits for longer than its deadline.
 
 A rendezvous ends with one outcome, which the store keeps: the ranks that had come when one of them first saw that all
 had come, or that the time was up. All ranks read the same outcome. A rank that comes later reads that it is not part of
-it. So ranks never go on in two groups that each take the other for lost.
+it. So ranks never go on in two groups that each regard the other as lost.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Board:
         return cls(store, f"hybrid_ep/{group.group_name}/{min(ranks)}-{max(ranks)}/{len(ranks)}")
 
     def assign(self, group_name: str) -> None:
-        """Makes this the board of a group, for processes that do not know it by the same ranks of one default group."""
+        """Makes this the board of a group, for processes whose default groups differ."""
         _boards[group_name] = self
 
     @property
     def store(self) -> Store:
-        """In which the notes are."""
+        """The store that holds the notes."""
         return self._store
 
     @property
     def name(self) -> str:
-        """Under which the notes are."""
+        """The name of the notes in the store."""
         return self._name
 
     def at(self, name: str) -> Board:

@@ -1,4 +1,4 @@
-"""What every public call on tensors has in common."""
+"""What all public calls on tensors have in common."""
 
 from __future__ import annotations
 

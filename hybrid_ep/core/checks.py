@@ -1,4 +1,4 @@
-"""Checks of what a caller hands in. Each raises ConfigError with the value that was given and what is allowed."""
+"""Checks of a caller's arguments. Each raises ConfigError with the value that was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_IN
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and minimum <= value <= maximum and value % multiple_of == 0:  # type: ignore[operator]
         return value  # type: ignore[return-value]
-    # A maximum that no caller comes near is named only to who has passed it.
+    # A maximum that no caller comes near is named only if it was exceeded.
     is_bounded = maximum < MAX_INT or (is_int and value > maximum)  # type: ignore[operator]
     allowed = f"an integer from {minimum} to {maximum}" if is_bounded else f"an integer ≥ {minimum}"
     if multiple_of > 1:
@@ -145,7 +145,7 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
 
 
 def traits(*tensors: object) -> tuple[object, ...]:
-    """All that checks of these tensors look at but their values: where the traits are equal, so is the outcome."""
+    """Everything but the values that checks of these tensors read: equal traits give the same outcome."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
     for tensor in tensors:
@@ -170,7 +170,7 @@ class Passed(set[object]):
     _MOST = 1024
 
     def add(self, traits: object) -> None:
-        """Remembers them; forgets all others where they have become many."""
+        """Remembers traits; forgets all others when there are many."""
         if len(self) >= self._MOST:
             self.clear()
         super().add(traits)

@@ -91,7 +91,7 @@ class EventOverlap:
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Calls `hook` once, after the next wait, which returns what it returns.
+        """Calls `hook` once, after the next wait. That wait returns the hook's result.
 
         Raises:
             ConfigError: a hook is registered already, or it cannot be called.

@@ -93,7 +93,7 @@ def cast_from_logfmt(codes: Tensor, headers: Tensor) -> Tensor:
 
 
 def _log2(magnitudes: Tensor) -> Tensor:
-    """Of bits of normal bf16 magnitudes, as float32."""
+    """The logarithm (base 2) of normal bf16 magnitudes, given as bits; float32."""
     fraction = (magnitudes & 0x7F).float() * 2.0**-7
     return ((magnitudes >> 7) - 127).float() + fraction * _polynomial(_LOG2, fraction)
 

@@ -151,7 +151,8 @@ def cast_to_fp8(x: Tensor, fmt: Fp8Format | None = None) -> tuple[Tensor, Tensor
     _check_hidden(x.shape[-1])
     blocks = _blocks(x.float())
     amax = blocks.abs().amax(-1).clamp_min(_MIN_AMAX)
-    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is another last bit than the kernels'.
+    # Divided by a tensor: for a number, torch on a GPU multiplies by its reciprocal, and the last bit differs from the
+    # kernels'.
     scales = amax / torch.full_like(amax, E4M3_MAX)
     if fmt.round_scale:
         scales = _round_up_to_power_of_two(scales)
@@ -287,7 +288,7 @@ def cast_to_nvfp4(
     _check_blocks(hidden)
     given = global_scale_of(x) if global_scale is None else _one_scale(global_scale)
     blocks = x.float().reshape(*x.shape[:-1], hidden // CHANNELS_PER_BLOCK, CHANNELS_PER_BLOCK)
-    # By a tensor, and then by the reciprocal: the roundings of the kernels.
+    # Divided by a tensor, and below multiplied by the reciprocal: the roundings of the kernels.
     wanted = blocks.abs().amax(-1) * given / torch.full_like(given, E2M1_MAX)
     if fmt is not None and fmt.ue8m0:
         rounded = _round_up_to_power_of_two(wanted.clamp_max(_UE8M0_MAX))

@@ -1,4 +1,4 @@
-"""Which stream a call runs on, and what later work waits for. On a CPU every call is finished when it returns."""
+"""The stream of a call, and the event that later work waits for. On a CPU every call is finished when it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A limit on the time of a call that takes none, or does not keep to it."""
+"""A time limit for calls that take no timeout, or do not keep to it."""
 
 from __future__ import annotations
 

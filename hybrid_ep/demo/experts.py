@@ -1,7 +1,7 @@
 """The experts of the demo: two-layer GELU networks in float64.
 
-float64. So all error against the reference comes from rounding rows to the dtype in which they travel, and none from
-the experts.
+They compute in float64, so all error against the reference comes from rounding rows to the dtype in which they are
+sent, and none from the experts.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PathResult:
 
 @dataclass(frozen=True)
 class WireResult:
-    """Bytes that all ranks together sent in one step, and what other ways would have sent.
+    """Bytes that all ranks together sent in one step, and the bytes that other methods would have sent.
 
     Attributes:
         step: e.g. ``dispatch bf16``.

@@ -1,8 +1,8 @@
-"""What other ways of moving the same tokens would send, counted exactly from the same routing.
+"""The bytes that other methods would send for the same tokens, counted exactly from the same routing.
 
-Counted as the library counts its own traffic: bytes that leave a rank for another rank, by whether that rank is in the
-same domain. Only the rows themselves are counted for the alternatives (fp8 scales included), while the library's
-measured bytes carry its metadata (routing, weights, counts) too: the comparison leans against the library.
+They are counted as the library counts its own traffic: bytes that a rank sends to other ranks, within the domain and
+between domains. For the alternatives only rows and fp8 scales are counted. The library's measured bytes also have its
+metadata (routing, weights, counts). So the comparison favours the alternatives.
 """
 
 from __future__ import annotations

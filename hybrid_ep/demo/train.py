@@ -1,7 +1,8 @@
 """On every rank: a small `MoELayer` learns a synthetic task, so that the loss falls.
 
-Tokens come from clusters, and each cluster has its own linear map to targets: a task that experts can share out. The
-descent is written out because an optimizer of torch.optim loads its compiler first, for seconds in every rank.
+Tokens come from clusters, and each cluster has its own linear map to targets: a task that experts can share. The
+gradient descent is written out, because an optimizer of torch.optim first loads torch's compiler, for seconds in every
+rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""On every rank: what dispatch → experts → combine gave, against the dense float64 reference, and what is allowed.
+"""On every rank: the error of dispatch → experts → combine against the dense float64 reference, and its bound.
 
-The allowed error is derived, not tuned. A result is a sum of weighted expert rows whose magnitudes add up to S. Every
-place where a row is rounded to bf16 (8 significant bits) costs at most 2⁻⁸ of it, and every float32 addition or product
-at most 2⁻²⁴:
+The bound is derived, not tuned. A result is a sum of weighted expert rows whose magnitudes add up to S. Rounding a row
+to bf16 (8 significant bits) changes it by at most 2⁻⁸ of itself, and a float32 addition or product by at most 2⁻²⁴:
 
     |result − reference| ≤ ((1 + 2⁻⁸)ⁿ (1 + 2⁻²⁴)ᵐ − 1) · S    for each element
 

@@ -1,4 +1,4 @@
-"""What a report says about its node beside the results: the values that `compare` sets side by side."""
+"""What a report says about its node beside the results: the values that `compare` compares between nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """NVML through nvidia-ml-py, one key per value.
 
-The keys are those of the NVML stub (tests/sim/nvml_stub.c), so what was read can be replayed: `answers` has it all.
-An NVML error, a missing library and a function that the driver does not have all raise `Unreadable` with NVML's words.
+The keys are those of the NVML stub (tests/sim/nvml_stub.c). So the stub can replay what was read, which is in
+`answers`. An NVML error, a missing library and a function that the driver does not have all raise `Unreadable` with
+NVML's words.
 """
 
 from __future__ import annotations

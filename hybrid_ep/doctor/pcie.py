@@ -1,4 +1,4 @@
-"""The PCIe links on a device's way to the CPU, from /sys: what each could do, and what it does."""
+"""The PCIe links between a device and the CPU, from /sys: the best speed and width of each, and those in use."""
 
 from __future__ import annotations
 

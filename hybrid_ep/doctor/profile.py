@@ -1,9 +1,9 @@
 """Platform profiles: what a node should look like, as YAML that a site can override.
 
-No expectation stands in code. A profile is a tree of values checked against profiles/schema.yaml; null means "not
+No expectation is in code. A profile is a tree of values checked against profiles/schema.yaml; null means "not
 checked". ``extends: NAME`` takes everything from another profile and replaces what is given. The GPU's model only
-proposes a profile, because two vendors sell the same GPU with different networks; GPUs that fit no other are held to
-what any GPU must do.
+proposes a profile, because two vendors sell the same GPU with different networks. GPUs that fit no other profile are
+judged by `gpu-server`, which expects what any GPU must do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which NICs are the GPUs': those are judged. A server has more, for storage, management and services of its own.
+"""Finds the NICs of the GPUs, which are judged. A server has other NICs, for storage, management and other services.
 
-A NIC is told by where it hangs and what it is. Of those within the profile's distance of a GPU, as many as the profile
-counts are taken. The first are those with the profile's rate and link layer, or of the same model as one that has
-both, so that a broken NIC counts too. Then come the nearest. A second port or function without a cable is no NIC of
-its own. Everything else is named with the reason.
+NICs are chosen by place and kind. Of the NICs within the profile's distance of a GPU, as many as the profile counts are
+taken. The first are those with the profile's rate and link layer, or of the same model as one that has both, so that a
+broken NIC counts, too. Then come the nearest. A second port or function without a cable is not counted as a NIC. All
+other NICs are named with the reason.
 """
 
 from __future__ import annotations

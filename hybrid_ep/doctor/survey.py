@@ -1,4 +1,4 @@
-"""Asks the same question of many things: every GPU, every link, every port."""
+"""Applies one check to many devices: every GPU, every link, every port."""
 
 from __future__ import annotations
 

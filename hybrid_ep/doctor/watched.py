@@ -2,8 +2,8 @@
 
 A driver that does not answer blocks the thread that asked it, often where no signal reaches it. So a child does the
 reading. It notes in shared memory what it is about to read; the parent waits for answers and watches that note. If a
-note stands for too long, or a child dies, one question ends: it is `Unreadable` and its source is not asked again.
-Another child goes on with the rest.
+note stays for too long, or a child dies, that read ends as `Unreadable`, and its source is not read again. Another
+child goes on with the rest.
 """
 
 from __future__ import annotations

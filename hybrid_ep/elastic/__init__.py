@@ -1,4 +1,4 @@
-"""Service that outlives a rank: survivors agree on who is left and go on; ranks come back, or are new."""
+"""Jobs that outlive a rank: survivors agree on who is left and go on; ranks come back, or new ones join."""
 
 from hybrid_ep.elastic.group import job_of
 from hybrid_ep.elastic.service import Recovered, Report, join, recover, waiting

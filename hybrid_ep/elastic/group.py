@@ -1,7 +1,7 @@
 """Process groups over those who are left: made from the store, without the ranks that are lost.
 
-torch makes a group from ranks of the default group, which every process numbers alike. Here a process may have come
-later, and its default group is the first one that it joined. So such a process gets the store and the name of the
+torch makes a group from ranks of the default group, whose numbers are equal in every process. Here a process may have
+come later, and its default group is the first one that it joined. So such a process gets the store and the name of the
 group's board, and ranks are numbered by their index in the group.
 """
 

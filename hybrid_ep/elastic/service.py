@@ -189,10 +189,10 @@ def recover(
 
 
 def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s: float = 600.0) -> Recovered[Any]:
-    """Waits until the ranks of a job call `recover`, and is one of the new group. Blocks the host.
+    """Waits until the ranks of a job call `recover`, and joins the new group. Blocks the host.
 
-    For a new process: the group becomes its default group of `torch.distributed`. And for a rank that the others have
-    left out. Class and options of the buffer, engine and timeouts are those of the job.
+    Call it in a new process, whose default group of `torch.distributed` the new group becomes, or on a rank that the
+    others have left out. Class and options of the buffer, engine and timeouts are those of the job.
 
     Args:
         store: as the processes of the job pass it to `init_process_group`; where that has made it from the environment,
@@ -374,7 +374,7 @@ class _Attempt:
     def run(
         self, load_expert: LoadExpert | None, loaded: dict[tuple[int, int], Any], begin: float
     ) -> Recovered[Any] | set[int]:
-        """Makes group, buffer and placement; returns the survivors that were lost on the way where that failed.
+        """Makes group, buffer and placement; if that failed, returns the survivors that were lost meanwhile.
 
         Args:
             load_expert: as for `recover`.
@@ -436,7 +436,7 @@ class _Attempt:
         return joined.members, joined.texts
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
-        """Makes group and buffer; returns who did not confirm that it could, where any could not."""
+        """Makes group and buffer. If a rank could not, returns the ranks that did not confirm success."""
         name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
 
         def connect() -> dist.ProcessGroup:

@@ -1,8 +1,8 @@
 """Which rank holds which experts after ranks were lost or came: pure functions, the same on every rank.
 
-Survivors keep what they hold, so that nothing need be moved between them. Experts that nobody holds any more are loaded
-into slots whose expert has other replicas, and into the slots of new ranks; where these are too few, every rank gets a
-slot more.
+Survivors keep their experts, so that no weights are moved between them. Experts that no survivor holds are loaded into
+slots whose expert has other replicas, and into the slots of new ranks. If these are too few, every rank gets another
+slot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the ranks of a call must agree on: the fields, their encoding in a header, and the error where they differ.
+"""What the ranks of a call must agree on: the fields, their encoding in a header, and the error if they differ.
 
 Ranks exchange one header per call, together with its counts where it has any. A header has one int64 per field; a field
-that a call does not have is `ABSENT` in it. Every engine takes the names and the wording from here, so that the same
-mistake reads the same on each of them.
+that a call does not have is `ABSENT` in it. Every engine takes the names and the wording from here, so the same
+mistake gives the same message on every engine.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class DispatchOutput(NamedTuple):
     overflow: Tensor | None
 
     def copied(self) -> DispatchOutput:
-        """The same, with what is in the slot in memory of torch's own allocator."""
+        """The same, with the tensors of the slot copied to memory of torch's own allocator."""
         experts, weights, scales = (None if tensor is None else tensor.clone() for tensor in self[1:4])
         return self._replace(rows=self.rows.clone(), experts=experts, weights=weights, scales=scales)
 
@@ -84,7 +84,7 @@ class SlotLease:
     def output(self, plan: _cuda.DispatchPlan, num_rows: int, route: Route) -> DispatchOutput:
         """Returns what a dispatch of this plan wrote; the tensors hold the slot from now on.
 
-        Of slot 0, only valid until the next call.
+        Tensors of slot 0 are valid until the next call only.
         """
         assert self._pool is not None
         output = DispatchOutput(*self._pool.tensors(self.slot_idx, plan, num_rows, route.chunk.memory, route.address))
@@ -170,7 +170,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots, slot 0 too."""
+        """Bytes of all slots, including slot 0."""
         return (self._num_slots + 1) * self._slot_bytes
 
     def ensure(self, num_bytes: int) -> None:

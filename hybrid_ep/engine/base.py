@@ -5,14 +5,14 @@ tokens. It may trust its arguments, works on the current stream, and must give t
 
 * order: received rows are sorted by source rank, then source token; permuted rows by local expert, then source rank,
   token and column of top-k;
-* columns: each column of top-k that names an expert counts, has its weight, and is a row of permuted and of
-  low-latency output, even if two columns of a token name the same expert. A token crosses once to each rank;
+* columns: each column of top-k that names an expert has its weight, and gives a row of permuted and of low-latency
+  output, even if two columns of a token name the same expert. A token crosses once to each rank;
 * sums: the rows of one token's experts on one rank are summed in fp32 in ascending order of local expert, then column,
   and rounded once to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop
   or the output, and across domains in ascending domain index. Bias is added in fp32 before the last rounding.
   Low-latency combine multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order. If the source
-  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first does the same with them, rounds
-  once to bf16, and sends the result as the first of these rows. Weights and probabilities are summed in fp32.
+  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first weights and sums them likewise,
+  rounds once to bf16, and sends the result as the first of these rows. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted
 rows, M the most tokens that a rank may send in low-latency mode.
@@ -111,7 +111,7 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
-    only_masks_lost: bool = False  # whether ranks that low-latency kernels give up stay masked without an error
+    only_masks_lost: bool = False  # whether a low-latency call masks a lost rank without raising
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class Engine(abc.ABC):
         return self.default_num_sms
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        """Local: the `common_bound` of a dispatch that goes where that of `handle` went."""
+        """Local: the `common_bound` of another dispatch along the routes of `handle`."""
         return handle.num_recv
 
     def raise_on_overflow(self, handle: PermuteHandle) -> None:
@@ -332,7 +332,7 @@ class Engine(abc.ABC):
         """
 
     def _raise_unnamed(self) -> None:
-        """`raise_pending`, but for the loss of a rank that an error has named: later calls in the queue lose it too."""
+        """As `raise_pending`, but for a lost rank that an error has named: later calls in the queue lose it too."""
         named = set(self.lost)
         try:
             self.raise_pending()

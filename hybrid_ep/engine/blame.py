@@ -1,10 +1,10 @@
 """Finds the rank that caused a wait to fail. The peer that was waited for may itself be waiting for a dead rank.
 
 - A rank that waits for long writes to the board which rank it waits for, and rewrites that note at intervals. A rank
-  that has lost a peer writes which.
+  that has lost a peer writes the peer's number.
 - A rank whose wait has failed reads the note of its peer. If the peer waits for, or has lost, another rank, that rank's
   note is read next, and so on. The rank at the end of this chain writes nothing: it is dead, stopped, or not in the
-  call. It is the one to name.
+  call. The error names that rank.
 - A kernel waits for several ranks at once. So a note may name several, and the chain branches.
 - The note of a killed or stopped rank stays on the board. So a note "waits" counts only if it is rewritten.
 - Two buffers that ranks call in different orders make the ranks wait for each other. So a waiting rank also writes the

@@ -1,10 +1,10 @@
 """The cuda engine for several domains: hand-written kernels inside a domain and over a link between them.
 
-A dispatch sends each token once to each remote domain that needs it, to the peer there, which forwards it. A combine
-goes the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. Before a dispatch
-comes a small launch that numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by
-torch. Low-latency calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN
-asks for the torch engine.
+A dispatch sends each token once to each remote domain that needs it. The peer there forwards the token. A combine goes
+the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. A small launch before a
+dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
+calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
+engine.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
@@ -67,8 +67,8 @@ __all__ = ["CudaBetween", "refusal_of_grid"]
 
 _GROWTH = 1.25  # of a capacity for records that was too small
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
-# By how much later than this rank another one may give up a call. A kernel ends up to three seconds after its timeout
-# (csrc/kernels/between/chunk_stream.cuh), and ranks do not begin a call at once.
+# How much later than this rank another rank may give up a call. A kernel ends up to three seconds after its timeout
+# (csrc/kernels/between/chunk_stream.cuh), and ranks do not begin a call at the same time.
 _GRACE_S = 5.0
 
 
@@ -598,7 +598,7 @@ def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
 
 
 def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:
-    """What allocates memory that this rank and its peers on one host map: for loopback. The function keeps it."""
+    """Returns an allocator of memory that this rank and its peers on one host map (loopback); it keeps the memory."""
     memory: list[SymmetricMemory] = []
 
     def map_peers(num_bytes: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What kernels have found wrong, as errors."""
+"""The errors for faults that kernels have recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER_BITS = 24  # of a dispatch, below the number of its buffer
 
 
 def dispatch_number(buffer: int, number: int) -> int:
-    """Returns how ranks know a dispatch: by its buffer and its number there, each modulo what a word holds."""
+    """Returns the number that identifies a dispatch: its buffer and its number there, each modulo what a word holds."""
     return (buffer & 0x7F) << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
 
 

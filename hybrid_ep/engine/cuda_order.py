@@ -1,4 +1,4 @@
-"""In which order launches run whose kernels use the same memory, or could keep each other from running."""
+"""The order of launches whose kernels use the same memory, or could keep each other from running."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LaunchOrder:
     def begin_low_latency(self) -> int:
         """The same for a low-latency launch, which also runs after those of all other buffers of this process.
 
-        A kernel that receives waits on every SM, so that those of two buffers can leave no SM for the sends which
-        the other rank's wait for.
+        A kernel that receives waits on every SM. Two such kernels, of two buffers, could leave no SM for the sends that
+        another rank waits for.
         """
         last = _last_low_latency.get(self._index)
         other = None if last is None else last()

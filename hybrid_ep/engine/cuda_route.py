@@ -1,4 +1,4 @@
-"""What the cuda engine keeps of a dispatch, and how tensors become what kernels take."""
+"""What the cuda engine keeps of a dispatch, and the conversion of tensors to arguments of kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Point-to-point messages between ranks, and their errors when a rank is lost.
 
-Point-to-point messages, not collectives: a collective that fails cannot name the missing rank, and cannot leave a
-masked rank out. A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of
-the call as a tag.
+They are not collectives, because a failed collective cannot name the missing rank, and cannot leave out a masked rank.
+A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of the call as a tag.
 
 If a message does not arrive, the error names the rank that caused it (`blame`). The connections are closed, because
 half-sent messages on them would be read as part of a later call. `leave_out` connects the ranks that are left, and

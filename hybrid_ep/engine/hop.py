@@ -1,6 +1,6 @@
 """One hop of a route: rows from every rank of an axis (the peers between domains, or a domain) to every rank of it.
 
-The same object serves both ways: `forward` carries rows along it, `backward` carries partial rows home and sums them.
+One object serves both directions: `forward` sends rows, `backward` sends partial rows back and sums them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Connections of the torch engine between some ranks of a group: what carries its messages.
+"""Connections between some ranks of a group, which carry the messages of the torch engine.
 
 Over gloo every buffer has its own connections. So its messages never mix with those of another buffer, or of a user who
 sends on the same group. When a wait times out, gloo closes all connections of the process group. With its own group, a
 buffer loses only its own connections, not the user's.
 
-Over NCCL that would take a communicator for each buffer, so on GPUs the user's group is used. The header of a call
-names its buffer.
+Over NCCL, connections for each buffer would take a communicator for each buffer. So on GPUs the user's group is used.
+The header of a call names its buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybrid_ep.core.within import UnfinishedError, run_within
 __all__ = ["Link", "uses_gloo"]
 
 _UNUSED_TAG = (1 << 30) + 1
-_MIN_CONNECT_S = 1.0  # processes do not begin to connect at the same millisecond
+_MIN_CONNECT_S = 1.0  # processes that start together are some milliseconds apart
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _MORE_S = 0.5  # for gloo to report by itself that it could not connect
 _LINGER_S = 3.0  # for how long connections outlive their link, so that a peer can read what is on its way
@@ -74,8 +74,8 @@ class Link:
             return
         if sys.is_finalizing():
             return  # the process closes them; a thread that is started now never runs, and its start would wait for it
-        # A socket that is closed while something unread is in it, as gloo's acknowledgements may be, is reset, and what
-        # the peer has not read by then is lost.
+        # Closing a socket with unread data, such as gloo's acknowledgements, resets it. Then data that the peer has not
+        # read is lost.
         with contextlib.suppress(RuntimeError):  # an interpreter that is about to end starts no threads
             timer = threading.Timer(_LINGER_S, _let_go, [self._gloo])
             timer.daemon = True
@@ -104,8 +104,8 @@ class Link:
     def abort(self) -> None:
         """Closes the connections now, so that peers learn of it; with NCCL, nothing. Local.
 
-        Dropping the last reference would do, but an exception's traceback may hold one for long. gloo has no call for
-        it, except that a wait which runs out of time closes them all.
+        Dropping the last reference would close them, but an exception's traceback may hold one for long. gloo has no
+        call to close them, but a wait that times out closes them all.
         """
         for peer, index in self._index.items():
             if self._gloo is None or peer == self._rank:

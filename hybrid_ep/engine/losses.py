@@ -1,9 +1,9 @@
 """Agreement on lost ranks of low-latency calls: a log in the store of the group, which all ranks read in one order.
 
-The kernels of each rank mask a rank that does not come. But a rank that is only late masks all the others, and would go
-on alone. So a rank that has lost another one first appends that to the log. It may append only after it has read all
-earlier entries. A rank that reads its own number has been left out: it raises, and appends nothing more. No rank waits
-for another.
+The kernels of each rank mask a rank that they wait for in vain. But a rank that is only late masks all the others, and
+would go on alone. So a rank that has lost another one first appends that to the log. It may append only after it has
+read all earlier entries. A rank that reads its own number has been left out: it raises, and appends nothing more. No
+rank waits for another rank.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hybrid_ep.errors import TimeoutError, TransportError
 
 __all__ = ["RollCall", "roll_call_among"]
 
-_MIN_TIMEOUT_S = 1.0  # processes that come together do not come at the same millisecond
+_MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
 
 
 class RollCall:
@@ -81,7 +81,7 @@ def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s
     if len(ranks) == 1:
         return RollCall(None, 0, timeout_s, number, ranks=ranks)
     where, limit_s = "a group of ranks that map each other's memory", max(timeout_s, _MIN_TIMEOUT_S)
-    # torch names no rank, so those that have not come are found before it waits for them.
+    # torch would name no rank. So ranks that have not come are found before torch waits for them.
     board = Board.of(group).at(f"buffer {number}/ranks {ranks[0]}-{ranks[-1]} by {ranks.step}")
     _meet(board, where, rank, ranks, "", limit_s, set())
     try:

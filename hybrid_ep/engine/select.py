@@ -25,7 +25,7 @@ from hybrid_ep.transport.choice import TransportState, agree_on_transport, surve
 __all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
-_MIN_MEETING_S = 1.0  # processes that start together do not begin at the same millisecond
+_MIN_MEETING_S = 1.0  # processes that start together are some milliseconds apart
 _said: set[str] = set()
 
 
@@ -169,7 +169,7 @@ def _vote(num_ranks_per_domain: int | None, asked: str) -> _Vote:
 
 
 def _ranks_per_host(hosts: list[str]) -> int:
-    """Returns how many ranks a host has, where each has as many and they follow each other; otherwise all.
+    """Returns the ranks of a host, if all hosts have equally many, with consecutive numbers; otherwise all ranks.
 
     Args:
         hosts: of each rank.

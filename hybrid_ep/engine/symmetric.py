@@ -104,7 +104,7 @@ class SymmetricMemory:
             obstacle = str(error)
         told = roll_call.gather(f"{_WHERE}: mapping", obstacle, others_wait_s=roll_call.timeout_s)
         if obstacles := {rank: text for rank, text in told.items() if text}:
-            # A rank that has waited in vain knows less than the one that it has waited for.
+            # A rank whose wait has failed knows less than the rank that it waited for, which is named first.
             rank = min(obstacles, key=lambda rank: obstacles[rank].startswith(_NO_ANSWER))
             raise TopologyError(
                 f"the {roll_call.num_ranks} ranks of the group cannot map each other's GPU memory: rank {rank}: "

@@ -1,1 +1,1 @@
-"""Kubernetes: checks of the manifests before they reach a cluster, and the doctor's word as a condition of the node."""
+"""Kubernetes: checks of manifests before they reach a cluster, and the doctor's findings as conditions of the node."""

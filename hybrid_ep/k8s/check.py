@@ -1,4 +1,4 @@
-"""The ladder: build → schemas → rules. A manifest that falls off a rung is not asked for the next."""
+"""The order of checks: build → schemas → rules. A manifest that fails one step is not checked by the next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def known_rules() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What the ladder found.
+    """What the checks found.
 
     Attributes:
         checked: for each source, the names of its objects.

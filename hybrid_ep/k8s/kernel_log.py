@@ -1,6 +1,6 @@
 """The kernel's log for a doctor that may not read it.
 
-/dev/kmsg is open to root alone, and to a container only if it is privileged. So a container with nothing but this
+Only root may read /dev/kmsg, and in a container only if it is privileged. So a container that runs nothing but this
 command reads it, and keeps the lines that the doctor judges in a file that the doctor's Pod shares.
 """
 

@@ -178,11 +178,11 @@ def serve(port: int, metrics: Metrics) -> ThreadingHTTPServer:
         port: 0 takes a free one; `server_port` of the answer has it.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be opened.
     """
     try:
         server = _Server(port, metrics)
     except OSError as error:
-        raise ConfigError(f"metrics port {port} cannot be had: {error.strerror}; allowed: a free port") from error
+        raise ConfigError(f"metrics port {port} cannot be opened: {error.strerror}; allowed: a free port") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

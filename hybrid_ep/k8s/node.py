@@ -1,10 +1,10 @@
-"""The doctor's findings where Kubernetes looks for them: conditions, a label, events, and a taint if one is wished.
+"""Writes the doctor's findings to the node's object: conditions, a label, events, and a taint if asked for.
 
-`kubectl describe node` then shows which check failed and its remedy, and a job keeps away from such nodes by the label.
-A doctor that gives no report is a finding, too: its last report no longer holds, so the node becomes unknown.
+`kubectl describe node` then shows which check failed and its remedy, and a job can avoid such nodes by the label. A
+doctor that gives no report is a finding, too: its last report no longer holds, so the node becomes unknown.
 
-The node's own conditions are the memory of the last report: an event is sent when one of them changes. The
-counters that the doctor remembers between runs are an annotation of the node, so that no Pod needs a disk.
+The node's conditions hold the last report: an event is sent when one of them changes. The counters that the doctor
+keeps between runs are an annotation of the node, so that no Pod needs a disk.
 """
 
 from __future__ import annotations

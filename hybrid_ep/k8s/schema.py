@@ -1,9 +1,9 @@
-"""Manifests against schemas: Kubernetes' own, and closed ones of ours for the kinds of operators.
+"""Checks manifests against schemas: those of Kubernetes, and stricter ones of this package for the kinds of operators.
 
-Kubernetes publishes its schemas, which the package kubernetes-validate carries for each version. Some of what the API
-server refuses stands there in prose only: quantities, ports, labels, words such as `Exists`. `schemas/values.json` and
-`_formats` add that. Our schemas refer to Kubernetes' definition of a Pod template, because the operators' own CRDs do
-not look into it. Unknown fields are errors everywhere: the API server drops them without a word.
+Kubernetes publishes its schemas, and the package kubernetes-validate has them for each version. They state some rules
+of the API server in prose only: for quantities, ports, labels, words such as `Exists`. `schemas/values.json` and
+`_formats` add these. The schemas of this package refer to Kubernetes' definition of a Pod template, because the
+operators' own CRDs do not check it. Unknown fields are errors everywhere, because the API server drops them silently.
 """
 
 from __future__ import annotations

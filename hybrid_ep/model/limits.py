@@ -1,4 +1,4 @@
-"""Where the design ends: sizes that it does not take, and what becomes the bottleneck as domains are added."""
+"""The limits of the design: sizes that it does not support, and what becomes the bottleneck as domains are added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model knows about hardware: a few constants, each of one meaning and one source, the same for every call.
+"""The model's constants of the hardware. Each has one meaning and one source, and is the same for every call.
 
 Constants that are marked `2 GPUs` were fitted once to all device times of benchmarks/results/*_2gpu.json, without those
 of 4 and 8 GPUs. docs/measured/model.md has the errors.

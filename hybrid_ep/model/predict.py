@@ -1,4 +1,4 @@
-"""How long a call takes: fixed times, then the slowest of the hops that rows pass at once.
+"""The time of a call: fixed times, and the slowest of the hops that rows pass at the same time.
 
     one domain        launch + calls agree + max(NVLink out, NVLink in, SMs)
     several domains   launch + calls agree + first chunk on its way + max(those, network out, network in, messages,

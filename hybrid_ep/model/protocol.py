@@ -3,12 +3,12 @@
 It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, dispatch_between and combine_between:
 
 - Chunk n of a stream uses slot n % S in lap n / S; a sender waits for the credit of the slot's group before it writes.
-- Warps that send and warps that forward take the chunks of all peers in turn, by one counter each. A warp waits for
-  its chunk, whatever others could do.
+- Warps that send take the chunks of all peers in turn, by one counter, and warps that forward by another. A warp waits
+  for its chunk, even if other chunks are ready.
 - In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a chunk of any domain, but
   only one whose slot is free. A warp at home takes tokens in order, and does not wait while it holds rows.
 
-One rank stands for each domain, for only peers talk to each other. What the other ranks of a domain do is a rate.
+One rank is simulated for each domain, because only peers exchange chunks. The other ranks of a domain are a rate.
 Arrivals may come in any order. `ProtocolError` reports that a slot was overwritten, or that a chunk is not the one that
 was waited for.
 """

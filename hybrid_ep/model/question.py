@@ -1,4 +1,4 @@
-"""What the model is asked: a grid of ranks, a workload, a kind of call, and the hardware."""
+"""The input of the model: a grid of ranks, a workload, a kind of call, and the hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model answers: gathered once, then shown as tables in 80 columns, as JSON, or as a picture."""
+"""The output of the model: gathered once, then shown as tables in 80 columns, as JSON, or as a picture."""
 
 from __future__ import annotations
 

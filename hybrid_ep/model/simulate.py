@@ -1,7 +1,7 @@
-"""The simulation between domains, asked two things: whether ranks ever wait for ever, and how long the slowest takes.
+"""Two uses of the simulation between domains: whether ranks can wait for ever, and how long the slowest rank takes.
 
-`check_seed` runs a small grid with small rings and anything random that may be: delays, order of arrivals, counts,
-ranks that are late or slow. `simulate_tail` runs the grid of a question with the engine's rings and the model's rates.
+`check_seed` runs a small grid with small rings. Delays, order of arrivals, counts, and late or slow ranks are random.
+`simulate_tail` runs the grid of a question with the engine's rings and the model's rates.
 """
 
 from __future__ import annotations

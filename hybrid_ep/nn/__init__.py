@@ -1,6 +1,4 @@
-"""Modules for training: dispatch and combine that know their own backward pass, and a small MoE layer built from
-them.
-"""
+"""Modules for training: dispatch and combine with a backward pass, and a small MoE layer built from them."""
 
 from hybrid_ep.nn.experts import Experts, clip_grad_norm_, expert_parameters
 from hybrid_ep.nn.layer import MoELayer

@@ -254,7 +254,8 @@ register_module_module_registration_hook(_leave_experts_alone)
 def _look_at_what_is_sharded() -> None:
     """Makes `fully_shard` call `_require_other_ranks` before it shards parameters.
 
-    torch has no hook for that. Without this class of torch, torch's own error comes, which does not name what to pass.
+    torch has no hook for that. If torch lacks the class that is replaced here, its own error is raised, which does not
+    name what to pass.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -7,7 +7,7 @@
 
 An operator takes only tensors and numbers. So a buffer is passed as its number among the buffers that modules of this
 process were given, and a handle as a tensor that holds its number. The handle lives as long as the storage of that
-tensor. So whatever keeps the tensor, as autograd does, keeps the route.
+tensor. So autograd, which keeps the tensor, also keeps the route.
 """
 
 from __future__ import annotations

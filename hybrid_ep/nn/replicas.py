@@ -216,8 +216,8 @@ class _Replicas:
         # Autograd does not see it: the memory is written by other passes, and DTensors count their changes themselves.
         if _versions_of(self._experts) != self._versions:
             raise ConfigError(
-                "the experts' weights are other ones than in the forward pass; allowed: to change them, as an "
-                "optimizer's step does, after the backward pass"
+                "the experts' weights have changed since the forward pass; allowed: to change them, as an optimizer's "
+                "step does, after the backward pass"
             )
         if self._experts.mark_of_spare is self._mark:
             return

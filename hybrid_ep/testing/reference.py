@@ -1,6 +1,6 @@
-"""The oracle: what every rank must end up with, computed from all ranks' inputs at once, without an engine.
+"""The oracle: the results of every rank, computed from all ranks' inputs at once, without an engine.
 
-Loops over tokens and experts in plain Python on purpose: slow, short, and with nothing in common with an engine.
+It loops over tokens and experts in plain Python on purpose: slow, short, and without code shared with an engine.
 """
 
 from __future__ import annotations

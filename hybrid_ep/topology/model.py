@@ -46,7 +46,7 @@ def _name_link(width: int, gts: float) -> str:
 
 @dataclass(frozen=True)
 class PciLink:
-    """The PCIe link that a function hangs at: as it trained, and as this end of it could; 0 where not known.
+    """The PCIe link of a function: its speed and width in use, and the best of this end; 0 if not known.
 
     Attributes:
         width, max_width: lanes.
@@ -144,7 +144,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Platform:
-    """Where a rack puts a GPU, on platforms that know it (NVL72).
+    """The place of a GPU in its rack, on platforms that report it (NVL72).
 
     Attributes:
         chassis_serial: of the rack.

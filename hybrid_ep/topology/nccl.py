@@ -1,7 +1,7 @@
 """The node's PCIe tree as an NCCL topology file (``NCCL_TOPO_FILE``), and the variables that name its NICs.
 
-NCCL reads the tree itself where it can. A file helps where it cannot: a virtual machine that hides PCIe, or a container
-without /sys. Only the tree is written, CPUs, bridges and devices with their links; NCCL adds GPUs and NICs by address.
+NCCL usually reads the tree itself. It needs a file in a virtual machine that hides PCIe, or in a container without
+/sys. Only the tree is written: CPUs, bridges and devices with their links. NCCL adds GPUs and NICs by address.
 """
 
 from __future__ import annotations

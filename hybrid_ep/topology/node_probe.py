@@ -1,7 +1,7 @@
 """Reads one node into a `Topology`: /sys through `_C`, NVML through `_nvml`, verbs through `verbs_readers`.
 
-A module may not be built, a library not installed, a driver silent. Each ends the same way: the part stays empty and
-`Topology.missing` says why.
+A module may not be built, a library not installed, or a driver may not answer. In each case that part of the topology
+stays empty, and `Topology.missing` has the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What libibverbs knows beyond /sys: the active MTU of InfiniBand ports, and whether a NIC registers dma-buf memory.
 
-Two readers ask the same library and give the same facts: pyverbs, which rdma-core ships and a site's image may have,
-and our extension module. The first that answers is taken; where neither does, /sys alone has to do.
+Two readers use the same library and give the same facts: pyverbs, which rdma-core ships and a site's image may have,
+and the extension module `_verbs`. The first that answers is taken. If neither does, only /sys is used.
 """
 
 from __future__ import annotations

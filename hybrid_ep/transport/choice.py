@@ -1,4 +1,4 @@
-"""Which transport joins the domains of a group, and why not the others."""
+"""The transport that joins the domains of a group, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["DomainLink", "Ring", "connect_link", "open_link"]
 
 _WHERE = "a link between domains"
-_MIN_TIMEOUT_S = 1.0  # processes that come together do not come at the same millisecond
+_MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """NVSHMEM as a transport: its library, the world of all ranks, and windows on its symmetric heap.
 
-A process has one world of NVSHMEM, which all ranks of the job join, and torch's NVSHMEM backend with them. So a link
-needs a group of all ranks. To join and to allocate are collective and have no deadline in NVSHMEM. Before each, all
-ranks meet at the process group's store, which has one.
+A process has one NVSHMEM world of all ranks of the job, which torch's NVSHMEM backend shares. So a link needs a group
+of all ranks. Joining and allocating are collective, and have no deadline in NVSHMEM. Before each, all ranks meet at the
+process group's store, and that wait has a deadline.
 
 Memory of the heap is freed by all ranks together, without a deadline. So it is not freed: a window whose link is closed
 at every rank is used again.

@@ -1,4 +1,4 @@
-"""The start of a validation: holds the inventory to its rules and makes a fresh results folder of it.
+"""The start of a validation: checks the inventory against its rules, and makes a new results folder from it.
 
 The rules are those of the playbooks' inventories. Every group has hosts. Every host has a platform (a profile of the
 doctor). If NVLink domains of a platform span nodes, each of its nodes is in one group ``domain_NAME``.
@@ -26,7 +26,7 @@ _BUILT_IN = frozenset({"all", "ungrouped"})
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a playbook knows of its hosts.
+    """The hosts of a playbook.
 
     Attributes:
         title: of the validation.
@@ -52,7 +52,7 @@ class Inventory:
             return cls(str(tree["title"]), list(tree["hosts"]), dict(tree["groups"]), dict(tree["platforms"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"the inventory is no JSON object of title, hosts, groups, platforms: {error!r}"
+                f"the inventory is not a JSON object with title, hosts, groups, platforms: {error!r}"
             ) from error
 
 

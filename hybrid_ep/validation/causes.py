@@ -1,6 +1,6 @@
 """Why a job failed or a host gave no report, from its output: equal faults are one line of a report.
 
-A cause is recognised by the words of the program that met it. What no cause knows is ``other``.
+A cause is recognised by the output of the program that failed. All other output is ``other``.
 """
 
 from __future__ import annotations

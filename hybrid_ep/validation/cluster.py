@@ -1,8 +1,8 @@
-"""The whole validation as one: nodes, findings between them, jobs; which hosts are fit, and how it all ended.
+"""The whole validation: nodes, findings between them, jobs, the hosts that are fit, and the outcome.
 
 Everything that can be judged becomes a `Result` of the doctor's model. This includes what the doctor cannot report
-itself: that a host gave no report, or that test jobs speak against it. So the order of statuses, the exit code and the
-JUnit writer are the doctor's.
+itself: a host gave no report, or test jobs blame it. So the order of statuses, the exit code and the JUnit writer are
+the doctor's.
 """
 
 from __future__ import annotations

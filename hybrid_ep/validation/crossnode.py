@@ -1,8 +1,8 @@
-"""What only the nodes' reports together show: once, on the controller, in time linear in the number of nodes.
+"""Findings from the reports of all nodes together. They are made once, on the controller, in time linear in the nodes.
 
-`compare_nodes` writes ``compare.json``, the doctor's own comparison. `check_domains` adds what that cannot see, because
-it knows no inventory: nodes that the inventory puts into one NVLink domain must be in one clique, and a clique must not
-reach into another domain; one result in ``jobs/`` for each domain.
+`compare_nodes` writes ``compare.json``, the doctor's own comparison, which knows no inventory. `check_domains` compares
+the reports with the inventory: the nodes of one NVLink domain must be in one clique, and a clique must not reach into
+another domain. It writes one result for each domain to ``jobs/``.
 """
 
 from __future__ import annotations

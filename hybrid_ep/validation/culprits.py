@@ -1,8 +1,8 @@
-"""Which host the test jobs speak against: the one that failed jobs share, the one that is slow with everybody.
+"""Finds the hosts that test jobs blame: a host that failed jobs share, or a host that is slow with all others.
 
-A job of two hosts that fails blames neither. Several of them do: a host all of whose jobs failed, while its partners'
-other jobs passed, is the cause. So is a host that died in the middle: its first jobs passed, and its partners failed
-with nobody else. A job of one host alone blames that host.
+A failed job of two hosts blames neither. Several failed jobs blame a host if all of its jobs failed, while its
+partners' other jobs passed. They also blame a host that died in between: its first jobs passed, and its partners failed
+with no other host. A failed job of one host blames that host.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def is_explained(job: Job, blamed: Iterable[str]) -> bool:
 
 
 def _shared(jobs: Sequence[Job], known: set[str]) -> dict[str, list[Job]]:
-    """Host → its failed jobs, of hosts that no job with others passed on, or with which alone its partners failed; the
-    one with most partners first.
+    """Host → its failed jobs, the host with most partners first. Such a host passed no job with another host, or its
+    partners failed with no other host.
 
     Jobs that a host explains are no finding against its partners.
     """

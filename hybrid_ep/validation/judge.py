@@ -1,10 +1,10 @@
 """Bandwidth of test jobs against the figures of the platform's profile.
 
 A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
-passes when it reaches the profile's fraction of it. Without a figure, what crosses between domains is held to a share
-of the rate of a GPU's NICs (``bandwidth.of_nics``), and a pair of hosts with GPUs to the median of the run. Any other
-job that ended well passes on correctness alone, and says so; one that measured nothing has nothing to say. What a job
-measured on hosts whose profile cannot be read is not known to be enough.
+passes when it reaches the profile's fraction of the figure. Without a figure, a bandwidth between domains is compared
+with a share of the rate of a GPU's NICs (``bandwidth.of_nics``), and a pair of hosts with GPUs with the median of the
+run. Any other job that ended well passes if its results are right, and its reason says so, unless it measured nothing.
+A job on hosts whose profile cannot be read is `unknown`.
 """
 
 from __future__ import annotations

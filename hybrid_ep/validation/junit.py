@@ -1,4 +1,4 @@
-"""The validation as JUnit XML: a suite for each node, one for what nodes say together, one for the test jobs."""
+"""The validation as JUnit XML: a suite for each node, one for findings between nodes, one for the test jobs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """NIC to NIC bandwidth between two nodes: the nodes meet, and agree on which memory is written and by what.
 
-Perftest measures where both nodes' knows CUDA, or no GPU is there. Else the verbs transport carries chunks between the
-nodes' GPUs. A NIC that takes no GPU memory ends that as `unknown`: host memory never takes its place.
+Perftest measures if it supports CUDA on both nodes, or if there is no GPU. Otherwise the verbs transport carries chunks
+between the nodes' GPUs. If a NIC takes no GPU memory, the result is `unknown`: host memory is never used instead.
 """
 
 from __future__ import annotations

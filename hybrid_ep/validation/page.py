@@ -2,7 +2,7 @@
 
 What must be readable without JavaScript is written as HTML: summary, what to do, findings, jobs, slowest pairs,
 topology. page.js draws the matrix and the heat map from one block of JSON, because these grow with nodes × checks and
-hosts². There every text stands once and a cell is two indices, so that a thousand nodes stay a small file.
+hosts². This JSON has every text once, and a cell is two indices, so the file stays small for a thousand nodes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """NIC to NIC bandwidth and latency between two nodes by perftest: one rank on each node, as mpirun starts them.
 
 Each GPU's nearest NIC on one node writes to the NIC at the same position on the other. NICs write one after the other,
-so that the sum does not hide a slow path: one way, both ways, and small messages for the latency. Then all write at
-once. Others, for storage and management, may be in networks in which nodes do not meet. Bandwidth is of GPU memory if
-both nodes have GPUs: by perftest where both know CUDA, else by the verbs transport (nic_meeting.py). The result says
-which memory it was, and what measured.
+so that a sum does not hide a slow path: one way, both ways, and small messages for the latency. Then all NICs write at
+once. NICs for storage and management are left out, because their networks may not join the nodes. Bandwidth is of GPU
+memory if both nodes have GPUs: by perftest if it supports CUDA on both, otherwise by the verbs transport
+(nic_meeting.py). The result names the memory and the program.
 
 Rank 0 listens. Rank 1 connects, again and again until the listener is there, and reports. A NIC that fails the first
 measurement is left out of the others, on both sides.

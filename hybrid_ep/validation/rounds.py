@@ -7,8 +7,9 @@ and the places r + d and r − d meet each other. Turning by one place each roun
                         a   f                   next round: b meets f, c meets a, d meets e
                           d   c
 
-With an odd number the middle is empty: whoever should meet it has a bye. Rounds are made one at a time, from their
-number alone, so that a thousand hosts (999 rounds, 499,500 pairs) cost no more memory than their names.
+With an odd number of hosts the middle is empty, and the host that would meet it has no partner in this round. Rounds
+are made one at a time, from their number alone, so that a thousand hosts (999 rounds, 499,500 pairs) cost no more
+memory than their names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The validation in a terminal: what to do first, and no more than fits a screen or two, also for a thousand nodes."""
+"""The validation in a terminal: what to do comes first, in a screen or two, even for a thousand nodes."""
 
 from __future__ import annotations
 

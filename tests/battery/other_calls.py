@@ -1,4 +1,4 @@
-"""Checks of calls in which ranks disagree: each is told so, and the buffer goes on. Each runs on every rank."""
+"""Checks of calls in which ranks disagree: every rank raises, and the buffer stays usable. Each runs on every rank."""
 
 from __future__ import annotations
 

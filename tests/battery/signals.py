@@ -1,4 +1,4 @@
-"""Checks of a low-latency combine that sends rows while experts still write others, told by their signals."""
+"""Checks of a low-latency combine that sends rows as the experts' signals are raised, before all rows are written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Released programs that import `deep_ep`, as `make test-consumers` unpacks them, on CPU ranks with hybrid_ep under it.
 
-Nothing of them is copied: a wheel's files are imported where they lie. What a file needs of its own package, and is not
-asked for here, is a stub.
+Nothing is copied: a wheel's files are imported from where they were unpacked. Parts of their packages that no test uses
+are stubs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands of the distribution, run as a person would; what they printed is shown where one fails."""
+"""Commands of the distribution, run as a person would run them. If one fails, its output is shown."""
 
 from __future__ import annotations
 

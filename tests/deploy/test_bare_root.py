@@ -1,4 +1,4 @@
-"""What README asks for is enough: a clone sets itself up in an empty Debian and finds all that tests need."""
+"""The README's requirements are enough: a clone sets itself up in an empty Debian, with all that tests need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """slurm/: the validation in an allocation of a real slurmctld with real slurmds, and the prolog that drains a node.
 
-Each node is a host of tests/sim/hosts.py, which see no shared folder: what the job writes, its first node has.
+Each node is a host of tests/sim/hosts.py. The hosts share no folder: the files that the job writes are on its first
+node.
 """
 
 from __future__ import annotations

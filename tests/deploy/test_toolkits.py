@@ -1,7 +1,7 @@
-"""The package builds with CUDA toolkits that the project has not seen: warnings of theirs stop only our own builds.
+"""The package builds with CUDA toolkits that the project has not seen: their warnings are errors in CI's builds only.
 
-Two parts of the sources stand for all where time is short: a kernel at the limit of its registers, and all that calls
-NVML. Slow tests build every module.
+Fast tests build two parts of the sources: a kernel at the limit of its registers, and all that calls NVML. Slow tests
+build every module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels between domains on emulated warps, without torch: importing it takes minutes in an emulated machine.
+"""The kernels between domains on emulated warps, without torch, whose import takes minutes in an emulated machine.
 
 Ranks are processes forked by `run_ranks`; each calls the extension module with addresses of plain memory. `Rank` makes
 what `CudaBetween` makes, and `check_round` compares every received row and every sum with what the routing asks for.

@@ -1,4 +1,4 @@
-"""The module that every test here runs is built once, and the ranks that run its checks are kept for a file."""
+"""Builds the module of these tests once, and keeps the ranks that run the checks for all tests of a file."""
 
 from __future__ import annotations
 

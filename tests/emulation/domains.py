@@ -1,4 +1,4 @@
-"""Checks of buffers that say nothing of domains, in several of them."""
+"""Checks that know nothing of domains, with buffers of several domains."""
 
 from __future__ import annotations
 

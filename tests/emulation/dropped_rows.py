@@ -1,4 +1,4 @@
-"""A combine some of whose CTAs give a rank up while the others still send to it."""
+"""A combine in which some CTAs stop waiting for a rank, while others still send to it."""
 
 from __future__ import annotations
 

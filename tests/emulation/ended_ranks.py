@@ -1,4 +1,4 @@
-"""The process of a rank ends at a place of a call between domains; the others say whom they have lost."""
+"""The process of a rank ends at a given place of a call between domains; the other ranks name the lost rank."""
 
 from __future__ import annotations
 

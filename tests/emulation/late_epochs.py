@@ -1,4 +1,4 @@
-"""Calls whose numbers pass 2³² − 1: a rank pool lives for years, and no run of a test."""
+"""Calls whose numbers pass 2³² − 1, as in a job that runs for years."""
 
 from __future__ import annotations
 

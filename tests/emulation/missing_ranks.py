@@ -1,4 +1,4 @@
-"""Ranks that do not come to where memory is made."""
+"""Ranks that do not come to the collective allocation of memory."""
 
 from __future__ import annotations
 

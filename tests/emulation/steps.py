@@ -1,9 +1,8 @@
-"""Steps of protocols between ranks, each of which can be left out, to see that the tests notice it.
+"""The steps of the protocols between domains and of copies of experts. Each can be left out, to see that a test fails
+without it.
 
-They are those between domains, and of copies of experts.
-
-One module has all of them: where a step stands, the build puts C++ that does it or not. A process that runs
-`check_without` leaves one out.
+One build has all of them: it replaces each step by C++ that performs the step or not. A process that runs
+`check_without` leaves one step out.
 """
 
 from __future__ import annotations

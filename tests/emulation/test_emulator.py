@@ -1,4 +1,4 @@
-"""What the emulator does not let pass."""
+"""The errors that the emulator reports."""
 
 from __future__ import annotations
 

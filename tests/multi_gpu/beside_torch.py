@@ -1,4 +1,4 @@
-"""What ranks check of the nvshmem transport beside torch's NVSHMEM backend in one process."""
+"""Checks of the nvshmem transport in a process that also uses torch's NVSHMEM backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that results of the cuda engine land in: how it grows, is shared out and comes back."""
+"""The memory of the cuda engine's results: how it grows, which calls get it, and when it is free again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of the cuda engine comes upon that does not wait for the GPU: a later call raises it, or the end does."""
+"""Errors of calls of the cuda engine that do not wait for the GPU: a later call, or `close()`, raises them."""
 
 from __future__ import annotations
 

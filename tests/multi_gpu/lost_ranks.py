@@ -1,7 +1,7 @@
 """Ranks that call dispatch and combine in a loop, until one of them is killed somewhere inside a call.
 
-A team is some ranks of a cluster with a buffer over them; after a loss the others make a new team, as
-docs/cuda_engine.md asks of them, unless the buffer can go on without the lost rank.
+A team is some ranks of a cluster with a buffer over them. After a loss the others make a new team, as
+docs/cuda_engine.md tells users to, unless the buffer can go on without the lost rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that some rank of the cuda engine gets wrong: all are told the same, no slot is lost, and the buffer goes on.
+"""Calls that some rank of the cuda engine gets wrong: all raise the same, no slot is lost, and the buffer stays usable.
 
 Each check runs on every rank, on GPUs and on emulated warps.
 """

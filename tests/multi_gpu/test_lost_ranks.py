@@ -1,7 +1,7 @@
-"""Ranks are killed at moments of chance, inside running calls; every survivor names the rank that died.
+"""Ranks are killed at random moments, inside running calls; every survivor names the rank that died.
 
-The ranks of a team have a GPU each, or eight share what there is: then they run in turns, so that a rank dies with a
-call half done, and what it had to send has reached some ranks and not others.
+The ranks of a team have a GPU each, or eight share the GPUs. Ranks that share run in turns, so a rank dies in the
+middle of a call, after its rows have reached some ranks and not others.
 """
 
 from __future__ import annotations

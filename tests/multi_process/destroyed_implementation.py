@@ -1,4 +1,4 @@
-"""A module whose buffer is destroyed as DeepEP V1's is: only if it was made for that, and there is no other way."""
+"""A module whose buffer is as DeepEP V1's: `destroy()` works only if it was made with `explicitly_destroy`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills or stops a rank at a random moment of a random job, again and again, and counts what its survivors are told.
+"""Kills or stops a rank at a random moment of a random job, again and again, and counts what its survivors name.
 
     python -m tests.multi_process.lost_rank_trials --kills 200 --stops 200 --seed 0
 

@@ -1,4 +1,4 @@
-"""Loses one rank or two at random moments of a random job, again and again, and sees that the others go on.
+"""Loses one rank or two at random moments of a random job, again and again, and checks that the others go on.
 
     python -m tests.multi_process.recovery_trials --trials 200 --seed 0
     python -m tests.multi_process.recovery_trials --trials 20 --device cuda    # ranks share the GPUs; the cuda engine

@@ -1,4 +1,4 @@
-"""What a caller may get wrong raises a typed error that names the value and what is allowed."""
+"""Wrong arguments raise a typed error that names the value and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller of the autograd modules may get wrong raises a typed error, before anything is sent."""
+"""Wrong arguments of the autograd modules raise a typed error before anything is sent."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def _change_a_weight() -> None:
         loss = layer(tokens(0)).sum()
         with torch.no_grad():
             layer.experts.up.mul_(2)
-        with pytest.raises(ConfigError, match="weights are other ones than in the forward pass; allowed: "):
+        with pytest.raises(ConfigError, match="weights have changed since the forward pass; allowed: "):
             loss.backward()
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/consumers.py` on CPU ranks: every way is right and timed, and a wrong or absent module is told."""
+"""`benchmarks/consumers.py` on CPU ranks: every path is right and timed, and a wrong or absent module is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A rank that dies, and a rank that never comes: every survivor is told who it was, in time, and can go on without
-it.
-"""
+"""A rank that dies, and a rank that never comes: every survivor names that rank in time, and can go on without it."""
 
 from __future__ import annotations
 

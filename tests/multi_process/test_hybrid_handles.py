@@ -1,4 +1,4 @@
-"""What comes along a handle of `HybridEPBuffer` fits it, or is refused by name."""
+"""Arguments beside a handle of `HybridEPBuffer` must fit the handle; the error names the one that does not."""
 
 from __future__ import annotations
 

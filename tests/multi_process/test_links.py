@@ -1,4 +1,4 @@
-"""Links between domains over loopback and tcp: real ranks, threads of the host in the place of kernels."""
+"""Links between domains over loopback and tcp: real ranks, with threads of the host instead of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No call of a buffer has a backward pass: an argument whose gradient would be lost is refused, wherever it goes in."""
+"""Calls of a buffer have no backward pass, so every call refuses arguments whose gradient would be lost."""
 
 from __future__ import annotations
 

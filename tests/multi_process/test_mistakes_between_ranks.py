@@ -1,4 +1,4 @@
-"""What ranks may get wrong together, or one beside the others, raises the same typed error at every rank."""
+"""A mistake of one rank, or of several together, raises the same typed error at every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rendezvous to map memory: what one rank lacks is known to all, and a rank that does not come is named in time."""
+"""A rendezvous to map memory: all ranks raise what one rank lacks, and name a rank that does not come in time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Damaged nodes: healthy ones and scenarios with files, NVML answers and facts broken at random, from a seed.
 
-``python -m tests.sim.damage SEED NODES`` examines that many and prints what went wrong with the doctor itself: an
-exception, a check that only the guard saved, a report that cannot be written or read back. Every kind of file meets
-every kind of damage: each node takes some of these pairs besides what is broken at random. It gives up what lets root
-read everything, because files without permissions are among the damages.
+``python -m tests.sim.damage SEED NODES`` examines that many nodes and prints faults of the doctor itself: an exception,
+a check that raised and became `unknown`, a report that cannot be written or read back. Every kind of file gets every
+kind of damage: each node takes some of these pairs, in addition to random damage. The process gives up root's right to
+read everything, because files without permissions are one kind of damage.
 """
 
 from __future__ import annotations

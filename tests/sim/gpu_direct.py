@@ -1,4 +1,4 @@
-"""What stands in for NICs that register GPU memory: links inside this process, and memory that holds what was sent."""
+"""Stand-ins for NICs that register GPU memory: links inside this process, and memory that holds what was sent."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Several hosts on one machine, for whatever needs more than one: MPIJobs, playbooks.
 
-A host is a set of namespaces (mount, network, UTS, IPC, PID) over this machine's root folder: everything installed here
-is there, and what the host writes lies in memory and goes with it. All hosts hang on one bridge, and all of it, bridge
-included, lives inside one outermost PID and network namespace: when that one's first process dies, for whatever
-reason, the kernel takes the rest along. So no process, mount or network is left behind, and runs cannot meet.
+A host is a set of namespaces (mount, network, UTS, IPC, PID) over this machine's root folder. It has everything that is
+installed here. Its writes are in memory, and end with the host. All hosts are on one bridge. Hosts and bridge are
+inside one outermost PID and network namespace. When the first process of that namespace dies, for whatever reason, the
+kernel ends the rest. So no process, mount or network is left behind, and runs do not interfere.
 
     with Cluster(image) as cluster:
         host = cluster.add_host("worker-0")

@@ -1,4 +1,4 @@
-"""Pods on simulated hosts: what kubelet does with a Pod template, as far as our jobs need it.
+"""Pods on simulated hosts: what kubelet does with a Pod template, as far as the shipped jobs need it.
 
 Volumes are mounted, init containers run in their order, the first container starts with exactly its variables, and a
 probe is asked. The network's names are in /etc/hosts, where a cluster has DNS.

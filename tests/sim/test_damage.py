@@ -1,6 +1,6 @@
-"""Damaged nodes end in findings: no exception, no check that only the guard saved, nothing that hangs.
+"""Damaged nodes give findings: no check raises an exception, and nothing hangs.
 
-Every kind of file of every simulated node meets every kind of damage: tests/sim/damage.py goes on until all have.
+Every kind of file of every simulated node gets every kind of damage (tests/sim/damage.py).
 """
 
 from __future__ import annotations

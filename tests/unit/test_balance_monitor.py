@@ -140,10 +140,10 @@ def test_a_trace_goes_to_a_file_and_back(tmp_path: Path) -> None:
     [
         ("{", "cannot be read"),
         ("[]", "format of .* is 'list'"),
-        (json.dumps({"format": "hybrid_ep.LoadTrace/1"}), "no windows × layers × experts"),
+        (json.dumps({"format": "hybrid_ep.LoadTrace/1"}), "are not numbers"),
         (json.dumps({"format": "hybrid_ep.LoadTrace/1", "loads": [[1, 2]]}), r"shape of loads of .* is \[1, 2\]"),
         (json.dumps({"format": "hybrid_ep.LoadTrace/1", "loads": [[[1, -2]]]}), "a load in weight is -2"),
-        (json.dumps({"format": "hybrid_ep.LoadTrace/1", "loads": [[[1], [1, 2]]]}), "no windows × layers × experts"),
+        (json.dumps({"format": "hybrid_ep.LoadTrace/1", "loads": [[[1], [1, 2]]]}), "are not numbers"),
     ],
 )
 def test_traces_that_do_not_fit(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of `_cuda` are there for every architecture we ship, and the hot ones keep to their registers.
+"""`_cuda` has its kernels for every shipped architecture, and the hot kernels use no more registers than allowed.
 
 `make setup` has compiled them: nothing is compiled again here. A build with HYBRID_EP_STRICT, as in CI, takes warnings
 and register spills for errors.

@@ -1,4 +1,4 @@
-"""Which stream waits for which, seen by streams that only write down what they are told. No GPU is needed."""
+"""Which stream waits for which, tested with streams that only record their calls. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that other ways of moving tokens would send, against counting by hand and in plain loops."""
+"""The bytes that other methods would send, compared with counts by hand and in plain loops."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A node that is read by a child process: what hangs or kills the child costs one answer, and never the doctor."""
+"""A node that is read by a child process: if that hangs or dies, one answer is lost, and the doctor goes on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each overlay tells its ranks of the network: it fits the overlay's GPUs, NICs and profile, and names its source.
+"""The network settings of each overlay: they fit the overlay's GPUs, NICs and profile, and name their source.
 
-The rule `fabric-settings` asks the same of anybody's manifests. Each of its demands is broken in a shipped overlay.
+The rule `fabric-settings` checks the same for all manifests. Tests break each of its demands in a shipped overlay.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def test_old_findings_are_no_metrics() -> None:
 
 def test_metrics_port_that_is_taken_is_named() -> None:
     server = serve(0, Metrics("n1", 1))
-    with pytest.raises(ConfigError, match=f"metrics port {server.server_port} cannot be had"):
+    with pytest.raises(ConfigError, match=f"metrics port {server.server_port} cannot be opened"):
         serve(server.server_port, Metrics("n1", 1))
     server.shutdown()
     server.server_close()

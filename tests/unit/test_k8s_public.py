@@ -1,6 +1,6 @@
-"""Facts of public manifests that work where they come from, rebuilt: `hybrid-ep k8s check` finds no error in them.
+"""Manifests rebuilt from public ones that work at their source: `hybrid-ep k8s check` finds no error in them.
 
-What it does find is listed here, so that a rule which becomes stricter says so.
+Its other findings are listed here, so that a rule which becomes stricter fails a test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LogFMT-10: its bound, what it gives back exactly, and its value for what it cannot hold."""
+"""LogFMT-10: its error bound, the values that it returns exactly, and its results for values that it cannot hold."""
 
 from __future__ import annotations
 

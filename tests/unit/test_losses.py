@@ -1,4 +1,4 @@
-"""The logs of lost ranks: whatever the order of reports, ranks that go on have lost nobody who goes on."""
+"""The logs of lost ranks: in any order of reports, no rank that goes on has lost another rank that goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests take from the machine is installed by the project; a missing one is a skip here, and a failure in CI."""
+"""The project installs the programs that tests need. If one is missing, tests are skipped here, and fail in CI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What users reach by name: examples of public names run, types hold in a program of theirs, and a buffer says what it
-is.
-"""
+"""Public names: their examples run, their types hold in a user's program, and a buffer has a `repr`."""
 
 from __future__ import annotations
 

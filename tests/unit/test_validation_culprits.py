@@ -1,4 +1,4 @@
-"""Test jobs as witnesses: which host they speak against, why a job failed, and what stands at the top of the report."""
+"""Findings from test jobs: which host they blame, why a job failed, and what is at the top of the report."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_begin_removes_earlier_results_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_is_no_inventory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="not a JSON object"):
         Inventory.from_json('{"title": "t"}')
 
 

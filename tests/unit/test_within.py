@@ -1,4 +1,4 @@
-"""Calls with a limit."""
+"""Calls with a time limit."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ namespace {
 // A fault names a rank of this domain by its domain rank, and any other rank by this constant + its global rank.
 constexpr int kRankElsewhere = kMaxRanks;
 
-// CTAs that wait for another CTA of this rank wait so much longer: that one waits for another rank, and its report
-// must come first.
+// A CTA that waits for another CTA of this rank waits this much longer. The other CTA waits for another rank, and must
+// report first.
 __device__ Waiter waiter_of_own(const Domain& domain, KernelName kernel) {
   return {domain.fault, kernel, domain.rank, domain.timeout_ns + 2 * kListenNs, domain.control, domain.num_ranks};
 }

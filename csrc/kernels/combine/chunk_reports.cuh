@@ -22,8 +22,8 @@ __device__ int32_t report_of(int source, int chunk) {
 
 // One thread of a sending warp pushes each chunk that has arrived, and at its end kLastReport.
 //
-// NOTE: queues are in global memory. Its L1 is as near as shared memory, and racecheck knows no order between warps in
-// shared memory but barriers.
+// NOTE: queues are in global memory. L1 is as near as shared memory, and in shared memory racecheck accepts no order
+// between warps but that of barriers.
 __device__ void push_report(ReportQueue& queue, int32_t report) {
   const uint32_t position = queue.num_pushed;
   // The reporting warp waits only for warps of its CTA, so it needs no deadline.

@@ -35,7 +35,7 @@ static_assert(kMaxTokens / kRowsPerChunk <= kMaxChunksOfSource);
 constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
 constexpr int kSumWarps = 9;
-constexpr int kCombineWarps = kCombineSendWarps + 1 + kSumWarps;  // and one reports; 12 may have 168 registers a thread
+constexpr int kCombineWarps = kCombineSendWarps + 1 + kSumWarps;  // one reports; 12 warps: 168 registers a thread
 constexpr int kCombineThreads = kCombineWarps * 32;
 constexpr int kRingBytes = kCombineSendWarps * kSendRingBytes + kSumWarps * kSumRingBytes;
 static_assert(kCombineWarps * kSumRingBytes <= kRingBytes);  // a CTA of sums of experts
@@ -124,7 +124,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
   int num_ahead = 0;
   const auto ask_ahead = [&] {
     while (num_ahead < ring.num_ahead()) {
-      // Sums of experts may not be made yet. A chunk that is complete does not wait for another.
+      // Sums of experts may not be made yet. A complete chunk does not wait for another.
       if (!asked.has_next() && !kFromExperts && has_next && !is_in_next) {
         asked = PieceWalk(next.num_rows, params.row_bytes);
         is_in_next = true;
@@ -136,8 +136,8 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
     }
   };
 
-  // A chunk is reported while the first pieces of the next one are sent. So the wire is never idle to know that a chunk
-  // has arrived.
+  // A chunk is reported while the first pieces of the next one are sent. So the wire is not idle while a warp waits for
+  // a chunk to arrive.
   Chunk sent{};
   bool has_sent = false;
   const auto report = [&] {

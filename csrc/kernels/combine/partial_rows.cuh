@@ -12,7 +12,7 @@
 namespace hybrid_ep {
 namespace {
 
-constexpr int kTokensPerWarp = 2;  // on the average; with fewer, warps share tokens
+constexpr int kTokensPerWarp = 2;  // on average; with fewer, warps share tokens
 
 // Of sum_rows. kRanksPerLane: 1 where a warp has a lane for every rank.
 template <int kRanksPerLane, bool kFromExperts>

@@ -47,7 +47,7 @@ class SourceWalk {
     return left == 0;
   }
 
-  // There must be one left.
+  // Must not be called if is_done().
   __device__ const T* next() {
 #pragma unroll
     for (int q = 0; q < kPerLane; ++q) {

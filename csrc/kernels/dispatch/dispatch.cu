@@ -27,7 +27,7 @@ template <int kRanksPerLane>
 __device__ void send_rows(const DispatchParams& params, const DispatchRoutes& routes, DispatchSender& sender) {
   const int lane = threadIdx.x % 32, num_ranks = params.domain.num_ranks;
   const int32_t* dst_rows = params.pad_multiple > 0 ? params.dst_row : params.send_slot;
-  // NOTE: another CTA may have written them, and this SM's L1 may hold the old line.
+  // NOTE: loaded through L2, because another CTA may have written them, and this SM's L1 may hold the old line.
   const auto load_dst = [&](int token, int q) {
     const int r = lane + 32 * q;
     return r < num_ranks ? __ldcg(dst_rows + static_cast<int64_t>(token) * num_ranks + r) : -1;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   const int sender_idx = sends_rows ? warp : 0;
   const int num_stages = sends_rows ? params.num_stages : 0, sender_number = warp * gridDim.x + blockIdx.x;
   uint8_t* ring = shared + params.rings_begin + sender_idx * params.num_stages * params.row_bytes;
-  // Tokens behind the last one that goes anywhere are not loaded.
+  // Tokens after the last one that goes to any rank are not loaded.
   const int num_rows =
       makes_route ? share_of(params.num_tokens, routes.num_sending_ctas - 1, gridDim.x).end : params.num_tokens;
   DispatchSender sender({params.rows, num_rows, params.row_bytes}, gridDim.x * params.num_send_warps, num_stages, ring,

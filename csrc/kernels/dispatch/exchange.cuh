@@ -104,8 +104,7 @@ __device__ bool receive_calls(const DispatchParams& params, const Waiter& waiter
   });
 }
 
-// Whether rank r makes the same call and has not refused it. Every rank reports the refusal of one. One thread for each
-// rank.
+// Whether rank r makes the same call and has not refused it. Every rank reports a refusal. One thread for each rank.
 __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes& routes, int r) {
   const Domain& domain = params.domain;
   const int column = routes.other_column[r], refusal = routes.call[r][CountRow::kRefusal];

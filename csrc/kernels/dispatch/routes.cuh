@@ -27,7 +27,7 @@ struct DispatchRoutes {
   int sent[kMaxRanks];          // tokens from this rank to r
   int needed[kMaxRanks];        // rows that r's slot must hold
   uint8_t* slot[kMaxRanks];     // r's slot, as this rank maps it
-  int num_sending_ctas;         // up to the last CTA with a token that goes anywhere
+  int num_sending_ctas;         // up to the last CTA with a token that goes to any rank
 };
 
 struct Range {

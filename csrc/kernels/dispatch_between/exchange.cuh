@@ -325,7 +325,8 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     ok = stream.wait(1);
     if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
-    // What is wrong with a call each rank finds for itself. So that domain lacks a rank, which its peer here can name.
+    // Every rank sees wrong calls by itself. So if only the other domain fails, a rank has not reached that domain. The
+    // fault names the peer there, which can name that rank.
     if (own.fails == 0 && theirs.fails != 0 && theirs.overflowing == kNoRank) {
       report_fault(between.domain.fault, FaultKind::kTimeout, KernelName::kDispatchBetween, WaitTag::kCounts,
                    between.domain.rank, kRankElsewhere + grid.peer_in((grid.domain_idx() + i) % grid.num_domains), 0,

@@ -1,8 +1,8 @@
 """GPUDirect RDMA by the verbs transport: chunks from one GPU's memory into another's, where perftest has no CUDA.
 
 A thread of the host gives the commands that kernels would give, so flags and credits lie in host memory. The chunks lie
-in GPU memory that the NIC has registered, by dma-buf or nvidia-peermem. Host memory never takes its place: a NIC that
-takes no GPU memory ends the measurement, and says why.
+in GPU memory that the NIC has registered, by dma-buf or nvidia-peermem. Host memory is never used instead: if a NIC
+takes no GPU memory, the measurement ends with the reason.
 
 Life of an `End`: address() to the other end → connect() → measure(), once.
 """

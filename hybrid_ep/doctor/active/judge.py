@@ -1,7 +1,7 @@
 """The active checks: what is measured, in which order, and what the figures mean.
 
 A figure is compared with the profile's, or with the median of its kind in this run if the profile has none. So one GPU
-or link that is slower than the others is a fault on any node. What has neither is confirmed by nothing: `unknown`.
+or link that is slower than the others is a fault on any node. A figure with neither is `unknown`.
 """
 
 from __future__ import annotations

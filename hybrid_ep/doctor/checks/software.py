@@ -1,4 +1,4 @@
-"""The packages that have to agree across a group. One node can only say which are there; `compare` does the rest."""
+"""The packages whose versions must agree across a group. A node reports its versions; `compare` compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schemas cannot know: manifests that fit them, and are refused, hang, fall back or fail.
+"""Rules for faults that schemas cannot express: manifests that fit them, and are refused, hang, fall back or fail.
 
 A rule is a function over one manifest, or over all of one build, that yields findings. docs/kubernetes_check.md lists
 its id, level and docstring. Tests break a shipped overlay for each rule, and that rule alone must find it.

@@ -45,7 +45,9 @@ def _indexed(manifest: Manifest) -> Found:
 
 @rule("torchrun-size", Level.ERROR)
 def _torchrun_size(manifest: Manifest) -> Found:
-    """Torchrun's `--nnodes` are the job's Pods, and its `--nproc-per-node` their GPUs: ranks wait for ever for more."""
+    """Torchrun's `--nnodes` is the number of the job's Pods, and `--nproc-per-node` that of their GPUs: with more,
+    ranks wait for ever.
+    """
     for template in manifest.pod_templates():
         path, container = main(template)
         if not runs(container, "torchrun"):
@@ -85,7 +87,7 @@ def _job_fields(manifest: Manifest) -> Found:
 
 @rule("jobset-names", Level.ERROR)
 def _jobset_names(manifest: Manifest) -> Found:
-    """Policies and dependencies of a JobSet name its own replicatedJobs: it waits for ever for another."""
+    """Policies and dependencies of a JobSet name its own replicatedJobs: it would wait for ever for any other."""
     if manifest.kind != "JobSet":
         return
     spec = manifest.content["spec"]

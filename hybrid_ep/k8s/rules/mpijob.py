@@ -37,8 +37,8 @@ class _Job(NamedTuple):
 
 @rule("mpijob-probe", Level.WARNING)
 def _probe(manifest: Manifest) -> Found:
-    """The launcher waits for its workers, and their sshd has a readinessProbe: without it, ready means started. A
-    launcher that itself waits, by ssh or by repeating mpirun, needs neither.
+    """The launcher waits for its workers, and their sshd has a readinessProbe: without a probe, a worker is ready as
+    soon as it has started. A launcher that itself waits, by ssh or by repeating mpirun, needs neither.
     """
     job = _Job.of(manifest)
     if not job or _waits(main(job.launcher)[1]):
@@ -60,7 +60,9 @@ def _waits(launcher: dict[str, Any]) -> bool:
 
 @rule("mpijob-limits", Level.WARNING)
 def _limits(manifest: Manifest) -> Found:
-    """A job states its deadline, its retries and what becomes of its Pods: by default never, six, and all are kept."""
+    """A job states its deadline, its retries and what becomes of its Pods. By default there is no deadline, there are
+    six retries, and all Pods are kept.
+    """
     if job := _Job.of(manifest):
         policy = job.spec.get("runPolicy") or {}
         for name in ("activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy"):
@@ -71,8 +73,8 @@ def _limits(manifest: Manifest) -> Found:
 
 @rule("mpijob-init", Level.WARNING)
 def _init(manifest: Manifest) -> Found:
-    """Workers have no init containers: where one fails, the launcher is never made, and the deadline, which is the
-    launcher's, never comes.
+    """Workers have no init containers: if one fails, the launcher is never made. The deadline is the launcher's, so the
+    job never ends.
     """
     if job := _Job.of(manifest):
         for path, container in containers(job.worker, init=True):
@@ -83,7 +85,9 @@ def _init(manifest: Manifest) -> Found:
 
 @rule("mpijob-first-container", Level.ERROR)
 def _first_container(manifest: Manifest) -> Found:
-    """First in their Pods are the containers of mpirun and sshd: the operator gives keys and hostfile to no other."""
+    """The containers of mpirun and sshd are the first in their Pods: the operator gives keys and hostfile to the first
+    only.
+    """
     if job := _Job.of(manifest):
         for template, program in ((job.launcher, "mpirun"), (job.worker, "sshd")):
             for i, (path, container) in enumerate(containers(template)):
@@ -131,7 +135,9 @@ def _environment(manifest: Manifest) -> Found:
 
 @rule("mpijob-ssh-path", Level.ERROR)
 def _ssh_path(manifest: Manifest) -> Found:
-    """Without root, the job's key is mounted where its user can read it: only under /root/.ssh is its mode narrowed."""
+    """Without root, the job's key is mounted where its user can read it: the operator narrows its mode under /root/.ssh
+    only.
+    """
     if job := _Job.of(manifest):
         where = job.spec.get("sshAuthMountPath", _ROOT_SSH)
         for template in (job.launcher, job.worker):
@@ -146,7 +152,7 @@ def _ssh_path(manifest: Manifest) -> Found:
 @build_rule("mpijob-ssh", Level.ERROR)
 def _ssh(build: Build) -> BuildFound:
     """The readinessProbe asks the port that sshd listens on, and sshd's configuration names the keys where
-    `sshAuthMountPath` puts them: the worker is never ready, or lets nobody in, otherwise.
+    `sshAuthMountPath` puts them. Otherwise the worker is never ready, or refuses every login.
     """
     for manifest in build:
         job = _Job.of(manifest)
@@ -205,8 +211,8 @@ def _slots(manifest: Manifest) -> Found:
 
 @rule("mpijob-ranks", Level.ERROR)
 def _ranks(manifest: Manifest) -> Found:
-    """Open MPI's mpirun starts no more ranks than the workers have slots: it refuses to, unless it is told to
-    oversubscribe them.
+    """Open MPI's mpirun gets no more ranks than the workers have slots: it refuses more, unless it is told to
+    oversubscribe.
     """
     job = _Job.of(manifest)
     if not job or job.spec.get("mpiImplementation", "OpenMPI") != "OpenMPI":

@@ -35,7 +35,7 @@ _RESTART = {
 
 @rule("duplicate-key", Level.ERROR)
 def _duplicate_key(manifest: Manifest) -> Found:
-    """No key stands twice in a mapping: one of the two values is lost, and the API server refuses it."""
+    """No mapping has a key twice: one of the two values would be lost, and the API server refuses it."""
     for path in manifest.duplicates:
         yield Finding(path, "is given twice; allowed: once")
 
@@ -121,7 +121,7 @@ def _taken(named: list[tuple[str, dict[str, Any]]]) -> Found:
 
 @rule("environment-twice", Level.WARNING)
 def _environment_twice(manifest: Manifest) -> Found:
-    """A container sets no variable twice: the last one holds, and the other is a mistake."""
+    """A container sets no variable twice: only the last one has an effect."""
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
             seen: dict[str, int] = {}
@@ -167,7 +167,7 @@ def _request_over_limit(manifest: Manifest) -> Found:
 
 @rule("gpu-limit", Level.ERROR)
 def _gpu_limit(manifest: Manifest) -> Found:
-    """GPUs and NICs are whole devices: a request needs a limit, and the same one."""
+    """GPUs and NICs are whole devices: a request needs a limit of the same number."""
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
             limits, requests = amounts(container, "limits"), amounts(container, "requests")
@@ -312,7 +312,7 @@ def _claims(manifest: Manifest) -> Found:
 
 @rule("image-pinned", Level.WARNING)
 def _image_pinned(manifest: Manifest) -> Found:
-    """Every image has a digest or a tag other than `latest`: nodes would run what they happen to have."""
+    """Every image has a digest or a tag other than `latest`: otherwise nodes may run different images."""
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
             image = str(container.get("image") or "")

@@ -1,4 +1,4 @@
-"""Rules over all objects of one build: what one of them names, another of them should be.
+"""Rules over all objects of one build: if one object names another, the build should have that one.
 
 What a build does not hold may be in the cluster. So a missing name is a hint, and an error only where the build has
 nearly that name.
@@ -216,8 +216,8 @@ def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, s
 
 @build_rule("rank-address", Level.ERROR)
 def _rank_address(build: Build) -> BuildFound:
-    """A `--master-addr` of torchrun that looks like a Pod of the job is one, and has its domain: ranks wait for ever
-    for a name that no Pod has.
+    """A `--master-addr` of torchrun that looks like a Pod of the job is the name of one, with its domain: ranks wait
+    for ever for a name that no Pod has.
     """
     for manifest in build:
         for template in manifest.pod_templates():
