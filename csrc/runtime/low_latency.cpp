@@ -8,6 +8,16 @@
 
 namespace hybrid_ep {
 
+namespace {
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
 LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ranks) {
   const int64_t num_local = shape.num_experts / num_ranks;
   const int64_t num_sources = static_cast<int64_t>(num_ranks) * shape.max_tokens;
@@ -61,9 +71,7 @@ LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyK
                                          cudaStream_t stream) {
   require(covers(plan), "memory of a call", plan.capacity.region_bytes(), "what the region was made for, in each part");
   require(buffer_idx >= 0 && buffer_idx < kLowLatencyBuffers, "buffer_idx", buffer_idx, "0 or 1");
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  was_captured_ |= status != cudaStreamCaptureStatusNone;
+  was_captured_ |= is_capturing(stream);
   LowLatencyDomain domain = domain_;
   domain.kind = kind;
   domain.buffer_idx = buffer_idx;
@@ -149,6 +157,11 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
 void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
                                        const TokensIn& in, int32_t* results, cudaStream_t stream) {
   const DeviceGuard guard(device_);
+  if (is_capturing(stream)) {  // a launch in a graph costs the host nothing, and separate kernels take less time
+    LowLatencyRegion::send_tokens(plan, buffer_idx, out, results, stream);
+    LowLatencyRegion::receive_tokens(plan, buffer_idx, in, results, true, stream);
+    return;
+  }
   const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
   launch_dispatch_tokens(params_of(plan, domain, out, results), params_of(plan, domain, in, results), num_device_sms_,
                          stream);
@@ -211,6 +224,11 @@ void LowLatencyRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, 
                                     int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
                                     cudaStream_t stream) {
   const DeviceGuard guard(device_);
+  if (is_capturing(stream)) {
+    LowLatencyRegion::return_rows(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream);
+    LowLatencyRegion::sum_rows(plan, buffer_idx, to_sum, wait_stats, stream);
+    return;
+  }
   const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
   launch_combine_rows(params_of(plan, domain, home, min_tokens_to_sum, wait_stats),
                       params_of(plan, domain, to_sum, wait_stats), num_device_sms_, stream);
