@@ -126,7 +126,7 @@ def check_copies_in_turn() -> None:
     num_ranks, sizes = dist.get_world_size(), (90000, 12)
     mappings = [torch.full((num_ranks, 2), -1) for _ in range(8)]
     for call, mapping in enumerate(mappings):
-        mapping[call // 2 % num_ranks] = torch.arange(2) + call // 2 % 2 * num_ranks
+        mapping[call // 2 % num_ranks] = (torch.arange(2) + call // 2 % 2 * num_ranks) % (2 * num_ranks)
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
         begun = [begin_copy(buffer, mapping, 2, sizes, 0, call)[0] for call, mapping in enumerate(mappings)]
         buffer.raise_pending()
