@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 __all__ = ["UnfinishedError", "run_within"]
 
 T = TypeVar("T")
+
+_EXIT_S = 1.0  # how long the end of the process waits for calls
+_running: set[threading.Thread] = set()
+_ends = threading.Event()
 
 
 class UnfinishedError(Exception):
@@ -27,9 +33,11 @@ def run_within(
         name: of the thread.
 
     Raises:
-        UnfinishedError: the call has not returned.
+        UnfinishedError: the call has not returned, or the process ends.
         Exception: what the call raises.
     """
+    if _ends.is_set():
+        raise UnfinishedError("the process ends")
     lock = threading.Lock()
     results: list[T] = []
     errors: list[Exception] = []
@@ -41,6 +49,8 @@ def run_within(
         except Exception as error:
             errors.append(error)
             return
+        finally:
+            _running.discard(thread)
         with lock:
             if not is_abandoned:
                 results.append(result)
@@ -49,6 +59,7 @@ def run_within(
             discard(result)
 
     thread = threading.Thread(target=run, daemon=True, name=name)
+    _running.add(thread)
     thread.start()
     thread.join(limit_s)
     with lock:
@@ -58,3 +69,12 @@ def run_within(
     if errors:
         raise errors.pop()
     raise UnfinishedError(f"no answer within {limit_s:g} s")
+
+
+@atexit.register
+def _wait_for_calls() -> None:
+    """Waits for running calls. A thread that comes back from C++ into a finalised interpreter aborts the process."""
+    _ends.set()
+    deadline = time.monotonic() + _EXIT_S
+    for thread in list(_running):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -31,3 +33,37 @@ def test_it_waits_no_longer_than_the_limit() -> None:
     with pytest.raises(UnfinishedError):
         run_within(0.05, lambda: time.sleep(3))
     assert time.monotonic() - begin < 2
+
+
+# The call ends in C++ without Python's lock, while an object that is deleted last holds the finalisation up.
+_JOB = """
+import datetime, sys, threading, time
+import torch.distributed as dist
+from hybrid_ep.core.within import run_within
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+begun = threading.Event()
+
+def call():
+    begun.set()
+    store.wait(["never"], datetime.timedelta(seconds=0.5))
+
+def watch():
+    try:
+        run_within(5.0, call)
+    except Exception:
+        pass
+
+sys.late = Late()
+threading.Thread(target=watch, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_call_that_runs_at_the_end_does_not_abort_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", _JOB], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
