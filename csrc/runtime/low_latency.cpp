@@ -8,16 +8,6 @@
 
 namespace hybrid_ep {
 
-namespace {
-
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
-}  // namespace
-
 LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ranks) {
   const int64_t num_local = shape.num_experts / num_ranks;
   const int64_t num_sources = static_cast<int64_t>(num_ranks) * shape.max_tokens;
@@ -68,10 +58,14 @@ LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::
 }
 
 LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
-                                         cudaStream_t stream) {
+                                         cudaStream_t stream, bool* is_captured) {
   require(covers(plan), "memory of a call", plan.capacity.region_bytes(), "what the region was made for, in each part");
   require(buffer_idx >= 0 && buffer_idx < kLowLatencyBuffers, "buffer_idx", buffer_idx, "0 or 1");
-  was_captured_ |= is_capturing(stream);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  const bool captures = status != cudaStreamCaptureStatusNone;
+  was_captured_ |= captures;
+  if (is_captured != nullptr) *is_captured = captures;
   LowLatencyDomain domain = domain_;
   domain.kind = kind;
   domain.buffer_idx = buffer_idx;
@@ -157,14 +151,16 @@ void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx
 void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
                                        const TokensIn& in, int32_t* results, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  if (is_capturing(stream)) {  // a launch in a graph costs the host nothing, and separate kernels take less time
-    LowLatencyRegion::send_tokens(plan, buffer_idx, out, results, stream);
-    LowLatencyRegion::receive_tokens(plan, buffer_idx, in, results, true, stream);
-    return;
+  bool is_captured = false;
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream, &is_captured);
+  const SendTokensParams send = params_of(plan, domain, out, results);
+  const ReceiveTokensParams receive = params_of(plan, domain, in, results);
+  if (is_captured) {  // a launch in a graph costs the host nothing, and separate kernels take less time
+    launch_send_tokens(send, num_device_sms_, stream);
+    launch_receive_tokens(receive, num_device_sms_, true, stream);
+  } else {
+    launch_dispatch_tokens(send, receive, num_device_sms_, stream);
   }
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
-  launch_dispatch_tokens(params_of(plan, domain, out, results), params_of(plan, domain, in, results), num_device_sms_,
-                         stream);
 }
 
 ReturnRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
@@ -224,14 +220,19 @@ void LowLatencyRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, 
                                     int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
                                     cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  if (is_capturing(stream)) {
-    LowLatencyRegion::return_rows(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream);
-    LowLatencyRegion::sum_rows(plan, buffer_idx, to_sum, wait_stats, stream);
-    return;
+  bool is_captured = false;
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream, &is_captured);
+  const ReturnRowsParams send = params_of(plan, domain, home, min_tokens_to_sum, wait_stats);
+  const SumRowsParams sum = params_of(plan, domain, to_sum, wait_stats);
+  const int64_t row_bytes = 2 * plan.shape.hidden;
+  const uint8_t* rows_end = home.rows + plan.shape.num_experts * int64_t{plan.shape.max_tokens} * row_bytes;
+  const bool overwrites_rows = to_sum.out < rows_end && home.rows < to_sum.out + to_sum.num_tokens * row_bytes;
+  if (is_captured || overwrites_rows) {  // the sum writes when the send has ended
+    launch_return_rows(send, num_device_sms_, stream);
+    launch_sum_rows(sum, stream);
+  } else {
+    launch_combine_rows(send, sum, num_device_sms_, stream);
   }
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  launch_combine_rows(params_of(plan, domain, home, min_tokens_to_sum, wait_stats),
-                      params_of(plan, domain, to_sum, wait_stats), num_device_sms_, stream);
 }
 
 }  // namespace hybrid_ep

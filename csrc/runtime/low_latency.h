@@ -117,7 +117,9 @@ class LowLatencyRegion {
     return {results + plan.results.row_of, results + plan.results.num_received};
   }
   // Returns the domain as a launch on the stream gets it: for one buffer of one kind of call.
-  LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream);
+  // *is_captured becomes whether the stream is being captured.
+  LowLatencyDomain begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx, cudaStream_t stream,
+                         bool* is_captured = nullptr);
 
   // `is_early`: as for launch_receive_tokens.
   void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,

@@ -268,7 +268,7 @@ class LowLatencyCalls(BaseBuffer):
                 it, the rows that this rank's experts have of one token are summed and rounded to bf16 before they
                 cross, if the token's rank has 32 tokens or more and is in this domain; the send waits for that rank's
                 weights.
-            out: ``[T, H]`` bf16, contiguous, to write to, not memory of `x`; None = a new tensor.
+            out: ``[T, H]`` bf16, contiguous, to write to; None = a new tensor.
             combine_wait_recv_cost_stats: ``[R]`` int64, contiguous; the microseconds of waiting for each rank are added
                 to it.
             overlap: start while the experts still write `x`, on another stream. Rows of a block are sent once its

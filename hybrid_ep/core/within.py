@@ -45,12 +45,16 @@ def run_within(
 
     def run() -> None:
         try:
+            run_and_hand_over()
+        finally:
+            _running.discard(thread)
+
+    def run_and_hand_over() -> None:
+        try:
             result = call()
         except Exception as error:
             errors.append(error)
             return
-        finally:
-            _running.discard(thread)
         with lock:
             if not is_abandoned:
                 results.append(result)

@@ -589,3 +589,15 @@ def check_mixed_hooks(case: Case, device: str = "cpu") -> None:
             if hook is not None:
                 hook()
             equal(combined, expected_combine(case, rank, is_hooked), f"combined_x of call {call}")
+
+
+def check_sums_over_rows(case: Case, device: str = "cpu") -> None:
+    """A combine writes its sums over the rows that it sends."""
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        inputs = on(device, case.inputs(dist.get_rank()))
+        args = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(*args, use_fp8=False)
+        want, _, _ = buffer.low_latency_combine(rows, inputs.topk_idx, inputs.topk_weights, handle)
+        out = rows.view(-1, case.hidden)[: len(inputs.x)]
+        got, _, _ = buffer.low_latency_combine(rows, inputs.topk_idx, inputs.topk_weights, handle, out=out)
+        equal(got, want.cpu(), "sums over the rows")

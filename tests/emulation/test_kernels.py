@@ -71,6 +71,7 @@ def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> No
 def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
     run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, "bf16")
     run_emulated(case.num_ranks, "battery.low_latency.check_mixed_hooks", case)
+    run_emulated(case.num_ranks, "battery.low_latency.check_sums_over_rows", case)
 
 
 @pytest.mark.parametrize(
