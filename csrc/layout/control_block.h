@@ -1,9 +1,10 @@
 // The small symmetric memory of a rank: counts and flags that its peers write, and counters of its own kernels.
 //
 // Epochs number the calls of a kind and live here, not in launch arguments, so that a CUDA graph can be replayed. Flags
-// hold the epoch they were raised in and are never reset. One copy of each is enough: a rank begins call n + 1 only
-// after every peer has ended call n (dispatch) or after the peer has published that it is ready for call n + 1
-// (combine).
+// hold the epoch they were raised in and are never reset. One copy of each is enough: a rank writes those of call n + 1
+// only after every peer has ended call n (dispatch), or after the peer has published that it is ready for call n + 1
+// (combine). What a combine publishes before that has two copies: a rank that waits for nobody's rows may begin call
+// n + 1 before a peer has read its words of call n, but never call n + 2.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +50,8 @@ struct ControlBlock {
   // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.
   CountRow counts[kMaxRanks];
   uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch have arrived in this rank's arena
-  uint64_t ready[kMaxRanks][kNumReadyWords];            // by i when its arena may be written by this rank's combine
+  // By i when its arena may be written by this rank's combine; [0] in even epochs and [1] in odd ones.
+  uint64_t ready[2][kMaxRanks][kNumReadyWords];
   uint32_t chunk_epoch[kMaxRanks][kMaxChunksOfSource];  // raised by i per chunk of partial rows, or of experts
   uint32_t
       missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none. Never reset

@@ -23,15 +23,16 @@ __all__ = [
     "check_other_logfmt",
     "check_other_low_latency_calls",
     "check_refused_calls_leave_nothing_to_do",
+    "check_refused_combines_in_a_row",
     "check_too_many_low_latency_tokens",
 ]
 
 _CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
 
 
-def _other(**changes: Any) -> Case:
+def _other(case: Case, **changes: Any) -> Case:
     """What the last rank calls with while the others keep to the case."""
-    return replace(_CASE, **changes) if dist.get_rank() == dist.get_world_size() - 1 else _CASE
+    return replace(case, **changes) if dist.get_rank() == case.num_ranks - 1 else case
 
 
 def _is_refused(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: str) -> str:
@@ -51,15 +52,16 @@ def _is_refused(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: st
 def check_other_calls(device: str = "cpu") -> None:
     """Dispatch and combine of other sizes at one rank, with and without a wait for the counts."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    inputs = on(device, _CASE.inputs(rank))
-    with make_buffer(_CASE) as buffer:
+    same = replace(_CASE, num_ranks=last + 1)
+    inputs = on(device, same.inputs(rank))
+    with make_buffer(same) as buffer:
         for bound in (0, 64):
             for change, name in [
                 ({"hidden": 256}, "hidden"),
                 ({"topk": 2}, "top-k"),
                 ({"num_experts": 16}, "num_experts"),
             ]:
-                case = _other(**change)
+                case = _other(same, **change)
                 other = on(device, case.inputs(rank))
 
                 def call(case: Case = case, other: Any = other, bound: int = bound) -> object:
@@ -67,16 +69,30 @@ def check_other_calls(device: str = "cpu") -> None:
 
                 assert re.search(name, _is_refused(buffer, call, device))
         bound = 64 if rank == last else 0
-        told = _is_refused(buffer, lambda: dispatch(buffer, _CASE, inputs, num_worst_tokens=bound), device)
+        told = _is_refused(buffer, lambda: dispatch(buffer, same, inputs, num_worst_tokens=bound), device)
         assert re.search("num_worst_tokens", told)
         # A combine learns it when it sends; what it returns then has no meaning.
-        received, *_, handle, _ = dispatch(buffer, _CASE, inputs)
+        received, *_, handle, _ = dispatch(buffer, same, inputs)
         rows = received.repeat(1, 2) if rank == last else received
         assert re.search("hidden", _is_refused(buffer, lambda: buffer.combine(rows, handle), device))
         combined, _, _ = buffer.combine(received, handle)
-        _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, _CASE.num_experts)
+        _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, same.num_experts)
         want = inputs.x.float() * in_rank.sum(1, keepdim=True)
         equal(combined, want.to(torch.bfloat16).cpu(), "after other calls")
+
+
+def check_refused_combines_in_a_row(device: str = "cpu") -> None:
+    """Every combine is refused at every rank, though the first rank waits for no rows and soon begins the next one."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("refused", num_ranks, 12, hidden=128, topk=1, num_experts=2 * num_ranks, routing="hot")
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as buffer:
+        received, *_, handle, _ = dispatch(buffer, case, inputs)  # all rows are received by one rank
+        rows = received.repeat(1, 2) if rank == num_ranks - 1 else received
+        for _ in range(100):
+            assert re.search("hidden", _is_refused(buffer, lambda: buffer.combine(rows, handle), device))
+        combined, _, _ = buffer.combine(received, handle)
+        equal(combined, inputs.x.cpu(), "after refused combines")
 
 
 def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:

@@ -88,7 +88,8 @@ def test_what_cannot_be_opened_is_named(results: dict[str, Any]) -> None:
 def test_port_that_goes_down_is_told_in_time(results: dict[str, Any]) -> None:
     """An end names its peer, its device and the status of its work request, if it was sending when the port went down.
 
-    An end whose last chunk had been acknowledged waits for the peer, and only the kernel's timeout ends that.
+    An end whose last chunk had been acknowledged waits for the peer. The end whose own port is down reports that port. Of
+    the other one, only the kernel's timeout ends the wait.
     """
     found = results["port-down"]
     assert [one[1:] for one in found["before"]] == [[4, 4, 0]] * 2
@@ -96,8 +97,10 @@ def test_port_that_goes_down_is_told_in_time(results: dict[str, Any]) -> None:
     assert failed
     for i in failed:
         peer, device, detail = found["failures"][i]
+        assert found["figures"][i][0] < PORT_DOWN_AFTER_S + PORT_TIMEOUT_S
+        if (i, peer, device, detail) == (1, -1, "rxe1 port 1", "the port is down"):
+            continue
         assert (peer, device) == (1 - i, f"rxe{i} port 1")
         # Mostly that the retries are over. Soft-RoCE may refuse a repeated packet before, or find an error of its own.
         assert re.match(r"[A-Za-z ]+ \(status [1-9]\d*, ", detail)
         assert "flush" not in detail.lower()  # which follows from the error, and does not say what it was
-        assert found["figures"][i][0] < PORT_DOWN_AFTER_S + PORT_TIMEOUT_S

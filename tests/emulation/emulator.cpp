@@ -31,6 +31,8 @@ constexpr std::chrono::microseconds kSleep{100};
 // After so many rounds more it waits for what does not come soon, and leaves more of the cores to those that work.
 constexpr int kLongIdleRounds = kIdleRounds + 200;
 constexpr std::chrono::microseconds kLongSleep{2000};
+// A CTA that stalls, as one whose thread is preempted: once, for up to so long, in one of its first rounds.
+constexpr unsigned kStallRounds = 64, kMaxStallUs = 20'000, kCtasPerStall = 4;
 constexpr size_t kNumLoaded = 16;  // flags that one thread polls in turn
 
 // The next CTA gets the stacks and rows of the last one. The system would have to map and clear their pages again.
@@ -51,6 +53,9 @@ std::mt19937 random_of(Index cta) {
                       num_launches.load(), cta.x, cta.y};
   return std::mt19937(seeds);
 }
+
+// Whether CTAs stall now and then.
+bool has_stalls() { return std::getenv("HYBRID_EP_EMULATION_STALLS") != nullptr; }
 
 // Bulk stores that one commit has bound together.
 struct Group {
@@ -104,6 +109,7 @@ class Cta {
     warps_.resize(num_threads / kWarpSize);
     fibers_.resize(num_threads);
     copies_per_switch_ = static_cast<int>(random_() % 3);
+    if (has_stalls() && random_() % kCtasPerStall == 0) rounds_to_stall_ = random_() % kStallRounds;
   }
 
   void run() {
@@ -123,6 +129,7 @@ class Cta {
     num_running_ = fibers_.size();
     int idle_rounds = 0;
     while (num_running_ > 0) {
+      if (rounds_to_stall_-- == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % kMaxStallUs));
       has_news_ = false;
       const size_t first = random_() % fibers_.size();
       for (size_t i = 0; i < fibers_.size(); ++i) {
@@ -261,6 +268,7 @@ class Cta {
   unsigned num_true_ = 0, result_ = 0;
   uint64_t generation_ = 0;
   bool has_news_ = false;  // in this round of all threads
+  int64_t rounds_to_stall_ = -1;
   int copies_per_switch_;  // with 0, one in a round of all threads
 };
 

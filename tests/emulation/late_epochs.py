@@ -32,7 +32,7 @@ def set_combines(control: Tensor) -> None:
     """Numbers of combines, and flags, as that call has left them; flags that are compared for equality may stay."""
     from hybrid_ep import _cuda
 
-    _words(control, "ready", 2 * _cuda.max_ranks, 2).fill_(_LAST_CALL)
+    _words(control, "ready", 2 * 2 * _cuda.max_ranks, 2).fill_(_LAST_CALL)
     _words(control, "combine_epoch", 1).fill_(_LAST_CALL)
 
 

@@ -1,4 +1,4 @@
-"""Runs checks in an arena that begins with the smallest slots, so that few tokens make it grow."""
+"""Arenas that begin with the smallest slots, so that few tokens make them grow, and one that does not grow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import importlib
 from typing import Any
 from unittest import mock
 
-__all__ = ["check_with_small_slots"]
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from tests.battery.cases import Case
+from tests.battery.normal import make_buffer
+
+__all__ = ["check_too_small_for_sums", "check_with_small_slots"]
 
 
 def check_with_small_slots(function: str, *args: Any) -> None:
@@ -16,3 +24,33 @@ def check_with_small_slots(function: str, *args: Any) -> None:
     module, name = function.rsplit(".", 1)
     with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def check_too_small_for_sums() -> None:
+    """A rank has more partial rows to sum than its slot holds: ranks of the other domain are told as well.
+
+    Three ranks in each of two domains. Tokens of the first rank go to both others of its domain.
+    """
+    from hybrid_ep.engine import arena
+
+    rank, hidden, num_tokens = dist.get_rank(), 8192, 100
+    case = Case("sums", 6, (num_tokens, 0, 0, 0, 0, 0), hidden=hidden, topk=2, num_experts=6, num_ranks_per_domain=3)
+    topk_idx = torch.tensor([[1, 2]]).repeat(case.tokens_of(rank), 1)
+    x = torch.ones(case.tokens_of(rank), hidden, dtype=torch.bfloat16)
+    with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1), make_buffer(case) as buffer:
+        per_rank, per_domain, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+        received, *_, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_domain,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=torch.ones(topk_idx.shape),
+        )
+        with mock.patch.object(arena.Arena, "ensure"):
+            buffer.combine(received, handle)
+        with pytest.raises(hybrid_ep.OverflowError, match=f"partial rows: {2 * num_tokens} at rank 0; "):
+            buffer.raise_pending()
+        combined, _, _ = buffer.combine(received, handle)
+        assert torch.equal(combined, 2 * x)

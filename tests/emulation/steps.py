@@ -164,7 +164,7 @@ STEPS = [
     Step(
         "whether combines are the same",
         _COMBINE,
-        "same &= is_mine(word, theirs.call[word], peer);",
+        "compare(theirs.call, grid.peer_in(d));",
         ";",
         _in_domains("battery.other_calls.check_other_calls"),
     ),

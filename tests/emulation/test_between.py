@@ -88,9 +88,15 @@ def test_lost_chunks_are_an_error_that_names_a_rank(run_emulated: RunEmulated) -
     run_emulated(4, "emulation.faulty_links.check_lost_chunks", Case("lost", 4, 8, num_ranks_per_domain=2))
 
 
-def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, size: int) -> None:
     check = "battery.other_calls.check_other_calls"
-    run_emulated(2, "emulation.domains.check_in_domains", 1, check)
+    run_emulated(2 * size, "emulation.domains.check_in_domains", size, check)
+
+
+def test_combines_that_are_refused_in_a_row(run_emulated: RunEmulated) -> None:
+    check = ("emulation.stalls.check_with_stalls", "battery.other_calls.check_refused_combines_in_a_row")
+    run_emulated(4, "emulation.domains.check_in_domains", 2, *check)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -115,6 +121,10 @@ def test_refusals(run_emulated: RunEmulated, check: str) -> None:
 def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:
     small_slots = "emulation.small_slots.check_with_small_slots"
     run_emulated(4, "emulation.domains.check_in_domains", 2, small_slots, check)
+
+
+def test_slots_too_small_for_sums(run_emulated: RunEmulated) -> None:
+    run_emulated(6, "emulation.domains.check_in_domains", 3, "emulation.small_slots.check_too_small_for_sums")
 
 
 @pytest.mark.parametrize("check", ["check_overflow", "check_error_of_the_last_call"])

@@ -176,6 +176,18 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "check"),
+    [
+        (2, "battery.other_calls.check_refused_combines_in_a_row"),
+        (3, "battery.other_calls.check_calls_in_turn"),
+        (3, "emulation.experts.check_ranks_that_disagree"),
+    ],
+)
+def test_ranks_get_ahead_of_ctas_that_stall(run_emulated: RunEmulated, num_ranks: int, check: str) -> None:
+    run_emulated(num_ranks, "emulation.stalls.check_with_stalls", check)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_rank_that_is_ahead_does_not_disagree(run_emulated: RunEmulated, seed: int) -> None:
     run_emulated(4, "battery.other_calls.check_calls_in_turn", seed=seed)

@@ -4,6 +4,7 @@
 
 #include "device/lanes.cuh"
 #include "device/wait.cuh"
+#include "kernels/params.h"
 
 namespace hybrid_ep {
 namespace {
@@ -13,9 +14,14 @@ namespace {
 __device__ void publish_ready(const Domain& domain, const uint32_t (&call)[kNumReadyWords], uint32_t epoch) {
   for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += blockDim.x) {
     const int word = i % kNumReadyWords;
-    ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[domain.rank][word],
+    ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[epoch % 2][domain.rank][word],
                               static_cast<uint64_t>(call[word]) << 32 | epoch);
   }
+}
+
+// A word of a rank that is ready.
+__device__ uint32_t ready_word(const Domain& domain, uint32_t epoch, int r, int word) {
+  return static_cast<uint32_t>(domain.control[domain.rank]->ready[epoch % 2][r][word] >> 32);
 }
 
 // Waits until the arenas of all ranks may be written. Collective over a warp. If ranks' calls differ, *is_same is false
@@ -29,8 +35,8 @@ __device__ bool wait_until_ready(const Domain& domain, KernelName kernel, const 
     const int r = i / kNumReadyWords, word = i % kNumReadyWords;
     if (r == domain.rank) continue;
     const uint32_t mine = call[word];
-    uint32_t theirs = mine;  // also of a rank that has ended this call and begun another
-    ok &= waiter.until_epoch(&own.ready[r][word], epoch, r, WaitTag::kReady, &theirs);
+    uint32_t theirs = mine;  // also of a rank that has given this call up and begun others
+    ok &= waiter.until_epoch(&own.ready[epoch % 2][r][word], epoch, r, WaitTag::kReady, &theirs);
     if (theirs == mine) continue;
     *is_same = false;
     if (reports) report_other_ready(domain.fault, kernel, domain.rank, r, word, mine, theirs);

@@ -19,6 +19,7 @@
 #include "device/epilogue.cuh"
 #include "device/row_mover.cuh"
 #include "kernels/between/records.cuh"
+#include "kernels/combine/ready.cuh"
 #include "kernels/combine_between/rows.cuh"
 #include "kernels/launch.h"
 
@@ -35,22 +36,37 @@ constexpr int kMaxTokensPerTurn = 4;           // that a warp at home takes at o
 constexpr int kWarpRingBytes = kSumRingBytes;  // of a warp, in each of its roles
 static_assert(kWarpRingBytes >= RowMover::kRingBytes);
 
-// What a rank publishes to its peers ahead of its records.
+// What a rank publishes to its peers ahead of its records: its call, and what is wrong in its domain. The ranks of a
+// domain find that out together. Other ranks learn it from their peers.
 struct CombineHeader {
-  uint32_t fails;  // ranks of the domain differ
   uint32_t call[kNumReadyWords];
+  FaultKind kind;  // kOtherCall, kOverflow, or kNone
+  int32_t rank;    // that makes another call, or whose slot is too small
+  uint32_t other_call[kNumReadyWords];
+  int32_t num_rows, capacity;  // of the slot
 };
-static_assert(sizeof(CombineHeader) <= 16);
+constexpr uint32_t kHeaderBytes = 32;
+static_assert(sizeof(CombineHeader) <= kHeaderBytes);
 
-// Fills the tables. Collective over the CTA. Returns whether the slot of every rank of the domain holds the rows that
-// it sums; the first CTA reports each that does not.
-__device__ bool find_combine_bases_between(const CombineBetweenParams& params, const CombineTables& tables) {
+// A slot that does not hold the rows that its rank sums.
+struct FullSlot {
+  int rank, num_rows;
+};
+
+__device__ unsigned long long pack(FullSlot slot) {
+  return static_cast<unsigned long long>(slot.num_rows) << 32 | static_cast<uint32_t>(slot.rank);
+}
+
+// Fills the tables. Collective over the CTA. Returns the slot of this domain that lacks most rows; num_rows is 0 if all
+// slots hold their rows.
+__device__ FullSlot find_combine_bases_between(const CombineBetweenParams& params, const CombineTables& tables) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int size = grid.ranks_per_domain, num_domains = grid.num_domains, me = between.domain.rank;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   __shared__ int domain_rows[kMaxDomains];   // of x
   __shared__ int rank_rows[kMaxRanks];       // that each rank has for this one to sum
+  __shared__ unsigned long long full_slot;   // packed
   const auto rows_for = [&](int g, int r) {  // that rank r has for rank g to sum
     int total = 0;
 #pragma unroll 8
@@ -62,8 +78,8 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
     for (int g = 0; g < size; ++g) domain_rows[d] += count_of(params, d * size + g, me);
   }
   for (int r = threadIdx.x; r < size; r += kThreads) rank_rows[r] = r == me ? 0 : rows_for(me, r);
+  if (threadIdx.x == 0) full_slot = 0;
   __syncthreads();
-  bool has_capacity = true;
   for (int d = threadIdx.x; d < num_domains; d += kThreads) {
     int begin = 0;
     for (int before = 0; before < d; ++before) begin += domain_rows[before];
@@ -88,11 +104,7 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
       for (int before = 0; before < d; ++before) base += count_of(params, before * size + g, me);
       tables.send_base[d * size + g] = base;
     }
-    if (end <= params.slot.capacity) continue;
-    has_capacity = false;
-    if (blockIdx.x != 0 || lane > 0) continue;
-    report_fault(between.domain.fault, FaultKind::kOverflow, KernelName::kCombineBetween, WaitTag::kPartialRows, me, g,
-                 params.slot.capacity, end);
+    if (lane == 0 && end > params.slot.capacity) atomicMax(&full_slot, pack({g, end}));
   }
   __syncthreads();
   for (int r = threadIdx.x; r < size; r += kThreads) {
@@ -104,56 +116,90 @@ __device__ bool find_combine_bases_between(const CombineBetweenParams& params, c
       begin += count_of(params, source, r);
     }
   }
-  return __syncthreads_and(has_capacity);
+  __syncthreads();
+  return {static_cast<int>(static_cast<uint32_t>(full_slot)), static_cast<int>(full_slot >> 32)};
+}
+
+// Reports that a slot is too small. Every rank reports it in the same words.
+__device__ void report_full_slot(const Domain& domain, int peer, int num_rows, int capacity) {
+  report_fault(domain.fault, FaultKind::kOverflow, KernelName::kCombineBetween, WaitTag::kPartialRows, domain.rank,
+               peer, capacity, num_rows);
+}
+
+// What this rank tells its peers, once it knows the calls of its domain. By one thread.
+__device__ CombineHeader make_header(const CombineBetweenParams& params, uint32_t epoch, FullSlot full_slot) {
+  const Domain& domain = params.between.domain;
+  const Grid& grid = params.between.grid;
+  const int first_rank = grid.domain_idx() * grid.ranks_per_domain;
+  CombineHeader header{{params.call[0], params.call[1]}, FaultKind::kNone, 0, {}, 0, 0};
+  if (full_slot.num_rows > 0) {
+    header.kind = FaultKind::kOverflow;
+    header.rank = first_rank + full_slot.rank;
+    header.num_rows = full_slot.num_rows;
+    header.capacity = params.slot.capacity;
+  }
+  for (int r = 0; r < domain.num_ranks; ++r) {
+    bool is_same = true;
+    uint32_t call[kNumReadyWords];
+    for (int word = 0; word < kNumReadyWords; ++word) {
+      call[word] = ready_word(domain, epoch, r, word);
+      is_same &= call[word] == params.call[word];
+    }
+    if (is_same) continue;
+    header.kind = FaultKind::kOtherCall;
+    header.rank = first_rank + r;
+    for (int word = 0; word < kNumReadyWords; ++word) header.other_call[word] = call[word];
+  }
+  return header;
 }
 
 // Publishes this rank's call to all ranks, and compares it with theirs. By the first CTA.
 template <typename Link>
 __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, const Link& link, uint32_t epoch,
-                      bool has_capacity, bool* is_same) {
+                      FullSlot full_slot, bool* is_same) {
+  __shared__ CombineHeader header;
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
   const Grid& grid = between.grid;
-  const auto is_mine = [&](int word, uint32_t theirs, int peer) {
-    const uint32_t mine = params.call[word];
-    if (theirs != mine) {
-      report_other_ready(domain.fault, KernelName::kCombineBetween, domain.rank, peer, word, mine, theirs);
-    }
-    return theirs == mine;
-  };
-  // Kernels run in order, so nothing reads the arena's first slot any more: ranks of the domain may write it.
-  for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kThreads) {
-    const int word = i % kNumReadyWords;
-    ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[domain.rank][word],
-                              static_cast<uint64_t>(params.call[word]) << 32 | epoch);
-  }
-  bool ok = true, same = has_capacity;
-  for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += kThreads) {
-    const int r = i / kNumReadyWords, word = i % kNumReadyWords;
-    uint32_t theirs = params.call[word];
-    ok &= waiter.until_epoch(&domain.control[domain.rank]->ready[r][word], epoch, r, WaitTag::kReady, &theirs);
-    same &= is_mine(word, theirs, r);
-  }
-  same = __syncthreads_and(same);
   const int warp = threadIdx.x / 32, num_warps = kThreads / 32, lane = threadIdx.x % 32;
+  // Kernels run in order, so nothing reads the arena's first slot any more: ranks of the domain may write it.
+  publish_ready(domain, params.call, epoch);
+  if (threadIdx.x == 0 && full_slot.num_rows > 0) {
+    report_full_slot(domain, full_slot.rank, full_slot.num_rows, params.slot.capacity);
+  }
+  bool same;
+  bool ok = wait_until_ready(domain, KernelName::kCombineBetween, params.call, waiter, epoch, warp == 0, &same);
+  same &= full_slot.num_rows == 0;
+  if (threadIdx.x == 0) header = make_header(params, epoch, full_slot);
+  __syncthreads();
   for (int i = 1 + warp; i < grid.num_domains; i += num_warps) {
     const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
     ok &= lane > 0 || stream.wait_free(0);
     if (!__all_sync(kAllLanes, ok)) break;
-    if (lane == 0) {
-      *reinterpret_cast<CombineHeader*>(stream.send_slot(0)) = {!same, {params.call[0], params.call[1]}};
-    }
-    ok &= stream.send(0, 16, 1);
+    if (lane == 0) *reinterpret_cast<CombineHeader*>(stream.send_slot(0)) = header;
+    ok &= stream.send(0, kHeaderBytes, 1);
   }
+  const auto compare = [&](const uint32_t (&call)[kNumReadyWords], int rank) {
+    for (int word = 0; word < kNumReadyWords; ++word) {
+      const uint32_t mine = params.call[word], theirs = call[word];
+      if (theirs == mine) continue;
+      same = false;
+      report_other_ready(domain.fault, KernelName::kCombineBetween, domain.rank, kRankElsewhere + rank, word, mine,
+                         theirs);
+    }
+  };
   for (int i = 1 + warp; i < grid.num_domains && lane == 0; i += num_warps) {
     const int d = (grid.domain_idx() + i) % grid.num_domains;
     const ChunkStream<Link> stream(between, waiter, link, d);
     ok &= stream.wait(0);
     if (!ok) break;
     const CombineHeader theirs = *reinterpret_cast<const CombineHeader*>(stream.chunk(0));
-    const int peer = kRankElsewhere + grid.peer_in(d);
-    for (int word = 0; word < kNumReadyWords; ++word) same &= is_mine(word, theirs.call[word], peer);
-    same &= !theirs.fails;
+    compare(theirs.call, grid.peer_in(d));
+    if (theirs.kind == FaultKind::kOtherCall) compare(theirs.other_call, theirs.rank);
+    if (theirs.kind == FaultKind::kOverflow) {
+      same = false;
+      report_full_slot(domain, kRankElsewhere + theirs.rank, theirs.num_rows, theirs.capacity);
+    }
     ok &= stream.read_rows(0, 1, 1);
   }
   *is_same = __syncthreads_and(same);
@@ -289,10 +335,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Agree with all ranks that their calls are the same.
   bool ok = true, is_same = true;
-  const bool has_capacity = find_combine_bases_between(params, tables);
+  const FullSlot full_slot = find_combine_bases_between(params, tables);
   uint64_t* decision = own_part<uint64_t>(between, between.layout.decisions) + 1;
   if (blockIdx.x == 0) {
-    ok = agree(params, waiter, link, epoch, has_capacity, &is_same);
+    ok = agree(params, waiter, link, epoch, full_slot, &is_same);
     if (threadIdx.x == 0) {
       shared_status = ok && is_same ? kSent : kFailed;
       ptx::store_release_system(decision, static_cast<uint64_t>(shared_status) << 32 | epoch);
