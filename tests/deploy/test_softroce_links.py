@@ -88,8 +88,8 @@ def test_what_cannot_be_opened_is_named(results: dict[str, Any]) -> None:
 def test_port_that_goes_down_is_told_in_time(results: dict[str, Any]) -> None:
     """An end names its peer, its device and the status of its work request, if it was sending when the port went down.
 
-    An end whose last chunk had been acknowledged waits for the peer. The end whose own port is down reports that port. Of
-    the other one, only the kernel's timeout ends the wait.
+    An end whose last chunk had been acknowledged has nothing to retry. If its own port is down, it reports the port.
+    Otherwise it waits for the peer until the kernel's timeout.
     """
     found = results["port-down"]
     assert [one[1:] for one in found["before"]] == [[4, 4, 0]] * 2
