@@ -27,7 +27,10 @@ __all__ = [
     "check_too_many_low_latency_tokens",
 ]
 
-_CASE = Case("other_calls", 2, 12, hidden=128, topk=4, num_experts=8)
+
+def _case() -> Case:
+    """What all ranks call with."""
+    return Case("other_calls", dist.get_world_size(), 12, hidden=128, topk=4, num_experts=8)
 
 
 def _other(case: Case, **changes: Any) -> Case:
@@ -52,7 +55,7 @@ def _is_refused(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: st
 def check_other_calls(device: str = "cpu") -> None:
     """Dispatch and combine of other sizes at one rank, with and without a wait for the counts."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    same = replace(_CASE, num_ranks=last + 1)
+    same = _case()
     inputs = on(device, same.inputs(rank))
     with make_buffer(same) as buffer:
         for bound in (0, 64):
@@ -128,9 +131,9 @@ def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:
 
 def check_other_low_latency_calls(device: str = "cpu") -> None:
     """Another number of experts, and another bound of tokens, at one rank."""
-    rank = dist.get_rank()
-    inputs = on(device, _CASE.inputs(rank))
-    with make_buffer(_CASE, low_latency_mode=True) as buffer:
+    rank, case = dist.get_rank(), _case()
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case, low_latency_mode=True) as buffer:
 
         def call(max_tokens: int, num_experts: int) -> list[int]:
             _, count, _, _, _ = buffer.low_latency_dispatch(
@@ -139,38 +142,39 @@ def check_other_low_latency_calls(device: str = "cpu") -> None:
             counts: list[int] = count.tolist()
             return counts
 
-        want = call(32, _CASE.num_experts)
+        want = call(32, case.num_experts)
         is_last = rank == dist.get_world_size() - 1
-        for max_tokens, num_experts in [(16, 2 * _CASE.num_experts), (24, _CASE.num_experts)]:
+        for max_tokens, num_experts in [(16, 2 * case.num_experts), (24, case.num_experts)]:
             told = []
             # What a call finds is raised by itself or by the next: all make the same number of calls.
-            for sizes in [(max_tokens, num_experts) if is_last else (32, _CASE.num_experts)] + [(32, 8)] * 2:
+            for sizes in [(max_tokens, num_experts) if is_last else (32, case.num_experts)] + [(32, 8)] * 2:
                 try:
                     call(*sizes)
                 except hybrid_ep.ConfigError as error:
                     told.append(str(error))
                 dist.barrier()
             assert len(told) == 1, told
-            name = "num_experts" if num_experts > _CASE.num_experts else "num_max_dispatch_tokens_per_rank"
+            name = "num_experts" if num_experts > case.num_experts else "num_max_dispatch_tokens_per_rank"
             assert told[0].startswith(f"{name} is ")
             assert "allowed: the same on every rank" in told[0]
-        assert call(32, _CASE.num_experts) == want
+        assert call(32, case.num_experts) == want
 
 
 def check_too_many_low_latency_tokens(device: str = "cpu") -> None:
     """One rank has more tokens than the call allows, with and without a hook: every rank is told soon, and goes on."""
-    rank, last, most = dist.get_rank(), dist.get_world_size() - 1, _CASE.max_tokens
-    inputs = on(device, _CASE.inputs(rank))
+    rank, case = dist.get_rank(), _case()
+    last, most = case.num_ranks - 1, case.max_tokens
+    inputs = on(device, case.inputs(rank))
     num_tokens = most + 3 if rank == last else most
-    x = torch.ones(num_tokens, _CASE.hidden, dtype=torch.bfloat16, device=device)
-    topk_idx = torch.zeros(num_tokens, _CASE.topk, dtype=torch.int64, device=device)
+    x = torch.ones(num_tokens, case.hidden, dtype=torch.bfloat16, device=device)
+    topk_idx = torch.zeros(num_tokens, case.topk, dtype=torch.int64, device=device)
     wanted = f"rows of x is {most + 3} at rank {last}; allowed: ≤ num_max_dispatch_tokens_per_rank = {most}"
-    with make_buffer(_CASE, low_latency_mode=True, timeout_s=60.0) as buffer:
+    with make_buffer(case, low_latency_mode=True, timeout_s=60.0) as buffer:
 
         def call(x: torch.Tensor, topk_idx: torch.Tensor, hooked: bool, told: list[str]) -> list[int]:
             try:
                 _, count, _, _, hook = buffer.low_latency_dispatch(
-                    x, topk_idx, most, _CASE.num_experts, use_fp8=False, return_recv_hook=hooked
+                    x, topk_idx, most, case.num_experts, use_fp8=False, return_recv_hook=hooked
                 )
                 if hook is not None:
                     hook()
@@ -196,17 +200,17 @@ def check_too_many_low_latency_tokens(device: str = "cpu") -> None:
 
 def check_other_global_scales(device: str = "cpu") -> None:
     """NVFP4 rows with other global scales, and with other formats of block scales, at one rank."""
-    rank = dist.get_rank()
-    inputs = on(device, _CASE.inputs(rank))
+    rank, case = dist.get_rank(), _case()
+    inputs = on(device, case.inputs(rank))
     is_last = rank == dist.get_world_size() - 1
-    with make_buffer(_CASE, low_latency_mode=True) as buffer:
+    with make_buffer(case, low_latency_mode=True) as buffer:
 
         def call(scale: float, ue8m0: bool = False) -> list[int]:
             _, count, *_ = buffer.low_latency_dispatch(
                 inputs.x,
                 inputs.topk_idx,
-                _CASE.max_tokens,
-                _CASE.num_experts,
+                case.max_tokens,
+                case.num_experts,
                 x_global_scale=torch.tensor([scale], device=device),
                 use_nvfp4=True,
                 use_ue8m0_for_sf=ue8m0,
@@ -231,14 +235,14 @@ def check_other_global_scales(device: str = "cpu") -> None:
 
 def check_other_logfmt(device: str = "cpu") -> None:
     """Rows of a combine as LogFMT-10 at one rank only."""
-    rank = dist.get_rank()
-    inputs = on(device, _CASE.inputs(rank))
+    rank, case = dist.get_rank(), _case()
+    inputs = on(device, case.inputs(rank))
     is_last = rank == dist.get_world_size() - 1
-    num_local = _CASE.num_experts // _CASE.num_ranks
-    x = torch.ones(num_local, _CASE.max_tokens * _CASE.num_ranks, _CASE.hidden, dtype=torch.bfloat16, device=device)
-    with make_buffer(_CASE, low_latency_mode=True) as buffer:
+    num_local = case.num_experts // case.num_ranks
+    x = torch.ones(num_local, case.max_tokens * case.num_ranks, case.hidden, dtype=torch.bfloat16, device=device)
+    with make_buffer(case, low_latency_mode=True) as buffer:
         *_, handle, _, _ = buffer.low_latency_dispatch(
-            inputs.x, inputs.topk_idx, _CASE.max_tokens, _CASE.num_experts, use_fp8=False
+            inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
         )
         for mine in (is_last, not is_last):
             told = []

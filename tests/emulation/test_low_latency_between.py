@@ -149,8 +149,9 @@ def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transp
         "check_too_many_low_latency_tokens",
     ],
 )
-def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str) -> None:
-    run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"battery.other_calls.{check}")
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str, size: int) -> None:
+    run_by_kernels(2 * size, "emulation.domains.check_in_domains", size, f"battery.other_calls.{check}")
 
 
 @pytest.mark.parametrize(

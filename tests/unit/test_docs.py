@@ -26,7 +26,8 @@ PAGES = sorted(
     ]
 )
 MAKEFILE = (ROOT / "Makefile").read_text()
-VARIABLES = {variable.name for variable in env.VARIABLES}
+EMULATOR = (ROOT / "tests/emulation/emulator.cpp").read_text()
+VARIABLES = {variable.name for variable in env.VARIABLES} | set(re.findall(r'getenv\("(\w+)"\)', EMULATOR))
 ROOMS = (
     "ansible/",
     "benchmarks/",
