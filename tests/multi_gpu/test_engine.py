@@ -90,6 +90,7 @@ def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         other_calls.check_other_logfmt,
         other_calls.check_too_many_low_latency_tokens,
         other_calls.check_refused_calls_leave_nothing_to_do,
+        other_calls.check_refused_combines_in_a_row,
     ],
 )
 def test_ranks_that_disagree_are_told_so(run_gpus: RunGpus, check: Callable[[str], None]) -> None:
