@@ -30,6 +30,7 @@ __all__ = [
     "check_other_choice",
     "check_other_shrink",
     "check_over",
+    "check_rank_that_others_have_given_up",
     "check_scratch_of_combine",
     "check_torch_asked_for",
     "lose_a_rank",
@@ -135,6 +136,31 @@ def check_late_rank_is_named(timeout_s: float) -> None:
                 assert told.value.peer == late, told.value
             buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         check_step()
+
+
+def check_rank_that_others_have_given_up(timeout_s: float) -> None:
+    """A rank comes when one rank of its domain has given it up, and the ranks of the other domain have not.
+
+    Of these the peer of the rank that has given up sends nothing. So no rank has all its rows, and all raise.
+    """
+    case = Case("late", 4, 40, num_ranks_per_domain=2)
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    begin_s = (0.0, timeout_s + 2.0, timeout_s - 2.0, timeout_s - 2.0)
+    with make_buffer(case, timeout_s=timeout_s) as buffer:
+
+        def call() -> None:
+            dispatch(buffer, case, inputs)
+            buffer.raise_pending()
+
+        call()
+        dist.barrier()
+        time.sleep(begin_s[rank])
+        try:
+            with pytest.raises(TransportError):
+                call()
+        finally:
+            dist.barrier()
 
 
 def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:

@@ -132,6 +132,10 @@ def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(4, "emulation.domains.check_in_domains", 2, f"multi_gpu.late_errors.{check}")
 
 
+def test_rows_are_not_complete_where_a_rank_was_given_up(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "emulation.domains.check_rank_that_others_have_given_up", 6.0)
+
+
 def test_auto(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.domains.check_auto")
 

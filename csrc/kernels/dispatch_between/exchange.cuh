@@ -310,7 +310,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  bool ok = true;
+  bool ok = true, has_lost = false;
   const Verdict own = call.verdict;
   __syncthreads();
   for (int i = 1 + warp; i < grid.num_domains && ok; i += num_warps) {
@@ -326,8 +326,10 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
     // Every rank sees wrong calls by itself. So if only the other domain fails, a rank has not reached that domain. The
-    // fault names the peer there, which can name that rank.
+    // fault names the peer there, which can name that rank. Other peers may have found nothing wrong: the ranks of this
+    // domain then send, and must not take this rank's rows for complete.
     if (own.fails == 0 && theirs.fails != 0 && theirs.overflowing == kNoRank) {
+      has_lost = true;
       report_fault(between.domain.fault, FaultKind::kTimeout, KernelName::kDispatchBetween, WaitTag::kCounts,
                    between.domain.rank, kRankElsewhere + grid.peer_in((grid.domain_idx() + i) % grid.num_domains), 0,
                    0);
@@ -352,7 +354,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     report(*reinterpret_cast<const Verdict*>(stream.chunk(1)));
     ok &= stream.read_rows(1, 1, 1);
   }
-  return ok;
+  return ok && !has_lost;
 }
 
 }  // namespace
