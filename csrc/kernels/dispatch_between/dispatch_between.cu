@@ -391,8 +391,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // Send and forward, each warp in its role.
-  if (shared_status == kSent) {
+  // Send and forward, each warp in its role. A CTA that has given up does not know where rows go.
+  if (ok && shared_status == kSent) {
     RowMover mover(shared + warp * RowMover::kRingBytes, barriers[warp]);
     const auto push_own = [&](OwnTokens& tokens) {
       while (!tokens.is_done()) tokens.push(true);
