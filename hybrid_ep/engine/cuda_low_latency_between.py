@@ -36,7 +36,7 @@ __all__ = ["LowLatencyBetween", "OpenedLink"]
 
 _SLOT_ALIGN_BYTES = 128
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way
-_SESSION_BITS = 24  # of the number of a barrier
+_SESSION_BITS = 31  # of the number of a barrier, or of cleanings
 
 
 class OpenedLink(NamedTuple):
@@ -204,7 +204,9 @@ class LowLatencyBetween(CudaLowLatency):
     def _forget_calls(self) -> None:
         super()._forget_calls()
         num_cleanings, number = self._losses.period
-        session = (num_cleanings & 0x7F) << _SESSION_BITS | number & (1 << _SESSION_BITS) - 1
+        # Words of the link are never reset, so that no session may come twice. Those of cleanings are negative.
+        most = 1 << _SESSION_BITS
+        session = number % most if number else num_cleanings % most - most
         first_epoch = self._last_call + 1
         words = torch.tensor([session, first_epoch - (first_epoch >> 31 << 32)], dtype=torch.int32, device="cpu")
         for region in self._regions:

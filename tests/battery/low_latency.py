@@ -30,6 +30,7 @@ from tests.battery.normal import equal, make_buffer, on
 __all__ = [
     "FORMATS",
     "check_cleaned",
+    "check_cleaned_often",
     "check_dispatches_ahead",
     "check_late_rank",
     "check_late_rank_comes_back",
@@ -310,6 +311,25 @@ def check_cleaned(case: Case, device: str = "cpu") -> None:
             equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), f"counts of call {seed}")
             _check_packed(drawn, copies, sent, received, handle)
             buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+
+
+def check_cleaned_often(case: Case, device: str = "cpu") -> None:
+    """Rows of a call are not taken for those of a later one, however many cleanings lie between them."""
+    rank = dist.get_rank()
+    with make_buffer(case, low_latency_mode=True, enable_shrink=True) as buffer:
+        for seed, num_cleanings in enumerate((0, 1, 128)):
+            for _ in range(num_cleanings):
+                buffer.low_latency_clean_mask_buffer()
+            dist.barrier()
+            if rank > 0:
+                time.sleep(0.5)  # the first rank waits for rows
+            drawn = replace(case, seed=seed)
+            inputs = on(device, drawn.inputs(rank))
+            received, _, handle, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            sent = [drawn.inputs(r).x for r in range(case.num_ranks)]
+            _check_packed(drawn, expert_copies(drawn, rank), sent, received, handle)
 
 
 def check_unreceived(device: str = "cpu") -> None:

@@ -129,6 +129,10 @@ def test_cleaned_buffers_forget(run_by_kernels: RunEmulated, transport: str) -> 
     run_by_kernels(4, "emulation.domains.check_over", transport, "battery.low_latency.check_cleaned", case)
 
 
+def test_many_cleanings(run_by_kernels: RunEmulated) -> None:
+    run_by_kernels(2, "battery.low_latency.check_cleaned_often", Case("cleaned", 2, 12, num_ranks_per_domain=1))
+
+
 @pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank", "check_too_many_rows"])
 def test_misuse_and_delay(run_by_kernels: RunEmulated, check: str) -> None:
     run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.low_latency.{check}")
