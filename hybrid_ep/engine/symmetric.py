@@ -57,10 +57,13 @@ class SymmetricMemory:
             TopologyError: the ranks cannot map each other's memory.
             TimeoutError, TransportError: a rank did not come.
         """
-        if roll_call.num_ranks == 1:
-            local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            return cls(local, [local.data_ptr()], None)
         me = roll_call.ranks[roll_call.rank]
+        if roll_call.num_ranks == 1:
+            try:
+                local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            except RuntimeError as error:
+                raise _lacking(num_bytes, me, str(error)) from error
+            return cls(local, [local.data_ptr()], None)
         for rank, theirs in roll_call.gather(f"{_WHERE}: bytes", str(num_bytes)).items():
             if int(theirs) != num_bytes:
                 raise ConfigError(
@@ -85,10 +88,7 @@ class SymmetricMemory:
         # What one rank lacks is exchanged before the others wait for it.
         for rank, theirs in roll_call.gather(f"{_WHERE}: allocation", obstacle).items():
             if theirs:
-                raise ConfigError(
-                    f"bytes of symmetric memory are {num_bytes}, which rank {rank} does not have: {theirs}; allowed: "
-                    "what is free on every GPU"
-                )
+                raise _lacking(num_bytes, rank, theirs)
         addresses: list[int] = []
         handle = None
         try:
@@ -111,6 +111,13 @@ class SymmetricMemory:
                 f"{obstacles[rank]}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
             )
         return cls(local, addresses, handle)
+
+
+def _lacking(num_bytes: int, rank: int, obstacle: str) -> ConfigError:
+    return ConfigError(
+        f"bytes of symmetric memory are {num_bytes}, which rank {rank} does not have: {obstacle}; allowed: "
+        "what is free on every GPU"
+    )
 
 
 @contextlib.contextmanager
