@@ -18,6 +18,7 @@ from tests.battery.normal import dispatch, equal, make_buffer, on
 
 __all__ = [
     "check_calls_in_turn",
+    "check_combine_along_other_handles",
     "check_other_calls",
     "check_other_global_scales",
     "check_other_logfmt",
@@ -96,6 +97,27 @@ def check_refused_combines_in_a_row(device: str = "cpu") -> None:
             assert re.search("hidden", _is_refused(buffer, lambda: buffer.combine(rows, handle), device))
         combined, _, _ = buffer.combine(received, handle)
         equal(combined, inputs.x.cpu(), "after refused combines")
+
+
+def check_combine_along_other_handles(device: str = "cpu") -> None:
+    """A combine along another handle at one rank: that has fewer chunks, for which nobody waits until the timeout."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    cases = [Case(f"{n}_tokens", num_ranks, n, hidden=128, topk=2, num_experts=2 * num_ranks) for n in (40, 3)]
+    with make_buffer(cases[0], timeout_s=60.0) as buffer:
+        results = [dispatch(buffer, case, on(device, case.inputs(rank))) for case in cases]
+        for is_other in (rank == num_ranks - 1, rank != num_ranks - 1):
+            received, *_, handle, _ = results[int(is_other)]
+            begin = time.monotonic()
+            told = _is_refused(buffer, lambda rows=received, its=handle: buffer.combine(rows, its), device)
+            assert told.startswith("number of the handle's dispatch is ")
+            dist.barrier()
+            assert time.monotonic() - begin < 30.0
+        received, *_, handle, _ = results[0]
+        combined, _, _ = buffer.combine(received, handle)
+        inputs = on(device, cases[0].inputs(rank))
+        _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, cases[0].num_experts)
+        want = inputs.x.float() * in_rank.sum(1, keepdim=True)
+        equal(combined, want.to(torch.bfloat16).cpu(), "after other handles")
 
 
 def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:

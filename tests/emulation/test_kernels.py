@@ -176,6 +176,11 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_combines_along_other_handles_are_refused_at_once(run_emulated: RunEmulated, num_ranks: int) -> None:
+    run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_handles")
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "check"),
     [

@@ -341,6 +341,8 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
     if (ok && is_same) {
       PushedChunks chunks(params, replicas.pushed, queue);
       move_chunks(chunks, shared + warp * kPushRingBytes, push_barriers[warp]);
+    } else if (ok) {  // some rank may make a combine
+      raise_all_flags(domain, epoch, blockIdx.x * kPushWarps + warp, gridDim.x * kPushWarps);
     }
     if (threadIdx.x % 32 == 0) push_report(queue, kLastReport);
   } else if (warp == kPushWarps) {

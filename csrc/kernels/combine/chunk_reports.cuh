@@ -64,5 +64,16 @@ __device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue*
   }
 }
 
+// Raises the flags of all chunks at all other ranks, where calls differ. Then ranks may have other routes, and wait for
+// other chunks than this rank has. By all sending warps: this is the `warp`-th of num_warps.
+__device__ void raise_all_flags(const Domain& domain, uint32_t epoch, int warp, int num_warps) {
+  const int num_flags = domain.num_ranks * kMaxChunksOfSource;
+  for (int i = warp * 32 + threadIdx.x % 32; i < num_flags; i += num_warps * 32) {
+    const int r = i / kMaxChunksOfSource;
+    if (r == domain.rank) continue;
+    ptx::store_relaxed_system(&domain.control[r]->chunk_epoch[domain.rank][i % kMaxChunksOfSource], epoch);
+  }
+}
+
 }  // namespace
 }  // namespace hybrid_ep

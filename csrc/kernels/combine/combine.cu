@@ -45,7 +45,7 @@ static_assert(kMaxRanks * kMaxRanks * sizeof(int32_t) <= kRingBytes);  // the ma
 // A run of rows for one source, with one flag.
 struct Chunk {
   int source, index;
-  int num_rows;  // 0: only reported. All of it lies beyond a bound, or ranks' calls differ
+  int num_rows;  // 0: only reported, because all of it lies beyond a bound
   int64_t from;  // row of x
   int64_t to;    // row of the source's arena
 };
@@ -78,8 +78,8 @@ class Chunks {
   __device__ Chunks(const CombineParams& params, const CombineRoutes& routes)
       : params_(params), routes_(routes), items_(&params.domain.control[params.domain.rank]->sent_items) {}
 
-  // Collective over a warp. Returns false if there are no more. If ranks' calls differ, chunks are empty.
-  __device__ bool next(Chunk& chunk, bool is_same) {
+  // Collective over a warp. Returns false if there are no more.
+  __device__ bool next(Chunk& chunk) {
     const Domain& domain = params_.domain;
     const int num_peers = domain.num_ranks - 1;
     const int num_items = (routes_.max_count + kRowsPerChunk - 1) / kRowsPerChunk * num_peers;
@@ -93,7 +93,7 @@ class Chunks {
       chunk.from = routes_.send_begin[chunk.source] + begin;
       chunk.to = routes_.send_base[chunk.source] + begin;
       const int64_t limit = min(params_.num_rows - chunk.from, params_.slot.capacity - chunk.to);
-      chunk.num_rows = is_same ? max(0, min(min(count, kRowsPerChunk), static_cast<int>(limit))) : 0;
+      chunk.num_rows = max(0, min(min(count, kRowsPerChunk), static_cast<int>(limit)));
       return true;
     }
   }
@@ -105,20 +105,25 @@ class Chunks {
 };
 
 // Sends chunks of rows home. Collective over a warp, which has a ring and a queue of its own. Returns false if a rank
-// has not come.
+// has not come. `cta` counts the CTAs that send.
 template <bool kFromExperts>
 __device__ bool send_rows(const CombineParams& params, const CombineRoutes& routes, const Waiter& waiter,
-                          uint32_t epoch, bool is_first, uint8_t* stages, uint64_t* barriers, ReportQueue& queue) {
+                          uint32_t epoch, int cta, uint8_t* stages, uint64_t* barriers, ReportQueue& queue) {
   const Domain& domain = params.domain;
-  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool reports = cta + warp == 0;
   Chunks chunks(params, routes);
   bool is_same;
-  if (!wait_until_ready(domain, KernelName::kCombine, params.call, waiter, epoch, is_first, &is_same)) return false;
+  if (!wait_until_ready(domain, KernelName::kCombine, params.call, waiter, epoch, reports, &is_same)) return false;
+  if (!is_same) {
+    raise_all_flags(domain, epoch, cta * kCombineSendWarps + warp, params.num_sms * kCombineSendWarps);
+    return true;
+  }
 
   // The first pieces of the next chunk are loaded while this one is sent, so that no load is waited for.
   RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
   Chunk chunk{}, next{};
-  bool has_chunk = chunks.next(chunk, is_same), has_next = false;
+  bool has_chunk = chunks.next(chunk), has_next = false;
   PieceWalk asked(chunk.num_rows, params.row_bytes);
   bool is_in_next = false;
   int num_ahead = 0;
@@ -159,7 +164,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
       ptx::fence_global_for_bulk();  // lane 0 loads rows whose flags other lanes have waited for
     }
     ask_ahead();
-    has_next = chunks.next(next, is_same);
+    has_next = chunks.next(next);
     uint8_t* slot = domain.arena[chunk.source];  // partial rows are always written into the arena's first slot
     uint8_t* target = slot + params.slot.rows + chunk.to * params.row_bytes;
     int num_sent = 0;
@@ -236,7 +241,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
   }
   bool ok = true;
   if (cta >= 0 && warp < kCombineSendWarps) {
-    ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta == 0 && warp == 0, shared + warp * kSendRingBytes,
+    ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta, shared + warp * kSendRingBytes,
                                  send_barriers[warp], own.report_queues[cta][warp]);
     if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
   } else if (cta >= 0 && warp == kCombineSendWarps) {
