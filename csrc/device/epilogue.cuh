@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/ptx/memory.cuh"
+#include "device/wait.cuh"
 #include "layout/control_block.h"
 
 namespace hybrid_ep {
@@ -21,9 +22,10 @@ __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
 }
 
 // Collective over the last CTA: advances the epoch. A failed call advances it too, so that ranks stay in step.
-__device__ inline void end_kernel(ControlBlock& own, uint32_t& epoch_counter, uint32_t epoch) {
+__device__ inline void end_kernel(const Waiter& waiter, ControlBlock& own, uint32_t& epoch_counter, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
+  if (own.failed == 0) waiter.withdraw_missed();
   own.arrived_ctas = own.routed_ctas = 0;
   own.started_ctas = 0;
   own.finished_ctas = 0;

@@ -175,6 +175,13 @@ class Waiter {
 
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
+  // Withdraws what this rank has published of a rank that it waited for, once a call has succeeded: that rank was late.
+  // It must not be named when another one is lost. By one thread.
+  __device__ void withdraw_missed() const {
+    if (control_ == nullptr || __ldcg(&control_[rank_]->missed[rank_]) == 0u) return;
+    for (int r = 0; r < num_ranks_; ++r) ptx::store_release_system(&control_[r]->missed[rank_], 0u);
+  }
+
  private:
   static constexpr uint32_t kLooksPerAsk = 64;
 

@@ -53,8 +53,8 @@ struct ControlBlock {
   // By i when its arena may be written by this rank's combine; [0] in even epochs and [1] in odd ones.
   uint64_t ready[2][kMaxRanks][kNumReadyWords];
   uint32_t chunk_epoch[kMaxRanks][kMaxChunksOfSource];  // raised by i per chunk of partial rows, or of experts
-  uint32_t
-      missed[kMaxRanks];  // by i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none. Never reset
+  // By i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none, and once a call of i has succeeded.
+  uint32_t missed[kMaxRanks];
 
   // Written by this rank. The epochs are stored plainly by the last CTA of a kernel: the next kernel sees them. CTAs
   // count with acq_rel additions at GPU scope, and wait with acquire.

@@ -242,6 +242,10 @@ def test_a_rank_that_is_missing_at_the_first_low_latency_call(run_emulated: RunE
     run_emulated(3, "emulation.missing_ranks.check_missing_at_the_first_low_latency_call")
 
 
+def test_a_rank_that_is_missing_after_another_was_late(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "emulation.missing_ranks.check_missing_after_another_was_late")
+
+
 def test_dropped_buffers_give_their_memory_back(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.dropped_buffers.check_dropped_buffers")
 

@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
     CopiedChunks chunks(params, replicas.copied, waiter, epoch);
     ok = move_chunks(chunks, shared + kPushWarps * kPushRingBytes + ring * kCopyRingBytes, copy_barriers[ring]);
   }
-  if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
+  if (finish_cta(own, ok)) end_kernel(waiter, own, own.combine_epoch, epoch);
 }
 
 }  // namespace

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid
     own_part<uint64_t>(between, between.layout.read_chunks)[d] += params.num_chunks;
   }
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);
-  end_kernel(own, own.dispatch_epoch, epoch);
+  end_kernel(waiter, own, own.dispatch_epoch, epoch);
 }
 
 }  // namespace

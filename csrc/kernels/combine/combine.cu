@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
              segments[ring]);
     ok = rows.ok();
   }
-  if (finish_cta(own, ok)) end_kernel(own, own.combine_epoch, epoch);
+  if (finish_cta(own, ok)) end_kernel(waiter, own, own.combine_epoch, epoch);
 }
 
 // With and without experts.

@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     own_part<uint32_t>(between, between.layout.pushed)[i] = 0;
   }
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);
-  end_kernel(own, own.combine_epoch, epoch);
+  end_kernel(waiter, own, own.combine_epoch, epoch);
 }
 
 }  // namespace

@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   for (int r = threadIdx.x; r < domain.num_ranks; r += kDispatchThreads) {
     waiter.until_epoch(&own.rows_epoch[r], epoch, r, WaitTag::kRows);
   }
-  end_kernel(own, own.dispatch_epoch, epoch);
+  end_kernel(waiter, own, own.dispatch_epoch, epoch);
 }
 
 }  // namespace

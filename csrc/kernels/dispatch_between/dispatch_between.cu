@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int r = threadIdx.x; r < domain.num_ranks; r += kThreads) {
     waiter.until_epoch(&own.rows_epoch[r], epoch, r, WaitTag::kRows);
   }
-  end_kernel(own, own.dispatch_epoch, epoch);
+  end_kernel(waiter, own, own.dispatch_epoch, epoch);
 }
 
 }  // namespace
