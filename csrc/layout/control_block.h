@@ -66,6 +66,7 @@ struct ControlBlock {
   uint32_t finished_ctas;      // 0 between kernels
   uint32_t failed;             // 1: a wait of this kernel was given up, and is reported; 0 between kernels
   unsigned long long refused;  // of a dispatch: FaultKind << 32 | argument, the first that is wrong; 0 between kernels
+  uint32_t copy_refused;  // 1: in the last copy of experts ranks disagreed, so that its further launches do nothing
   // Counters of work indices, relaxed, at GPU scope; 0 between kernels. Each is in a cache line that nobody polls.
   alignas(kLineBytes) uint32_t sent_items;     // of sending warps: tokens of a dispatch, else chunks
   alignas(kLineBytes) uint32_t summed_tokens;  // of a combine's summing warps; chunks that are copied out of staging

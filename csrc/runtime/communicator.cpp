@@ -337,6 +337,7 @@ void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const 
     params.first_chunk = launch.first_chunk;
     params.num_chunks = launch.num_chunks;
     launch_copy_experts(params, combine_sms(num_sms, num_device_sms_), stream);
+    params.is_further = true;
   }
 }
 

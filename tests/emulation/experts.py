@@ -29,6 +29,7 @@ __all__ = [
     "check_copies_in_turn",
     "check_copies_past_the_last_number",
     "check_missing_rank",
+    "check_other_numbers_of_launches",
     "check_ranks_that_disagree",
     "check_several_launches",
     "compare_copies",
@@ -195,6 +196,22 @@ def check_ranks_that_disagree() -> None:
             with pytest.raises(hybrid_ep.ConfigError, match=what):
                 _call(buffer, call)
             dist.barrier()
+
+
+def check_other_numbers_of_launches() -> None:
+    """One rank has more tensors than a launch takes: all are told, and its further launches wait for nobody."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mapping = torch.zeros(num_ranks, 1, dtype=torch.int64)
+    with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks, timeout_s=20.0) as buffer:
+        experts = [torch.zeros(1, 64) for _ in range(40 if rank == num_ranks - 1 else 1)]
+        spare = [one.clone() for one in experts]
+        begin = time.monotonic()
+        with pytest.raises(hybrid_ep.ConfigError, match="sizes of experts"):
+            _call(buffer, lambda: buffer.lb_prefetch_weights(spare, experts, mapping))
+        dist.barrier()
+        assert time.monotonic() - begin < 15.0
+        round_trip(buffer, draw(0, tokens=20, hidden=128), "after other numbers of launches")
+        _copy(buffer, mapping, 2, sizes=(*range(16, 16 + 17), 17000))
 
 
 def check_missing_rank(has_expert: bool) -> None:

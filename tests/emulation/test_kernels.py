@@ -289,6 +289,7 @@ def test_copies_of_experts(run_emulated: RunEmulated, num_ranks: int, seed: int)
         (2, "check_several_launches"),
         (3, "check_copies_in_turn"),
         (3, "check_ranks_that_disagree"),
+        (3, "check_other_numbers_of_launches"),
     ],
 )
 def test_copies_of_experts_in_special_cases(run_emulated: RunEmulated, num_ranks: int, check: str) -> None:

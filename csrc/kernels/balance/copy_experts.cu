@@ -321,6 +321,8 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
   __shared__ uint64_t push_barriers[kPushWarps][kPushStages], copy_barriers[kCopyWarps][kCopyStages];
   const Domain& domain = params.domain;
   ControlBlock& own = *domain.control[domain.rank];
+  // Ranks that disagree may have other numbers of launches: the first one has told all of them.
+  if (params.is_further && own.copy_refused != 0) return;
   const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
   const int warp = threadIdx.x / 32;
   const bool pushes = warp < kPushWarps;
@@ -352,7 +354,10 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
     CopiedChunks chunks(params, replicas.copied, waiter, epoch);
     ok = move_chunks(chunks, shared + kPushWarps * kPushRingBytes + ring * kCopyRingBytes, copy_barriers[ring]);
   }
-  if (finish_cta(own, ok)) end_kernel(waiter, own, own.combine_epoch, epoch);
+  is_same = __syncthreads_and(is_same);
+  if (!finish_cta(own, ok)) return;
+  if (threadIdx.x == 0) own.copy_refused = !is_same;
+  end_kernel(waiter, own, own.combine_epoch, epoch);
 }
 
 }  // namespace
