@@ -280,10 +280,11 @@ class HybridEPBuffer(HybridArguments):
         common_bound = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
         result = engine.dispatch(DispatchRequest(rows, routing, bound, num_sms, experts, common_bound))
         if routing.has_topk:
-            known, received_experts, received_probs = routing.topk_idx, result.topk_idx, _probs_of(result, experts)
+            known = _own(routing.topk_idx, topk_idx)
+            received_experts, received_probs = result.topk_idx, _probs_of(result, experts)
         else:
             assert routing_map is not None
-            known = routing_map.contiguous()
+            known = _own(routing_map.contiguous(), routing_map)
             sent_probs = None if probs is None else torch.where(known, probs, 0.0)
             received_map, received_probs = send_along(engine, result.handle, experts, known, sent_probs, num_sms)
             assert received_map is not None
@@ -484,7 +485,8 @@ class HybridEPBuffer(HybridArguments):
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu")
             engine.raise_on_overflow(result.handle)
-        made = PermutedHandle(routing.topk_idx, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
+        known = _own(routing.topk_idx, topk_idx)
+        made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
         return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
     @plain_tensors
@@ -549,6 +551,11 @@ def _sizes_of(hidden: int, tokens: int, num_local: int, grid: RankGrid, pad_mult
     return HybridEpConfigInstance(
         hidden, tokens, num_local, grid.num_ranks_per_domain, grid.num_domains, pad_multiple=pad_multiple
     )
+
+
+def _own(routing: Tensor, given: Tensor | None) -> Tensor:
+    """A routing for a handle: the caller may overwrite the one that it has given."""
+    return routing.clone() if routing is given else routing
 
 
 def _num_sms(name: str, value: int | None) -> int | None:

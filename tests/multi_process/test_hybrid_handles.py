@@ -113,3 +113,24 @@ def test_hybrid_combine(hybrid: HybridEPBuffer) -> None:
         hybrid.combine_with_unpermute(hidden=permuted, handle=handle, pad_multiple=8)
     with pytest.raises(ConfigError, match=r"probs.shape"):
         hybrid.combine_with_unpermute(hidden=permuted, handle=handle, probs=WEIGHTS)
+
+
+@pytest.mark.parametrize("call", HYBRID_CALLS)
+@pytest.mark.parametrize("num_experts", [E, 40])
+@pytest.mark.parametrize("as_map", [False, True], ids=["indices", "map"])
+def test_a_routing_may_be_overwritten_after_the_call(
+    hybrid: HybridEPBuffer, call: str, num_experts: int, as_map: bool
+) -> None:
+    """As every argument may: a handle has its own."""
+    routing_map, probs = indices_to_map(TOPK, WEIGHTS, T, num_experts)
+    given = {"routing_map": routing_map} if as_map else {"topk_idx": TOPK.clone()}
+    weights = {"probs": probs} if as_map else {"topk_weights": WEIGHTS}
+    hidden, received, *_, handle = getattr(hybrid, call)(hidden=X, num_of_experts=num_experts, **given, **weights)
+    (routing,) = given.values()
+    routing.copy_(routing.flip(0).clone())
+    same_hidden, same_received, *_ = getattr(hybrid, call)(hidden=X, handle=handle, **weights)
+    assert torch.equal(same_hidden, hidden)
+    assert torch.equal(same_received, received)
+    combine = hybrid.combine if call == "dispatch" else hybrid.combine_with_unpermute
+    _, summed = combine(hidden=hidden, probs=received, handle=handle)
+    assert torch.equal(summed, probs)
