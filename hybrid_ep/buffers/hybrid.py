@@ -119,6 +119,7 @@ class HybridEPBuffer(HybridArguments):
                 require_int("num_local_experts", num_local_experts, minimum=1),
             )
         )
+        self._first_sizes = dataclasses.replace(self.configurer.buffer_config)
         self._passed = Passed()
         self._num_sms_dispatch = _num_sms("num_sms_dispatch_api", num_sms_dispatch_api)
         self._num_sms_combine = _num_sms("num_sms_combine_api", num_sms_combine_api)
@@ -132,7 +133,7 @@ class HybridEPBuffer(HybridArguments):
         self.node_rank, self.local_rank = divmod(self.rank, self.grid.num_ranks_per_domain)
 
     def options(self) -> dict[str, Any]:
-        config = self.configurer.buffer_config
+        config = self._first_sizes  # they have grown with the calls of this rank, and differ between ranks
         return super().options() | {
             "hidden_dim": config.hidden_dim,
             "max_num_of_tokens_per_rank": config.max_num_of_tokens_per_rank,
@@ -160,7 +161,8 @@ class HybridEPBuffer(HybridArguments):
     ) -> HybridEpConfigInstance:
         """Makes the buffer large enough for calls of these sizes; it never shrinks. Local.
 
-        Calls do this by themselves. Where the ranks give bounds of received rows, call it alike on every rank.
+        Calls do this by themselves. Where the ranks give bounds of received rows, call it alike on every rank. A buffer
+        that `recover` makes begins with the sizes of the constructor.
 
         Args:
             hidden_dim: H, the largest that is sent.

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from hybrid_ep import Buffer, TopologyError, TransportError
+from hybrid_ep import Buffer, HybridEPBuffer, TopologyError, TransportError
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.core.board import Board
 from hybrid_ep.elastic import join, recover, waiting
@@ -158,6 +159,26 @@ def test_ranks_that_disagree_are_told_the_same(cluster: VirtualCluster) -> None:
     cluster.start(_disagree)
     told = cluster.collect([rank for rank in range(NUM_RANKS) if rank != VICTIM], limit_s=60)
     assert set(told) == {"max_slots differs between ranks 0 and 3; allowed: the same on every rank"}
+
+
+def _grow_apart() -> int:
+    """Ranks have sent different numbers of tokens, more than they said at first."""
+    num_tokens = 4 + 20 * dist.get_rank()
+    x, topk_idx = torch.ones(num_tokens, 128).bfloat16(), torch.zeros(num_tokens, 1, dtype=torch.int64)
+    buffer = HybridEPBuffer(None, 128, 4, 2, timeout_s=TIMEOUT_S)
+    buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, num_of_experts=8)
+    placement = ExpertPlacement.contiguous(1, 8, NUM_RANKS)
+    if dist.get_rank() == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError):
+        buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, num_of_experts=8)
+    return recover(buffer, placement).buffer.group_size
+
+
+def test_ranks_with_different_numbers_of_tokens_recover(cluster: VirtualCluster) -> None:
+    cluster.start(_grow_apart)
+    survivors = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
+    assert cluster.collect(survivors, limit_s=60) == [3] * 3
 
 
 def _divide() -> tuple[str, int]:
