@@ -35,12 +35,20 @@ class Lineage:
     Attributes:
         board: of the group and of all that followed and will follow it.
         generation: of the last attempt to make a group.
+        origin: digest of the attempt that made this group; "" for a group of the caller. Buffers of one group that
+            recover one after the other get a group each, and the generations of these are the same numbers.
         is_left_out: whether the others have gone on without this rank.
     """
 
     board: Board
     generation: int = 0
+    origin: str = ""
     is_left_out: bool = False
+
+    @property
+    def attempt(self) -> str:
+        """The name of the last attempt, equal at all who take part, and of no other attempt of the job."""
+        return f"generation {self.origin}{self.generation}"
 
 
 _lineages: dict[str, Lineage] = {}  # by the name of the group

@@ -226,7 +226,7 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
                     lineage.board.write(f"newcomer {ticket}", "")
                     raise TimeoutError("join", rank, None, "no rank has admitted it", timeout_s=timeout_s)
                 time.sleep(_POLL_S)
-            lineage.generation, *fields = json.loads(note)
+            lineage.generation, lineage.origin, *fields = json.loads(note)
             attempt = _Attempt(lineage, _Round(*fields), -ticket, None)
             try:
                 made = attempt.run(load_expert, loaded, begin)
@@ -320,7 +320,7 @@ def _meet_survivors(
     digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in terms.items()}
     text = json.dumps([digests, host_name(), can_load, _newcomers(board)])
     joined = rendezvous(
-        board.at(f"generation {lineage.generation}/survivors"),
+        board.at(f"{lineage.attempt}/survivors"),
         rank,
         ranks,
         text,
@@ -343,7 +343,7 @@ def _meet_survivors(
     hosts = [*(one[1] for one in told), *(newcomers[ticket] for ticket in tickets)]
     round_ = _Round(terms, joined.members, tickets, hosts, [*(one[2] for one in told), *[True] * len(tickets)])
     for ticket in tickets:
-        board.write(f"admission {ticket}", json.dumps([lineage.generation, *round_]))
+        board.write(f"admission {ticket}", json.dumps([lineage.generation, lineage.origin, *round_]))
         board.write(f"newcomer {ticket}", "")
     return round_
 
@@ -366,7 +366,7 @@ class _Attempt:
 
     def __init__(self, lineage: Lineage, round_: _Round, me: int, parent: dist.ProcessGroup | None) -> None:
         self._lineage, self._round, self._me, self._parent = lineage, round_, me, parent
-        self._board = lineage.board.at(f"generation {lineage.generation}")
+        self._board = lineage.board.at(lineage.attempt)
         self._terms = round_.terms
         self._number = max(me, 0)  # for errors
         self._placement = ExpertPlacement.from_json(self._terms["placement"])
@@ -437,7 +437,7 @@ class _Attempt:
 
     def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
         """Makes group and buffer. If a rank could not, returns the ranks that did not confirm success."""
-        name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.generation}"
+        name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.origin}{self._lineage.generation}"
 
         def connect() -> dist.ProcessGroup:
             return make_group(
@@ -454,7 +454,8 @@ class _Attempt:
         group = self._make("connected", connect, abandon, lambda: limit_s + begin - time.monotonic(), ids, rank)
         if isinstance(group, set):
             return group
-        follow(name, Lineage(self._lineage.board, self._lineage.generation))
+        origin = hashlib.sha256(name.encode()).hexdigest()[:16] + "-"
+        follow(name, Lineage(self._lineage.board, self._lineage.generation, origin))
         kind, options = _KINDS[self._terms["kind"]], dict(self._terms["options"])
         buffer = self._make(
             "made",

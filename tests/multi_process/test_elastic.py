@@ -181,6 +181,27 @@ def test_ranks_with_different_numbers_of_tokens_recover(cluster: VirtualCluster)
     assert cluster.collect(survivors, limit_s=60) == [3] * 3
 
 
+def _lose_two_with_two_buffers() -> list[tuple[int, ...]]:
+    """Both buffers of a group go on after a loss, each with a group of its own, and again after another."""
+    jobs = [Job(Buffer(timeout_s=TIMEOUT_S), PLACEMENT) for _ in range(2)]
+    for number, victim in enumerate((VICTIM, 3)):
+        assert [step(job, number) for job in jobs] == ["", ""]
+        if dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for job in jobs:
+            with pytest.raises(TransportError):
+                step(job, number)
+        for job in jobs:
+            job.take(recover(job.buffer, job.placement, _load_all))
+    assert [step(job, 2) for job in jobs] == ["", ""]
+    return [job.ranks for job in jobs]
+
+
+def test_two_buffers_of_a_group_recover_twice(cluster: VirtualCluster) -> None:
+    cluster.start(_lose_two_with_two_buffers)
+    assert cluster.collect([0, 1], limit_s=90) == [[(0, 1), (0, 1)]] * 2
+
+
 def _divide() -> tuple[str, int]:
     """What is left of two domains cannot be domains of 2; it can be domains of 1."""
     placement = ExpertPlacement(PLACEMENT.experts, 8, NUM_RANKS, 2)
