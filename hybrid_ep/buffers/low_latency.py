@@ -489,7 +489,9 @@ class LowLatencyCalls(BaseBuffer):
                 if error.peer is None:
                     raise
                 _LOG.warning("rank %d is masked: %s", error.peer, error)
-                if error.peer in told:  # the others have gone on without this rank
+                if error.peer in told:
+                    if not engine.is_left_out:  # then nobody goes on: ranks cannot agree on who is left
+                        raise
                     engine.set_masked((r for r in range(self.group_size) if r != self.rank), True)
                 told.add(error.peer)
                 if not engine.completes_lost_calls:

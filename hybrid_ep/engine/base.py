@@ -112,6 +112,7 @@ class Engine(abc.ABC):
     device: torch.device | None
     traffic: Traffic
     only_masks_lost: bool = False  # whether a low-latency call masks a lost rank without raising
+    is_left_out: bool = False  # whether the others have agreed to go on without this rank
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:

@@ -57,11 +57,13 @@ class Exchange:
         grid: as given.
         traffic: bytes sent to other ranks.
         masked: ranks that calls may leave out.
+        is_left_out: whether the others have gone on without this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int) -> None:
         self.grid, self.traffic, self.number = grid, Traffic(), number
         self.masked: set[int] = set()
+        self.is_left_out = False
         self._timeout_s = timeout_s
         self._call_number = 0
         self._tag = 0
@@ -216,6 +218,7 @@ class Exchange:
             self.masked = set(range(self.grid.num_ranks)) - set(joined.members)
             self._connect(joined.members)
             return
+        self.is_left_out = True
         self._lost = TransportError(
             self._label, self.grid.rank, joined.members[0], "the other ranks went on without this one, which was late"
         )
@@ -364,7 +367,7 @@ class Exchange:
         assert self._board is not None
         assert self._group is not None
         board = self._board.at(f"connections {self._generation}")
-        self._lost, self._members = None, members
+        self._lost, self._members, self.is_left_out = None, members, False
         everywhere = Board.of(self._group)
         self._blame = Blame(board, self.grid.rank, self._timeout_s, group_board=everywhere, number=self.number)
         try:

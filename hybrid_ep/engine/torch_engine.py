@@ -274,6 +274,10 @@ class TorchEngine(Engine):
     def _receive(self, finish: Callable[[], None]) -> None:
         finish()
 
+    @property
+    def is_left_out(self) -> bool:  # type: ignore[override]
+        return self._exchange.is_left_out
+
     @one_at_a_time
     def leave_out(self, peer: int) -> None:
         self._exchange.leave_out(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import signal
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, ClosedError, ConfigError, ElasticBuffer, HybridEPBuffer, TimeoutError, TransportError
+from hybrid_ep.core.board import StoreLostError
 from hybrid_ep.engine import exchange, link
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -328,3 +330,47 @@ def test_nobody_goes_on_where_connections_cannot_be_made_again() -> None:
                 assert "lost in an earlier call" in text
                 assert "allowed then: a new process group, and a buffer of it" in text
             assert status == [0, 0, 0, 0]
+
+
+def _lose_with(case: Case, victim: int, breaks: str, **options: str | bool) -> list[str]:
+    """Loses a rank where survivors cannot agree on who is left; returns what calls of a survivor raise."""
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    if breaks == "NCCL":
+        exchange.uses_gloo = link.uses_gloo = lambda group: False
+    told = []
+    with Buffer(low_latency_mode=True, **options) as buffer:  # type: ignore[arg-type]
+        send = (inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts)
+        buffer.low_latency_dispatch(*send, use_fp8=False)
+        if breaks == "store":
+
+            def lose(*given: object, **named: object) -> None:
+                raise StoreLostError("it does not answer")
+
+            exchange.rendezvous = lose  # type: ignore[assignment]
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls = [lambda: buffer.low_latency_dispatch(*send, use_fp8=False)] * 2
+        if breaks == "nothing":
+            calls[1:1] = [lambda: buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)] * 2
+        for call in calls:
+            try:
+                call()
+                told.append("nothing")
+            except TransportError as error:
+                told.append(str(error))
+    return told
+
+
+def _what_survivors_are_told(breaks: str, **options: str | bool) -> None:
+    survivors = [rank for rank in range(4) if rank != VICTIM]
+    with VirtualCluster(4, variables={"HYBRID_EP_TIMEOUT_S": str(TIMEOUT_S)}) as cluster:
+        cluster.start(functools.partial(_lose_with, **options), FOUR, VICTIM, breaks)
+        for told in cluster.collect(survivors, limit_s=60):
+            assert all(f"lost rank {VICTIM}" in text or f"for rank {VICTIM}" in text for text in told), told
+
+
+@pytest.mark.parametrize("breaks", ["NCCL", "store"])
+def test_no_survivor_goes_on_alone_where_they_cannot_agree(breaks: str) -> None:
+    """Each would mask all others, and return sums without their rows."""
+    _what_survivors_are_told(breaks, enable_shrink=True, lost_ranks="mask")
