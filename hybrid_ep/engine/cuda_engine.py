@@ -293,6 +293,7 @@ class CudaEngine(Engine):
 
     def allow_masks(self, *, only_masks_lost: bool) -> None:
         super().allow_masks(only_masks_lost=only_masks_lost)
+        self._torch.allow_masks(only_masks_lost=only_masks_lost)
         self._low_latency.takes_masks, self._low_latency.only_masks_lost = True, only_masks_lost
 
     def low_latency_memory(self) -> Tensor:

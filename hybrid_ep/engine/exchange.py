@@ -57,13 +57,14 @@ class Exchange:
         grid: as given.
         traffic: bytes sent to other ranks.
         masked: ranks that calls may leave out.
+        may_mask: whether the caller allows that.
         is_left_out: whether the others have gone on without this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int) -> None:
         self.grid, self.traffic, self.number = grid, Traffic(), number
         self.masked: set[int] = set()
-        self.is_left_out = False
+        self.may_mask = self.is_left_out = False
         self._timeout_s = timeout_s
         self._call_number = 0
         self._tag = 0
@@ -416,7 +417,7 @@ class Exchange:
             raise self._lost from error
         missing = [r for r in ranks if r not in joined.members]
         came = set(joined.members) & set(self._members)
-        if 2 * len(came) > len(self._members):
+        if 2 * len(came) > len(self._members) and (self.may_mask or not missing):
             # More than half of those who were together: no others can have agreed without them.
             self.masked |= set(missing)
             self._connect(joined.members)

@@ -274,6 +274,10 @@ class TorchEngine(Engine):
     def _receive(self, finish: Callable[[], None]) -> None:
         finish()
 
+    def allow_masks(self, *, only_masks_lost: bool) -> None:
+        super().allow_masks(only_masks_lost=only_masks_lost)
+        self._exchange.may_mask = True
+
     @property
     def is_left_out(self) -> bool:  # type: ignore[override]
         return self._exchange.is_left_out

@@ -374,3 +374,8 @@ def _what_survivors_are_told(breaks: str, **options: str | bool) -> None:
 def test_no_survivor_goes_on_alone_where_they_cannot_agree(breaks: str) -> None:
     """Each would mask all others, and return sums without their rows."""
     _what_survivors_are_told(breaks, enable_shrink=True, lost_ranks="mask")
+
+
+def test_a_lost_rank_is_not_left_out_of_a_buffer_that_may_not_shrink() -> None:
+    """However often the survivors meet."""
+    _what_survivors_are_told("nothing")
