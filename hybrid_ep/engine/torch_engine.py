@@ -295,10 +295,12 @@ class TorchEngine(Engine):
     @one_at_a_time
     def clean(self) -> None:
         self._exchange.clean()
+        self.lost.clear()
 
     @one_at_a_time
     def barrier(self) -> None:
         self._exchange.barrier()
+        self.lost.intersection_update(self._exchange.masked)  # the others have come
 
     def take_number(self) -> int:
         """Local: the number of a new call, used once; right after `barrier` the same at all ranks that were in it."""

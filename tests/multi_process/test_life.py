@@ -253,6 +253,7 @@ def _go_on_without(case: Case, victim: int, how: str) -> tuple[int | None, list[
             _meet_all(buffer, case)
             _, count, *_ = buffer.low_latency_dispatch(*send, use_fp8=False)
             assert int(count.sum()) > 0
+            assert not buffer.lost  # `recover` would not wait for them
     return lost.value.peer, status.tolist(), str(again.value)
 
 
