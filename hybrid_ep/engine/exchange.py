@@ -408,9 +408,12 @@ class Exchange:
         self._may_go_on = False
         generation = self._generation + 1
         try:
-            while self._board.at(f"generation {generation}").read("outcome") is not None:
-                generation += 1
-            joined = self._rendezvous(generation, set())
+            while True:
+                if self._board.at(f"generation {generation}").read("outcome") is None:
+                    joined = self._rendezvous(generation, set())
+                    if self.grid.rank in joined.members:
+                        break
+                generation += 1  # this one was decided before this rank came
         except StoreLostError as error:
             detail = f"the store of the process group is lost ({error})"
             self._lost = TransportError(self._label, self.grid.rank, None, detail)

@@ -15,13 +15,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, ClosedError, ConfigError, ElasticBuffer, HybridEPBuffer, TimeoutError, TransportError
-from hybrid_ep.core.board import StoreLostError
+from hybrid_ep.core.board import Board, StoreLostError
 from hybrid_ep.engine import exchange, link
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -380,3 +381,30 @@ def test_no_survivor_goes_on_alone_where_they_cannot_agree(breaks: str) -> None:
 def test_a_lost_rank_is_not_left_out_of_a_buffer_that_may_not_shrink() -> None:
     """However often the survivors meet."""
     _what_survivors_are_told("nothing")
+
+
+def _meet_too_late() -> None:
+    """Rank 2 looks for a meeting that is decided before it is there."""
+    meet = exchange.rendezvous
+
+    def meet_late(board: Board, *given: Any, **named: Any) -> Any:
+        exchange.rendezvous = meet
+        while board.read("outcome") is None:
+            time.sleep(0.01)
+        return meet(board, *given, **named)
+
+    x, topk_idx = torch.ones(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4)
+    with Buffer(low_latency_mode=True, enable_shrink=True, timeout_s=4.0) as buffer:
+        if dist.get_rank() == 2:
+            exchange.rendezvous = meet_late
+        for _ in range(4):
+            buffer.low_latency_clean_mask_buffer()
+            with contextlib.suppress(TimeoutError):
+                buffer.low_latency_dispatch(x, topk_idx, 8, 6, use_fp8=False)
+                break
+        assert not buffer.engine.masked().any()
+
+
+def test_a_rank_that_just_misses_a_meeting_comes_to_the_next() -> None:
+    with VirtualCluster(3) as cluster:
+        cluster.run(_meet_too_late, limit_s=60)
