@@ -86,7 +86,7 @@ def check_other_calls(device: str = "cpu") -> None:
 
 
 def check_refused_combines_in_a_row(device: str = "cpu") -> None:
-    """Every combine is refused at every rank, though the first rank waits for no rows and soon begins the next one."""
+    """Every combine is refused at every rank, though one waits for no rows and soon begins the next one."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     case = Case("refused", num_ranks, 12, hidden=128, topk=1, num_experts=2 * num_ranks, routing="hot")
     inputs = on(device, case.inputs(rank))

@@ -45,8 +45,8 @@ struct CombineHeader {
   uint32_t other_call[kNumReadyWords];
   int32_t num_rows, capacity;  // of the slot
 };
-constexpr uint32_t kHeaderBytes = 32;
-static_assert(sizeof(CombineHeader) <= kHeaderBytes);
+constexpr uint32_t kCombineHeaderBytes = 32;
+static_assert(sizeof(CombineHeader) <= kCombineHeaderBytes);
 
 // A slot that does not hold the rows that its rank sums.
 struct FullSlot {
@@ -177,7 +177,7 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
     ok &= lane > 0 || stream.wait_free(0);
     if (!__all_sync(kAllLanes, ok)) break;
     if (lane == 0) *reinterpret_cast<CombineHeader*>(stream.send_slot(0)) = header;
-    ok &= stream.send(0, kHeaderBytes, 1);
+    ok &= stream.send(0, kCombineHeaderBytes, 1);
   }
   const auto compare = [&](const uint32_t (&call)[kNumReadyWords], int rank) {
     for (int word = 0; word < kNumReadyWords; ++word) {
