@@ -283,7 +283,7 @@ STEPS = [
     Step(
         "a chunk of an expert is written before it is reported",
         _EXPERTS,
-        "ptx::bulk_wait_written<kPiecesBeforeReport>();",
+        "ptx::bulk_wait_written<kPushWindow>();",
         ";",
         _COPIES,
     ),

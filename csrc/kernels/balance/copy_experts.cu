@@ -23,9 +23,11 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kPieceBytes = 4096;
-constexpr int kPushWarps = 8, kPushStages = 4, kPushStoresInFlight = 2;
-constexpr int kCopyWarps = 6, kCopyStages = 3, kCopyStoresInFlight = 1;
-constexpr int kPiecesBeforeReport = 3;  // of the next chunk
+// A warp that pushes has kPushWindow pieces on the wire. With 16 SMs that fills the wire. More would wait in the GPU,
+// and hold up the warps that copy.
+constexpr int kPushWarps = 6, kPushStages = 4, kPushWindow = 2;
+constexpr int kCopyWarps = 7, kCopyStages = 3, kCopyStoresInFlight = 1;
+static_assert(kPushWindow * kPieceBytes <= kExpertChunkBytes);
 constexpr int kThreads = (kPushWarps + 1 + kCopyWarps) * 32;
 constexpr int kPushRingBytes = kPushStages * kPieceBytes, kCopyRingBytes = kCopyStages * kPieceBytes;
 constexpr int kRingBytes = kPushWarps * kPushRingBytes + kCopyWarps * kCopyRingBytes;
@@ -129,7 +131,7 @@ __device__ int padded(int num_bytes) { return (num_bytes + 15) / 16 * 16; }
 // Chunks of this rank's experts for other ranks. Of move_chunks; all of it is collective over a warp.
 class PushedChunks {
  public:
-  static constexpr int kStages = kPushStages, kStoresInFlight = kPushStoresInFlight;
+  static constexpr int kStages = kPushStages, kStoresInFlight = kPushWindow;
 
   __device__ PushedChunks(const CopyExpertsParams& params, const Entries& entries, ReportQueue& queue)
       : params_(params),
@@ -162,9 +164,8 @@ class PushedChunks {
   // A chunk is reported while the first pieces of the next one are sent, so that the wire is never idle to know that a
   // chunk has arrived.
   __device__ void end_piece() {
-    if (!has_sent_ || ++num_pieces_ != kPiecesBeforeReport) return;
-    ptx::bulk_wait_written<kPiecesBeforeReport>();
-    report();
+    ptx::bulk_wait_written<kPushWindow>();
+    if (has_sent_ && ++num_pieces_ == kPushWindow) report();
   }
   __device__ void end_chunk(const Chunk& chunk) {
     if (has_sent_) finish();  // this chunk was too short to report the one before

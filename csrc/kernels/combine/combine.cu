@@ -25,14 +25,15 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kCombineSendWarps = 2;  // of a CTA
-// Each has a ring of pieces of rows.
-constexpr int kSendStages = 6;
-constexpr int kSendStoresInFlight = 3;
-constexpr int kPieceBytes = 8192;
-constexpr int kPiecesBeforeReport = 4;  // of the next chunk: about as many as are in flight
-static_assert(kPiecesBeforeReport <= kRowsPerChunk);
+// A warp sends pieces of chunks through a ring, and has at most kWindow pieces on the wire. All warps together have
+// about kWindowBytes, which fills the wire. More bytes wait inside the GPU and delay the loads of the sums. So do
+// longer pieces.
+constexpr int kWindow = 5;
+constexpr int kWindowBytes = 896 * 1024;
+constexpr int kSendRingBytes = 48 * 1024;
+constexpr int kMinPieceBytes = 1024;
+constexpr int kMaxPieceBytes = kSendRingBytes / (kWindow + 2) / kLineBytes * kLineBytes;
 static_assert(kMaxTokens / kRowsPerChunk <= kMaxChunksOfSource);
-constexpr int kSendRingBytes = kSendStages * kPieceBytes;
 
 constexpr int kSumWarps = 9;
 constexpr int kCombineWarps = kCombineSendWarps + 1 + kSumWarps;  // one reports; 12 warps: 168 registers a thread
@@ -50,26 +51,27 @@ struct Chunk {
   int64_t to;    // row of the source's arena
 };
 
-// Walks the pieces of a run of rows. A piece fits into a stage and is of one row.
+// The pieces of a whole chunk are of equal size, but for the last one. There are kWindow of them, or more if that makes
+// them too long.
+__device__ int piece_bytes_of(int chunk_bytes, int num_sms) {
+  const int most = max(kMinPieceBytes, min(kWindowBytes / (num_sms * kCombineSendWarps * kWindow), kMaxPieceBytes));
+  const int num_pieces = max(kWindow, (chunk_bytes - 1) / most + 1);
+  return ((chunk_bytes - 1) / (num_pieces * kLineBytes) + 1) * kLineBytes;
+}
+
+// Walks the pieces of a run of rows. A piece fits into a stage.
 class PieceWalk {
  public:
-  __device__ PieceWalk(int num_rows, int row_bytes) : rows_left_(num_rows), row_bytes_(row_bytes) {}
+  __device__ PieceWalk(int num_bytes, int piece_bytes) : num_bytes_(num_bytes), piece_bytes_(piece_bytes) {}
 
-  __device__ bool has_next() const { return rows_left_ > 0; }
-  __device__ int64_t offset() const { return offset_; }
-  __device__ int num_bytes() const { return min(kPieceBytes, row_bytes_ - begin_); }
-  __device__ void advance() {
-    offset_ += num_bytes();
-    begin_ += kPieceBytes;
-    if (begin_ < row_bytes_) return;
-    begin_ = 0;
-    --rows_left_;
-  }
+  __device__ bool has_next() const { return offset_ < num_bytes_; }
+  __device__ int offset() const { return offset_; }
+  __device__ int num_bytes() const { return min(piece_bytes_, num_bytes_ - offset_); }
+  __device__ void advance() { offset_ += piece_bytes_; }
 
  private:
-  int rows_left_, row_bytes_;
-  int begin_ = 0;       // in its row
-  int64_t offset_ = 0;  // in the run
+  int num_bytes_, piece_bytes_;
+  int offset_ = 0;
 };
 
 // Hands out chunks of all sources in turn, so that no source waits for another's rows.
@@ -121,17 +123,20 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
   }
 
   // The first pieces of the next chunk are loaded while this one is sent, so that no load is waited for.
-  RowRing<kSendStoresInFlight> ring(stages, barriers, kSendStages, kPieceBytes, lane);
+  const int chunk_bytes = kRowsPerChunk * params.row_bytes, piece_bytes = piece_bytes_of(chunk_bytes, params.num_sms);
+  const bool fills_window = chunk_bytes > kWindow * piece_bytes;
+  RowRing<kWindow> ring(stages, barriers, min(kSendRingBytes / piece_bytes, kMaxStages), piece_bytes, lane);
   Chunk chunk{}, next{};
   bool has_chunk = chunks.next(chunk), has_next = false;
-  PieceWalk asked(chunk.num_rows, params.row_bytes);
+  const auto pieces_of = [&](const Chunk& of) { return PieceWalk(of.num_rows * params.row_bytes, piece_bytes); };
+  PieceWalk asked = pieces_of(chunk);
   bool is_in_next = false;
   int num_ahead = 0;
   const auto ask_ahead = [&] {
     while (num_ahead < ring.num_ahead()) {
       // Sums of experts may not be made yet. A complete chunk does not wait for another.
       if (!asked.has_next() && !kFromExperts && has_next && !is_in_next) {
-        asked = PieceWalk(next.num_rows, params.row_bytes);
+        asked = pieces_of(next);
         is_in_next = true;
       }
       if (!asked.has_next()) return;
@@ -168,16 +173,15 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
     uint8_t* slot = domain.arena[chunk.source];  // partial rows are always written into the arena's first slot
     uint8_t* target = slot + params.slot.rows + chunk.to * params.row_bytes;
     int num_sent = 0;
-    for (PieceWalk piece(chunk.num_rows, params.row_bytes); piece.has_next(); piece.advance()) {
+    for (PieceWalk piece = pieces_of(chunk); piece.has_next(); piece.advance()) {
       const uint8_t* stage = ring.wait();
       if (lane == 0) ptx::bulk_store(target + piece.offset(), stage, piece.num_bytes());
       ring.release();
+      ++num_sent;
+      if (fills_window || num_sent == kWindow) ptx::bulk_wait_written<kWindow>();
       --num_ahead;
       ask_ahead();
-      if (has_sent && ++num_sent == kPiecesBeforeReport) {
-        ptx::bulk_wait_written<kPiecesBeforeReport>();
-        report();
-      }
+      if (has_sent && num_sent == kWindow) report();
     }
     if (params.num_weights > 0) {
       const float* weights = params.weights + chunk.from * params.num_weights;
@@ -192,7 +196,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
     has_sent = true;
     chunk = next;
     has_chunk = has_next;
-    if (!is_in_next) asked = PieceWalk(chunk.num_rows, params.row_bytes);
+    if (!is_in_next) asked = pieces_of(chunk);
     has_next = is_in_next = false;
   }
   if (has_sent) {
@@ -207,7 +211,7 @@ template <int kRanksPerLane, bool kFromExperts>
 __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ CombineRoutes routes;
-  __shared__ uint64_t send_barriers[kCombineSendWarps][kSendStages], sum_barriers[kCombineWarps][kSumStages];
+  __shared__ uint64_t send_barriers[kCombineSendWarps][kMaxStages], sum_barriers[kCombineWarps][kSumStages];
   __shared__ Segment segments[kCombineWarps][kSumStages];
   __shared__ int started_before;
   const Domain& domain = params.domain;
