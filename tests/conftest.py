@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # noqa: F401 - Ansible's modules replace sys.intern when a test imports them, and this then fails
 
+from hybrid_ep.testing import cluster
 from tests.rank_pool import RankPool
 
 # The programs of the developers' tools, as in an activated environment.
@@ -18,6 +18,9 @@ os.environ["PATH"] = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"
 # Tests read what apt, readelf and others say.
 os.environ["LC_ALL"] = "C.UTF-8"
 os.environ.pop("LANGUAGE", None)
+
+# What ranks import with the functions that they run: 0.1 s for pytest, 0.6 s for what trainers of layers use.
+cluster.PRELOADED += ["pytest", "torch.distributed.fsdp"]
 
 RunRanks = Callable[..., list[Any]]
 

@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybrid_ep.bench.balance import POLICIES
 from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
 from hybrid_ep.bench.link import print_link_report, run_link_bench
 from hybrid_ep.bench.plan import BALANCE, MODES, SKEWS_PER_EXPONENT, BenchPlan, Candidate, default_workload_sizes
@@ -134,6 +133,8 @@ def bench(
         require_int("experts", sizes["experts"], minimum=num_ranks, multiple_of=num_ranks)
         routings = [(routing, ZIPF_EXPONENT)]
         if mode == BALANCE:
+            from hybrid_ep.bench.balance import POLICIES  # only here: its import of DTensors takes a second
+
             if routing == "hot":
                 routings.insert(0, ("uniform", ZIPF_EXPONENT))
             else:

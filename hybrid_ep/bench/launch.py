@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
-from hybrid_ep.bench.balance import measure_balance
 from hybrid_ep.bench.machine import device_name, versions
-from hybrid_ep.bench.measure import measure
-from hybrid_ep.bench.plan import BALANCE, BenchPlan
+from hybrid_ep.bench.measure import RankMeasurement, measure
+from hybrid_ep.bench.plan import BALANCE, BenchPlan, Candidate
 from hybrid_ep.bench.results import WIRE, BenchReport, summarize
 from hybrid_ep.bench.timing import time_floor, time_host_floor
 from hybrid_ep.bench.wire import measure_wire
@@ -124,9 +123,18 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
         measurements = []
         for candidate in plan.candidates:
             begin(plan, candidate.title)
-            measurements.append(run(measure_balance if plan.mode == BALANCE else measure, candidate, plan))
+            measurements.append(run(_measurement_of(plan.mode), candidate, plan))
         results.append(summarize(plan, wire, measurements))
     return BenchReport(date, len(names), names[0], versions(device), floor_us, host_floor_us, results)
+
+
+def _measurement_of(mode: str) -> Callable[[Candidate, BenchPlan], RankMeasurement]:
+    """The function that measures one candidate in this mode."""
+    if mode != BALANCE:
+        return measure
+    from hybrid_ep.bench.balance import measure_balance  # only here: its import of DTensors takes a second
+
+    return measure_balance
 
 
 def _join(launcher: Launcher, device: str) -> None:

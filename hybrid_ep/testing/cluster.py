@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["RankError", "VirtualCluster"]
 
 T = TypeVar("T")
+# What the fork server imports, so that no rank has to. More may be added before the first cluster of a process.
+PRELOADED = ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
 _START_S = 120.0
 _LEAVE_S = 5.0
 # torch reads this at the first rendezvous of a process: symmetric memory of two ranks may be on one GPU.
@@ -114,9 +116,7 @@ class VirtualCluster:
         # Without CUDA in the parent, ranks can fork from a server that has torch loaded; CUDA must start in each rank
         # itself.
         self._context = context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
-        )
+        context.set_forkserver_preload(PRELOADED)
         with _sigint_ignored():
             forkserver.ensure_running()
         self._pipes: list[Connection] = []

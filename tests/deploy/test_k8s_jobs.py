@@ -76,14 +76,18 @@ def assert_good(log: str) -> None:
 
 @pytest.mark.parametrize("open_mpi", [4, 5])
 def test_cpu_overlay_runs_across_two_hosts(open_mpi: int) -> None:
+    manifests, _ = changed("cpu")
+    has_link = open_mpi == 4  # Open MPI 5 starts the same processes for the link alone as for the bench
+    if not has_link:
+        launcher_option(manifests, "LINK_OPTIONS", "")
     with start_cluster(open_mpi) as cluster:
-        result = MPIJobRun(built("cpu"), cluster).run()
+        result = MPIJobRun(manifests, cluster).run()
     assert result.succeeded, result.message + result.log
     assert [f"hybrid-ep-worker-{i}: profile cpu" in result.log for i in range(2)] == [True, True]
     assert_good(result.log)
     # The link alone, between the nodes and not on one; then what crosses, judged.
-    assert re.search(r"^tcp: ", result.log, re.M), result.log
-    assert result.log.count("every chunk right") == 4
+    assert bool(re.search(r"^tcp: ", result.log, re.M)) == has_link, result.log
+    assert result.log.count("every chunk right") == (4 if has_link else 0)
     assert re.search(r"^fabric dispatch rail1: \S+ GB/s$", result.log, re.M), result.log
     assert "pass: between domains by engine torch; passed on correctness alone: profile cpu" in result.log
     # cleanPodPolicy: Running
@@ -104,6 +108,7 @@ def test_job_without_a_link_is_judged_by_the_rate_of_the_nics(cluster: Cluster) 
     """
     manifests, _ = changed("cpu", backoffLimit=0)
     launcher_option(manifests, "JUDGE_OPTIONS", "--profile=hgx-h100")
+    launcher_option(manifests, "BENCH_OPTIONS", "--json --tokens 16 --hidden 128 --runs 1 --warmups 1")
     launcher_option(manifests, "LINK_OPTIONS", "")
     result = MPIJobRun(manifests, cluster).run()
     assert_failed(result, "BackoffLimitExceeded")

@@ -24,7 +24,8 @@ from tests.sim.platforms import healthy
 from tests.sim.pods import checkout_image
 from tests.sim.scenario import Scenario, build_stub
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
+# A validation starts tens of processes, one after the other. Where others use the machine, too, it takes minutes.
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("node-a", "node-b", "node-c")
 RESULTS = "/tmp/results"
@@ -84,14 +85,14 @@ class Slurm:
         process = self.hosts["controller"].start(list(words), output=subprocess.PIPE, variables=variables)
         return process.communicate()[0].decode()
 
-    def await_state(self, state: str, *nodes: str, limit_s: float = 60) -> None:
+    def await_state(self, state: str, *nodes: str, limit_s: float = 200) -> None:
         """Waits until the nodes are in that state."""
         begun = time.monotonic()
         while (found := self.states()) | dict.fromkeys(nodes, state) != found:
             assert time.monotonic() - begun < limit_s, (found, self.log("controller", "slurmctld"))
             time.sleep(0.5)
 
-    def await_job(self, number: str, limit_s: float = 300) -> int:
+    def await_job(self, number: str, limit_s: float = 800) -> int:
         """Waits until the job has ended and returns its exit status. sbatch --wait looks every 10 s only."""
         begun = time.monotonic()
         while True:
@@ -101,7 +102,7 @@ class Slurm:
             if found[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
                 return int(found[2])
             assert time.monotonic() - begun < limit_s, shown
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def states(self) -> dict[str, str]:
         """Node → its state, e.g. ``idle`` or ``drained``."""
@@ -141,7 +142,7 @@ def validate(slurm: Slurm, **settings: str) -> tuple[int, Path, str]:
         "NIC": "0",
         "ROUNDS": "0",
         "RESULTS": RESULTS,
-        "JOB_LIMIT_S": "90",
+        "JOB_LIMIT_S": "200",
         "BENCH_OPTIONS": "--device cpu --tokens 16 --hidden 128 --topk 2 --runs 1 --warmups 1",
         **settings,
     }
@@ -174,13 +175,16 @@ def test_allocation_is_validated_by_srun_alone(slurm: Slurm) -> None:
 
 
 def test_node_without_the_program_is_named_and_left_out(slurm: Slurm) -> None:
-    """A prefix that is missing on one node alone: its doctor gives no report, and the others are tested."""
+    """A prefix that is missing on one node alone: its doctor gives no report, and the others are tested.
+
+    The link alone is left out.
+    """
     for name in NODES[:2]:
         slurm.hosts[name].write("/opt/site/hybrid-ep", f'#!/bin/sh\nexec {sys.prefix}/bin/hybrid-ep "$@"\n', 0o755)
-    code, results, said = validate(slurm, HYBRID_EP="/opt/site/hybrid-ep", RESULTS="/tmp/missing")
+    code, results, said = validate(slurm, HYBRID_EP="/opt/site/hybrid-ep", RESULTS="/tmp/missing", LINK="0")
     report = json.loads((results / "report" / "report.json").read_text())
     assert [node["name"] for node in report["nodes"] if not node["fit"]] == ["node-c"], said
-    names = ("pair-node-a-node-b", "link-node-a-node-b", "all")
+    names = ("pair-node-a-node-b", "all")
     assert {job["name"]: job["status"] for job in report["jobs"]} == dict.fromkeys(names, "pass")
     assert report["to_do"][0]["hosts"] == ["node-c"]
     assert "Install the program" in report["to_do"][0]["remedy"]

@@ -10,10 +10,17 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.emulation.build import build
+from tests.emulation.build import HERE, build
 from tests.emulation.engine import run
 from tests.prerequisites import require_programs
 from tests.rank_pool import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the tests of this folder time for the build: the first one of every worker waits for it."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

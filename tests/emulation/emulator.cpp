@@ -13,8 +13,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -35,7 +35,7 @@ constexpr std::chrono::microseconds kLongSleep{2000};
 constexpr unsigned kStallRounds = 64, kMaxStallUs = 20'000, kCtasPerStall = 4;
 constexpr size_t kNumLoaded = 16;  // flags that one thread polls in turn
 
-// The next CTA gets the stacks and rows of the last one. The system would have to map and clear their pages again.
+// The next CTA gets the rows of the last one. The system would have to map and clear their pages again.
 const bool keeps_memory = mallopt(M_MMAP_THRESHOLD, 16 << 20) == 1 && mallopt(M_TRIM_THRESHOLD, 1 << 30) == 1;
 
 [[noreturn]] void fail(const char* what) {
@@ -45,6 +45,31 @@ const bool keeps_memory = mallopt(M_MMAP_THRESHOLD, 16 << 20) == 1 && mallopt(M_
 
 std::atomic<uint32_t> num_launches{0};
 std::string left_out;
+
+using Stack = std::unique_ptr<uint8_t[]>;  // not initialised, so that only what is used takes memory
+
+// Stacks that no CTA uses. They are never given back: the memory of an arena of malloc is, also where it is used again.
+class Stacks {
+ public:
+  Stack take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) return Stack(new uint8_t[kStackBytes]);
+    Stack stack = std::move(free_.back());
+    free_.pop_back();
+    return stack;
+  }
+
+  void give(Stack stack) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(stack));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Stack> free_;
+};
+
+Stacks stacks;
 
 // What each CTA of each launch draws from: another turn of threads and another pace of copies, the same in every run.
 std::mt19937 random_of(Index cta) {
@@ -89,14 +114,14 @@ struct Fiber {
   bool has_begun = false;
   const uint64_t* word = nullptr;  // it waits while this has `value`
   uint64_t value = 0;
-  std::unique_ptr<uint8_t[]> stack;  // not initialised, so that only what is used takes memory
+  Stack stack;
   Index index;
   unsigned lane = 0;
   Warp* warp = nullptr;
   bool has_ended = false;
-  Loaded loaded[kNumLoaded];  // by a hash of the address
-  std::shared_ptr<Group> open = std::make_shared<Group>();
-  std::deque<std::shared_ptr<Group>> groups;
+  Loaded loaded[kNumLoaded];    // by a hash of the address
+  std::shared_ptr<Group> open;  // once it has a store
+  std::vector<std::shared_ptr<Group>> groups;
 };
 
 class Cta {
@@ -114,13 +139,15 @@ class Cta {
 
   void run() {
     current_cta = this;
+    ucontext_t context;
+    getcontext(&context);
     for (unsigned i = 0; i < fibers_.size(); ++i) {
       Fiber& fiber = fibers_[i];
       fiber.index = {i, 0, 0};
       fiber.lane = i % kWarpSize;
       fiber.warp = &warps_[i / kWarpSize];
-      fiber.stack.reset(new uint8_t[kStackBytes]);
-      getcontext(&fiber.context);
+      fiber.stack = stacks.take();
+      fiber.context = context;  // getcontext is a system call
       fiber.context.uc_stack.ss_sp = fiber.stack.get();
       fiber.context.uc_stack.ss_size = kStackBytes;
       fiber.context.uc_link = nullptr;
@@ -150,6 +177,7 @@ class Cta {
       if (copy.group == nullptr || copy.read.empty()) fail("a CTA has ended while a copy still uses its shared memory");
     }
     while (!copies_.empty()) progress();
+    for (Fiber& fiber : fibers_) stacks.give(std::move(fiber.stack));
   }
 
   Fiber& current() { return *current_; }
@@ -305,7 +333,8 @@ void store_later(void* global, const void* shared, uint32_t num_bytes) {
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || num_bytes % 16 != 0 || num_bytes == 0) {
     fail("a bulk store that is not of multiples of 16 bytes");
   }
-  const std::shared_ptr<Group>& group = Cta::current_cta->current().open;
+  std::shared_ptr<Group>& group = Cta::current_cta->current().open;
+  if (group == nullptr) group = std::make_shared<Group>();
   ++group->reads_left;
   ++group->writes_left;
   Cta::current_cta->add({global, shared, num_bytes, nullptr, group, {}});
@@ -313,8 +342,7 @@ void store_later(void* global, const void* shared, uint32_t num_bytes) {
 
 void commit_stores() {
   Fiber& fiber = Cta::current_cta->current();
-  fiber.groups.push_back(std::move(fiber.open));
-  fiber.open = std::make_shared<Group>();
+  fiber.groups.push_back(fiber.open != nullptr ? std::move(fiber.open) : std::make_shared<Group>());
 }
 
 namespace {
@@ -327,7 +355,8 @@ void wait_stores(int num_pending, int Group::* left) {
     return true;
   };
   while (!is_done()) yield();
-  while (!fiber.groups.empty() && fiber.groups.front()->writes_left == 0) fiber.groups.pop_front();
+  const auto is_pending = [](const std::shared_ptr<Group>& group) { return group->writes_left > 0; };
+  fiber.groups.erase(fiber.groups.begin(), std::find_if(fiber.groups.begin(), fiber.groups.end(), is_pending));
 }
 }  // namespace
 

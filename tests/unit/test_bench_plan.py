@@ -1,5 +1,8 @@
 """What `hybrid-ep bench` refuses before any rank starts, and how it finds its launcher."""
 
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -58,3 +61,9 @@ def test_step_of_srun_with_several_tasks_is_a_launcher(monkeypatch: pytest.Monke
     monkeypatch.setenv("SLURM_PROCID", "9")
     monkeypatch.setenv("SLURM_LOCALID", "1")
     assert find_launcher() == Launcher("srun", 9, 16, 1)
+
+
+def test_the_bench_starts_without_what_only_layers_need() -> None:
+    """DTensors take a second to import, and every rank of a launcher would."""
+    code = "import sys, hybrid_ep.bench.command; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
