@@ -117,6 +117,7 @@ ShipRowsParams LowLatencyBetweenRegion::ship_rows_params(const LowLatencyPlan& p
   params.layout_range = reinterpret_cast<const int64_t*>(rows.results + results.layout_range);
   params.num_received = rows.results + results.num_received;
   params.num_too_many = rows.results + results.num_too_many;
+  params.number = number_of(plan, rows.results);
   params.use_logfmt = rows.use_logfmt;
   const OwnTables tables = OwnTables::of(plan);
   params.own_row_of = rows.results + tables.row_of;

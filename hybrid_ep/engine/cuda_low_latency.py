@@ -28,7 +28,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     state_of,
 )
-from hybrid_ep.engine.cuda_faults import as_error
+from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
@@ -105,6 +105,7 @@ class CudaLowLatency:
         communicator: holds the fault record and the timeout.
         order: of the engine's launches.
         losses: on which lost ranks the ranks agree.
+        number: of the buffer on its group.
         board: of these calls; None without a group.
         error_of: the error for a fault of a call that is not one of low latency.
         timeout_s: of a receiving kernel. A send waits half as long; the rank to name is then searched for until a peer
@@ -122,6 +123,7 @@ class CudaLowLatency:
         order: LaunchOrder,
         losses: Losses,
         *,
+        number: int,
         board: Board | None,
         error_of: Callable[[_cuda.Fault], HybridEPError],
         timeout_s: float | None,
@@ -145,6 +147,7 @@ class CudaLowLatency:
         self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
+        self._number, self._num_regions = number, 0  # that have been made
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
@@ -169,7 +172,8 @@ class CudaLowLatency:
         sizes = num_max_tokens_per_rank, hidden, num_experts
         state = _State(plan, num_tokens, chunk, results)
         handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
-        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale)
+        counter = low_latency_counter(self._number, self._num_regions, self._losses.period)
+        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale), counter
         if return_recv_hook:
             region.send_tokens(*sent, results, stream)
         else:
@@ -252,16 +256,19 @@ class CudaLowLatency:
 
         def finish() -> None:
             if not is_whole:
+                at = self._begin() if return_recv_hook else stream
+                state.chunk.note_use(at)
                 region.sum_rows(
                     native,
                     idx,
+                    state.results,
                     topk_idx.data_ptr(),
                     weights.data_ptr(),
                     target.data_ptr(),
                     num_tokens,
                     use_logfmt,
                     address(wait_stats),
-                    self._begin() if return_recv_hook else stream,
+                    at,
                 )
             buffers.note_received(idx)
             if target is not out:
@@ -574,6 +581,7 @@ class CudaLowLatency:
         if self._regions and not self._regions[-1].native.was_captured:
             self._drop_region()
         self._regions.append(region)
+        self._num_regions += 1
         self._dispatches, self._combines = _Buffers(), _Buffers()
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:

@@ -181,6 +181,11 @@ def test_combines_along_other_handles_are_refused_at_once(run_emulated: RunEmula
     run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_handles")
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_low_latency_combines_along_other_handles_are_refused(run_emulated: RunEmulated, num_ranks: int) -> None:
+    run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_low_latency_handles")
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "check"),
     [

@@ -150,6 +150,7 @@ def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transp
         "check_other_low_latency_calls",
         "check_other_global_scales",
         "check_other_logfmt",
+        "check_combine_along_other_low_latency_handles",
         "check_too_many_low_latency_tokens",
     ],
 )
