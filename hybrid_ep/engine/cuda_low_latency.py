@@ -139,8 +139,11 @@ class CudaLowLatency:
         self.lost: set[int] = set()
         self.takes_masks = self.only_masks_lost = False
         self._has_stale_masks = False
-        # Masks as the device had them when the host last asked, and did not wait for the answer.
+        # Ranks that were masked when the host last asked, and did not wait for the answer: the round of the question, or
+        # 0. A round begins whenever ranks are unmasked. The device knows it, so replays of graphs answer with theirs.
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._round, self._unmasked_in = 1, [1] * grid.num_ranks
+        self._round_there = torch.ones(1, dtype=torch.int32, device=device)
         self._num_cleanings = 0
         self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
         self._fault: _cuda.Fault | None = None  # taken and not raised yet
@@ -444,12 +447,16 @@ class CudaLowLatency:
         self._order.begin()
         for region in self._regions:
             masks = torch.maximum(masks, region.masks)
-        self._told.copy_(masks, non_blocking=True)
+        self._told.copy_(masks * self._round_there, non_blocking=True)
         return masks
 
     def note_told(self) -> set[int]:
-        """Masks the ranks that the last `masks` has reported, and returns all that are masked."""
-        self.masked.update(r for r, is_masked in enumerate(self._told.tolist()) if is_masked)
+        """Masks the ranks that the last `masks` has reported, and returns all that are masked.
+
+        An answer of an earlier round may come after a rank was unmasked. It does not count for this rank.
+        """
+        told = enumerate(self._told.tolist())
+        self.masked.update(r for r, asked_in in told if asked_in >= self._unmasked_in[r])
         self.lately_masked |= self.masked
         return self.masked
 
@@ -459,12 +466,13 @@ class CudaLowLatency:
         A capture cannot do that: the next call outside of one does.
         """
         self._has_stale_masks = is_capturing(self._index)
-        if self._has_stale_masks or not self._regions:
+        if self._has_stale_masks:
             return
         masks = self._masks_of_host()
         self._order.begin()
         for region in self._regions:
             region.masks.copy_(torch.maximum(masks, region.masks) if self.only_masks_lost else masks)
+        self._round_there.fill_(self._round)
         self._order.end()
 
     def _masks_of_host(self) -> Tensor:
@@ -474,7 +482,9 @@ class CudaLowLatency:
     def _unmask(self, ranks: Iterable[int]) -> None:
         ranks = list(ranks)
         self.masked.difference_update(ranks)
-        self._told[ranks] = 0
+        self._round += 1
+        for r in ranks:
+            self._unmasked_in[r] = self._round
         if is_capturing(self._index):
             return
         self._order.begin()
