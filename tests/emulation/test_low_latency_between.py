@@ -166,6 +166,11 @@ def test_combine_beside_experts(run_by_kernels: RunEmulated, kind: str, use_logf
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, "battery.signals.check_signals", kind, use_logfmt)
 
 
+def test_a_refused_launch_leaves_no_call_open(run_by_kernels: RunEmulated) -> None:
+    in_domains, check = "emulation.domains.check_in_domains", "emulation.domains.check_refused_launch"
+    run_by_kernels(2, "emulation.domains.check_over", "tcp", in_domains, 1, check)
+
+
 def test_missing_signal(run_by_kernels: RunEmulated) -> None:
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, "emulation.domains.check_missing_signal", 8.0)
 
