@@ -139,8 +139,8 @@ class CudaLowLatency:
         self.lost: set[int] = set()
         self.takes_masks = self.only_masks_lost = False
         self._has_stale_masks = False
-        # Ranks that were masked when the host last asked, and did not wait for the answer: the round of the question, or
-        # 0. A round begins whenever ranks are unmasked. The device knows it, so replays of graphs answer with theirs.
+        # Ranks that were masked when the host last asked, and did not wait for the answer: the round of the question,
+        # or 0. A round begins whenever ranks are unmasked. The device has its number, for replays of graphs.
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._round, self._unmasked_in = 1, [1] * grid.num_ranks
         self._round_there = torch.ones(1, dtype=torch.int32, device=device)
