@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains, source = grid.peer_in(d), rank = first_rank + tid;
     if (params.peers.is_near(d)) continue;
-    if (came[d] && tid < grid.ranks_per_domain && !is_masked(ranks, rank)) {
+    // A source that any CTA has given up is masked: that CTA has not forwarded its share of the rows.
+    if (came[d] && !is_masked(ranks, source) && tid < grid.ranks_per_domain && !is_masked(ranks, rank)) {
       ptx::fence_acq_rel_system();
       ptx::store_relaxed_system(sent_of(ranks, rank, source), reinterpret_cast<const uint4&>(sent[d]));
     }
