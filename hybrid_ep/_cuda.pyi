@@ -402,6 +402,7 @@ class LowLatencyRegion:
         topk_idx: int,
         num_tokens: int,
         global_scale: int,
+        counter: int,
         results: int,
         stream: int,
     ) -> None: ...
@@ -423,6 +424,7 @@ class LowLatencyRegion:
         topk_idx: int,
         num_tokens: int,
         global_scale: int,
+        counter: int,
         received_rows: int,
         received_scales: int,
         wait_stats: int,
@@ -462,6 +464,7 @@ class LowLatencyRegion:
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
+        results: int,
         topk_idx: int,
         topk_weights: int,
         out: int,

@@ -98,8 +98,8 @@ __device__ inline uint4* begun_of(const LowLatencyDomain& domain, int at, int fr
 // Waits until rank r has begun to send. If it takes part, writes its LowLatencyBegun to *begun.
 __device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                         uint4* begun) {
-  takes_part(domain, r,
-             [&] { return waiter.until_epoch(begun_of(domain, domain.rank, r), epoch, r, WaitTag::kRoutes, begun); });
+  const uint4* words = begun_of(domain, domain.rank, r);
+  takes_part(domain, r, [&] { return waiter.until_epoch_relaxed(words, epoch, r, WaitTag::kRoutes, begun); });
 }
 
 // Waits until the weights of rank r's tokens have arrived.
@@ -108,19 +108,24 @@ __device__ inline bool wait_for_weights(const LowLatencyDomain& domain, const Wa
   return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kWeights); });
 }
 
-// Waits until the rows of rank r have arrived (combine), and writes the value of its flag.
-__device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
-                                       uint32_t* value) {
-  const uint64_t* flag = &channel_of(domain, domain.rank).sent[r];
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, epoch, r, WaitTag::kPartialRows, value); });
+// What rank `from` publishes to rank `at` when its rows of a combine have arrived there: a LowLatencySent.
+__device__ inline uint4* sent_of(const LowLatencyDomain& domain, int at, int from) {
+  return reinterpret_cast<uint4*>(&channel_of(domain, at).sent[from]);
 }
 
-// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid raises the flag `sent` at every
-// rank that takes part, with the value that value() returns in its thread 0. `has_lost` in any thread: this CTA left a
-// rank out and sent it nothing. CTAs may differ in that, because each has its own deadline.
+// Waits until the rows of rank r have arrived. If it takes part, writes its LowLatencySent to *sent.
+__device__ inline bool wait_until_sent(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
+                                       uint4* sent) {
+  const uint4* words = sent_of(domain, domain.rank, r);
+  return takes_part(domain, r, [&] { return waiter.until_epoch(words, epoch, r, WaitTag::kPartialRows, sent); });
+}
+
+// Collective over the CTA, at the end of a combine that sends. The last CTA of the grid publishes its LowLatencySent at
+// every rank that takes part, with the value that value() returns in its thread 0. `has_lost` in any thread: this CTA
+// left a rank out and sent it nothing. CTAs may differ in that, because each has its own deadline.
 template <typename Value>
 __device__ void finish_send(const LowLatencyDomain& domain, const bool* present, uint32_t epoch, Value&& value,
-                            bool has_lost, uint32_t num_ctas) {
+                            const LowLatencyNumber& dispatch, bool has_lost, uint32_t num_ctas) {
   constexpr uint32_t kLost = 1u << 16;  // above any number of CTAs
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
   has_lost = __syncthreads_or(has_lost);
@@ -130,10 +135,10 @@ __device__ void finish_send(const LowLatencyDomain& domain, const bool* present,
   if (before % kLost != num_ctas - 1) return;
   ptx::fence_acq_rel_system();
   has_lost = has_lost || before >= kLost;
-  const uint64_t flag = static_cast<uint64_t>(value()) << 32 | epoch;
+  const uint4 sent = make_uint4(value(), dispatch.call, dispatch.counter, epoch);
   for (int r = 0; r < domain.num_ranks; ++r) {
     if (!present[r] || (has_lost && is_masked(domain, r))) continue;
-    ptx::store_relaxed_system(&channel_of(domain, r).sent[domain.rank], flag);
+    ptx::store_relaxed_system(sent_of(domain, r, domain.rank), sent);
   }
   progress.finished_ctas = 0;
   progress.epoch = epoch;

@@ -33,6 +33,9 @@ __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelN
   ptx::store_release_system(&record->written, 1u);
 }
 
+// Two words as a fault record holds them.
+__device__ inline int64_t as_one(uint32_t first, uint32_t second) { return static_cast<int64_t>(second) << 32 | first; }
+
 // Reports that a field of the peer's call differs from this rank's.
 __device__ inline void report_other_call(FaultRecord* record, KernelName kernel, CallField field, int rank, int peer,
                                          int64_t mine, int64_t theirs) {
@@ -98,14 +101,14 @@ class Waiter {
     return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
   }
 
-  // The same for 16 bytes that are stored as one and end with their epoch. It orders no other memory.
+  // The same for 16 bytes that are stored as one and end with their epoch.
   __device__ bool until_epoch(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
-    const auto load = [&] {
-      const uint4 seen = ptx::load_relaxed_system(words);
-      if (seen.w == epoch) *value = seen;
-      return seen.w;
-    };
-    return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
+    return until_come([&] { return ptx::load_acquire_system(words); }, epoch, peer, tag, value);
+  }
+
+  // The same where the value is the whole message: it orders no other memory.
+  __device__ bool until_epoch_relaxed(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
+    return until_come([&] { return ptx::load_relaxed_system(words); }, epoch, peer, tag, value);
   }
 
   // Waits until *flag is exactly `epoch`: for a flag that not every call raises.
@@ -184,6 +187,17 @@ class Waiter {
 
  private:
   static constexpr uint32_t kLooksPerAsk = 64;
+
+  // Loads 16 bytes until their epoch has come; *value is left alone if a later one has.
+  template <typename Load>
+  __device__ bool until_come(Load&& load, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
+    const auto epoch_of = [&] {
+      const uint4 seen = load();
+      if (seen.w == epoch) *value = seen;
+      return seen.w;
+    };
+    return poll(epoch_of, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
+  }
 
   // Loads until is_enough() accepts the value. `expected` goes into the record.
   template <typename Load, typename IsEnough>

@@ -29,8 +29,8 @@ inline int ring_of(LowLatencyKind kind) { return static_cast<int>(kind); }
 // The header of a chunk.
 struct alignas(16) PeerHeader {
   LowLatencyBegun begun;  // of a dispatch
+  LowLatencySent sent;    // of a combine
   uint32_t num_records;
-  uint32_t value;  // of a combine: that of LowLatencyChannel::sent
 };
 static_assert(sizeof(PeerHeader) <= kHeaderBytes);
 

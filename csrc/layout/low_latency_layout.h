@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "layout/expert_map.h"
 #include "layout/fault.h"
 #include "layout/limits.h"
 
@@ -32,7 +33,7 @@ constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag can hold
 // The fewest tokens of a source whose rows may be summed before they cross: for fewer, its weights are not sent.
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that hold all of a shape and a format
-// The value of LowLatencyChannel::sent. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more tokens
+// LowLatencySent::value. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more tokens
 // than a rank has. With one of the two upper bits, the rows cannot be used, and the lower bits hold the reason.
 constexpr uint32_t kLogFmtBit = 1u << 29;       // beside that number: rows are LogFMT-10
 constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which the handle's dispatch has lost some
@@ -78,14 +79,32 @@ struct alignas(16) LowLatencyBegun {
 };
 static_assert(sizeof(LowLatencyBegun) == 16 && kMaxLowLatencyTokens < 1 << LowLatencyBegun::kTokensBits);
 
+// What names a dispatch: equal at all its ranks, and of no other dispatch.
+struct LowLatencyNumber {
+  uint32_t call;  // the epoch and the buffer: from device memory, so that it is another one in each replay of a graph
+  uint32_t counter;  // what has counted the epoch; the host gives it
+
+  static HYBRID_EP_HOST_DEVICE LowLatencyNumber of(uint32_t epoch, int buffer_idx, uint32_t counter) {
+    return {kLowLatencyBuffers * (epoch - 1) + static_cast<uint32_t>(buffer_idx) + 1, counter};
+  }
+};
+
+// What a rank publishes when all its rows of a combine have arrived, stored and loaded as one: relaxed behind a fence
+// of the last CTA, and with acquire, at system scope.
+struct alignas(16) LowLatencySent {
+  // How many tokens a source must have for the rank to sum each token's rows before it sends them; above kNoSums it is
+  // the reason why not all were sent.
+  uint32_t value;
+  LowLatencyNumber dispatch;  // of the handle; equal at all ranks
+  uint32_t epoch;
+};
+static_assert(sizeof(LowLatencySent) == 16);
+
 // One buffer of one kind.
 struct LowLatencyChannel {
   // Written by peers, at system scope.
-  LowLatencyBegun begun[kMaxRanks];  // by i (dispatch)
-  // By i when all its rows have arrived here (combine): value << 32 | epoch. The value is how many tokens a source must
-  // have for i to sum each token's rows before it sends them; above kNoSums it is the reason why not all were sent.
-  // Stored relaxed behind a fence of the last CTA, loaded with acquire.
-  uint64_t sent[kMaxRanks];
+  LowLatencyBegun begun[kMaxRanks];   // by i (dispatch)
+  LowLatencySent sent[kMaxRanks];     // by i (combine)
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine): release, acquire
   // By i: calls of this buffer whose rows it has read. Stored relaxed, because the kernels that read them have ended;
   // loaded with acquire.

@@ -88,8 +88,7 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
                          plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
                         stream);
   }
-  begin_proxy_call(proxy_, link_, stream);
-  kernels_.dispatch(params, num_sms(plan.num_sms), stream);
+  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.dispatch(params, num_sms(plan.num_sms), stream); });
   return params.counts_epoch;
 }
 
@@ -98,8 +97,9 @@ void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, in
   require(chunk_bytes > 0 && chunk_bytes <= kChunkSlotBytes && chunk_bytes % kRowAlignBytes == 0, "bytes of a chunk",
           chunk_bytes, "multiples of 16 up to 262144");
   const DeviceGuard guard(domain_.device());
-  begin_proxy_call(proxy_, link_, stream);
-  kernels_.stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
+  launch_in_proxy_call(proxy_, link_, stream, [&] {
+    kernels_.stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
+  });
 }
 
 void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors& tensors, const OwnSums& own,
@@ -126,8 +126,7 @@ void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors&
   params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
-  begin_proxy_call(proxy_, link_, stream);
-  kernels_.combine(params, num_sms(plan.num_sms), stream);
+  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.combine(params, num_sms(plan.num_sms), stream); });
 }
 
 }  // namespace hybrid_ep

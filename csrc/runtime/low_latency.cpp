@@ -17,7 +17,8 @@ LowLatencyResults LowLatencyResults::of(const LowLatencyShape& shape, int num_ra
   results.row_of = results.src_info + num_local * num_sources;
   results.num_received = results.row_of + num_sources * shape.num_topk;
   results.num_too_many = results.num_received + num_ranks;
-  results.num_ints = (results.num_too_many + 1 + 1) / 2 * 2;
+  results.number = (results.num_too_many + 1 + 1) / 2 * 2;
+  results.num_ints = results.number + 2;
   return results;
 }
 
@@ -39,6 +40,10 @@ LowLatencyPlan LowLatencyPlan::refused(int num_tokens) const {
   LowLatencyPlan plan = *this;
   plan.call = LowLatencyCall::too_many_tokens(num_tokens);
   return plan;
+}
+
+const LowLatencyNumber* number_of(const LowLatencyPlan& plan, const int32_t* results) {
+  return reinterpret_cast<const LowLatencyNumber*>(results + plan.results.number);
 }
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
@@ -91,6 +96,7 @@ void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, 
   params.rows = rows.rows;
   params.row_of = tables_of(plan, rows.results).row_of;
   params.num_too_many = rows.results + plan.results.num_too_many;
+  params.number = number_of(plan, rows.results);
   params.topk_weights = rows.topk_weights;
   params.num_tokens = rows.num_tokens;
   params.use_logfmt = rows.use_logfmt;
@@ -107,6 +113,8 @@ SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const L
   params.topk_idx = tokens.topk_idx;
   params.row_of = results + plan.results.row_of;
   params.num_too_many = results + plan.results.num_too_many;
+  params.number = reinterpret_cast<LowLatencyNumber*>(results + plan.results.number);
+  params.counter = tokens.counter;
   params.num_tokens = tokens.num_tokens;
   params.global_scale = tokens.global_scale;
   return params;
@@ -180,6 +188,7 @@ SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowL
   params.domain = domain;
   params.domain.timeout_ns = receive_timeout_ns_;
   params.shape = plan.shape;
+  params.number = number_of(plan, rows.results);
   params.topk_idx = rows.topk_idx;
   params.topk_weights = rows.topk_weights;
   params.out = rows.out;

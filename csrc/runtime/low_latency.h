@@ -22,6 +22,7 @@ struct LowLatencyResults {
   int64_t row_of;            // [R, M, K]
   int64_t num_received;      // [R]
   int64_t num_too_many;      // [1]
+  int64_t number;            // [1] LowLatencyNumber
   int64_t num_ints;          // a multiple of 2
 
   static LowLatencyResults of(const LowLatencyShape& shape, int num_ranks);
@@ -48,6 +49,7 @@ struct TokensOut {
   const int64_t* topk_idx;
   int num_tokens;
   const float* global_scale;
+  uint32_t counter;
 };
 
 // Where a dispatch receives: as in ReceiveTokensParams.
@@ -66,8 +68,9 @@ struct RowsHome {
   bool use_logfmt;
 };
 
-// What a combine sums: as in SumRowsParams.
+// What a combine sums: as in SumRowsParams. `results` are those of the dispatch.
 struct RowsToSum {
+  const int32_t* results;
   const int64_t* topk_idx;
   const float* topk_weights;
   uint8_t* out;
@@ -79,6 +82,8 @@ struct RowsToSum {
 struct RowTables {
   const int32_t *row_of, *num_received;
 };
+
+const LowLatencyNumber* number_of(const LowLatencyPlan& plan, const int32_t* results);
 
 class LowLatencyRegion {
  public:

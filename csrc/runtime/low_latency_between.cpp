@@ -79,8 +79,7 @@ void LowLatencyBetweenRegion::send_tokens(const LowLatencyPlan& plan, int buffer
   params.message = plan.message;
   params.topk_idx = tokens.topk_idx;
   params.num_tokens = tokens.num_tokens;
-  begin_proxy_call(proxy_, link_, stream);
-  kernels_.ship_tokens(params, num_device_sms_, stream);
+  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.ship_tokens(params, num_device_sms_, stream); });
 }
 
 void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
@@ -92,8 +91,7 @@ void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buf
     params.message = plan.message;
     params.call = plan.call;
     params.wait_stats = tokens.wait_stats;
-    begin_proxy_call(proxy_, link_, stream);
-    kernels_.forward_tokens(params, num_device_sms_, stream);
+    launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.forward_tokens(params, num_device_sms_, stream); });
   }
   // Beside the kernel that forwards, unless both would count the same waits.
   const bool is_early = tokens.wait_stats == nullptr && plan.shape.max_tokens > 0;
@@ -117,6 +115,7 @@ ShipRowsParams LowLatencyBetweenRegion::ship_rows_params(const LowLatencyPlan& p
   params.layout_range = reinterpret_cast<const int64_t*>(rows.results + results.layout_range);
   params.num_received = rows.results + results.num_received;
   params.num_too_many = rows.results + results.num_too_many;
+  params.number = number_of(plan, rows.results);
   params.use_logfmt = rows.use_logfmt;
   const OwnTables tables = OwnTables::of(plan);
   params.own_row_of = rows.results + tables.row_of;
@@ -129,8 +128,8 @@ void LowLatencyBetweenRegion::return_rows(const LowLatencyPlan& plan, int buffer
                                           int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
   {
     const DeviceGuard guard(device_);
-    begin_proxy_call(proxy_, link_, stream);
-    kernels_.ship_rows(ship_rows_params(plan, buffer_idx, rows, stream), num_device_sms_, stream);
+    const ShipRowsParams params = ship_rows_params(plan, buffer_idx, rows, stream);
+    launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.ship_rows(params, num_device_sms_, stream); });
   }
   LowLatencyRegion::return_rows(plan, buffer_idx, rows, min_tokens_to_sum, wait_stats, stream);
 }
@@ -145,8 +144,7 @@ void LowLatencyBetweenRegion::return_signalled_rows(const LowLatencyPlan& plan, 
   // That kernel has waited for the signals of all rows.
   params.own_row_of = params.own_num_received = nullptr;
   params.ships = params.follows_own = true;
-  begin_proxy_call(proxy_, link_, stream);
-  kernels_.ship_rows(params, num_device_sms_, stream);
+  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.ship_rows(params, num_device_sms_, stream); });
 }
 
 void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows,
@@ -156,8 +154,7 @@ void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_id
     ForwardRowsParams params{};
     fill(params, plan, LowLatencyKind::kCombine, buffer_idx, stream);
     params.wait_stats = wait_stats;
-    begin_proxy_call(proxy_, link_, stream);
-    kernels_.forward_rows(params, num_device_sms_, stream);
+    launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.forward_rows(params, num_device_sms_, stream); });
   }
   LowLatencyRegion::sum_rows(plan, buffer_idx, rows, nullptr, stream);
 }

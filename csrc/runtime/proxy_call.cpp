@@ -4,15 +4,16 @@
 
 namespace hybrid_ep {
 
-void begin_proxy_call(Proxy& proxy, const LinkView& link, cudaStream_t stream) {
-  if (link.is_mapped) return;
+bool begin_proxy_call(Proxy& proxy, const LinkView& link, cudaStream_t stream) {
+  if (link.is_mapped) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   if (status == cudaStreamCaptureStatusNone) {
     proxy.begin_call();
-  } else {
-    check_cuda(cudaLaunchHostFunc(stream, &Proxy::begin_call_of, &proxy), "cudaLaunchHostFunc");
+    return true;
   }
+  check_cuda(cudaLaunchHostFunc(stream, &Proxy::begin_call_of, &proxy), "cudaLaunchHostFunc");
+  return false;
 }
 
 }  // namespace hybrid_ep

@@ -113,6 +113,11 @@ void Proxy::begin_call_of(void* proxy) noexcept {
   if (self->is_asleep_) self->wake();
 }
 
+void Proxy::take_back_call() {
+  require_own_process();
+  opened_.fetch_sub(1);
+}
+
 void Proxy::keep_other_peers() {
   require_own_process();
   link_->failure().keep_other_peers();

@@ -57,6 +57,8 @@ class Proxy {
   // function of a stream, which is how a captured graph opens the calls of its replays (begin_call_of).
   void begin_call();
   static void begin_call_of(void* proxy) noexcept;  // cudaHostFn_t
+  // Undoes begin_call(): the launch was refused, so no kernel ends the call.
+  void take_back_call();
 
   // The loss of a peer is no failure of the link from now on: what goes to that peer is dropped.
   void keep_other_peers();

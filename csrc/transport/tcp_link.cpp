@@ -28,6 +28,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int kMaxEvents = 64;
 constexpr auto kGoodbye = std::chrono::seconds(2);  // how long close() waits for peers to close too
 
+constexpr size_t kMaxCallers = 256;  // that have not said who they are; one more, and the first is dropped
+
 // The first bytes of a connection: who connects.
 struct Hello {
   uint64_t secret;  // of the rank that listens
@@ -53,6 +55,13 @@ class File {
   int file_;
 };
 
+// A connection that has not said who it is.
+struct Caller {
+  File socket;
+  Hello hello{};
+  size_t num_read = 0;  // bytes of its hello
+};
+
 std::string error_text(const std::string& what) { return what + ": " + std::strerror(errno); }
 
 // A numeric address in the form of the socket calls.
@@ -74,15 +83,19 @@ struct Endpoint {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
 };
 
-// Waits for a socket. Returns false at the deadline.
-bool wait_for(int socket, short events, Clock::time_point deadline) {
+// Waits for one of the sockets. Returns false at the deadline.
+bool wait_for_any(std::vector<pollfd>& waiters, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    pollfd waiter{socket, events, 0};
-    const int status = poll(&waiter, 1, static_cast<int>(std::max<int64_t>(left, 0)));
+    const int status = poll(waiters.data(), waiters.size(), static_cast<int>(std::max<int64_t>(left, 0)));
     if (status > 0) return true;
     if (status == 0 || errno != EINTR) return false;
   }
+}
+
+bool wait_for(int socket, short events, Clock::time_point deadline) {
+  std::vector<pollfd> waiters{{socket, events, 0}};
+  return wait_for_any(waiters, deadline);
 }
 
 class TcpLink final : public Link {
@@ -144,14 +157,7 @@ class TcpLink final : public Link {
         keep(open_to(peer, Endpoint(peer, host, port), hello, deadline), peer, hello.number);
       }
     }
-    while (true) {
-      const int missing = first_missing();
-      if (missing < 0) break;
-      if (!wait_for(listener_.get(), POLLIN, deadline)) {
-        throw LinkError(missing, "tcp: it has not connected to " + options_.host + " in time");
-      }
-      accept_one(deadline);
-    }
+    accept_peers(deadline);
     listener_ = File();
   }
 
@@ -251,26 +257,41 @@ class TcpLink final : public Link {
     return file;
   }
 
-  // A connection without the secret is dropped.
-  void accept_one(Clock::time_point deadline) {
-    File file(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (file.get() < 0) return;
-    Hello hello{};
-    size_t num_read = 0;
-    while (num_read < sizeof(hello)) {
-      const ssize_t more = recv(file.get(), reinterpret_cast<uint8_t*>(&hello) + num_read, sizeof(hello) - num_read, 0);
-      if (more > 0) {
-        num_read += static_cast<size_t>(more);
-      } else if (more == 0 || (errno != EAGAIN && errno != EINTR) || !wait_for(file.get(), POLLIN, deadline)) {
-        return;
+  // Accepts connections until all peers are there. A stranger may connect, too, and say nothing: no peer waits for it.
+  void accept_peers(Clock::time_point deadline) {
+    std::vector<Caller> callers;
+    for (int missing = first_missing(); missing >= 0; missing = first_missing()) {
+      std::vector<pollfd> waiters;
+      for (const Caller& caller : callers) waiters.push_back({caller.socket.get(), POLLIN, 0});
+      waiters.push_back({listener_.get(), POLLIN, 0});
+      if (!wait_for_any(waiters, deadline)) {
+        throw LinkError(missing, "tcp: it has not connected to " + options_.host + " in time");
       }
+      for (size_t i = callers.size(); i-- > 0;) {
+        if (waiters[i].revents != 0 && has_ended(callers[i])) callers.erase(callers.begin() + static_cast<int64_t>(i));
+      }
+      if (waiters.back().revents == 0) continue;
+      File file(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (file.get() >= 0) callers.push_back({std::move(file)});
+      if (callers.size() > kMaxCallers) callers.erase(callers.begin());
     }
+  }
+
+  // Reads what a caller has sent. Returns whether it is one no more: it is a peer and is kept, or is to be dropped.
+  bool has_ended(Caller& caller) {
+    auto* bytes = reinterpret_cast<uint8_t*>(&caller.hello);
+    const ssize_t more = recv(caller.socket.get(), bytes + caller.num_read, sizeof(caller.hello) - caller.num_read, 0);
+    if (more <= 0) return more == 0 || (errno != EAGAIN && errno != EINTR);
+    caller.num_read += static_cast<size_t>(more);
+    if (caller.num_read < sizeof(caller.hello)) return false;
+    const Hello& hello = caller.hello;
     const bool is_peer = hello.secret == secret_ && hello.domain_idx > static_cast<uint32_t>(layout().domain_idx) &&
                          layout().joins(static_cast<int>(hello.domain_idx)) &&
                          hello.number < static_cast<uint32_t>(options_.num_connections);
     if (is_peer && connections_[hello.domain_idx][hello.number] == nullptr) {
-      keep(std::move(file), static_cast<int>(hello.domain_idx), static_cast<int>(hello.number));
+      keep(std::move(caller.socket), static_cast<int>(hello.domain_idx), static_cast<int>(hello.number));
     }
+    return true;
   }
 
   int first_missing() const {

@@ -145,6 +145,7 @@ class CudaBetween(TorchEngine):
                 self._communicator,
                 self._order,
                 Losses(Board.of(group).at(f"buffer {number}"), grid.rank),
+                number=number,
                 board=Board.of(group).at(f"buffer {number}/low latency"),
                 open_link=self._open_link,
                 error_of=self._error_of,

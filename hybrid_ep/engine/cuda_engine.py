@@ -142,6 +142,7 @@ class CudaEngine(Engine):
             self._communicator,
             self._order,
             Losses(board, grid.rank),
+            number=number,
             board=None if board is None else board.at("low latency"),
             error_of=functools.partial(as_error, grid=grid),
             timeout_s=timeout_s,

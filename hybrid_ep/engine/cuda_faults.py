@@ -9,14 +9,27 @@ from hybrid_ep.engine.calls import missing_signal
 from hybrid_ep.engine.cuda_plan import refusal_of
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
 
-__all__ = ["as_error", "dispatch_number", "rank_of"]
+__all__ = ["as_error", "dispatch_number", "low_latency_counter", "rank_of"]
 
 _NUMBER_BITS = 24  # of a dispatch, below the number of its buffer
+_CALL_BITS, _COUNTER_BITS = 32, 25  # of a low-latency dispatch, likewise
 
 
 def dispatch_number(buffer: int, number: int) -> int:
     """Returns the number that identifies a dispatch: its buffer and its number there, each modulo what a word holds."""
     return (buffer & 0x7F) << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
+
+
+def low_latency_counter(buffer: int, region: int, period: tuple[int, int]) -> int:
+    """Returns a word that names what counts low-latency dispatches: each part modulo what its bits hold.
+
+    Args:
+        buffer: its number.
+        region: number of the region. The calls of each are counted from 1.
+        period: of `Losses`. The numbers of calls begin again there.
+    """
+    num_cleanings, barrier = period
+    return (buffer & 0x7F) << _COUNTER_BITS | (region & 0x1F) << 20 | (num_cleanings & 0xFF) << 12 | barrier & 0xFFF
 
 
 def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
@@ -55,9 +68,11 @@ def _other_call(fault: _cuda.Fault, rank: int, peer: int) -> ConfigError:
         calls = [CALLS.index("dispatch" if value == ABSENT else "dispatch along a handle") for value in (mine, theirs)]
         return disagreement("call", calls[0], rank, calls[1], peer)
     if key == "handle":
-        buffers = mine >> _NUMBER_BITS, theirs >> _NUMBER_BITS
+        is_low_latency = fault.kernel.startswith("low_latency")
+        bits = _CALL_BITS + _COUNTER_BITS if is_low_latency else _NUMBER_BITS
+        buffers = mine >> bits & 0x7F, theirs >> bits & 0x7F
         if buffers[0] != buffers[1]:
             return disagreement("buffer", buffers[0], rank, buffers[1], peer)
-        mask = (1 << _NUMBER_BITS) - 1
+        mask = (1 << _CALL_BITS if is_low_latency and (mine ^ theirs) % (1 << _CALL_BITS) else 1 << bits) - 1
         mine, theirs = mine & mask, theirs & mask
     return disagreement(key, mine, rank, theirs, peer)

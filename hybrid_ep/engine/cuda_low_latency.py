@@ -28,7 +28,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     state_of,
 )
-from hybrid_ep.engine.cuda_faults import as_error
+from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
@@ -105,6 +105,7 @@ class CudaLowLatency:
         communicator: holds the fault record and the timeout.
         order: of the engine's launches.
         losses: on which lost ranks the ranks agree.
+        number: of the buffer on its group.
         board: of these calls; None without a group.
         error_of: the error for a fault of a call that is not one of low latency.
         timeout_s: of a receiving kernel. A send waits half as long; the rank to name is then searched for until a peer
@@ -122,6 +123,7 @@ class CudaLowLatency:
         order: LaunchOrder,
         losses: Losses,
         *,
+        number: int,
         board: Board | None,
         error_of: Callable[[_cuda.Fault], HybridEPError],
         timeout_s: float | None,
@@ -137,14 +139,18 @@ class CudaLowLatency:
         self.lost: set[int] = set()
         self.takes_masks = self.only_masks_lost = False
         self._has_stale_masks = False
-        # Masks as the device had them when the host last asked, and did not wait for the answer.
+        # Ranks that were masked when the host last asked, and did not wait for the answer: the round of the question,
+        # or 0. A round begins whenever ranks are unmasked. The device has its number, for replays of graphs.
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._round, self._unmasked_in = 1, [1] * grid.num_ranks
+        self._round_there = torch.ones(1, dtype=torch.int32, device=device)
         self._num_cleanings = 0
         self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
         self._fault: _cuda.Fault | None = None  # taken and not raised yet
         self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
+        self._number, self._num_regions = number, 0  # that have been made
         self._dispatches, self._combines = _Buffers(), _Buffers()
         self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
@@ -169,7 +175,8 @@ class CudaLowLatency:
         sizes = num_max_tokens_per_rank, hidden, num_experts
         state = _State(plan, num_tokens, chunk, results)
         handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
-        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale)
+        counter = low_latency_counter(self._number, self._num_regions, self._losses.period)
+        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale), counter
         if return_recv_hook:
             region.send_tokens(*sent, results, stream)
         else:
@@ -252,16 +259,19 @@ class CudaLowLatency:
 
         def finish() -> None:
             if not is_whole:
+                at = self._begin() if return_recv_hook else stream
+                state.chunk.note_use(at)
                 region.sum_rows(
                     native,
                     idx,
+                    state.results,
                     topk_idx.data_ptr(),
                     weights.data_ptr(),
                     target.data_ptr(),
                     num_tokens,
                     use_logfmt,
                     address(wait_stats),
-                    self._begin() if return_recv_hook else stream,
+                    at,
                 )
             buffers.note_received(idx)
             if target is not out:
@@ -437,12 +447,16 @@ class CudaLowLatency:
         self._order.begin()
         for region in self._regions:
             masks = torch.maximum(masks, region.masks)
-        self._told.copy_(masks, non_blocking=True)
+        self._told.copy_(masks * self._round_there, non_blocking=True)
         return masks
 
     def note_told(self) -> set[int]:
-        """Masks the ranks that the last `masks` has reported, and returns all that are masked."""
-        self.masked.update(r for r, is_masked in enumerate(self._told.tolist()) if is_masked)
+        """Masks the ranks that the last `masks` has reported, and returns all that are masked.
+
+        An answer of an earlier round may come after a rank was unmasked. It does not count for this rank.
+        """
+        told = enumerate(self._told.tolist())
+        self.masked.update(r for r, asked_in in told if asked_in >= self._unmasked_in[r])
         self.lately_masked |= self.masked
         return self.masked
 
@@ -452,12 +466,13 @@ class CudaLowLatency:
         A capture cannot do that: the next call outside of one does.
         """
         self._has_stale_masks = is_capturing(self._index)
-        if self._has_stale_masks or not self._regions:
+        if self._has_stale_masks:
             return
         masks = self._masks_of_host()
         self._order.begin()
         for region in self._regions:
             region.masks.copy_(torch.maximum(masks, region.masks) if self.only_masks_lost else masks)
+        self._round_there.fill_(self._round)
         self._order.end()
 
     def _masks_of_host(self) -> Tensor:
@@ -467,7 +482,9 @@ class CudaLowLatency:
     def _unmask(self, ranks: Iterable[int]) -> None:
         ranks = list(ranks)
         self.masked.difference_update(ranks)
-        self._told[ranks] = 0
+        self._round += 1
+        for r in ranks:
+            self._unmasked_in[r] = self._round
         if is_capturing(self._index):
             return
         self._order.begin()
@@ -574,6 +591,7 @@ class CudaLowLatency:
         if self._regions and not self._regions[-1].native.was_captured:
             self._drop_region()
         self._regions.append(region)
+        self._num_regions += 1
         self._dispatches, self._combines = _Buffers(), _Buffers()
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:

@@ -74,7 +74,7 @@ class LowLatencyBetween(CudaLowLatency):
         roll_call: of the ranks of this domain.
         grid: of all ranks.
         device, communicator, order: as of `CudaLowLatency`; the communicator is that of the domain.
-        losses: as of `CudaLowLatency`.
+        losses, number: as of `CudaLowLatency`.
         board: of these calls.
         open_link: opens a link with rings over a grid, whose domains are the groups that a peer stands for; and
             whether these are single ranks, and the link goes on without a lost one. Collective over all ranks.
@@ -94,13 +94,23 @@ class LowLatencyBetween(CudaLowLatency):
         order: LaunchOrder,
         losses: Losses,
         *,
+        number: int,
         board: Board,
         open_link: Callable[[list[Ring], RankGrid, bool], OpenedLink],
         error_of: Callable[[_cuda.Fault], HybridEPError],
     ) -> None:
         # Without a timeout: survivors that search for longer would come too late to the next barrier.
         super().__init__(
-            roll_call, grid, device, communicator, order, losses, board=board, error_of=error_of, timeout_s=None
+            roll_call,
+            grid,
+            device,
+            communicator,
+            order,
+            losses,
+            number=number,
+            board=board,
+            error_of=error_of,
+            timeout_s=None,
         )
         self._open_link = open_link
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)

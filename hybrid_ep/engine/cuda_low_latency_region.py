@@ -43,7 +43,7 @@ def set_last_call(memory: Tensor, number: int) -> None:
     number -= (number >> 31) << 32  # as int32
     for channel in range(2 * _cuda.low_latency_buffers):
         words = memory[channel * size : (channel + 1) * size].view(torch.int32)
-        for name, stride in (("begun", 4), ("sent", 2), ("weights_epoch", 1), ("free_epoch", 1)):
+        for name, stride in (("begun", 4), ("sent", 4), ("weights_epoch", 1), ("free_epoch", 1)):
             begin = offsets[name] // torch.int32.itemsize
             words[begin : begin + stride * _cuda.max_ranks : stride] = number
         for name in ("send", "receive"):

@@ -19,6 +19,7 @@ from tests.battery.normal import dispatch, equal, make_buffer, on
 __all__ = [
     "check_calls_in_turn",
     "check_combine_along_other_handles",
+    "check_combine_along_other_low_latency_handles",
     "check_other_calls",
     "check_other_global_scales",
     "check_other_logfmt",
@@ -279,6 +280,46 @@ def check_other_logfmt(device: str = "cpu") -> None:
                 dist.barrier()
             assert len(told) == 1, told
             assert told[0].startswith(f"use_logfmt is {mine} at rank {rank} and {not mine} at rank ")
+
+
+def check_combine_along_other_low_latency_handles(device: str = "cpu") -> None:
+    """A combine along the handle of another dispatch at one rank: of fewer tokens, of another region, of as many."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    is_last = rank == num_ranks - 1
+    cases = [
+        Case("other_handles", num_ranks, num_tokens, 128, 4, 2 * num_ranks, seed=seed)
+        for seed, num_tokens in enumerate((3, 40, 40))
+    ]
+    with make_buffer(cases[0], low_latency_mode=True, timeout_s=60.0) as buffer:
+        calls = []
+        for case in cases:
+            inputs = on(device, case.inputs(rank))
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            calls.append((rows.clone(), inputs.topk_idx, inputs.topk_weights, handle))
+        want = [buffer.low_latency_combine(*call)[0] for call in calls]
+        for hooked in (False, True):
+            for mine, theirs in [(0, 1), (1, 0), (1, 2)]:
+                told = []
+                begin = time.monotonic()
+                # What a call finds is raised by itself or by the next: all make the same number of calls.
+                for i in (theirs if is_last else mine, 2, 2):
+                    try:
+                        _, _, hook = buffer.low_latency_combine(*calls[i], return_recv_hook=hooked)
+                        if hook is not None:
+                            hook()
+                        if device == "cuda":
+                            torch.cuda.synchronize()
+                        buffer.raise_pending()
+                    except hybrid_ep.ConfigError as error:
+                        told.append(str(error))
+                    dist.barrier()
+                assert len(told) == 1, told
+                assert told[0].startswith("number of the handle's dispatch is "), told
+                assert time.monotonic() - begin < 30.0
+        for i, call in enumerate(calls):
+            equal(buffer.low_latency_combine(*call)[0], want[i].cpu(), f"after other handles, dispatch {i}")
 
 
 def check_calls_in_turn(device: str = "cpu") -> None:

@@ -101,6 +101,7 @@ class LowLatencyEnd(End):
             topk_idx=topk_idx.address,
             num_tokens=shape.num_tokens,
             global_scale=_NO_ADDRESS,
+            counter=0,
             results=results.address,
             stream=0,
         )
@@ -139,6 +140,7 @@ class LowLatencyEnd(End):
         self.region.sum_rows(
             plan=plan,
             buffer_idx=buffer_idx,
+            results=results.address,
             topk_idx=topk_idx.address,
             topk_weights=weights.address,
             out=out.address,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.engine.calls import Rows
+from hybrid_ep.engine.calls import NO_SUMS, Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 from tests.battery import low_latency, signals
@@ -31,6 +31,7 @@ __all__ = [
     "check_other_shrink",
     "check_over",
     "check_rank_that_others_have_given_up",
+    "check_refused_launch",
     "check_scratch_of_combine",
     "check_torch_asked_for",
     "lose_a_rank",
@@ -104,6 +105,22 @@ def check_other_shrink() -> None:
     told = pytest.raises(ConfigError, match=r"is 2 at rank 0 and 1 at rank 2; allowed: .* enable_shrink makes it 1")
     with make_buffer(case, low_latency_mode=True, enable_shrink=rank == 2) as buffer, told:
         buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False)
+
+
+def check_refused_launch() -> None:
+    """A kernel with commands for the proxy is refused. A cleaning waits until all calls of the proxy have ended."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("refused", num_ranks, 12, num_experts=4 * num_ranks)
+    inputs = case.inputs(rank)
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        sizes = case.max_tokens, case.num_experts
+        *_, handle, _, _ = buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, *sizes, use_fp8=False)
+        region = buffer.engine._low_latency_kernels._regions[-1].native  # type: ignore[attr-defined]
+        missing_buffer = 2
+        with pytest.raises(ValueError, match="buffer_idx"):
+            region.return_rows(handle.state.plan.native, missing_buffer, 0, 0, 0, 0, False, NO_SUMS, 0, 0)
+        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        low_latency.check_low_latency(case, "bf16")
 
 
 def check_late_rank_is_named(timeout_s: float) -> None:

@@ -123,6 +123,10 @@ def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked:
     run_emulated(2, "multi_gpu.low_latency.check_masks_by_hand", fp8, hooked)
 
 
+def test_low_latency_masks_that_the_device_tells_late(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "multi_gpu.low_latency.check_an_answer_that_comes_late")
+
+
 @pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
 def test_low_latency_masks(run_emulated: RunEmulated, format_name: str) -> None:
     run_emulated(4, "battery.low_latency.check_masked", Case("masks", 4, 40), format_name, (0, 2))
@@ -179,6 +183,11 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_combines_along_other_handles_are_refused_at_once(run_emulated: RunEmulated, num_ranks: int) -> None:
     run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_handles")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_low_latency_combines_along_other_handles_are_refused(run_emulated: RunEmulated, num_ranks: int) -> None:
+    run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_low_latency_handles")
 
 
 @pytest.mark.parametrize(

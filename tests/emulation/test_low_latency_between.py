@@ -150,6 +150,7 @@ def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transp
         "check_other_low_latency_calls",
         "check_other_global_scales",
         "check_other_logfmt",
+        "check_combine_along_other_low_latency_handles",
         "check_too_many_low_latency_tokens",
     ],
 )
@@ -163,6 +164,11 @@ def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str, size: int) -
 )
 def test_combine_beside_experts(run_by_kernels: RunEmulated, kind: str, use_logfmt: bool) -> None:
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, "battery.signals.check_signals", kind, use_logfmt)
+
+
+def test_a_refused_launch_leaves_no_call_open(run_by_kernels: RunEmulated) -> None:
+    in_domains, check = "emulation.domains.check_in_domains", "emulation.domains.check_refused_launch"
+    run_by_kernels(2, "emulation.domains.check_over", "tcp", in_domains, 1, check)
 
 
 def test_missing_signal(run_by_kernels: RunEmulated) -> None:

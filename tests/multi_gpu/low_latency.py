@@ -26,6 +26,7 @@ from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, current_device, draw_tokens
 
 __all__ = [
+    "check_an_answer_that_comes_late",
     "check_bad_expert",
     "check_begun_once",
     "check_error_in_a_capture",
@@ -484,6 +485,24 @@ def check_masks_by_hand(fp8: bool, hooked: bool) -> None:
         assert _masks(buffer) == [0] * dist.get_world_size()
         for seed in range(3):
             _round_trip(buffer, _draw(seed), fp8=fp8, hooked=hooked)
+
+
+def check_an_answer_that_comes_late() -> None:
+    """The device has told of a mask. That arrives when the rank has been taken back in."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    other = (rank + 1) % num_ranks
+    with _buffer(enable_shrink=True) as buffer:
+        _round_trip(buffer, _draw(0))
+        buffer.low_latency_update_mask_buffer(other, True)
+        assert _masks(buffer) == _masks_of(other)
+        kernels = _kernels_of(buffer)
+        torch.cuda.synchronize()
+        late = kernels._told.clone()
+        buffer.low_latency_update_mask_buffer(other, False)
+        kernels._told.copy_(late)
+        assert kernels.note_told() == set()
+        assert _masks(buffer) == [0] * num_ranks
+        _round_trip(buffer, _draw(1))
 
 
 def lose_a_rank(lost: int, timeout_s: float, fp8: bool, hooked: bool) -> int | None:

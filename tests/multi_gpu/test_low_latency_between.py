@@ -83,6 +83,7 @@ def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
         ("battery.other_calls.check_other_low_latency_calls", ("cuda",)),
         ("battery.other_calls.check_other_global_scales", ("cuda",)),
         ("battery.other_calls.check_other_logfmt", ("cuda",)),
+        ("battery.other_calls.check_combine_along_other_low_latency_handles", ("cuda",)),
         ("battery.other_calls.check_too_many_low_latency_tokens", ("cuda",)),
         ("battery.signals.check_signals", ("comp_signal", False, "cuda")),
         ("battery.signals.check_signals", ("comp_signal", True, "cuda")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -193,6 +194,32 @@ def test_command_that_does_not_fit(ring: int, peer: int, slot: int, num_bytes: i
     assert receiver.poll(0, 0, 0) == 0
     assert not proxies[0].close(LIMIT_S)
     assert proxies[1].close(LIMIT_S)
+
+
+@pytest.mark.parametrize(("num", "sends"), [(1, b""), (3, b"\0"), (3, b"GET / HTTP/1.0\r\n\r\n"), (300, b"")])
+def test_strangers_do_not_keep_peers_from_connecting(num: int, sends: bytes) -> None:
+    """Other programs connect to a rank's port before its peer, send nothing or something else, and stay."""
+    layouts = [_C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS) for i in range(2)]
+    proxies = [_C.tcp_proxy(layout=layout, host="127.0.0.1", num_fifos=1) for layout in layouts]
+    host, port, *_ = proxies[0].address().split()
+    with contextlib.ExitStack() as strangers:
+        for _ in range(num):
+            strangers.enter_context(socket.create_connection((host, int(port)))).sendall(sends)
+        begin = time.monotonic()
+        _connect(proxies)
+        assert time.monotonic() - begin < LIMIT_S / 2, "a peer was kept waiting by a stranger"
+        for proxy in proxies:
+            proxy.begin_call()
+        sender, receiver = (_C.HostWriter(proxy, 0) for proxy in proxies)
+        assert sender.put(0, 1, 0, 16, 7)
+        wait_until(lambda: receiver.poll(0, 0, 0) == 7)
+        sender.end_call()
+        receiver.end_call()
+    closing = [threading.Thread(target=proxy.close, args=(LIMIT_S,)) for proxy in proxies]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])

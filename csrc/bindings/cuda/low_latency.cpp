@@ -29,8 +29,8 @@ py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uin
                         tensor(plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
-TokensOut tokens_out(uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t global_scale) {
-  return {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), num_tokens, pointer<float>(global_scale)};
+TokensOut tokens_out(uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t global_scale, uint32_t counter) {
+  return {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), num_tokens, pointer<float>(global_scale), counter};
 }
 
 TokensIn tokens_in(uintptr_t rows, uintptr_t scales, uintptr_t wait_stats) {
@@ -41,8 +41,14 @@ RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, in
   return {pointer<uint8_t>(rows), pointer<int32_t>(results), pointer<float>(topk_weights), num_tokens, use_logfmt};
 }
 
-RowsToSum rows_to_sum(uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt) {
-  return {pointer<int64_t>(topk_idx), pointer<float>(topk_weights), pointer<uint8_t>(out), num_tokens, use_logfmt};
+RowsToSum rows_to_sum(uintptr_t results, uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens,
+                      bool use_logfmt) {
+  return {pointer<int32_t>(results),
+          pointer<int64_t>(topk_idx),
+          pointer<float>(topk_weights),
+          pointer<uint8_t>(out),
+          num_tokens,
+          use_logfmt};
 }
 
 // Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
@@ -81,7 +87,7 @@ void add_low_latency(py::module_& module) {
   module.attr("low_latency_channel_bytes") = sizeof(LowLatencyChannel);
   py::dict offsets;
   offsets["begun"] = offsetof(LowLatencyChannel, begun) + offsetof(LowLatencyBegun, epoch);
-  offsets["sent"] = offsetof(LowLatencyChannel, sent);
+  offsets["sent"] = offsetof(LowLatencyChannel, sent) + offsetof(LowLatencySent, epoch);
   offsets["weights_epoch"] = offsetof(LowLatencyChannel, weights_epoch);
   offsets["free_epoch"] = offsetof(LowLatencyChannel, free_epoch);
   offsets["send"] = offsetof(LowLatencyChannel, send);
@@ -138,12 +144,12 @@ void add_low_latency(py::module_& module) {
       .def(
           "send_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
-             int num_tokens, uintptr_t global_scale, uintptr_t results, uintptr_t stream) {
-            self.send_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale),
+             int num_tokens, uintptr_t global_scale, uint32_t counter, uintptr_t results, uintptr_t stream) {
+            self.send_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale, counter),
                              pointer<int32_t>(results), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
-          py::arg("global_scale"), py::arg("results"), py::arg("stream"))
+          py::arg("global_scale"), py::arg("counter"), py::arg("results"), py::arg("stream"))
       .def(
           "receive_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t scales,
@@ -156,15 +162,15 @@ void add_low_latency(py::module_& module) {
       .def(
           "dispatch_tokens",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
-             int num_tokens, uintptr_t global_scale, uintptr_t received_rows, uintptr_t received_scales,
-             uintptr_t wait_stats, uintptr_t results, uintptr_t stream) {
-            self.dispatch_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale),
+             int num_tokens, uintptr_t global_scale, uint32_t counter, uintptr_t received_rows,
+             uintptr_t received_scales, uintptr_t wait_stats, uintptr_t results, uintptr_t stream) {
+            self.dispatch_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale, counter),
                                  tokens_in(received_rows, received_scales, wait_stats), pointer<int32_t>(results),
                                  stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
-          py::arg("global_scale"), py::arg("received_rows"), py::arg("received_scales"), py::arg("wait_stats"),
-          py::arg("results"), py::arg("stream"))
+          py::arg("global_scale"), py::arg("counter"), py::arg("received_rows"), py::arg("received_scales"),
+          py::arg("wait_stats"), py::arg("results"), py::arg("stream"))
       .def(
           "return_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
@@ -190,21 +196,22 @@ void add_low_latency(py::module_& module) {
           py::arg("num_per_expert"), py::arg("rows_per_signal"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "sum_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t topk_idx,
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t results, uintptr_t topk_idx,
              uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt, uintptr_t wait_stats,
              uintptr_t stream) {
-            self.sum_rows(plan, buffer_idx, rows_to_sum(topk_idx, topk_weights, out, num_tokens, use_logfmt),
+            self.sum_rows(plan, buffer_idx, rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
                           pointer<int64_t>(wait_stats), stream_of(stream));
           },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("out"),
-          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"))
+          py::arg("plan"), py::arg("buffer_idx"), py::arg("results"), py::arg("topk_idx"), py::arg("topk_weights"),
+          py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"))
       .def(
           "combine_rows",
           [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
              uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt,
              int min_tokens_to_sum, uintptr_t wait_stats, uintptr_t stream) {
             self.combine_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
-                              min_tokens_to_sum, rows_to_sum(topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                              min_tokens_to_sum,
+                              rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
                               pointer<int64_t>(wait_stats), stream_of(stream));
           },
           py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_idx"),

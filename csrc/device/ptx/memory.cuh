@@ -64,6 +64,18 @@ __device__ __forceinline__ void store_relaxed_system(uint4* address, const uint4
       : "memory");
 }
 
+// The same, with acquire.
+__device__ __forceinline__ uint4 load_acquire_system(const uint4* address) {
+  uint4 value;
+  asm volatile(
+      "{\n .reg .b128 value;\n .reg .b64 low, high;\n ld.acquire.sys.global.b128 value, [%4];\n"
+      " mov.b128 {low, high}, value;\n mov.b64 {%0, %1}, low;\n mov.b64 {%2, %3}, high;\n}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(address)
+      : "memory");
+  return value;
+}
+
 // Release: publishes the calling thread's earlier writes, and writes it has observed, to a thread that acquires the
 // value.
 __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t value) {

@@ -119,14 +119,15 @@ __device__ float* weights_of(const Params& params, int rank, int source) {
                                   source * params.weights.rank_bytes);
 }
 
-// Sends this rank's weights to the other ranks, a warp to each, whether or not they sum. Few tokens need none.
+// Sends this rank's weights to the other ranks, a warp to each, whether or not they sum. Few tokens need none. But a
+// rank that goes along the handle of another dispatch may wait for them, so the flag is raised nevertheless.
 template <typename Params>
 __device__ void send_weights(const Params& params, const CtaOfRole& cta, const bool* present, uint32_t epoch) {
   const LowLatencyDomain& domain = params.domain;
-  if (params.num_tokens < kMinTokensToSum) return;
   const int lane = threadIdx.x % 32;
+  const bool has_few = params.num_tokens < kMinTokensToSum;
   // NOTE: the last vector may reach beyond the tensor, but not beyond the 16 bytes that its end is in.
-  const int num_vectors = (params.num_tokens * params.shape.num_topk + 3) / 4;
+  const int num_vectors = has_few ? 0 : (params.num_tokens * params.shape.num_topk + 3) / 4;
   const auto* weights = reinterpret_cast<const uint4*>(params.topk_weights);
   for (int r = cta.idx; r < domain.num_ranks; r += cta.count) {
     if (r == domain.rank || !present[r]) continue;
@@ -142,8 +143,10 @@ __device__ void send_weights(const Params& params, const CtaOfRole& cta, const b
         if (first + 32 * i < num_vectors) target[first + 32 * i] = vectors[i];
       }
     }
+    uint32_t* flag = &channel_of(domain, r).weights_epoch[domain.rank];
     __syncwarp();
-    if (lane == 0) ptx::store_release_system(&channel_of(domain, r).weights_epoch[domain.rank], epoch);
+    if (lane == 0 && has_few) ptx::store_relaxed_system(flag, epoch);
+    if (lane == 0 && !has_few) ptx::store_release_system(flag, epoch);
   }
 }
 
@@ -205,6 +208,7 @@ __device__ __forceinline__ void return_rows(const ReturnRowsParams& params, cons
   __shared__ bool present[kMaxRanks];
   __shared__ int num_received[kMaxRanks];
   __shared__ uint32_t epoch, num_too_many;
+  __shared__ LowLatencyNumber number;
   const LowLatencyDomain& domain = params.domain;
   const LowLatencyShape& shape = params.shape;
   const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
@@ -216,12 +220,14 @@ __device__ __forceinline__ void return_rows(const ReturnRowsParams& params, cons
   const int peer = kWarps * 32 - 1 - tid;
   if (peer < domain.num_ranks) {
     const int received = params.num_received[peer], too_many = *params.num_too_many;
+    const LowLatencyNumber its_number = *params.number;
     const uint32_t this_epoch = next_epoch(channel_of(domain, domain.rank).send);
     present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
     num_received[peer] = received;
     if (peer == 0) {
       epoch = this_epoch;
       num_too_many = too_many;
+      number = its_number;
     }
   }
   __syncwarp();
@@ -262,7 +268,7 @@ __device__ __forceinline__ void return_rows(const ReturnRowsParams& params, cons
   const auto value = [&] {
     return num_too_many != 0 ? kTooManyRowsBit | num_too_many : params.min_tokens_to_sum | (kLogFmt ? kLogFmtBit : 0);
   };
-  finish_send(domain, present, epoch, value, has_lost, cta.count);
+  finish_send(domain, present, epoch, value, number, has_lost, cta.count);
 }
 
 template <bool kLogFmt>
@@ -339,7 +345,7 @@ __global__ void __launch_bounds__(kReturnWarps * 32, 1)
     const uint32_t num_too_many = *params.num_too_many;
     return num_too_many != 0 ? kTooManyRowsBit | num_too_many : kNoSums | (kLogFmt ? kLogFmtBit : 0);
   };
-  finish_send(domain, present, epoch, value, has_lost, cta.count);
+  finish_send(domain, present, epoch, value, *params.number, has_lost, cta.count);
 }
 
 // The columns of a token whose rows are summed here, in order.
@@ -427,13 +433,20 @@ __device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int 
   }
 }
 
-// Reports a rank whose rows have another format than this rank's call asks for. Returns whether the rows can be used.
+// Whether a rank's rows can be used; `words` are its LowLatencySent. Reports why not: they are of another dispatch, or
+// in another format than this rank's call asks for.
 template <bool kLogFmt>
-__device__ bool has_format(const SumRowsParams& params, int rank, uint32_t value) {
-  if ((value & kLogFmtBit) == (kLogFmt ? kLogFmtBit : 0)) return true;
-  report_other_call(params.domain.fault, KernelName::kLowLatencyCombine, CallField::kLogFmt, params.domain.rank, rank,
-                    kLogFmt, !kLogFmt);
-  return false;
+__device__ bool is_same_call(const SumRowsParams& params, const LowLatencyNumber& own, int rank, const uint4& words) {
+  const auto report = [&](CallField field, int64_t mine, int64_t theirs) {
+    report_other_call(params.domain.fault, KernelName::kLowLatencyCombine, field, params.domain.rank, rank, mine,
+                      theirs);
+    return false;
+  };
+  if (words.y != own.call || words.z != own.counter) {
+    return report(CallField::kHandle, as_one(own.call, own.counter), as_one(words.y, words.z));
+  }
+  if ((words.x & kLogFmtBit) != (kLogFmt ? kLogFmtBit : 0)) return report(CallField::kLogFmt, kLogFmt, !kLogFmt);
+  return true;
 }
 
 // Item i is a part of token i % T.
@@ -457,19 +470,20 @@ __device__ __forceinline__ void sum_tokens(const SumRowsParams& params, const Ct
   };
   load_columns(cta.idx);
   if (tid < domain.num_ranks) {
-    uint32_t min_tokens_to_sum = 0;
+    const LowLatencyNumber number = *params.number;
+    uint4 sent = make_uint4(kLogFmt ? kLogFmtBit : 0, number.call, number.counter, 0);
     epoch = next_epoch(progress);
     // Every send waits for the weights of a late rank. That time is not counted for the other ranks.
-    if (params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &min_tokens_to_sum);
+    if (uint4 own; params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &own);
     const uint64_t started = ptx::clock_ns();
-    present[tid] = wait_until_sent(domain, waiter, epoch, tid, &min_tokens_to_sum);
-    if (min_tokens_to_sum >= kTooManyRowsBit) {
+    present[tid] = wait_until_sent(domain, waiter, epoch, tid, &sent);
+    if (sent.x >= kTooManyRowsBit) {
       present[tid] = false;
-      report_unsent(params, tid, min_tokens_to_sum);
+      report_unsent(params, tid, sent.x);
     } else if (present[tid]) {
-      present[tid] = has_format<kLogFmt>(params, tid, min_tokens_to_sum);
+      present[tid] = is_same_call<kLogFmt>(params, number, tid, sent);
     }
-    has_summed[tid] = params.num_tokens >= static_cast<int>(min_tokens_to_sum & kNoSums);
+    has_summed[tid] = params.num_tokens >= static_cast<int>(sent.x & kNoSums);
     if (params.wait_stats != nullptr && cta.idx == 0) add_to_wait_stats(params.wait_stats, tid, started);
   }
   if constexpr (!kBesideSend) ptx::wait_for_previous_kernel();

@@ -201,6 +201,7 @@ __device__ __forceinline__ void send_tokens(const SendTokensParams& params, cons
                                 make_uint4(tokens, params.call.words[0], params.call.words[1], this_epoch));
     }
     if (peer == 0) epoch = this_epoch;
+    if (cta.idx + peer == 0) *params.number = LowLatencyNumber::of(this_epoch, domain.buffer_idx, params.counter);
   }
   prepare(cta.idx, tid);
   __syncthreads();
@@ -372,8 +373,6 @@ __device__ void copy_rows(const ReceiveTokensParams& params, const Waiter& waite
     }
   }
 }
-
-__device__ int64_t as_one(uint32_t first, uint32_t second) { return static_cast<int64_t>(second) << 32 | first; }
 
 // CTA `share` of the num_shares of a local expert.
 template <bool kNvfp4, bool kBesideSend>

@@ -20,10 +20,12 @@ struct DispatchTokensParams {
 };
 
 struct SendTokensParams : DispatchTokensParams {
-  const uint8_t* rows;      // [T, H] bf16
-  const int64_t* topk_idx;  // [T, K]
-  int32_t* row_of;          // [R, M, K]; filled with −1 for the receive to write to
-  int32_t* num_too_many;    // [1] cleared to 0 as well
+  const uint8_t* rows;       // [T, H] bf16
+  const int64_t* topk_idx;   // [T, K]
+  int32_t* row_of;           // [R, M, K]; filled with −1 for the receive to write to
+  int32_t* num_too_many;     // [1] cleared to 0 as well
+  LowLatencyNumber* number;  // [1] of this dispatch
+  uint32_t counter;          // LowLatencyNumber::counter
   int num_tokens;
   const float* global_scale;  // of NVFP4 rows, or nullptr
 };
@@ -44,10 +46,11 @@ struct ReceiveTokensParams : DispatchTokensParams {
 struct SendHomeParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
-  const uint8_t* rows;          // [LE, M×R, H] bf16; signalled ones are written while the kernel runs
-  const int32_t* row_of;        // [R, M, K]
-  const int32_t* num_too_many;  // [1]
-  const float* topk_weights;    // [T, K]
+  const uint8_t* rows;             // [LE, M×R, H] bf16; signalled ones are written while the kernel runs
+  const int32_t* row_of;           // [R, M, K]
+  const int32_t* num_too_many;     // [1]
+  const LowLatencyNumber* number;  // [1] of the handle's dispatch
+  const float* topk_weights;       // [T, K]
   int num_tokens;
   bool use_logfmt;  // rows cross as LogFMT-10
   LowLatencyWeights weights;
@@ -70,10 +73,11 @@ struct ReturnSignalledRowsParams : SendHomeParams {
 struct SumRowsParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
-  const int64_t* topk_idx;    // [T, K]
-  const float* topk_weights;  // [T, K]
-  uint8_t* out;               // [T, H] bf16
-  int64_t* wait_stats;        // [R] or nullptr
+  const LowLatencyNumber* number;  // [1] of the handle's dispatch
+  const int64_t* topk_idx;         // [T, K]
+  const float* topk_weights;       // [T, K]
+  uint8_t* out;                    // [T, H] bf16
+  int64_t* wait_stats;             // [R] or nullptr
   int num_tokens;
   bool use_logfmt;  // rows cross as LogFMT-10
 };

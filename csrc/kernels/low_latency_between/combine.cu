@@ -99,8 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1) ship_rows_kernel(const __grid_con
   const LowLatencyDomain& ranks = params.domain;
   const Grid& grid = params.peers.grid;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  LowLatencyChannel& channel = channel_of(ranks, ranks.rank);
-  const uint32_t last_epoch = ptx::load_relaxed_gpu(&channel.send.epoch);
+  const uint32_t last_epoch = ptx::load_relaxed_gpu(&channel_of(ranks, ranks.rank).send.epoch);
   const uint32_t epoch = params.follows_own ? last_epoch : next_epoch(last_epoch);
   const Waiter waiter = waiter_of_send(ranks, KernelName::kLowLatencyCombine);
   const Link link(params.link, blockIdx.x);
@@ -136,13 +135,13 @@ __global__ void __launch_bounds__(kThreads, 1) ship_rows_kernel(const __grid_con
   if (tid < grid.num_domains && is_free[tid]) {
     const auto chunk = chunk_of(tid);
     uint32_t value = kNoSums | (params.use_logfmt ? kLogFmtBit : 0);
-    const auto of_own = static_cast<uint32_t>(ptx::load_acquire_system(&channel.sent[ranks.rank]) >> 32);
+    const uint32_t of_own = ptx::load_acquire_system(sent_of(ranks, ranks.rank, ranks.rank)).x;
     const auto num_too_many = static_cast<uint32_t>(*params.num_too_many);
     if (num_too_many != 0) value = kTooManyRowsBit | num_too_many;
     if (params.follows_own && of_own >= kNoSignalBit) value = of_own;
     auto& header = *reinterpret_cast<PeerHeader*>(chunk.out());
     header.num_records = num_rows[tid];
-    header.value = value;
+    header.sent = {value, *params.number, epoch};
     if (!is_masked(ranks, chunk.peer())) {
       chunk.send(rows_begin(num_rows[tid]) + static_cast<int64_t>(num_rows[tid]) * record_bytes);
     }
@@ -153,7 +152,8 @@ __global__ void __launch_bounds__(kThreads, 1) ship_rows_kernel(const __grid_con
 
 template <typename Link>
 __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_constant__ ForwardRowsParams params) {
-  __shared__ uint32_t num_records[kMaxDomains], values[kMaxDomains], waited_us[kMaxDomains];
+  __shared__ uint32_t num_records[kMaxDomains], waited_us[kMaxDomains];
+  __shared__ LowLatencySent sent[kMaxDomains];
   __shared__ bool came[kMaxDomains];
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
@@ -164,13 +164,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   const int first_rank = grid.domain_idx() * grid.ranks_per_domain;
   const uint32_t epoch = next_epoch(channel_of(ranks, ranks.rank).receive);
   if (blockIdx.x == gridDim.x - 1) {
-    const uint64_t* sent = channel_of(ranks, ranks.rank).sent;
     const auto has_come = [&](int r) {
-      return has_reached_epoch(static_cast<uint32_t>(ptx::load_relaxed_system(sent + r)), epoch);
+      return has_reached_epoch(ptx::load_relaxed_system(sent_of(ranks, ranks.rank, r)).w, epoch);
     };
     const auto wait_for = [&](const Waiter& waiter, int r) {
-      uint32_t value;
-      return waiter.until_epoch(sent + r, epoch, r, WaitTag::kPartialRows, &value);
+      uint4 words;
+      return waiter.until_epoch(sent_of(ranks, ranks.rank, r), epoch, r, WaitTag::kPartialRows, &words);
     };
     wait_for_ranks(params, KernelName::kLowLatencyCombine, epoch, params.wait_stats, has_come, wait_for);
     return;
@@ -181,15 +180,15 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   wait_for_chunks(params.peers, came, waited_us, chunk_of, [&](int d, const PeerHeader& header) {
     const auto most = static_cast<uint32_t>(grid.ranks_per_domain * shape.max_tokens * shape.num_topk);
     num_records[d] = min(header.num_records, most);
-    values[d] = header.value;
+    sent[d] = header.sent;
   });
   const int row_bytes = 2 * shape.hidden;
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains;
     // Of rows that cannot be used, and of those in another format, only the flag is forwarded.
-    if (!came[d] || values[d] > (kNoSums | kLogFmtBit)) continue;
+    if (!came[d] || sent[d].value > (kNoSums | kLogFmtBit)) continue;
     const uint8_t* chunk = chunk_of(d).in();
-    const int record_bytes = crossing_bytes(shape.hidden, (values[d] & kLogFmtBit) != 0);
+    const int record_bytes = crossing_bytes(shape.hidden, (sent[d].value & kLogFmtBit) != 0);
     const uint8_t* rows = chunk + rows_begin(num_records[d]);
     for (int record = blockIdx.x * kWarps + warp; record < static_cast<int>(num_records[d]);
          record += num_ctas * kWarps) {
@@ -210,8 +209,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains, source = grid.peer_in(d), rank = first_rank + tid;
     if (params.peers.is_near(d)) continue;
-    if (came[d] && tid < grid.ranks_per_domain && !is_masked(ranks, rank)) {
-      ptx::store_release_system(&channel_of(ranks, rank).sent[source], static_cast<uint64_t>(values[d]) << 32 | epoch);
+    // A source that any CTA has given up is masked: that CTA has not forwarded its share of the rows.
+    if (came[d] && !is_masked(ranks, source) && tid < grid.ranks_per_domain && !is_masked(ranks, rank)) {
+      ptx::fence_acq_rel_system();
+      ptx::store_relaxed_system(sent_of(ranks, rank, source), reinterpret_cast<const uint4&>(sent[d]));
     }
     tell_forwarded(params, link, epoch, source, waited_us[d]);
     if (tid == 0) chunk_of(d).credit();  // a chunk that comes later is not read any more

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto wait_for = [&](const Waiter& waiter, int r) {
       uint4 begun;
-      return waiter.until_epoch(begun_of(ranks, ranks.rank, r), epoch, r, WaitTag::kRoutes, &begun);
+      return waiter.until_epoch_relaxed(begun_of(ranks, ranks.rank, r), epoch, r, WaitTag::kRoutes, &begun);
     };
     wait_for_ranks(params, KernelName::kLowLatencyDispatch, epoch, params.wait_stats, has_come, wait_for);
     return;

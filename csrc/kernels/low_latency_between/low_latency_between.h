@@ -32,12 +32,13 @@ struct ForwardTokensParams : AcrossDomainsParams {
 };
 
 struct ShipRowsParams : AcrossDomainsParams {
-  const uint8_t* rows;          // [LE, M×R, H] bf16
-  const int32_t* row_of;        // [R, M, K]
-  const int32_t* src_info;      // [LE, M×R] source token
-  const int64_t* layout_range;  // [LE, R] (begin << 32) | count
-  const int32_t* num_received;  // [R]
-  const int32_t* num_too_many;  // [1]
+  const uint8_t* rows;             // [LE, M×R, H] bf16
+  const int32_t* row_of;           // [R, M, K]
+  const int32_t* src_info;         // [LE, M×R] source token
+  const int64_t* layout_range;     // [LE, R] (begin << 32) | count
+  const int32_t* num_received;     // [R]
+  const int32_t* num_too_many;     // [1]
+  const LowLatencyNumber* number;  // [1] of the handle's dispatch
   bool use_logfmt;
   // The tables without what goes to other domains, for the kernel that sends inside the own one: written, or nullptr.
   int32_t* own_row_of;        // [R, M, K], −1 for them

@@ -35,6 +35,7 @@ inline uint4 load_relaxed_system(const uint4* address) {
   const uint32_t last = load(&address->w);
   return {address->x, address->y, address->z, last};
 }
+inline uint4 load_acquire_system(const uint4* address) { return load_relaxed_system(address); }
 inline void store_relaxed_system(uint4* address, const uint4& value) {
   address->x = value.x;
   address->y = value.y;
