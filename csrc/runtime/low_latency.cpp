@@ -41,6 +41,12 @@ LowLatencyPlan LowLatencyPlan::refused(int num_tokens) const {
   return plan;
 }
 
+LowLatencyPlan LowLatencyPlan::compared() const {
+  LowLatencyPlan plan = of({shape.num_experts, shape.num_topk, shape.hidden, 0}, format, num_ranks);
+  plan.call = call;
+  return plan;
+}
+
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
                                    const LowLatencyCapacity& capacity)
     : capacity_(capacity), device_(communicator.device()), num_device_sms_(communicator.num_device_sms()) {

@@ -87,7 +87,7 @@ DispatchPlan DispatchPlan::of(const DispatchRequest& request, int rank, int num_
 }
 
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int capacity, int pad_multiple, int handle) {
+                  bool is_bounded, int arena, int capacity, int pad_multiple, int handle) {
   const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };
   write(CallField::kNumExperts, num_experts);
   write(CallField::kNumTopk, num_topk);
@@ -99,6 +99,7 @@ void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& 
   write(CallField::kNumScales, format.scales.num);
   write(CallField::kNumWorstTokens, call.num_worst_tokens);
   write(CallField::kIsBounded, is_bounded);
+  write(CallField::kArena, arena);
   // Bounds may differ between ranks as long as no slot must grow for one.
   write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);
   write(CallField::kPadMultiple, pad_multiple);

@@ -63,9 +63,9 @@ struct DispatchCall {
 };
 
 // Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
-// kAbsent where the call makes its route. `capacity`: rows that a slot holds.
+// kAbsent where the call makes its route. `arena`: its number. `capacity`: rows that a slot holds.
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int capacity, int pad_multiple, int handle);
+                  bool is_bounded, int arena, int capacity, int pad_multiple, int handle);
 
 // The plan of a dispatch: what is sent and published, inside a domain and between domains.
 struct DispatchShape {

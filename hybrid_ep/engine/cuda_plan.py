@@ -250,6 +250,10 @@ class CombineShape(NamedTuple):
     def row_bytes(self) -> int:
         return row_bytes_of(self.hidden, self.dtype)
 
+    def compared(self) -> CombineShape:
+        """A combine without rows, which ranks compare as if it had them."""
+        return self._replace(num_tokens=0, num_rows=0, num_expert_rows=None)
+
 
 def combine_shape_of(request: CombineRequest, handle: DispatchHandle) -> CombineShape:
     """The shape of a combine of received rows."""

@@ -176,6 +176,19 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated, num_ranks: int) -> None:
+    """What one rank alone would make grow is refused at all ranks, and later growth succeeds."""
+    small = "emulation.small_slots.check_with_small_slots"
+    run_emulated(num_ranks, small, "battery.other_calls.check_combines_that_grow_memory")
+    run_emulated(num_ranks, small, "emulation.experts.check_copies_that_grow_memory")
+    run_emulated(num_ranks, "battery.other_calls.check_low_latency_calls_that_grow_memory")
+
+
+def test_ranks_compare_the_memory_that_they_use(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.small_slots.check_memory_of_a_graph", 2)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_combines_along_other_handles_are_refused_at_once(run_emulated: RunEmulated, num_ranks: int) -> None:
     run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_handles")
