@@ -18,10 +18,12 @@ enum class CallField : int32_t {
   kNumTopk,
   kHasTopk,
   kHasWeights,
+  kNumSlots,  // spare slots of a rank, where rows are of experts
   kHidden,
   kDtype,
   kScaleDtype,
   kNumScales,
+  kMostTokens,  // of a rank, where the caller says it
   kNumWorstTokens,
   kIsBounded,
   kArena,  // number of the arena where rows land, which a CUDA graph keeps
@@ -44,10 +46,10 @@ constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 
 inline const char* key_of(CallField field) {
   constexpr const char* kKeys[] = {
-      "num_experts",  "num_topk",     "has_topk",         "has_weights", "hidden",       "dtype",
-      "scale_dtype",  "num_scales",   "num_worst_tokens", "is_bounded",  "arena",        "common_bound",
-      "pad_multiple", "handle",       "num_weights",      "shape",       "global_scale", "use_logfmt",
-      "call",         "expert_sizes", "replica_mapping"};
+      "num_experts",  "num_topk",     "has_topk",     "has_weights",  "num_slots",        "hidden",
+      "dtype",        "scale_dtype",  "num_scales",   "most_tokens",  "num_worst_tokens", "is_bounded",
+      "arena",        "common_bound", "pad_multiple", "handle",       "num_weights",      "shape",
+      "global_scale", "use_logfmt",   "call",         "expert_sizes", "replica_mapping"};
   return kKeys[static_cast<int>(field)];
 }
 

@@ -124,10 +124,14 @@ class TorchEngine(Engine):
             "is_bounded": int(request.bound is not None),
             "pad_multiple": pad_multiple,
         }
+        if request.num_slots is not None:
+            same["num_slots"] = request.num_slots
         if request.bound is not None and request.common_bound is None and not pad_multiple:  # permuted ones may differ
             same["num_worst_tokens"] = request.bound
-        if routing.max_tokens is not None and len(topk_idx) > routing.max_tokens:
-            same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
+        if routing.max_tokens is not None:
+            same["most_tokens"] = routing.max_tokens
+            if len(topk_idx) > routing.max_tokens:
+                same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
         call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
         num_local = routing.num_experts // grid.num_ranks

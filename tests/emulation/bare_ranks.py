@@ -224,6 +224,7 @@ class Rank(End):
             common_bound=None,
             num_sms=_NUM_SMS,
             max_tokens=None,
+            num_slots=None,
         )
         plan = native.DispatchShape(planned, rank, shape.num_ranks)
         rows, topk_idx, weights = self.inputs(seed)

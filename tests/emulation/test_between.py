@@ -110,6 +110,10 @@ def test_ranks_compare_the_memory_that_they_use(run_emulated: RunEmulated, size:
     run_emulated(2 * size, "emulation.small_slots.check_memory_of_a_graph", size)
 
 
+def test_domains_with_other_numbers_of_slots_are_told_so(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "multi_process.test_load_balance.check_other_slots")
+
+
 def test_combines_that_are_refused_in_a_row(run_emulated: RunEmulated) -> None:
     check = ("emulation.stalls.check_with_stalls", "battery.other_calls.check_refused_combines_in_a_row")
     run_emulated(4, "emulation.domains.check_in_domains", 2, *check)

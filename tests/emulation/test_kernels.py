@@ -50,6 +50,10 @@ def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
 
 
+def test_an_overflow_along_a_map_is_told_to_all(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.hybrid.check_overflow_of_a_map", Case("map", 3, 12, num_experts=12))
+
+
 def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
     case = Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80)
     run_emulated(2, "battery.hybrid.check_wide", case)
@@ -62,7 +66,9 @@ def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> No
     run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
 
 
-@pytest.mark.parametrize("check", ["check_scales", "check_gradients", "check_deferred", "check_too_many_tokens"])
+@pytest.mark.parametrize(
+    "check", ["check_scales", "check_gradients", "check_deferred", "check_too_many_tokens", "check_other_most_tokens"]
+)
 def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))
 

@@ -42,6 +42,7 @@ DispatchRequest request_of(const py::object& shape) {
   request.common_bound = fields.optional("common_bound");
   request.num_sms = fields.optional("num_sms");
   request.max_tokens = fields.optional("max_tokens");
+  request.num_slots = fields.optional("num_slots");
   return request;
 }
 
