@@ -46,18 +46,25 @@ __device__ inline void report_other_call(FaultRecord* record, KernelName kernel,
 __device__ inline void report_other_ready(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
                                           uint32_t mine, uint32_t theirs) {
   CallField field = CallField::kHandle;
+  const auto kind_of = [](uint32_t value) {
+    return static_cast<uint32_t>((value & kCopiesExperts) != 0 ? CallKind::kCopyOfExperts : CallKind::kCombine);
+  };
   if (((mine ^ theirs) & kCopiesExperts) != 0) {
     field = CallField::kCall;
-    mine = (mine & kCopiesExperts) != 0;
-    theirs = (theirs & kCopiesExperts) != 0;
+    mine = kind_of(mine);
+    theirs = kind_of(theirs);
+  } else if (word == 0 && ((mine ^ theirs) & kArenaBits) != 0) {
+    field = CallField::kArena;
+    mine = (mine & kArenaBits) >> kArenaShift;
+    theirs = (theirs & kArenaBits) >> kArenaShift;
   } else if ((mine & kCopiesExperts) != 0) {
     field = word == 0 ? CallField::kExpertSizes : CallField::kReplicaMapping;
-    mine &= ~kCopiesExperts;
-    theirs &= ~kCopiesExperts;
+    mine &= word == 0 ? ~(kCopiesExperts | kArenaBits) : ~kCopiesExperts;
+    theirs &= word == 0 ? ~(kCopiesExperts | kArenaBits) : ~kCopiesExperts;
   } else if (word == 0 && mine >> kNumWeightsBits != theirs >> kNumWeightsBits) {
     field = CallField::kHidden;
-    mine >>= kNumWeightsBits;
-    theirs >>= kNumWeightsBits;
+    mine = (mine & ~kArenaBits) >> kNumWeightsBits;
+    theirs = (theirs & ~kArenaBits) >> kNumWeightsBits;
   } else if (word == 0) {
     field = CallField::kNumWeights;
     mine &= (1u << kNumWeightsBits) - 1;

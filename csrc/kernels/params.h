@@ -41,6 +41,7 @@ struct Domain {
   uint64_t timeout_ns;
   FaultRecord* fault;
   int64_t slot_bytes;
+  int arena_number;  // of the arena below, equal at all ranks; a CUDA graph keeps both
   ControlBlock* control[kMaxRanks];
   uint8_t* arena[kMaxRanks];
 };

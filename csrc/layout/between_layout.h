@@ -38,9 +38,10 @@ inline RingShape stream_ring(int num_domains) {
   return {kChunkSlotBytes, static_cast<uint32_t>(num_slots), static_cast<uint32_t>(num_slots / kMinSlotsPerPeer)};
 }
 
-// What a source publishes of its call, ahead of its counts.
+// What a source publishes of its call, ahead of its counts. The first chunk of a combine begins with its kind, too.
 struct CallHeader {
   enum Column {
+    kKind,          // CallKind
     kSlotIdx,       // where its rows land; to its own domain
     kRowLimit,      // rows that fit there; to its own domain
     kHeldCapacity,  // records of other domains that its route can hold; to its own domain

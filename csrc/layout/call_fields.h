@@ -8,6 +8,9 @@ namespace hybrid_ep {
 
 constexpr int32_t kAbsent = -1;
 
+// Kinds of calls, as agreement.py numbers them.
+enum class CallKind : int32_t { kDispatch = 0, kCombine = 2, kCopyOfExperts = 9 };
+
 // In the order in which they are compared: the first that differs is named.
 enum class CallField : int32_t {
   // Of a dispatch.
@@ -15,12 +18,15 @@ enum class CallField : int32_t {
   kNumTopk,
   kHasTopk,
   kHasWeights,
+  kNumSlots,  // spare slots of a rank, where rows are of experts
   kHidden,
   kDtype,
   kScaleDtype,
   kNumScales,
+  kMostTokens,  // of a rank, where the caller says it
   kNumWorstTokens,
   kIsBounded,
+  kArena,  // number of the arena where rows land, which a CUDA graph keeps
   kCommonBound,
   kPadMultiple,
   kHandle,  // that it goes along; a number that the caller gives
@@ -31,19 +37,19 @@ enum class CallField : int32_t {
   kShape,        // both words of its LowLatencyCall; the host finds which field differs
   kGlobalScale,  // its upper half
   kLogFmt,       // of a low-latency combine
+  kCall,         // CallKind, where kernels of different kinds meet
   // Of a copy of experts.
-  kCall,           // whether it is one, and not a combine
   kExpertSizes,    // a checksum
   kReplicaMapping  // a checksum
 };
 constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 
 inline const char* key_of(CallField field) {
-  constexpr const char* kKeys[] = {"num_experts",      "num_topk",       "has_topk",     "has_weights",
-                                   "hidden",           "dtype",          "scale_dtype",  "num_scales",
-                                   "num_worst_tokens", "is_bounded",     "common_bound", "pad_multiple",
-                                   "handle",           "num_weights",    "shape",        "global_scale",
-                                   "use_logfmt",       "copies_experts", "expert_sizes", "replica_mapping"};
+  constexpr const char* kKeys[] = {
+      "num_experts",  "num_topk",     "has_topk",     "has_weights",  "num_slots",        "hidden",
+      "dtype",        "scale_dtype",  "num_scales",   "most_tokens",  "num_worst_tokens", "is_bounded",
+      "arena",        "common_bound", "pad_multiple", "handle",       "num_weights",      "shape",
+      "global_scale", "use_logfmt",   "call",         "expert_sizes", "replica_mapping"};
   return kKeys[static_cast<int>(field)];
 }
 

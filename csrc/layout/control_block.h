@@ -39,12 +39,15 @@ struct alignas(32) ReportQueue {
   int32_t reports[kCapacity];
 };
 
-// What a combine publishes before any rank sends, each value << 32 | epoch: hidden << 8 | weights of a row; the number
-// of the handle's dispatch. A copy of experts, which counts as a combine, publishes checksums of the experts' sizes and
-// of the mapping, each with kCopiesExperts. Equal at all ranks, otherwise no rank sends. Stored with release, loaded
-// with acquire, at system scope.
-constexpr int kNumReadyWords = 2, kNumWeightsBits = 8;
-constexpr uint32_t kCopiesExperts = 1u << 31;
+// What a combine publishes before any rank sends, each value << 32 | epoch: arena_bits() | hidden << 8 | weights of a
+// row; the number of the handle's dispatch. A copy of experts, which counts as a combine, publishes arena_bits() | a
+// checksum of the experts' sizes; a checksum of the mapping; each with kCopiesExperts. Equal at all ranks, otherwise no
+// rank sends. Stored with release, loaded with acquire, at system scope.
+constexpr int kNumReadyWords = 2, kNumWeightsBits = 8, kArenaShift = 24;
+constexpr uint32_t kCopiesExperts = 1u << 31, kArenaBits = kCopiesExperts - (1u << kArenaShift);
+
+// The number of the arena in the first of these words, modulo what fits there.
+inline uint32_t arena_bits(int arena) { return static_cast<uint32_t>(arena) << kArenaShift & kArenaBits; }
 
 struct ControlBlock {
   // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.

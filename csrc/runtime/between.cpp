@@ -70,7 +70,7 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
   params.range_size = plan.range_size;
   params.slot = make_slot_layout(plan.format.widths(), params.between.domain.slot_bytes);
   write_fields(params.call, plan.format, plan.call, plan.num_experts, plan.num_topk, params.is_bound,
-               params.slot.capacity, plan.pad_multiple, handle);
+               params.between.domain.arena_number, params.slot.capacity, plan.pad_multiple, handle);
   params.slot_idx = slot_idx;
   params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
   params.held_capacity = held_capacity;
@@ -120,7 +120,8 @@ void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors&
   params.num_topk = plan.num_topk;
   params.num_weights = plan.num_weights;
   params.row_bytes = static_cast<int>(plan.widths.rows);
-  params.call[0] = static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
+  params.call[0] = arena_bits(params.between.domain.arena_number) |
+                   static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
   params.call[1] = static_cast<uint32_t>(handle);
   params.record = record_of(plan);
   params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);

@@ -101,14 +101,14 @@ std::vector<ExpertLaunch> launches_of(const std::vector<ExpertTensor>& tensors, 
   return launches;
 }
 
-// Of what must be equal at all ranks. Less than kCopiesExperts.
+// Of what must be equal at all ranks. Less than what arena_bits() returns.
 uint32_t checksum_of(const std::vector<ExpertTensor>& tensors, int num_slots, int num_local) {
   uint64_t sum = 0;
   const auto add = [&](int64_t value) { sum = (sum ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15; };
   add(num_slots);
   add(num_local);
   for (const ExpertTensor& tensor : tensors) add(tensor.item_bytes);
-  return static_cast<uint32_t>(sum >> 33);
+  return static_cast<uint32_t>(sum >> (64 - kArenaShift));
 }
 
 template <typename T>
@@ -152,10 +152,11 @@ Communicator::~Communicator() {
   cudaFreeHost(fault_);
 }
 
-void Communicator::set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes) {
+void Communicator::set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes, int number) {
   require(static_cast<int>(arena.size()) == domain_.num_ranks, "addresses of the arena", arena.size(),
           "one for each rank");
   domain_.slot_bytes = slot_bytes;
+  domain_.arena_number = number;
   for (int r = 0; r < domain_.num_ranks; ++r) domain_.arena[r] = reinterpret_cast<uint8_t*>(arena[r]);
 }
 
@@ -205,7 +206,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
     params.pool_report = &pool_reports_->words[pool_calls_ % kPoolReportLag];
   }
   write_fields(params.call + CountRow::kFirstField, plan.format, plan.call, plan.num_experts, plan.num_topk,
-               params.is_bound, params.slot.capacity, plan.pad_multiple, handle);
+               params.is_bound, domain_.arena_number, params.slot.capacity, plan.pad_multiple, handle);
   params.pad_multiple = plan.pad_multiple;
   params.rank_prefix = part(true, plan.route.rank_prefix);
   params.send_slot = part(true, plan.route.send_slot);
@@ -291,7 +292,8 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.num_rows = plan.num_rows;
   params.row_bytes = static_cast<int>(plan.widths.rows);
   params.num_weights = plan.num_weights;
-  params.call[0] = static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
+  params.call[0] = arena_bits(domain_.arena_number) | static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits |
+                   plan.num_weights;
   params.call[1] = static_cast<uint32_t>(handle);
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
@@ -316,18 +318,18 @@ int64_t Communicator::staging_bytes(const std::vector<ExpertTensor>& tensors, in
 }
 
 void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots,
-                                int num_local, int num_sms, cudaStream_t stream) {
+                                int num_local, int num_sms, bool only_compares, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const int64_t num_entries = static_cast<int64_t>(domain_.num_ranks) * num_slots;
   require(num_entries <= kMaxReplicas, "spare slots of all ranks", num_entries, "≤ 2048");
   const int64_t staged = staging_bytes(tensors, num_slots);
-  require(staged <= domain_.slot_bytes, "bytes of staged experts", staged, "what a slot holds");
+  require(only_compares || staged <= domain_.slot_bytes, "bytes of staged experts", staged, "what a slot holds");
   CopyExpertsParams params{};
   params.domain = domain_;
   params.mapping = mapping;
   params.num_slots = num_slots;
   params.num_local = num_local;
-  params.sizes = checksum_of(tensors, num_slots, num_local);
+  params.sizes = arena_bits(domain_.arena_number) | checksum_of(tensors, num_slots, num_local);
   for (const ExpertLaunch& launch : launches_of(tensors, num_slots)) {
     params.num_tensors = launch.num_tensors;
     for (int t = 0, end = 0; t < launch.num_tensors; ++t) {
@@ -335,8 +337,9 @@ void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const 
       params.end_chunk[t] = end += params.tensors[t].num_chunks();
     }
     params.first_chunk = launch.first_chunk;
-    params.num_chunks = launch.num_chunks;
+    params.num_chunks = only_compares ? 0 : launch.num_chunks;
     launch_copy_experts(params, combine_sms(num_sms, num_device_sms_), stream);
+    if (only_compares) return;
     params.is_further = true;
   }
 }

@@ -38,8 +38,9 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Names the arena that later calls use: each rank's base address, and the bytes of a slot.
-  void set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes);
+  // Names the arena that later calls use: each rank's base address, the bytes of a slot, and its number, which is equal
+  // at all ranks.
+  void set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes, int number);
 
   // Rows of these widths that a slot of the arena holds.
   int capacity(const RowWidths& widths) const;
@@ -68,9 +69,10 @@ class Communicator {
                cudaStream_t stream);
 
   // Copies experts to the spare slots of all ranks. The arena's first slot stages them: staging_bytes(). num_sms = 0:
-  // the default. `mapping` is [R, num_slots] in device memory.
+  // the default. `mapping` is [R, num_slots] in device memory. only_compares: all that is copied is compared, and
+  // nothing is staged.
   void copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots, int num_local,
-                    int num_sms, cudaStream_t stream);
+                    int num_sms, bool only_compares, cudaStream_t stream);
   static int64_t staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots);
   // SMs of a copy that does not ask for a number.
   int default_copy_sms() const;

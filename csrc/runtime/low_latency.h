@@ -41,6 +41,8 @@ struct LowLatencyPlan {
   static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
   // The plan of a call that sends nothing, because this rank has so many tokens.
   LowLatencyPlan refused(int num_tokens) const;
+  // The plan of a call without tokens that publishes this one. It needs no memory of a region but flags.
+  LowLatencyPlan compared() const;
 };
 
 // What a dispatch sends: as in SendTokensParams.

@@ -29,6 +29,8 @@ DispatchCall call_of(const DispatchRequest& request) {
   const bool is_alike = request.expert_range && !request.common_bound && request.pad_multiple == 0;
   call.num_worst_tokens = is_bounded && is_alike ? *request.bound : kAbsent;
   call.common_bound = is_bounded ? request.common_bound.value_or(*request.bound) : kAbsent;
+  call.num_slots = request.num_slots.value_or(kAbsent);
+  call.most_tokens = request.max_tokens.value_or(kAbsent);
   call.max_tokens = std::min(request.max_tokens.value_or(kMaxTokens), kMaxTokens);
   if (request.num_tokens > call.max_tokens) {
     call.refusal = FaultKind::kTooManyTokens;
@@ -87,18 +89,21 @@ DispatchPlan DispatchPlan::of(const DispatchRequest& request, int rank, int num_
 }
 
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int capacity, int pad_multiple, int handle) {
+                  bool is_bounded, int arena, int capacity, int pad_multiple, int handle) {
   const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };
   write(CallField::kNumExperts, num_experts);
   write(CallField::kNumTopk, num_topk);
   write(CallField::kHasTopk, call.has_topk);
   write(CallField::kHasWeights, format.weights.num > 0);
+  write(CallField::kNumSlots, call.num_slots);
   write(CallField::kHidden, format.rows.num);
   write(CallField::kDtype, call.dtype);
   write(CallField::kScaleDtype, call.scale_dtype);
   write(CallField::kNumScales, format.scales.num);
+  write(CallField::kMostTokens, call.most_tokens);
   write(CallField::kNumWorstTokens, call.num_worst_tokens);
   write(CallField::kIsBounded, is_bounded);
+  write(CallField::kArena, arena);
   // Bounds may differ between ranks as long as no slot must grow for one.
   write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);
   write(CallField::kPadMultiple, pad_multiple);

@@ -47,25 +47,27 @@ struct DispatchRequest {
   bool has_topk, has_weights;
   std::optional<ExpertRange> expert_range;
   int pad_multiple;
-  std::optional<int> bound, common_bound, num_sms, max_tokens;
+  std::optional<int> bound, common_bound, num_sms, max_tokens, num_slots;
 };
 
 // What ranks publish of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
 struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices
+  int num_slots;           // spare slots of a rank, where rows are of experts; otherwise kAbsent
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
   int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
   FaultKind refusal;       // what is wrong with this rank's arguments, which only its host sees; then no rank sends
   int refused_value;       // the argument
   int allowed;             // its largest value
-  int max_tokens;          // that a rank may have, alike at all ranks: at most kMaxTokens
+  int most_tokens;         // that a rank may have, as the caller says; otherwise kAbsent
+  int max_tokens;          // that a rank may have: at most kMaxTokens
 };
 
 // Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
-// kAbsent where the call makes its route. `capacity`: rows that a slot holds.
+// kAbsent where the call makes its route. `arena`: its number. `capacity`: rows that a slot holds.
 void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int capacity, int pad_multiple, int handle);
+                  bool is_bounded, int arena, int capacity, int pad_multiple, int handle);
 
 // The plan of a dispatch: what is sent and published, inside a domain and between domains.
 struct DispatchShape {

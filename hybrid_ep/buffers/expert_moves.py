@@ -132,7 +132,7 @@ def copy_weights(
         for cut in part.cuts:
             _take(records, cut.in_record, experts[cut.tensor], cut.in_tensor, routes.sent, cut.num_bytes)
         columns = _of_rows(routes.columns, part.num_rows)
-        rows = _send(buffer, part.as_rows(records), columns, num_slots * part.num_rows, num_sms)
+        rows = _send(buffer, part.as_rows(records), columns, num_slots * part.num_rows, num_sms, num_slots)
         arrived = part.as_records(rows, num_slots)
         for cut in part.cuts:
             _take(spare[cut.tensor], cut.in_tensor, arrived, cut.in_record, routes.arrived, cut.num_bytes)
@@ -180,7 +180,7 @@ def add_gradients(
             target.copy_(_elements(spare[cut.tensor], cut))
         columns = _of_rows(routes.homes.unsqueeze(1), part.num_rows)
         bound = None if most is None else most * part.num_rows
-        rows = _send(buffer, part.as_rows(records), columns, bound, num_sms)
+        rows = _send(buffer, part.as_rows(records), columns, bound, num_sms, num_slots)
         arrived = part.as_records(rows, len(sources))
         for cut in part.cuts:
             sums = _elements(homes[cut.tensor], cut)
@@ -231,7 +231,12 @@ def _of_rows(columns: Tensor, num_rows: int) -> list[Tensor]:
 
 
 def _send(
-    buffer: BaseBuffer, rows: Tensor, columns: Sequence[Tensor], bound: int | None, num_sms: int | None
+    buffer: BaseBuffer,
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    bound: int | None,
+    num_sms: int | None,
+    num_slots: int | None = None,
 ) -> Tensor:
     """Sends ``[T, W]`` bf16 rows to ranks.
 
@@ -244,11 +249,12 @@ def _send(
             row, or −1. With one tensor it may name any ranks.
         bound: None = the host waits for the number of rows.
         num_sms: SMs to use; None = the engine's choice.
+        num_slots: spare slots of a rank, where rows are of experts.
     """
     result = None
     for i, some in enumerate(columns):
         routing = Routing(some.contiguous(), None, buffer.group_size)  # an expert stands for a rank
-        received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound, num_sms))
+        received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound, num_sms, num_slots=num_slots))
         if len(columns) == 1 or i == buffer.rank // MAX_TOPK:
             result = received.rows.data
     assert result is not None

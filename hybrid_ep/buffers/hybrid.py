@@ -232,7 +232,7 @@ class HybridEPBuffer(HybridArguments):
         Raises:
             ConfigError: an argument does not fit, a token of a map goes to more than 32 ranks, or ranks differ in what
                 they must have alike.
-            OverflowError: more rows arrived than `num_dispatched_tokens`; on the cuda engine from a later call.
+            OverflowError: more rows than `num_dispatched_tokens`, at any rank; on the cuda engine from a later call.
             TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
                 from a later call.
 

@@ -35,7 +35,8 @@ class LoadBalanceCalls(BaseBuffer):
                 expert.
             expert_weights: ``[LE, *shape]`` of the same dtypes: those of this rank's experts.
             redundancy_mapping: ``[ranks of the domain, B]`` int32 or int64, the same on all ranks of the domain: the
-                expert in each spare slot, counted within the domain, −1 where it is empty.
+                expert in each spare slot, counted within the domain, −1 where it is empty. B is the same on all ranks
+                of the group.
             num_sms: SMs to use; 0 = the engine's choice.
             previous_event: the current stream waits for it first.
 

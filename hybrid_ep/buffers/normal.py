@@ -434,7 +434,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         Raises:
             ConfigError: an argument does not fit, or differs from another rank's where it must not. With
                 `num_worst_tokens` or `handle` on the cuda engine, what the GPU finds is raised by a later call.
-            OverflowError: more than `num_worst_tokens` rows arrived; on the cuda engine from a later call.
+            OverflowError: more than `num_worst_tokens` rows, at any rank; on the cuda engine from a later call.
             TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
                 from a later call.
 

@@ -106,13 +106,16 @@ FIELDS: dict[str, Field] = {
     "num_topk": Field("top-k (columns of topk_idx)", _as_number),
     "has_topk": Field("whether topk_idx is given", _as_bool),
     "has_weights": Field("whether topk_weights are given", _as_bool),
+    "num_slots": Field("spare slots of a rank", _as_number),
     "hidden": Field("hidden", _as_number),
     "dtype": Field("dtype of the rows", _as_dtype),
     "scale_dtype": Field("dtype of the scales", _as_dtype),
     "num_scales": Field("scales of a row", _as_number),
     "num_weights": Field("weights of a row", _as_number),
+    "most_tokens": Field("num_max_tokens_per_rank", _as_number),
     "num_worst_tokens": Field("num_worst_tokens", _as_number),
     "is_bounded": Field("whether the number of rows is given", _as_bool),
+    "arena": Field("number of the memory for rows (a CUDA graph keeps that of its capture)", _as_number),
     "common_bound": Field("rows that each rank's slots must hold", _as_number),
     "pad_multiple": Field("pad_multiple", _as_number),
     "max_tokens": Field("num_max_dispatch_tokens_per_rank", _as_number),
@@ -176,7 +179,7 @@ def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> Conf
 
 def too_many_tokens(rank: int, num_tokens: int, most: int, *, is_low_latency: bool = False) -> str:
     """Says that a rank has more tokens than its buffer or call allows, in the same words at every rank."""
-    name = FIELDS["max_tokens"].name if is_low_latency else "num_max_tokens_per_rank"
+    name = FIELDS["max_tokens" if is_low_latency else "most_tokens"].name
     return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ {name} = {most}"
 
 

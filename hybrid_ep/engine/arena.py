@@ -16,6 +16,7 @@ work on memory that torch did not allocate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
@@ -135,6 +136,7 @@ class Arena:
         self._communicator = communicator
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
+        self._number = 0  # of the memory, equal at all ranks; calls compare it, for a graph keeps that of its capture
         self._is_short = False  # a result was copied, and no rank has been notified
         self._is_full = False  # no memory for more slots; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
@@ -173,8 +175,13 @@ class Arena:
         """Bytes of all slots, including slot 0."""
         return (self._num_slots + 1) * self._slot_bytes
 
-    def ensure(self, num_bytes: int) -> None:
-        """Makes every slot at least this large. Collective where it grows: the same value at every rank.
+    def ensure(self, num_bytes: int, compare: Callable[[], None] | None = None) -> None:
+        """Makes every slot at least this large. Collective where it grows.
+
+        Args:
+            num_bytes: the same value at every rank.
+            compare: raises where ranks make different calls, some of which may need no growth; called before slots
+                grow. None: the ranks have compared their calls.
 
         Raises:
             TimeoutError: a rank did not come to grow the slots.
@@ -182,6 +189,8 @@ class Arena:
         """
         if self.holds(num_bytes):
             return
+        if compare is not None:
+            compare()
         self._replace(int(num_bytes * _GROWTH), self._num_slots)
 
     def shrink(self) -> None:
@@ -233,6 +242,7 @@ class Arena:
         # Where memory is lacking, all stays as it is.
         self._memory = SymmetricMemory.allocate((num_slots + 1) * slot_bytes, self._roll_call, self._device)
         self._slot_bytes, self._num_slots = slot_bytes, num_slots
+        self._number += 1
         wanted = min(max(num_slots + _INITIAL_SLOTS, num_slots * 3 // 2), self._most_slots)
         self._more_slots = wanted if wanted > num_slots else 0
         self._pool = _cuda.SlotPool(
@@ -244,4 +254,4 @@ class Arena:
             current_stream=current_raw_stream,
             from_dlpack=torch._C._from_dlpack,
         )
-        self._communicator.set_arena(self._memory.addresses, self._slot_bytes)
+        self._communicator.set_arena(self._memory.addresses, self._slot_bytes, self._number)

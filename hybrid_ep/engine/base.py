@@ -129,7 +129,7 @@ class Engine(abc.ABC):
         """Sends each row to every rank that owns one of its experts; rows land by source.
 
         Raises:
-            OverflowError: more rows arrived than the bound (an engine that does not sync raises it later).
+            OverflowError: more rows than the bound, at any rank (an engine that does not sync raises it later).
             TransportError, TimeoutError: a rank was lost.
         """
 

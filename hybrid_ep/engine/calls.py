@@ -204,6 +204,7 @@ class DispatchRequest(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         pad_multiple: 0 = rows by source; otherwise by local expert, blocks padded to a multiple.
         num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
+        num_slots: spare slots of a rank, equal at all ranks, where rows are of experts; otherwise None.
     """
 
     rows: Rows
@@ -214,6 +215,7 @@ class DispatchRequest(NamedTuple):
     common_bound: int | None = None
     pad_multiple: int = 0
     num_expert_sms: int | None = None
+    num_slots: int | None = None
 
     def reported_experts(self, grid: RankGrid) -> tuple[int, int]:
         """(first, end) of the global experts whose indices are reported to this rank."""

@@ -12,6 +12,7 @@ too small, every rank reads that from the same counts. All grow their slots and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -42,6 +43,7 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
+from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -58,7 +60,7 @@ from hybrid_ep.engine.cuda_plan import (
 from hybrid_ep.engine.cuda_route import HostCounts, RouteMemory, address, aligned, aligned_rows
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
-from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.engine.symmetric import SymmetricMemory, map_peers_of
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
@@ -149,6 +151,7 @@ class CudaBetween(TorchEngine):
                 board=Board.of(group).at(f"buffer {number}/low latency"),
                 open_link=self._open_link,
                 error_of=self._error_of,
+                everyone=self._everyone,
             )
             self._low_latency_kernels.lost = self.lost
         super().barrier()
@@ -321,8 +324,9 @@ class CudaBetween(TorchEngine):
         route = state_of(handle, BetweenRoute)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        plan = plan_combine(combine_shape_of(request, handle))
-        self._arena.ensure(plan.slot_bytes_for(route.max_sums))
+        shape = combine_shape_of(request, handle)
+        plan = plan_combine(shape)
+        self._arena.ensure(plan.slot_bytes_for(route.max_sums), lambda: self._compare_combines(shape, route, stream))
         self._arena.note_use(stream)
 
         def make_sums() -> tuple[Tensor, Tensor | None]:
@@ -351,6 +355,25 @@ class CudaBetween(TorchEngine):
         )
         self._end_launch()
         return Combined(out, out_weights)
+
+    def _compare_combines(self, shape: CombineShape, route: BetweenRoute, stream: int) -> None:
+        no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=self.device)
+        launch = functools.partial(
+            self._between.combine,
+            plan=plan_combine(shape.compared()),
+            rows=0,
+            weights=0,
+            bias=[],
+            out=0,
+            out_weights=0,
+            own_sums=0,
+            own_weights=0,
+            route=no_rows.data_ptr(),
+            held_capacity=0,
+            handle=route.number,
+            stream=stream,
+        )
+        compare_calls(self.device, self._begin_launch, self._take_fault, launch)
 
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         kernels = self._low_latency_kernels
@@ -572,7 +595,7 @@ class CudaBetween(TorchEngine):
             joins_all: it is the latter, and the link goes on without a lost rank.
         """
         device = torch.device("cuda", self._index)
-        map_peers = _map_peers(self._peers if grid == self.grid else self._everyone, device)
+        map_peers = map_peers_of(self._peers if grid == self.grid else self._everyone, device)
         link = open_link(
             self._group,
             grid,
@@ -596,14 +619,3 @@ def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> Disp
 def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
     """The rows of a dispatch, in the dtype in which they were sent."""
     return Rows(output.rows if sent.scales is None else output.rows.view(sent.data.dtype), output.scales)
-
-
-def _map_peers(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:
-    """Returns an allocator of memory that this rank and its peers on one host map (loopback); it keeps the memory."""
-    memory: list[SymmetricMemory] = []
-
-    def map_peers(num_bytes: int) -> list[int]:
-        memory.append(SymmetricMemory.allocate(num_bytes, roll_call, device))
-        return memory[-1].addresses
-
-    return map_peers

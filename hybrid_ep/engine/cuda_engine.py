@@ -46,10 +46,12 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
+from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
+    CombineShape,
     combine_shape_of,
     combine_shape_of_experts,
     plan_combine,
@@ -173,8 +175,8 @@ class CudaEngine(Engine):
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         route = state_of(handle, Route)
         stream = self._begin()
-        plan = plan_combine(combine_shape_of(request, handle))
-        return self._combine(plan, aligned(request.data), request.weights, request.bias, handle, route, stream)
+        shape = combine_shape_of(request, handle)
+        return self._combine(shape, aligned(request.data), request.weights, request.bias, handle, route, stream)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing
@@ -215,18 +217,17 @@ class CudaEngine(Engine):
         weights = None
         if probs is not None:
             weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
-        plan = plan_combine(combine_shape_of_experts(request, dispatch))
+        shape = combine_shape_of_experts(request, dispatch)
         experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(plan, sums, weights, request.bias, dispatch, route, stream, experts)
+        return self._combine(shape, sums, weights, request.bias, dispatch, route, stream, experts)
 
     def copy_experts(self, copies: ExpertCopies) -> bool:
         spare, experts, mapping, num_sms = copies
         if mapping.numel() > _cuda.max_replicas:
             return False
         stream, sizes, num_slots = self._begin(), copies.item_bytes, mapping.shape[1]
-        self._arena.ensure(self._communicator.staging_bytes(sizes, num_slots))
-        self._arena.note_use(stream)
-        self._communicator.copy_experts(
+        launch = functools.partial(
+            self._communicator.copy_experts,
             tensors=[
                 (ours.data_ptr(), theirs.data_ptr(), size)
                 for ours, theirs, size in zip(experts, spare, sizes, strict=True)
@@ -237,6 +238,10 @@ class CudaEngine(Engine):
             num_sms=num_sms or 0,
             stream=stream,
         )
+        num_bytes = self._communicator.staging_bytes(sizes, num_slots)
+        self._arena.ensure(num_bytes, lambda: self._compare(lambda: launch(only_compares=True)))
+        self._arena.note_use(stream)
+        launch(only_compares=False)
         self._end()
         return True
 
@@ -344,6 +349,9 @@ class CudaEngine(Engine):
         """Ends a call, after its last use of the arena; raises the error of an earlier call."""
         self._order.end()
         self._raise_late()
+
+    def _compare(self, launch: Callable[[], object]) -> None:
+        compare_calls(self.device, self._begin, self._low_latency.take_fault, launch)
 
     def _raise_late(self) -> None:
         if self._late is not None:
@@ -492,7 +500,7 @@ class CudaEngine(Engine):
 
     def _combine(
         self,
-        plan: _cuda.CombinePlan,
+        shape: CombineShape,
         data: Tensor,
         weights: Tensor | None,
         bias: tuple[Tensor, ...],
@@ -504,13 +512,17 @@ class CudaEngine(Engine):
         """Launches a combine and returns its results.
 
         Args:
-            plan, data, weights, bias, handle: as in `combine`; from experts, data and weights are written first.
+            shape: of the call.
+            data, weights, bias, handle: as in `combine`; from experts, data and weights are written first.
             route: of the handle.
             stream: what `_begin` has returned.
             experts: from experts, the addresses of their rows, of their probabilities and of the PermuteState.
         """
         route.chunk.note_use(stream)
-        self._arena.ensure(plan.slot_bytes_for(route.max_sent))
+        plan = plan_combine(shape)
+        self._arena.ensure(
+            plan.slot_bytes_for(route.max_sent), lambda: self._compare_combines(shape, route.number, stream)
+        )
         self._arena.note_use(stream)
         out = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
         out_weights = None
@@ -533,6 +545,13 @@ class CudaEngine(Engine):
         self.traffic.within_domain += route.num_from_away * plan.record_bytes
         self._end()
         return Combined(out, out_weights)
+
+    def _compare_combines(self, shape: CombineShape, number: int, stream: int) -> None:
+        plan = plan_combine(shape.compared())
+        no_rows = torch.zeros(self.grid.num_ranks**2, dtype=torch.int32, device=self.device)
+        self._compare(
+            lambda: self._communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, 0, 0, number, stream)
+        )
 
     def _handle(self, sent: _Sent, routing: Routing, output: DispatchOutput) -> DispatchHandle:
         route, prefix = sent.route, output.rank_prefix

@@ -61,9 +61,6 @@ def rank_of(peer: int, grid: RankGrid) -> int:
 def _other_call(fault: _cuda.Fault, rank: int, peer: int) -> ConfigError:
     """The error for a field that differs; `fault.tag` is its key."""
     key, mine, theirs = fault.tag, fault.expected, fault.seen
-    if key == "copies_experts":
-        calls = [CALLS.index("copy of experts" if value else "combine") for value in (mine, theirs)]
-        return disagreement("call", calls[0], rank, calls[1], peer)
     if key == "handle" and ABSENT in (mine, theirs):
         calls = [CALLS.index("dispatch" if value == ABSENT else "dispatch along a handle") for value in (mine, theirs)]
         return disagreement("call", calls[0], rank, calls[1], peer)

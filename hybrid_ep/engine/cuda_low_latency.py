@@ -9,7 +9,7 @@ a lost rank out by themselves. A call whose `finish` raises has been launched ne
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,8 +28,14 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     state_of,
 )
+<<<<<<< HEAD
 from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
+=======
+from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls
+from hybrid_ep.engine.cuda_faults import as_error
+from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
+>>>>>>> h1
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
@@ -63,29 +69,6 @@ class _State:
     is_received: bool = False
 
 
-@dataclass
-class _Buffers:
-    """Which buffers of one kind are in use: sent into and not yet received from."""
-
-    next_idx: int = 0
-    in_flight: list[bool] = field(default_factory=lambda: [False] * _cuda.low_latency_buffers)
-
-    def next(self, what: str) -> int:
-        """The buffer that the next call sends into."""
-        if self.in_flight[self.next_idx]:
-            most = len(self.in_flight)
-            raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
-        return self.next_idx
-
-    def note_sent(self) -> None:
-        """Only once the launch has succeeded: the numbers of calls on the device count launches."""
-        self.in_flight[self.next_idx] = True
-        self.next_idx = (self.next_idx + 1) % len(self.in_flight)
-
-    def note_received(self, idx: int) -> None:
-        self.in_flight[idx] = False
-
-
 class CudaLowLatency:
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
 
@@ -110,6 +93,7 @@ class CudaLowLatency:
         error_of: the error for a fault of a call that is not one of low latency.
         timeout_s: of a receiving kernel. A send waits half as long; the rank to name is then searched for until a peer
             that waits since the same time has given up, too. None: it is not.
+        everyone: of the ranks of all domains; None: there is one domain.
     """
 
     _grace_s = 1.0  # by how much later than this rank another one may give up a call
@@ -127,8 +111,10 @@ class CudaLowLatency:
         board: Board | None,
         error_of: Callable[[_cuda.Fault], HybridEPError],
         timeout_s: float | None,
+        everyone: RollCall | None = None,
     ) -> None:
         self._roll_call, self._grid, self._device = roll_call, grid, device
+        self._everyone = roll_call if everyone is None else everyone
         self._communicator, self._order, self._losses = communicator, order, losses
         self._board, self._other_error_of, self._timeout_s = board, error_of, timeout_s
         self._numbering = grid  # by which faults of these calls number ranks
@@ -150,8 +136,12 @@ class CudaLowLatency:
         self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
+<<<<<<< HEAD
         self._number, self._num_regions = number, 0  # that have been made
         self._dispatches, self._combines = _Buffers(), _Buffers()
+=======
+        self._dispatches, self._combines = Buffers(), Buffers()
+>>>>>>> h1
         self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
 
@@ -160,7 +150,7 @@ class CudaLowLatency:
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
         plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
-        region, native, refusal = self._region_for(plan), plan.native, None
+        region, native, refusal = self._region_for(plan, request), plan.native, None
         if num_tokens > num_max_tokens_per_rank:
             # The call is made without tokens, so that every rank is told and all stay in step.
             refusal = self._too_many_tokens(self._grid.rank, num_tokens, num_max_tokens_per_rank)
@@ -526,7 +516,7 @@ class CudaLowLatency:
             raise error
 
     def _forget_calls(self) -> None:
-        self._dispatches, self._combines = _Buffers(), _Buffers()
+        self._dispatches, self._combines = Buffers(), Buffers()
         self.lately_masked = set(self.masked)
         self._blame = self._new_blame()
         for region in self._regions:
@@ -566,33 +556,70 @@ class CudaLowLatency:
             self.upload_masks()
         return self._order.begin_low_latency()
 
-    def _region_for(self, plan: LowLatencyPlan) -> _cuda.LowLatencyRegion:
-        """Returns the region, made or made larger where it must be: collective then, masked ranks included."""
+    def _region_for(
+        self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest | None = None
+    ) -> _cuda.LowLatencyRegion:
+        """Returns the region, made or made larger where it must be: collective then, masked ranks included.
+
+        Args:
+            plan: of the call.
+            request: of a dispatch. Where a combine needs more memory, None, its dispatch has not.
+        """
         if plan is not self._last_plan:
             if not self._regions or not self._regions[-1].native.covers(plan.native):
-                self._allocate(plan.native.capacity)
+                assert request is not None
+                self._allocate(plan, request)
             self._last_plan = plan
         return self._regions[-1].native
 
-    def _allocate(self, capacity: _cuda.LowLatencyCapacity) -> None:
+    def _allocate(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
+        capacity = plan.native.capacity
         if self._regions:
             capacity = capacity.united_with(self._regions[-1].capacity)
         asked = f"a call needs {capacity.region_bytes} bytes of low-latency memory, more than there are"
         if is_capturing(self._index):
             raise ConfigError(f"{asked}; allowed in a capture: sizes that were called with before it")
+        if self._regions:
+            self._compare(plan, request)
         if self.masked or any(self._dispatches.in_flight + self._combines.in_flight):
             raise ConfigError(
                 f"{asked}, while ranks {sorted(self.masked)} are masked or a hook has not been called; allowed: the "
                 "first call of a size with all ranks and no other call on its way"
             )
+        if not self._regions:
+            compare_first_calls(self._everyone, self._grid.rank, request)
         # A peer may still be writing to the old region. Making the new one begins with a rendezvous of the ranks.
         torch.cuda.synchronize(self._device)
         region = self._make_region(capacity)
         if self._regions and not self._regions[-1].native.was_captured:
             self._drop_region()
         self._regions.append(region)
+<<<<<<< HEAD
         self._num_regions += 1
         self._dispatches, self._combines = _Buffers(), _Buffers()
+=======
+        self._dispatches, self._combines = Buffers(), Buffers()
+
+    def _compare(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
+        """Compares the sizes of the ranks by a dispatch without tokens: see cuda_compare.py."""
+        region, buffers = self._regions[-1].native, self._dispatches
+        idx = buffers.next("low_latency_dispatch")
+        earlier: list[HybridEPError | None] = []
+
+        def launch() -> None:
+            stream = self._begin()
+            _, results = self._results.take(plan.num_ints, stream, alone=False)
+            scale = address(request.global_scale)
+            region.dispatch_tokens(plan.native.compared(), idx, 0, 0, 0, scale, 0, 0, 0, results, stream)
+            buffers.note_sent()
+            buffers.note_received(idx)
+            self._order.end()
+
+        try:
+            compare_calls(self._device, lambda: earlier.append(self.take_fault()), self.take_fault, launch)
+        finally:
+            self._held = next(filter(None, earlier), None)
+>>>>>>> h1
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)

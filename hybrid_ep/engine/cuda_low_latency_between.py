@@ -78,7 +78,7 @@ class LowLatencyBetween(CudaLowLatency):
         board: of these calls.
         open_link: opens a link with rings over a grid, whose domains are the groups that a peer stands for; and
             whether these are single ranks, and the link goes on without a lost one. Collective over all ranks.
-        error_of: as of `CudaLowLatency`.
+        error_of, everyone: as of `CudaLowLatency`.
     """
 
     # Receiving kernels of a domain wait for each other for two seconds longer (csrc/runtime/low_latency_between.cpp),
@@ -98,6 +98,7 @@ class LowLatencyBetween(CudaLowLatency):
         board: Board,
         open_link: Callable[[list[Ring], RankGrid, bool], OpenedLink],
         error_of: Callable[[_cuda.Fault], HybridEPError],
+        everyone: RollCall,
     ) -> None:
         # Without a timeout: survivors that search for longer would come too late to the next barrier.
         super().__init__(
@@ -107,10 +108,17 @@ class LowLatencyBetween(CudaLowLatency):
             communicator,
             order,
             losses,
+<<<<<<< HEAD
             number=number,
             board=board,
             error_of=error_of,
             timeout_s=None,
+=======
+            board=board,
+            error_of=error_of,
+            timeout_s=None,
+            everyone=everyone,
+>>>>>>> h1
         )
         self._open_link = open_link
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
@@ -170,9 +178,11 @@ class LowLatencyBetween(CudaLowLatency):
     ) -> LowLatencyPlan:
         return _plan_between(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
 
-    def _region_for(self, plan: LowLatencyPlan) -> _cuda.LowLatencyRegion:
+    def _region_for(
+        self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest | None = None
+    ) -> _cuda.LowLatencyRegion:
         self._asked = plan
-        return super()._region_for(plan)
+        return super()._region_for(plan, request)
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         assert self._asked is not None

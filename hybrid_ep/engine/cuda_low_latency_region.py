@@ -1,16 +1,17 @@
-"""The symmetric memory of low-latency calls of the cuda engine."""
+"""The symmetric memory of low-latency calls of the cuda engine, and which of its buffers are in use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.errors import ConfigError
 
-__all__ = ["Region", "set_last_call"]
+__all__ = ["Buffers", "Region", "set_last_call"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,29 @@ class Region:
         begin = _cuda.low_latency_masks_offset
         end = begin + self.num_ranks * torch.int32.itemsize
         return self.memory.local[begin:end].view(torch.int32)
+
+
+@dataclass
+class Buffers:
+    """Which buffers of one kind are in use: sent into and not yet received from."""
+
+    next_idx: int = 0
+    in_flight: list[bool] = field(default_factory=lambda: [False] * _cuda.low_latency_buffers)
+
+    def next(self, what: str) -> int:
+        """The buffer that the next call sends into."""
+        if self.in_flight[self.next_idx]:
+            most = len(self.in_flight)
+            raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
+        return self.next_idx
+
+    def note_sent(self) -> None:
+        """Only once the launch has succeeded: the numbers of calls on the device count launches."""
+        self.in_flight[self.next_idx] = True
+        self.next_idx = (self.next_idx + 1) % len(self.in_flight)
+
+    def note_received(self, idx: int) -> None:
+        self.in_flight[idx] = False
 
 
 def set_last_call(memory: Tensor, number: int) -> None:

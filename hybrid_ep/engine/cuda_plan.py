@@ -77,6 +77,7 @@ class DispatchShape(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
+        num_slots: as in `DispatchRequest`.
     """
 
     shape: torch.Size
@@ -92,6 +93,7 @@ class DispatchShape(NamedTuple):
     common_bound: int | None
     num_sms: int | None
     max_tokens: int | None
+    num_slots: int | None = None
 
     # As the kernels' plans take them.
 
@@ -118,7 +120,7 @@ class DispatchShape(NamedTuple):
 
 def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
     """The shape of a dispatch that makes its route."""
-    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _ = request
+    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, num_slots = request
     return DispatchShape(
         rows.data.shape,
         rows.data.dtype,
@@ -133,6 +135,7 @@ def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
         common_bound,
         num_sms,
         routing.max_tokens,
+        num_slots,
     )
 
 
@@ -249,6 +252,10 @@ class CombineShape(NamedTuple):
     @property
     def row_bytes(self) -> int:
         return row_bytes_of(self.hidden, self.dtype)
+
+    def compared(self) -> CombineShape:
+        """A combine without rows, which ranks compare as if it had them."""
+        return self._replace(num_tokens=0, num_rows=0, num_expert_rows=None)
 
 
 def combine_shape_of(request: CombineRequest, handle: DispatchHandle) -> CombineShape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
-__all__ = ["SymmetricMemory"]
+__all__ = ["SymmetricMemory", "map_peers_of"]
 
 # torch reads this when it allocates; a value that the user has set is left alone.
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -111,6 +111,17 @@ class SymmetricMemory:
                 f"{obstacles[rank]}; allowed: ranks of one NVLink domain, or HYBRID_EP_ENGINE=torch"
             )
         return cls(local, addresses, handle)
+
+
+def map_peers_of(roll_call: RollCall, device: torch.device) -> Callable[[int], list[int]]:
+    """Returns an allocator of memory that this rank and its peers on one host map (loopback); it keeps the memory."""
+    memory: list[SymmetricMemory] = []
+
+    def map_peers(num_bytes: int) -> list[int]:
+        memory.append(SymmetricMemory.allocate(num_bytes, roll_call, device))
+        return memory[-1].addresses
+
+    return map_peers
 
 
 def _lacking(num_bytes: int, rank: int, obstacle: str) -> ConfigError:

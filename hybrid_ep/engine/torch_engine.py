@@ -96,7 +96,17 @@ class TorchEngine(Engine):
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
         result = self._dispatch(request)
-        return result if request.bound is None else _padded(result, request.bound)
+        if request.bound is None:
+            return result
+        self._require_bounds(result.rows.data.shape[0], request.bound)
+        return _padded(result, request.bound)
+
+    def _require_bounds(self, num_recv: int, bound: int) -> None:
+        """Raises at every rank if more rows than its bound have arrived at any: the others would wait for that rank."""
+        both, ranks = torch.tensor([num_recv, bound], device="cpu"), list(range(self.grid.num_ranks))
+        for rank, (arrived, most) in enumerate(self._exchange.all_gather("rows and bounds", both, ranks).tolist()):
+            if arrived > most:
+                raise OverflowError(f"{arrived} rows arrived at rank {rank}; allowed by the bound: {most}")
 
     def _dispatch(self, request: DispatchRequest) -> Dispatched:
         """Receives exactly what arrives; the bound is only compared. With a `pad_multiple`, rows will be permuted."""
@@ -114,10 +124,14 @@ class TorchEngine(Engine):
             "is_bounded": int(request.bound is not None),
             "pad_multiple": pad_multiple,
         }
+        if request.num_slots is not None:
+            same["num_slots"] = request.num_slots
         if request.bound is not None and request.common_bound is None and not pad_multiple:  # permuted ones may differ
             same["num_worst_tokens"] = request.bound
-        if routing.max_tokens is not None and len(topk_idx) > routing.max_tokens:
-            same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
+        if routing.max_tokens is not None:
+            same["most_tokens"] = routing.max_tokens
+            if len(topk_idx) > routing.max_tokens:
+                same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
         call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
         num_local = routing.num_experts // grid.num_ranks
@@ -360,9 +374,6 @@ def _pad(tensor: Tensor, num_rows: int, value: int = 0) -> Tensor:
 
 def _padded(result: Dispatched, bound: int) -> Dispatched:
     """The same result with exactly `bound` rows."""
-    num_recv = result.rows.data.shape[0]
-    if num_recv > bound:
-        raise OverflowError(f"{num_recv} rows arrived at rank {result.handle.grid.rank}; allowed by the bound: {bound}")
     data = _pad(result.rows.data.view(torch.uint8), bound).view(result.rows.data.dtype)
     scales = None if result.rows.scales is None else _pad(result.rows.scales, bound)
     weights = None if result.topk_weights is None else _pad(result.topk_weights, bound)

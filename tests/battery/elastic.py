@@ -33,6 +33,7 @@ __all__ = [
     "check_expanded",
     "check_gradients",
     "check_masked_decode",
+    "check_other_most_tokens",
     "check_scales",
     "check_streams",
     "check_too_many_tokens",
@@ -433,6 +434,35 @@ def check_deferred(case: Case, device: str = "cpu") -> None:
         combined, none = event.wait()
         assert none is None
         equal(combined, expected_combine(case, rank), "combined_x")
+
+
+def check_other_most_tokens(case: Case, device: str = "cpu") -> None:
+    """One rank allows more tokens of a rank than the others: every rank is told, whatever the call waits for."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    inputs, most = on(device, case.inputs(rank)), case.max_tokens
+    with make_buffer(case) as buffer:
+
+        def call(most: int, **options: Any) -> Any:
+            made = buffer.dispatch(
+                inputs.x,
+                topk_idx=inputs.topk_idx,
+                num_experts=case.num_experts,
+                num_max_tokens_per_rank=most,
+                **options,
+            )
+            if device == "cuda":
+                torch.cuda.synchronize()
+            buffer.raise_pending()
+            return made
+
+        for do_expand in (False, True):
+            for do_cpu_sync in (True, False):
+                with pytest.raises(
+                    hybrid_ep.ConfigError, match=r"^num_max_tokens_per_rank is .*; allowed: the same on every"
+                ):
+                    call(most + 5 * (rank == last), do_expand=do_expand, do_cpu_sync=do_cpu_sync)
+        received, *_ = call(most)
+        equal(received, received_inputs(case, rank)[1], "recv_x of the next call")
 
 
 def check_too_many_tokens(case: Case, device: str = "cpu") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.battery.normal import equal, gather_rows, on, returned
 
 __all__ = [
     "check_overflow",
+    "check_overflow_of_a_map",
     "check_permuted",
     "check_permuted_cached",
     "check_plain",
@@ -247,6 +249,34 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
         if len(copies) > bound:
             with pytest.raises(hybrid_ep.OverflowError, match=str(len(copies))):
                 buffer.dispatch_with_permute(**given)
+
+
+def check_overflow_of_a_map(case: Case, device: str = "cpu") -> None:
+    """More rows than one rank has room for, along a map: every rank is told, at once, and goes on."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    inputs = on(device, case.inputs(rank))
+    _, (along_map, as_map) = routings(case, device)
+    expected = as_map.reference()
+    full = max(range(num_ranks), key=lambda r: len(expected.received(r)))
+    num_rows = [len(expected.received(r)) for r in range(num_ranks)]
+    bound = num_rows[rank] - (rank == full)
+    with make_buffer(case, timeout_s=60.0) as buffer:
+
+        def call(bound: int) -> Tensor:
+            rows, *_ = buffer.dispatch(inputs.x, **along_map, num_dispatched_tokens=bound)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            buffer.raise_pending()
+            return rows  # type: ignore[no-any-return]
+
+        begin = time.monotonic()
+        with pytest.raises(
+            hybrid_ep.OverflowError, match=rf"at rank {full}; allowed by the bound: {num_rows[full] - 1}$"
+        ):
+            call(bound)
+        dist.barrier()
+        assert time.monotonic() - begin < 30.0
+        assert len(call(num_rows[rank])) == num_rows[rank]
 
 
 def check_two_buffers(case: Case, device: str = "cpu") -> None:

@@ -19,7 +19,13 @@ from tests.battery.normal import dispatch, equal, make_buffer, on
 __all__ = [
     "check_calls_in_turn",
     "check_combine_along_other_handles",
+<<<<<<< HEAD
     "check_combine_along_other_low_latency_handles",
+=======
+    "check_combines_that_grow_memory",
+    "check_dispatch_beside_combine",
+    "check_low_latency_calls_that_grow_memory",
+>>>>>>> h1
     "check_other_calls",
     "check_other_global_scales",
     "check_other_logfmt",
@@ -181,6 +187,94 @@ def check_other_low_latency_calls(device: str = "cpu") -> None:
             assert told[0].startswith(f"{name} is ")
             assert "allowed: the same on every rank" in told[0]
         assert call(32, case.num_experts) == want
+
+
+def check_combines_that_grow_memory(device: str = "cpu") -> None:
+    """A combine for which memory must grow, at one rank only; then at all ranks. For slots that begin small."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    case = Case("growing", last + 1, 100, hidden=4096, topk=2, num_experts=4 * (last + 1))
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case, timeout_s=60.0) as buffer:
+        received, *_, handle, _ = dispatch(buffer, case, inputs)
+        wide = received.repeat(1, 4)
+        for is_other in (rank == last, rank != last):
+            begin = time.monotonic()
+            rows = wide if is_other else received
+            assert re.search("^hidden is ", _is_refused(buffer, lambda rows=rows: buffer.combine(rows, handle), device))
+            dist.barrier()
+            assert time.monotonic() - begin < 30.0
+        _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.num_experts)
+        want = (inputs.x.float() * in_rank.sum(1, keepdim=True)).to(torch.bfloat16).cpu()
+        combined, _, _ = buffer.combine(wide, handle)
+        equal(combined, want.repeat(1, 4), "after growth")
+        dispatch(buffer, case, inputs)
+        combined, _, _ = buffer.combine(received, handle)
+        equal(combined, want, "in memory that has grown")
+
+
+def check_dispatch_beside_combine(num_ranks_per_domain: int, device: str = "cpu") -> None:
+    """One domain dispatches and the other ones combine: every rank is told which call each makes, and at once."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case(
+        "beside", num_ranks, 12, hidden=128, num_experts=4 * num_ranks, num_ranks_per_domain=num_ranks_per_domain
+    )
+    inputs = on(device, case.inputs(rank))
+    dispatches = rank < num_ranks_per_domain
+    with make_buffer(case, timeout_s=60.0) as buffer:
+        received, *_, handle, _ = dispatch(buffer, case, inputs)
+        for bound in (0, 12 * num_ranks):
+            begin = time.monotonic()
+
+            def call(bound: int = bound) -> object:
+                if dispatches:
+                    return dispatch(buffer, case, inputs, num_worst_tokens=bound)
+                return buffer.combine(received, handle)
+
+            told = _is_refused(buffer, call, device)
+            mine, theirs = ("dispatch", "combine") if dispatches else ("combine", "dispatch")
+            assert told.startswith(f"call is '{mine}' at rank {rank} and '{theirs}' at rank "), told
+            dist.barrier()
+            assert time.monotonic() - begin < 30.0
+        equal(dispatch(buffer, case, inputs)[0], received.cpu(), "after other calls")
+
+
+def check_low_latency_calls_that_grow_memory(device: str = "cpu") -> None:
+    """A low-latency dispatch for which memory must be made, or grow, at one rank only; then at all ranks."""
+    rank, last, case = dist.get_rank(), dist.get_world_size() - 1, _case()
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case, low_latency_mode=True, timeout_s=60.0) as buffer:
+
+        def call(max_tokens: int, hooked: bool = False) -> list[int]:
+            _, count, _, _, hook = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, max_tokens, case.num_experts, use_fp8=False, return_recv_hook=hooked
+            )
+            if hook is not None:
+                hook()
+            counts: list[int] = count.tolist()
+            return counts
+
+        def refused(mine: int, other: int, hooked: bool = False) -> None:
+            told = []
+            begin = time.monotonic()
+            # What a call finds is raised by itself or by the next: all make the same number of calls.
+            for max_tokens in (other if rank == last else mine, 16, 16):
+                try:
+                    call(max_tokens, hooked)
+                except hybrid_ep.ConfigError as error:
+                    told.append(str(error))
+                dist.barrier()
+            assert time.monotonic() - begin < 30.0
+            assert len(told) == 1, told
+            assert told[0].startswith("num_max_dispatch_tokens_per_rank is "), told
+            assert "allowed: the same on every rank" in told[0]
+
+        refused(16, 24)
+        want = call(16)
+        for hooked in (False, True):
+            refused(16, 40, hooked)
+            refused(48, 16, hooked)
+        assert call(64) == want
+        assert call(16, True) == want
 
 
 def check_too_many_low_latency_tokens(device: str = "cpu") -> None:

@@ -194,7 +194,7 @@ class Rank(End):
     def __init__(self, native: Any, rank: int, shape: Shape, shared: Shared, transport: str, timeout_s: float) -> None:
         super().__init__(native, rank, shape, shared, transport, timeout_s)
         self.arena = shared.memory[rank]
-        self.communicator.set_arena([shared.memory[r].address for r in self.grid.domain], _SLOT_BYTES)
+        self.communicator.set_arena([shared.memory[r].address for r in self.grid.domain], _SLOT_BYTES, 0)
         self.between = native.BetweenCommunicator(
             domain=self.communicator, rank=rank, num_domains=shape.num_domains, proxy=self.link.proxy
         )
@@ -224,6 +224,7 @@ class Rank(End):
             common_bound=None,
             num_sms=_NUM_SMS,
             max_tokens=None,
+            num_slots=None,
         )
         plan = native.DispatchShape(planned, rank, shape.num_ranks)
         rows, topk_idx, weights = self.inputs(seed)

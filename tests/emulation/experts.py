@@ -28,6 +28,7 @@ __all__ = [
     "check_copies",
     "check_copies_in_turn",
     "check_copies_past_the_last_number",
+    "check_copies_that_grow_memory",
     "check_missing_rank",
     "check_other_numbers_of_launches",
     "check_ranks_that_disagree",
@@ -212,6 +213,23 @@ def check_other_numbers_of_launches() -> None:
         assert time.monotonic() - begin < 15.0
         round_trip(buffer, draw(0, tokens=20, hidden=128), "after other numbers of launches")
         _copy(buffer, mapping, 2, sizes=(*range(16, 16 + 17), 17000))
+
+
+def check_copies_that_grow_memory() -> None:
+    """A copy for which memory must grow, at one rank only; then at all ranks. For slots that begin small."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mapping = torch.zeros(num_ranks, 1, dtype=torch.int64)
+    with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks, timeout_s=60.0) as buffer:
+        for is_other in (rank == num_ranks - 1, rank != num_ranks - 1):
+            experts = [torch.zeros(1, 4 << 20 if is_other else 64, dtype=torch.uint8)]
+            spare = [one.clone() for one in experts]
+            begin = time.monotonic()
+            with pytest.raises(hybrid_ep.ConfigError, match="sizes of experts"):
+                _call(buffer, lambda spare=spare, experts=experts: buffer.lb_prefetch_weights(spare, experts, mapping))
+            dist.barrier()
+            assert time.monotonic() - begin < 30.0
+        _copy(buffer, mapping, 2, sizes=(4 << 20, 12))
+        round_trip(buffer, draw(0, tokens=20, hidden=128), "in memory that has grown")
 
 
 def check_missing_rank(has_expert: bool) -> None:

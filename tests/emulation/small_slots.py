@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,9 +15,9 @@ import torch.distributed as dist
 
 import hybrid_ep
 from tests.battery.cases import Case
-from tests.battery.normal import make_buffer
+from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_too_small_for_sums", "check_with_small_slots"]
+__all__ = ["check_memory_of_a_graph", "check_too_small_for_sums", "check_with_small_slots"]
 
 
 def check_with_small_slots(function: str, *args: Any) -> None:
@@ -24,6 +27,50 @@ def check_with_small_slots(function: str, *args: Any) -> None:
     module, name = function.rsplit(".", 1)
     with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def check_memory_of_a_graph(num_ranks_per_domain: int) -> None:
+    """One rank calls with the memory from before it grew, as a replayed graph does: all are told, and none sends."""
+    from hybrid_ep.engine import arena
+
+    rank, num_ranks, told = dist.get_rank(), dist.get_world_size(), "^number of the memory for rows "
+    small = Case("small", num_ranks, 20, hidden=128, num_ranks_per_domain=num_ranks_per_domain)
+    large = replace(small, tokens=100, hidden=16384)
+    inputs = small.inputs(rank)
+    with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1), make_buffer(small, timeout_s=60.0) as buffer:
+        engine: Any = buffer.engine
+        memory = engine._arena._memory
+        before = (memory.addresses, engine._arena.slot_bytes, engine._arena._number)
+        received, *_, handle, _ = dispatch(buffer, small, inputs)
+        want, _, _ = buffer.combine(received, handle)
+        dispatch(buffer, large, large.inputs(rank))
+        now = (engine._arena._memory.addresses, engine._arena.slot_bytes, engine._arena._number)
+        assert now[1] > before[1]
+        if rank == num_ranks - 1:
+            engine._communicator.set_arena(*before)
+        experts = torch.zeros(1, 64, dtype=torch.uint8)
+        mapping = torch.zeros(num_ranks, 1, dtype=torch.int64)
+        calls: list[Callable[[], object]] = [
+            lambda: dispatch(buffer, small, inputs),
+            lambda: dispatch(buffer, small, inputs, num_worst_tokens=20 * num_ranks),
+            lambda: buffer.combine(received, handle),
+        ]
+        if num_ranks_per_domain == num_ranks:
+            calls.append(lambda: buffer.lb_prefetch_weights(experts.clone(), experts, mapping))
+        begin = time.monotonic()
+        for call in calls:
+            with pytest.raises(hybrid_ep.ConfigError, match=told):
+                _call(buffer, call)
+        dist.barrier()
+        assert time.monotonic() - begin < 30.0
+        engine._communicator.set_arena(*now)
+        assert torch.equal(dispatch(buffer, small, inputs)[0], received)
+        assert torch.equal(buffer.combine(received, handle)[0], want)
+
+
+def _call(buffer: hybrid_ep.Buffer, call: Callable[[], object]) -> None:
+    call()
+    buffer.raise_pending()
 
 
 def check_too_small_for_sums() -> None:

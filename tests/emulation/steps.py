@@ -129,7 +129,7 @@ STEPS = [
     Step(
         "streams move on behind a dispatch",
         _DISPATCH,
-        "kControlChunks + (is_sent ? num_chunks(params.record, call.num_sent[d]) : 0)",
+        "call.num_control[d] + (is_sent ? num_chunks(params.record, call.num_sent[d]) : 0)",
         "0",
         _FOUR,
     ),

@@ -94,6 +94,26 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, size: int) -
     run_emulated(2 * size, "emulation.domains.check_in_domains", size, check)
 
 
+@pytest.mark.parametrize(("num_ranks", "size"), [(2, 1), (4, 2), (3, 1)])
+def test_a_dispatch_beside_a_combine(run_emulated: RunEmulated, num_ranks: int, size: int) -> None:
+    run_emulated(num_ranks, "battery.other_calls.check_dispatch_beside_combine", size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated, size: int) -> None:
+    check = ("emulation.small_slots.check_with_small_slots", "battery.other_calls.check_combines_that_grow_memory")
+    run_emulated(2 * size, "emulation.domains.check_in_domains", size, *check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_compare_the_memory_that_they_use(run_emulated: RunEmulated, size: int) -> None:
+    run_emulated(2 * size, "emulation.small_slots.check_memory_of_a_graph", size)
+
+
+def test_domains_with_other_numbers_of_slots_are_told_so(run_emulated: RunEmulated) -> None:
+    run_emulated(4, "multi_process.test_load_balance.check_other_slots")
+
+
 def test_combines_that_are_refused_in_a_row(run_emulated: RunEmulated) -> None:
     check = ("emulation.stalls.check_with_stalls", "battery.other_calls.check_refused_combines_in_a_row")
     run_emulated(4, "emulation.domains.check_in_domains", 2, *check)

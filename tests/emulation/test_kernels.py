@@ -50,6 +50,10 @@ def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
 
 
+def test_an_overflow_along_a_map_is_told_to_all(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.hybrid.check_overflow_of_a_map", Case("map", 3, 12, num_experts=12))
+
+
 def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
     case = Case("wide", 2, (9, 7), hidden=128, topk=40, num_experts=80)
     run_emulated(2, "battery.hybrid.check_wide", case)
@@ -62,7 +66,9 @@ def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> No
     run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
 
 
-@pytest.mark.parametrize("check", ["check_scales", "check_gradients", "check_deferred", "check_too_many_tokens"])
+@pytest.mark.parametrize(
+    "check", ["check_scales", "check_gradients", "check_deferred", "check_too_many_tokens", "check_other_most_tokens"]
+)
 def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))
 
@@ -178,6 +184,19 @@ def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
 )
 def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.other_calls.{check}")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated, num_ranks: int) -> None:
+    """What one rank alone would make grow is refused at all ranks, and later growth succeeds."""
+    small = "emulation.small_slots.check_with_small_slots"
+    run_emulated(num_ranks, small, "battery.other_calls.check_combines_that_grow_memory")
+    run_emulated(num_ranks, small, "emulation.experts.check_copies_that_grow_memory")
+    run_emulated(num_ranks, "battery.other_calls.check_low_latency_calls_that_grow_memory")
+
+
+def test_ranks_compare_the_memory_that_they_use(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.small_slots.check_memory_of_a_graph", 2)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -147,6 +147,7 @@ def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transp
 @pytest.mark.parametrize(
     "check",
     [
+        "check_low_latency_calls_that_grow_memory",
         "check_other_low_latency_calls",
         "check_other_global_scales",
         "check_other_logfmt",

@@ -28,7 +28,13 @@ def test_elastic_buffer(run_ranks: RunRanks, case: Case, check: Callable[..., No
 
 @pytest.mark.parametrize(
     "check",
-    [elastic.check_scales, elastic.check_gradients, elastic.check_streams, elastic.check_too_many_tokens],
+    [
+        elastic.check_scales,
+        elastic.check_gradients,
+        elastic.check_streams,
+        elastic.check_too_many_tokens,
+        elastic.check_other_most_tokens,
+    ],
 )
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_calls_of_consumers(run_ranks: RunRanks, num_ranks: int, check: Callable[..., None]) -> None:

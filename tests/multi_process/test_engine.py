@@ -54,6 +54,10 @@ def test_hybrid(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> 
     run_ranks(case.num_ranks, check, case)
 
 
+def test_an_overflow_along_a_map_is_told_to_all(run_ranks: RunRanks) -> None:
+    run_ranks(3, hybrid.check_overflow_of_a_map, Case("map", 3, 12, num_experts=12))
+
+
 @fp8_cases
 def test_hybrid_fp8(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(case.num_ranks, _permuted_fp8, case)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -105,6 +107,30 @@ def _reduce(per_domain: int) -> None:
 @pytest.mark.parametrize("per_domain", [4, 2])
 def test_gradients_are_added_home_first_then_by_rank(run_ranks: RunRanks, per_domain: int) -> None:
     run_ranks(NUM_RANKS, _reduce, per_domain)
+
+
+def check_other_slots() -> None:
+    """Domains with other numbers of spare slots: every rank is told, none waits, and all go on."""
+    rank = dist.get_rank()
+    told = pytest.raises(hybrid_ep.ConfigError, match=r"^spare slots of a rank is .* allowed: the same on every rank")
+    with hybrid_ep.Buffer(num_ranks_per_domain=2, timeout_s=60.0) as buffer:
+
+        def call(move: Callable[[Tensor, Tensor, Tensor], object], num_slots: int) -> None:
+            mapping = torch.zeros(2, num_slots, dtype=torch.int32)
+            move(torch.zeros(num_slots, 24), torch.zeros(NUM_LOCAL, 24), mapping)
+            buffer.raise_pending()
+
+        begin = time.monotonic()
+        for move in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
+            with told:
+                call(move, 2 if rank < 2 else 3)
+            dist.barrier()
+            call(move, 2)
+        assert time.monotonic() - begin < 30.0
+
+
+def test_domains_with_other_numbers_of_slots_are_told_so(run_ranks: RunRanks) -> None:
+    run_ranks(NUM_RANKS, check_other_slots)
 
 
 def _counts() -> list[list[int]]:

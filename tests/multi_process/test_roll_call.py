@@ -97,6 +97,17 @@ def _come_late(number: int, late: int) -> tuple[str, int | None, float]:
     return "met", None, 0.0
 
 
+def _meet_alone(number: int, alone: int) -> str:
+    """One rank comes to a meeting that the others do not have; then all meet."""
+    rank = dist.get_rank()
+    roll_call = RollCall(dist.group.WORLD, rank, 1.5, number)
+    if rank == alone:
+        with pytest.raises(hybrid_ep.TimeoutError, match="have not come"):
+            roll_call.gather("step", "alone")
+    dist.barrier()
+    return ", ".join(roll_call.gather("step", str(rank)).values())
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[VirtualCluster]:
     with VirtualCluster(NUM_RANKS) as started:
@@ -126,6 +137,10 @@ def test_a_group_is_made_of_ranks_that_have_come(cluster: VirtualCluster) -> Non
     told = cluster.run(_group_without, 6, 2, limit_s=LIMIT_S)
     assert told[1][1] == 2
     assert told[1][0].endswith("rank 1 waited 1 s for rank 2: it has not come")
+
+
+def test_a_rank_that_has_met_alone_meets_the_others(cluster: VirtualCluster) -> None:
+    assert cluster.run(_meet_alone, 7, 1, limit_s=LIMIT_S) == ["0, 1, 2"] * NUM_RANKS
 
 
 def test_a_late_rank_is_named_in_time_and_told_so(cluster: VirtualCluster) -> None:

@@ -55,7 +55,7 @@ def test_control_memory_has_no_cell_for_each_pair_of_many_ranks(grid: tuple[int,
     num_domains, size = grid
     num_ranks = num_domains * size
     num_columns = num_ranks if num_ranks <= _cuda.max_matrix_ranks else size
-    words = 8 * num_ranks * (19 + num_columns + _cuda.max_experts // num_ranks) + 4 * _cuda.max_tokens
+    words = 8 * num_ranks * (23 + num_columns + _cuda.max_experts // num_ranks) + 4 * _cuda.max_tokens
     used = _cuda.between_control_bytes(num_domains=num_domains, ranks_per_domain=size)
     assert words <= used <= words + (64 << 10)
     assert used < 4 << 20

@@ -42,6 +42,7 @@ DispatchRequest request_of(const py::object& shape) {
   request.common_bound = fields.optional("common_bound");
   request.num_sms = fields.optional("num_sms");
   request.max_tokens = fields.optional("max_tokens");
+  request.num_slots = fields.optional("num_slots");
   return request;
 }
 
@@ -149,7 +150,7 @@ void add_communicator(py::module_& module) {
   py::class_<Communicator>(module, "Communicator")
       .def(py::init<int, const std::vector<uintptr_t>&, int, double>(), py::kw_only(), py::arg("rank"),
            py::arg("control"), py::arg("device"), py::arg("timeout_s"))
-      .def("set_arena", &Communicator::set_arena, py::arg("arena"), py::arg("slot_bytes"))
+      .def("set_arena", &Communicator::set_arena, py::arg("arena"), py::arg("slot_bytes"), py::arg("number"))
       .def(
           "capacity",
           [](const Communicator& self, const DispatchPlan& plan) { return self.capacity(plan.format.widths()); },
@@ -214,15 +215,16 @@ void add_communicator(py::module_& module) {
       .def(
           "copy_experts",
           [](Communicator& self, const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& tensors,
-             uintptr_t mapping, int num_slots, int num_local, int num_sms, uintptr_t stream) {
+             uintptr_t mapping, int num_slots, int num_local, int num_sms, bool only_compares, uintptr_t stream) {
             std::vector<ExpertTensor> given;
             for (const auto& [experts, spare, item_bytes] : tensors) {
               given.push_back({pointer<uint8_t>(experts), pointer<uint8_t>(spare), item_bytes});
             }
-            self.copy_experts(given, pointer<int64_t>(mapping), num_slots, num_local, num_sms, stream_of(stream));
+            self.copy_experts(given, pointer<int64_t>(mapping), num_slots, num_local, num_sms, only_compares,
+                              stream_of(stream));
           },
           py::kw_only(), py::arg("tensors"), py::arg("mapping"), py::arg("num_slots"), py::arg("num_local"),
-          py::arg("num_sms"), py::arg("stream"))
+          py::arg("num_sms"), py::arg("only_compares"), py::arg("stream"))
       .def("wait_for_counts", &wait_for_counts, py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"),
            py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault);

@@ -134,6 +134,7 @@ void add_low_latency(py::module_& module) {
       .def_property_readonly("num_ints_between",
                              [](const LowLatencyPlan& plan) { return OwnTables::of(plan).num_ints; })
       .def("refused", &LowLatencyPlan::refused, py::arg("num_tokens"))
+      .def("compared", &LowLatencyPlan::compared)
       .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
       .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")

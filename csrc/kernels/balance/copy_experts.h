@@ -24,7 +24,7 @@ struct CopyExpertsParams {
   Domain domain;
   const int64_t* mapping;  // [R, B] the expert in each spare slot; others than 0 … R × LE − 1: the slot stays as it is
   int num_slots, num_local;
-  uint32_t sizes;  // a checksum of all sizes
+  uint32_t sizes;  // arena_bits() | a checksum of all sizes
   int num_tensors;
   ExpertTensor tensors[kMaxExpertTensors];
   int end_chunk[kMaxExpertTensors];  // of the chunks of an expert, those of a tensor end here

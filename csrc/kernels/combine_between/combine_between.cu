@@ -39,13 +39,14 @@ static_assert(kWarpRingBytes >= RowMover::kRingBytes);
 // What a rank publishes to its peers ahead of its records: its call, and what is wrong in its domain. The ranks of a
 // domain find that out together. Other ranks learn it from their peers.
 struct CombineHeader {
+  CallKind call_kind;  // first, as in CallHeader
   uint32_t call[kNumReadyWords];
   FaultKind kind;  // kOtherCall, kOverflow, or kNone
   int32_t rank;    // that makes another call, or whose slot is too small
   uint32_t other_call[kNumReadyWords];
   int32_t num_rows, capacity;  // of the slot
 };
-constexpr uint32_t kCombineHeaderBytes = 32;
+constexpr uint32_t kCombineHeaderBytes = 48;
 static_assert(sizeof(CombineHeader) <= kCombineHeaderBytes);
 
 // A slot that does not hold the rows that its rank sums.
@@ -131,7 +132,7 @@ __device__ CombineHeader make_header(const CombineBetweenParams& params, uint32_
   const Domain& domain = params.between.domain;
   const Grid& grid = params.between.grid;
   const int first_rank = grid.domain_idx() * grid.ranks_per_domain;
-  CombineHeader header{{params.call[0], params.call[1]}, FaultKind::kNone, 0, {}, 0, 0};
+  CombineHeader header{CallKind::kCombine, {params.call[0], params.call[1]}, FaultKind::kNone, 0, {}, 0, 0};
   if (full_slot.num_rows > 0) {
     header.kind = FaultKind::kOverflow;
     header.rank = first_rank + full_slot.rank;
@@ -194,11 +195,18 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
     ok &= stream.wait(0);
     if (!ok) break;
     const CombineHeader theirs = *reinterpret_cast<const CombineHeader*>(stream.chunk(0));
-    compare(theirs.call, grid.peer_in(d));
-    if (theirs.kind == FaultKind::kOtherCall) compare(theirs.other_call, theirs.rank);
-    if (theirs.kind == FaultKind::kOverflow) {
+    if (theirs.call_kind == CallKind::kCombine) {
+      compare(theirs.call, grid.peer_in(d));
+      if (theirs.kind == FaultKind::kOtherCall) compare(theirs.other_call, theirs.rank);
+      if (theirs.kind == FaultKind::kOverflow) {
+        same = false;
+        report_full_slot(domain, kRankElsewhere + theirs.rank, theirs.num_rows, theirs.capacity);
+      }
+    } else {  // the rest of its header is not that of a combine
       same = false;
-      report_full_slot(domain, kRankElsewhere + theirs.rank, theirs.num_rows, theirs.capacity);
+      report_other_call(domain.fault, KernelName::kCombineBetween, CallField::kCall, domain.rank,
+                        kRankElsewhere + grid.peer_in(d), static_cast<int>(CallKind::kCombine),
+                        static_cast<int>(theirs.call_kind));
     }
     ok &= stream.read_rows(0, 1, 1);
   }

@@ -27,6 +27,7 @@ struct CallBetween {
   int num_records[kMaxDomains];  // that come from the peer in each domain; in this domain, this rank's tokens
   int held_begin[kMaxDomains];   // of these, where they begin in what the route holds
   int num_sent[kMaxDomains];     // tokens of this rank that go to each domain
+  int num_control[kMaxDomains];  // chunks that this rank and its peer in each domain exchange ahead of records
   Verdict verdict;
 };
 
@@ -48,6 +49,8 @@ __device__ int told_value(const DispatchBetweenParams& params, int domain, int i
   const BetweenRoute& parts = params.parts;
   const int num_columns = between.layout.num_columns;
   switch (i) {
+    case CallHeader::kKind:
+      return static_cast<int>(CallKind::kDispatch);
     case CallHeader::kSlotIdx:
       return params.slot_idx;
     case CallHeader::kRowLimit:
@@ -187,14 +190,19 @@ __device__ bool accepts_call(const DispatchBetweenParams& params, const int* hea
 __device__ bool makes_same_call(const DispatchBetweenParams& params, const int* header, int source) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
+  const auto is_same = [&](CallField field, int mine, int theirs) {
+    if (theirs == mine) return true;
+    if (blockIdx.x == 0) {
+      report_other_call(between.domain.fault, KernelName::kDispatchBetween, field, grid.domain_rank(),
+                        named(grid, source), mine, theirs);
+    }
+    return false;
+  };
+  // What comes from another kind of call has the kind and nothing else.
+  if (!is_same(CallField::kCall, static_cast<int>(CallKind::kDispatch), header[CallHeader::kKind])) return false;
 #pragma unroll
   for (int i = 0; i < kNumDispatchFields; ++i) {
-    const int theirs = header[CallHeader::kFirstField + i];
-    if (theirs == params.call[i]) continue;
-    if (blockIdx.x != 0) return false;
-    report_other_call(between.domain.fault, KernelName::kDispatchBetween, static_cast<CallField>(i), grid.domain_rank(),
-                      named(grid, source), params.call[i], theirs);
-    return false;
+    if (!is_same(static_cast<CallField>(i), params.call[i], header[CallHeader::kFirstField + i])) return false;
   }
   return true;
 }
@@ -209,6 +217,7 @@ __device__ bool receive_headers(const DispatchBetweenParams& params, const Waite
   for (int r = threadIdx.x; r < size; r += blockDim.x) call.num_held[r] = call.num_sums[r] = 0;
   for (int d = threadIdx.x; d < grid.num_domains; d += blockDim.x) {
     call.num_sent[d] = params.route[params.parts.domain_counts + d];
+    call.num_control[d] = kControlChunks;
   }
   __syncthreads();
   for (int source = threadIdx.x; source < grid.num_ranks(); source += blockDim.x) {
@@ -218,7 +227,11 @@ __device__ bool receive_headers(const DispatchBetweenParams& params, const Waite
     same &= makes_same_call(params, header, source);
     same &= accepts_call(params, header, source);
     const int r = source % size, domain = source / size;
-    if (r == between.domain.rank) call.num_records[domain] = header[CallHeader::kNumRecords];
+    if (r == between.domain.rank) {
+      call.num_records[domain] = header[CallHeader::kNumRecords];
+      // A peer in another kind of call exchanges no verdict.
+      if (header[CallHeader::kKind] != static_cast<int>(CallKind::kDispatch)) call.num_control[domain] = 1;
+    }
     if (domain == grid.domain_idx()) {
       call.slot[r] = between.domain.arena[r] + header[CallHeader::kSlotIdx] * between.domain.slot_bytes;
       call.row_limit[r] = header[CallHeader::kRowLimit];
@@ -313,15 +326,19 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   bool ok = true, has_lost = false;
   const Verdict own = call.verdict;
   __syncthreads();
+  const auto domain_of = [&](int i) { return (grid.domain_idx() + i) % grid.num_domains; };
+  const auto has_verdict = [&](int i) { return call.num_control[domain_of(i)] == kControlChunks; };
   for (int i = 1 + warp; i < grid.num_domains && ok; i += num_warps) {
-    const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
+    if (!has_verdict(i)) continue;
+    const ChunkStream<Link> stream(between, waiter, link, domain_of(i));
     ok = __all_sync(kAllLanes, lane > 0 || stream.wait_free(1));
     if (!ok) break;
     if (lane == 0) *reinterpret_cast<Verdict*>(stream.send_slot(1)) = own;
     ok = stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1);
   }
   for (int i = 1 + warp; i < grid.num_domains && lane == 0 && ok; i += num_warps) {
-    const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
+    if (!has_verdict(i)) continue;
+    const ChunkStream<Link> stream(between, waiter, link, domain_of(i));
     ok = stream.wait(1);
     if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
@@ -331,8 +348,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     if (own.fails == 0 && theirs.fails != 0 && theirs.overflowing == kNoRank) {
       has_lost = true;
       report_fault(between.domain.fault, FaultKind::kTimeout, KernelName::kDispatchBetween, WaitTag::kCounts,
-                   between.domain.rank, kRankElsewhere + grid.peer_in((grid.domain_idx() + i) % grid.num_domains), 0,
-                   0);
+                   between.domain.rank, kRankElsewhere + grid.peer_in(domain_of(i)), 0, 0);
     }
     atomicMax(&call.verdict.fails, theirs.fails);
     atomicMax(&call.verdict.lacks_capacity, theirs.lacks_capacity);
@@ -350,7 +366,8 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   };
   if (threadIdx.x == 0 && ok) report(own);
   for (int i = 1 + warp; i < grid.num_domains && lane == 0 && ok; i += num_warps) {
-    const ChunkStream<Link> stream(between, waiter, link, (grid.domain_idx() + i) % grid.num_domains);
+    if (!has_verdict(i)) continue;
+    const ChunkStream<Link> stream(between, waiter, link, domain_of(i));
     report(*reinterpret_cast<const Verdict*>(stream.chunk(1)));
     ok &= stream.read_rows(1, 1, 1);
   }
