@@ -42,15 +42,14 @@ LowLatencyPlan LowLatencyPlan::refused(int num_tokens) const {
   return plan;
 }
 
-<<<<<<< HEAD
 const LowLatencyNumber* number_of(const LowLatencyPlan& plan, const int32_t* results) {
   return reinterpret_cast<const LowLatencyNumber*>(results + plan.results.number);
-=======
+}
+
 LowLatencyPlan LowLatencyPlan::compared() const {
   LowLatencyPlan plan = of({shape.num_experts, shape.num_topk, shape.hidden, 0}, format, num_ranks);
   plan.call = call;
   return plan;
->>>>>>> h1
 }
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,

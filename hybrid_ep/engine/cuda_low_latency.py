@@ -28,14 +28,9 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     state_of,
 )
-<<<<<<< HEAD
-from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
-from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
-=======
 from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls
-from hybrid_ep.engine.cuda_faults import as_error
+from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
->>>>>>> h1
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
@@ -136,12 +131,8 @@ class CudaLowLatency:
         self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
-<<<<<<< HEAD
         self._number, self._num_regions = number, 0  # that have been made
-        self._dispatches, self._combines = _Buffers(), _Buffers()
-=======
         self._dispatches, self._combines = Buffers(), Buffers()
->>>>>>> h1
         self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
 
@@ -165,8 +156,7 @@ class CudaLowLatency:
         sizes = num_max_tokens_per_rank, hidden, num_experts
         state = _State(plan, num_tokens, chunk, results)
         handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
-        counter = low_latency_counter(self._number, self._num_regions, self._losses.period)
-        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale), counter
+        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale), self._counter()
         if return_recv_hook:
             region.send_tokens(*sent, results, stream)
         else:
@@ -594,10 +584,7 @@ class CudaLowLatency:
         if self._regions and not self._regions[-1].native.was_captured:
             self._drop_region()
         self._regions.append(region)
-<<<<<<< HEAD
         self._num_regions += 1
-        self._dispatches, self._combines = _Buffers(), _Buffers()
-=======
         self._dispatches, self._combines = Buffers(), Buffers()
 
     def _compare(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
@@ -610,7 +597,9 @@ class CudaLowLatency:
             stream = self._begin()
             _, results = self._results.take(plan.num_ints, stream, alone=False)
             scale = address(request.global_scale)
-            region.dispatch_tokens(plan.native.compared(), idx, 0, 0, 0, scale, 0, 0, 0, results, stream)
+            region.dispatch_tokens(
+                plan.native.compared(), idx, 0, 0, 0, scale, self._counter(), 0, 0, 0, results, stream
+            )
             buffers.note_sent()
             buffers.note_received(idx)
             self._order.end()
@@ -619,7 +608,9 @@ class CudaLowLatency:
             compare_calls(self._device, lambda: earlier.append(self.take_fault()), self.take_fault, launch)
         finally:
             self._held = next(filter(None, earlier), None)
->>>>>>> h1
+
+    def _counter(self) -> int:
+        return low_latency_counter(self._number, self._num_regions, self._losses.period)
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)

@@ -108,17 +108,11 @@ class LowLatencyBetween(CudaLowLatency):
             communicator,
             order,
             losses,
-<<<<<<< HEAD
             number=number,
             board=board,
             error_of=error_of,
             timeout_s=None,
-=======
-            board=board,
-            error_of=error_of,
-            timeout_s=None,
             everyone=everyone,
->>>>>>> h1
         )
         self._open_link = open_link
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)

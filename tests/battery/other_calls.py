@@ -19,13 +19,10 @@ from tests.battery.normal import dispatch, equal, make_buffer, on
 __all__ = [
     "check_calls_in_turn",
     "check_combine_along_other_handles",
-<<<<<<< HEAD
     "check_combine_along_other_low_latency_handles",
-=======
     "check_combines_that_grow_memory",
     "check_dispatch_beside_combine",
     "check_low_latency_calls_that_grow_memory",
->>>>>>> h1
     "check_other_calls",
     "check_other_global_scales",
     "check_other_logfmt",
