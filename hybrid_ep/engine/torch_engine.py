@@ -98,12 +98,12 @@ class TorchEngine(Engine):
         result = self._dispatch(request)
         if request.bound is None:
             return result
-        self._require_bounds(result.rows.data.shape[0], request.bound)
+        self._require_bounds(result.rows.data, request.bound)
         return _padded(result, request.bound)
 
-    def _require_bounds(self, num_recv: int, bound: int) -> None:
+    def _require_bounds(self, received: Tensor, bound: int) -> None:
         """Raises at every rank if more rows than its bound have arrived at any: the others would wait for that rank."""
-        both, ranks = torch.tensor([num_recv, bound], device="cpu"), list(range(self.grid.num_ranks))
+        both, ranks = torch.tensor([len(received), bound], device=received.device), list(range(self.grid.num_ranks))
         for rank, (arrived, most) in enumerate(self._exchange.all_gather("rows and bounds", both, ranks).tolist()):
             if arrived > most:
                 raise OverflowError(f"{arrived} rows arrived at rank {rank}; allowed by the bound: {most}")
