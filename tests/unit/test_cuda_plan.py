@@ -172,8 +172,8 @@ def test_what_a_low_latency_dispatch_leaves_beside_its_rows(
     )
     num_local, num_sources = num_experts // num_ranks, num_ranks * max_tokens
     layout, counts, src_info = 2 * num_local * num_ranks, num_local, num_local * num_sources
-    rows_of, received, too_many = num_sources * num_topk, num_ranks, 1
-    assert plan.num_ints - (layout + counts + src_info + rows_of + received + too_many) in (0, 1)
+    rows_of, received, too_many, number = num_sources * num_topk, num_ranks, 1, 2
+    assert plan.num_ints - (layout + counts + src_info + rows_of + received + too_many + number) in (0, 1)
     assert plan.num_ints % 2 == 0
 
 
