@@ -110,7 +110,8 @@ struct CombineParams {
   int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
   SlotLayout slot;  // `rows` and `weights` of the partial rows that arrive at their source
   ExpertRowParams experts;
-  int num_sms;  // that send and sum; further ones sum rows of experts
+  int num_sms;       // that send and sum; further ones sum rows of experts
+  int window_bytes;  // of stores on the wire at once; 0: not limited
 };
 
 // Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not

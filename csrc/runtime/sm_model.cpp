@@ -14,6 +14,7 @@ constexpr int kDefaultSms = 16;
 constexpr int kFewSms = 8;
 // GB/s on Hopper: what one SM stores (rows for its own GPU count too), and what leaves a GPU over NVLink.
 constexpr double kSmRate = 50, kWireRate = 340;
+constexpr int kWindowBytes = 896 * 1024;  // of stores on the wire, likewise
 constexpr int kDispatchSendWarps = 2;
 // What a sending warp loads ahead: enough to cover the latency of a load under full load. More would unbalance the SMs:
 // a slow one would still have its rows to send when the others have ended.
@@ -63,6 +64,8 @@ int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms) {
 }
 
 int combine_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
+
+int window_bytes(bool is_hopper) { return is_hopper ? kWindowBytes : 0; }
 
 int expert_sms(int asked, int num_combine_sms, int num_topk, int num_ranks, int num_device_sms) {
   // As fast as the rows leave: faster sums take bandwidth of local memory from the combine while it runs.

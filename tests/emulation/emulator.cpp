@@ -370,6 +370,11 @@ bool end_process() {
 
 bool leaves_out(const char* step) { return !left_out.empty() && left_out == step; }
 
+int num_sms() {
+  const char* given = std::getenv("HYBRID_EP_EMULATION_SMS");
+  return given == nullptr ? 3 : std::atoi(given);
+}
+
 void launch(const Grid& grid, const std::function<void()>& kernel) {
   ++num_launches;
   const char* given = std::getenv("HYBRID_EP_EMULATION_WITHOUT");

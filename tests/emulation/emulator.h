@@ -55,6 +55,9 @@ void commit_stores();
 void wait_stores_read(int num_pending);
 void wait_stores_written(int num_pending);
 
+// SMs of the GPU.
+int num_sms();
+
 struct Grid {
   Index ctas, threads;
   int shared_bytes;

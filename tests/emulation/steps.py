@@ -284,7 +284,7 @@ STEPS = [
         "a chunk of an expert is written before it is reported",
         _EXPERTS,
         "ptx::bulk_wait_written<kPushWindow>();",
-        ";",
+        "{}",
         _COPIES,
     ),
     Step(

@@ -115,7 +115,7 @@ def test_domains_with_other_numbers_of_slots_are_told_so(run_emulated: RunEmulat
 
 
 def test_combines_that_are_refused_in_a_row(run_emulated: RunEmulated) -> None:
-    check = ("emulation.stalls.check_with_stalls", "battery.other_calls.check_refused_combines_in_a_row")
+    check = ("emulation.devices.check_with_stalls", "battery.other_calls.check_refused_combines_in_a_row")
     run_emulated(4, "emulation.domains.check_in_domains", 2, *check)
 
 

@@ -23,6 +23,12 @@ def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
+def test_combine_with_a_window(run_emulated: RunEmulated) -> None:
+    """Enough SMs to fill the wire, and rows of which a warp has several chunks."""
+    case = Case("many_sms", 2, 130, hidden=4096, topk=2)
+    run_emulated(2, "emulation.devices.check_with_sms", 14, "battery.normal.check_round_trip", case)
+
+
 @_cases("holes", "hidden_7168")
 @pytest.mark.parametrize("check", ["check_fp8", "check_nvfp4"])
 def test_normal_quantised(run_emulated: RunEmulated, case: Case, check: str) -> None:
@@ -218,7 +224,7 @@ def test_low_latency_combines_along_other_handles_are_refused(run_emulated: RunE
     ],
 )
 def test_ranks_get_ahead_of_ctas_that_stall(run_emulated: RunEmulated, num_ranks: int, check: str) -> None:
-    run_emulated(num_ranks, "emulation.stalls.check_with_stalls", check)
+    run_emulated(num_ranks, "emulation.devices.check_with_stalls", check)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -23,8 +23,8 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kPieceBytes = 4096;
-// A warp that pushes has kPushWindow pieces on the wire. With 16 SMs that fills the wire. More would wait in the GPU,
-// and hold up the warps that copy.
+// If it is paced, a warp that pushes has at most kPushWindow pieces on the wire. With 16 SMs that fills the wire. More
+// would wait inside the GPU and delay the warps that copy.
 constexpr int kPushWarps = 6, kPushStages = 4, kPushWindow = 2;
 constexpr int kCopyWarps = 7, kCopyStages = 3, kCopyStoresInFlight = 1;
 static_assert(kPushWindow * kPieceBytes <= kExpertChunkBytes);
@@ -164,8 +164,9 @@ class PushedChunks {
   // A chunk is reported while the first pieces of the next one are sent, so that the wire is never idle to know that a
   // chunk has arrived.
   __device__ void end_piece() {
-    ptx::bulk_wait_written<kPushWindow>();
-    if (has_sent_ && ++num_pieces_ == kPushWindow) report();
+    const bool reports = ++num_pieces_ == kPushWindow && has_sent_;
+    if (params_.is_paced || reports) ptx::bulk_wait_written<kPushWindow>();
+    if (reports) report();
   }
   __device__ void end_chunk(const Chunk& chunk) {
     if (has_sent_) finish();  // this chunk was too short to report the one before

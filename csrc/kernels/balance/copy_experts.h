@@ -30,6 +30,7 @@ struct CopyExpertsParams {
   int end_chunk[kMaxExpertTensors];  // of the chunks of an expert, those of a tensor end here
   int first_chunk, num_chunks;       // of each expert, that this launch copies
   bool is_further;                   // not the first launch of the call
+  bool is_paced;                     // warps limit their stores on the wire
 };
 
 // Chunks of each expert that one launch copies at most: what the staging memory of a rank and its flags hold.

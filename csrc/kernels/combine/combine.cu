@@ -25,14 +25,13 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kCombineSendWarps = 2;  // of a CTA
-// A warp sends pieces of chunks through a ring, and has at most kWindow pieces on the wire. All warps together have
-// about kWindowBytes, which fills the wire. More bytes wait inside the GPU and delay the loads of the sums. So do
-// longer pieces.
+// A warp sends pieces of chunks through a ring. If it is paced, it has at most kWindow pieces on the wire, and all
+// warps together have window_bytes. More bytes would wait inside the GPU and delay the loads of the sums. Longer pieces
+// delay them too. Otherwise half of a ring is loaded while the other half is sent.
 constexpr int kWindow = 5;
-constexpr int kWindowBytes = 896 * 1024;
 constexpr int kSendRingBytes = 48 * 1024;
 constexpr int kMinPieceBytes = 1024;
-constexpr int kMaxPieceBytes = kSendRingBytes / (kWindow + 2) / kLineBytes * kLineBytes;
+constexpr int kMaxPieceBytes = kSendRingBytes / (kWindow + 2);
 static_assert(kMaxTokens / kRowsPerChunk <= kMaxChunksOfSource);
 
 constexpr int kSumWarps = 9;
@@ -51,13 +50,20 @@ struct Chunk {
   int64_t to;    // row of the source's arena
 };
 
-// The pieces of a whole chunk are of equal size, but for the last one. There are kWindow of them, or more if that makes
-// them too long.
-__device__ int piece_bytes_of(int chunk_bytes, int num_sms) {
-  const int most = max(kMinPieceBytes, min(kWindowBytes / (num_sms * kCombineSendWarps * kWindow), kMaxPieceBytes));
-  const int num_pieces = max(kWindow, (chunk_bytes - 1) / most + 1);
-  return ((chunk_bytes - 1) / (num_pieces * kLineBytes) + 1) * kLineBytes;
-}
+// How a sending warp cuts chunks into pieces. Those of a whole chunk are of equal size, but for the last one.
+struct Pieces {
+  int num_bytes;  // of each
+  bool are_paced;
+
+  __device__ Pieces(int chunk_bytes, int window_bytes, int num_sms) {
+    const int share = window_bytes / (num_sms * kCombineSendWarps * kWindow);
+    const bool fills_window = share > 0 && share <= kMaxPieceBytes;
+    const int most = fills_window ? max(share, kMinPieceBytes) : kSendRingBytes / (2 * kWindow);
+    const int num = max(kWindow, (chunk_bytes - 1) / most + 1);
+    num_bytes = (chunk_bytes - 1) / (num * kLineBytes) * kLineBytes + kLineBytes;
+    are_paced = fills_window && num > kWindow;
+  }
+};
 
 // Walks the pieces of a run of rows. A piece fits into a stage.
 class PieceWalk {
@@ -123,12 +129,11 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
   }
 
   // The first pieces of the next chunk are loaded while this one is sent, so that no load is waited for.
-  const int chunk_bytes = kRowsPerChunk * params.row_bytes, piece_bytes = piece_bytes_of(chunk_bytes, params.num_sms);
-  const bool fills_window = chunk_bytes > kWindow * piece_bytes;
-  RowRing<kWindow> ring(stages, barriers, min(kSendRingBytes / piece_bytes, kMaxStages), piece_bytes, lane);
+  const Pieces pieces(kRowsPerChunk * params.row_bytes, params.window_bytes, params.num_sms);
+  RowRing<kWindow> ring(stages, barriers, min(kSendRingBytes / pieces.num_bytes, kMaxStages), pieces.num_bytes, lane);
   Chunk chunk{}, next{};
   bool has_chunk = chunks.next(chunk), has_next = false;
-  const auto pieces_of = [&](const Chunk& of) { return PieceWalk(of.num_rows * params.row_bytes, piece_bytes); };
+  const auto pieces_of = [&](const Chunk& of) { return PieceWalk(of.num_rows * params.row_bytes, pieces.num_bytes); };
   PieceWalk asked = pieces_of(chunk);
   bool is_in_next = false;
   int num_ahead = 0;
@@ -178,7 +183,7 @@ __device__ bool send_rows(const CombineParams& params, const CombineRoutes& rout
       if (lane == 0) ptx::bulk_store(target + piece.offset(), stage, piece.num_bytes());
       ring.release();
       ++num_sent;
-      if (fills_window || num_sent == kWindow) ptx::bulk_wait_written<kWindow>();
+      if (pieces.are_paced || num_sent == kWindow) ptx::bulk_wait_written<kWindow>();
       --num_ahead;
       ask_ahead();
       if (has_sent && num_sent == kWindow) report();
