@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,18 +44,30 @@ def _other(case: Case, **changes: Any) -> Case:
     return replace(case, **changes) if dist.get_rank() == case.num_ranks - 1 else case
 
 
-def _is_refused(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: str) -> str:
+def _call(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: str) -> None:
     """Calls; of a call that does not wait for the device the buffer tells behind it."""
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    buffer.raise_pending()
 
-    def once() -> None:
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        buffer.raise_pending()
 
+def _is_refused(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: str) -> str:
     with pytest.raises(hybrid_ep.ConfigError, match="allowed: the same on every rank") as refused:
-        once()
+        _call(buffer, call, device)
     return str(refused.value)
+
+
+def _errors_of(buffer: hybrid_ep.Buffer, calls: Iterable[Callable[[], object]], device: str) -> list[str]:
+    """Makes the calls, one after the other at all ranks, and returns what the ConfigErrors say."""
+    told = []
+    for call in calls:
+        try:
+            _call(buffer, call, device)
+        except hybrid_ep.ConfigError as error:
+            told.append(str(error))
+        dist.barrier()
+    return told
 
 
 def check_other_calls(device: str = "cpu") -> None:
@@ -358,17 +371,12 @@ def check_other_logfmt(device: str = "cpu") -> None:
         *_, handle, _, _ = buffer.low_latency_dispatch(
             inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
         )
+
+        def combine(use_logfmt: bool) -> None:
+            buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle, use_logfmt=use_logfmt)
+
         for mine in (is_last, not is_last):
-            told = []
-            for use_logfmt in (mine, False, False):
-                try:
-                    buffer.low_latency_combine(x, inputs.topk_idx, inputs.topk_weights, handle, use_logfmt=use_logfmt)
-                    if device == "cuda":
-                        torch.cuda.synchronize()
-                    buffer.raise_pending()
-                except hybrid_ep.ConfigError as error:
-                    told.append(str(error))
-                dist.barrier()
+            told = _errors_of(buffer, [partial(combine, one) for one in (mine, False, False)], device)
             assert len(told) == 1, told
             assert told[0].startswith(f"use_logfmt is {mine} at rank {rank} and {not mine} at rank ")
 
@@ -390,22 +398,18 @@ def check_combine_along_other_low_latency_handles(device: str = "cpu") -> None:
             )
             calls.append((rows.clone(), inputs.topk_idx, inputs.topk_weights, handle))
         want = [buffer.low_latency_combine(*call)[0] for call in calls]
+
+        def combine(i: int, hooked: bool) -> None:
+            _, _, hook = buffer.low_latency_combine(*calls[i], return_recv_hook=hooked)
+            if hook is not None:
+                hook()
+
         for hooked in (False, True):
             for mine, theirs in [(0, 1), (1, 0), (1, 2)]:
-                told = []
                 begin = time.monotonic()
                 # What a call finds is raised by itself or by the next: all make the same number of calls.
-                for i in (theirs if is_last else mine, 2, 2):
-                    try:
-                        _, _, hook = buffer.low_latency_combine(*calls[i], return_recv_hook=hooked)
-                        if hook is not None:
-                            hook()
-                        if device == "cuda":
-                            torch.cuda.synchronize()
-                        buffer.raise_pending()
-                    except hybrid_ep.ConfigError as error:
-                        told.append(str(error))
-                    dist.barrier()
+                along = theirs if is_last else mine, 2, 2
+                told = _errors_of(buffer, [partial(combine, i, hooked) for i in along], device)
                 assert len(told) == 1, told
                 assert told[0].startswith("number of the handle's dispatch is "), told
                 assert time.monotonic() - begin < 30.0
