@@ -16,7 +16,8 @@ enum class FaultKind : int32_t {
   kBadBound = 5,  // a rank gives a bound beyond the capacity that all have agreed on
   kTooManyTokens = 6,
   kTransport = 7,
-  kNoSignal = 8  // experts of a rank have not signalled in time that their rows are written
+  kNoSignal = 8,  // experts of a rank have not signalled in time that their rows are written
+  kRefused = 9    // a rank has refused its low-latency combine; the number of the refusal is seen
 };
 enum class KernelName : int32_t {
   kDispatch = 0,

@@ -34,10 +34,11 @@ constexpr int kMaxLowLatencyTokens = 0xffff;  // M: what a flag can hold
 constexpr int kMinTokensToSum = 32;
 constexpr int kNumShapeWords = 2;  // that hold all of a shape and a format
 // LowLatencySent::value. Up to kNoSums: from how many tokens on rows are sums; kNoSums is more tokens
-// than a rank has. With one of the two upper bits, the rows cannot be used, and the lower bits hold the reason.
+// than a rank has. With one or both of the two upper bits, the rows cannot be used, and the lower bits hold the reason.
 constexpr uint32_t kLogFmtBit = 1u << 29;       // beside that number: rows are LogFMT-10
 constexpr uint32_t kTooManyRowsBit = 1u << 30;  // an expert's rows, of which the handle's dispatch has lost some
 constexpr uint32_t kNoSignalBit = 1u << 31;     // index of a signal of experts that did not come
+constexpr uint32_t kRefusedBits = kNoSignalBit | kTooManyRowsBit;  // number of the refusal: the rank refuses the call
 constexpr uint32_t kNoSums = kLogFmtBit - 1;
 enum class LowLatencyKind : int32_t { kDispatch = 0, kCombine = 1 };
 // kNone: rows are bf16. kNvfp4 and kNvfp4Ue8m0: rows are e2m1, and scales e4m3 or UE8M0. Otherwise rows are e4m3.
@@ -79,7 +80,7 @@ struct alignas(16) LowLatencyBegun {
 };
 static_assert(sizeof(LowLatencyBegun) == 16 && kMaxLowLatencyTokens < 1 << LowLatencyBegun::kTokensBits);
 
-// What names a dispatch: equal at all its ranks, and of no other dispatch.
+// What names a dispatch: equal at all its ranks, and of no other dispatch. A rank that refuses a combine gives 0.
 struct LowLatencyNumber {
   uint32_t call;  // the epoch and the buffer: from device memory, so that it is another one in each replay of a graph
   uint32_t counter;  // what has counted the epoch; the host gives it
@@ -128,11 +129,11 @@ struct LowLatencyShape {
   int num_experts, num_topk, hidden, max_tokens;  // E, K, H, M
 };
 
-// A shape and a format as ranks publish them. A rank with more tokens than the call allows publishes their number
-// instead, and sends none. That value differs from all shapes, so no rank uses the rows of the call.
+// A shape and a format as ranks publish them. A rank that refuses the call publishes the number of its refusal instead,
+// and sends no tokens. That value differs from all shapes, so no rank uses the rows of the call.
 struct LowLatencyCall {
   static constexpr int kTokensBits = 16, kExpertsBits = 12, kTopkBits = 8;
-  static constexpr uint32_t kTooManyTokensBit = 1u << 31;  // of words[1]; words[0] is the number
+  static constexpr uint32_t kRefusedBit = 1u << 31;  // of words[1]; words[0] is the number
   uint32_t words[kNumShapeWords];
 
   static LowLatencyCall of(const LowLatencyShape& shape, ScaleFormat format) {
@@ -140,10 +141,10 @@ struct LowLatencyCall {
              static_cast<uint32_t>(format) << (kExpertsBits + kTopkBits) |
                  static_cast<uint32_t>(shape.num_topk) << kExpertsBits | static_cast<uint32_t>(shape.num_experts)}};
   }
-  static LowLatencyCall too_many_tokens(uint32_t num_tokens) { return {{num_tokens, kTooManyTokensBit}}; }
+  static LowLatencyCall refused(uint32_t number) { return {{number, kRefusedBit}}; }
 
-  // 0 of a call that is not refused.
-  uint32_t num_too_many() const { return words[1] == kTooManyTokensBit ? words[0] : 0; }
+  // Number of the refusal; 0 of a call that is not refused.
+  uint32_t refusal() const { return words[1] == kRefusedBit ? words[0] : 0; }
   uint32_t num_experts() const { return words[1] & ((1u << kExpertsBits) - 1); }
   uint32_t num_topk() const { return words[1] >> kExpertsBits & ((1u << kTopkBits) - 1); }
   uint32_t scale_format() const { return words[1] >> (kExpertsBits + kTopkBits); }

@@ -35,10 +35,10 @@ LowLatencyPlan LowLatencyPlan::of(const LowLatencyShape& shape, ScaleFormat form
           LowLatencyCall::of(shape, format)};
 }
 
-LowLatencyPlan LowLatencyPlan::refused(int num_tokens) const {
-  require(num_tokens > shape.max_tokens, "tokens of a refused call", num_tokens, "more than max_tokens");
-  LowLatencyPlan plan = *this;
-  plan.call = LowLatencyCall::too_many_tokens(num_tokens);
+LowLatencyPlan LowLatencyPlan::refused(int num_ranks, uint32_t number) {
+  require(number >= 1 && number < kTooManyRowsBit, "number of a refusal", number, "1 … 2³⁰ − 1");
+  LowLatencyPlan plan = of({num_ranks, 1, kRowAlignBytes / 2, 0}, ScaleFormat::kNone, num_ranks);
+  plan.call = LowLatencyCall::refused(number);
   return plan;
 }
 

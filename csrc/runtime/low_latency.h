@@ -39,8 +39,8 @@ struct LowLatencyPlan {
   LowLatencyCall call;
 
   static LowLatencyPlan of(const LowLatencyShape& shape, ScaleFormat format, int num_ranks);
-  // The plan of a call that sends nothing, because this rank has so many tokens.
-  LowLatencyPlan refused(int num_tokens) const;
+  // The plan of a call that this rank refuses. It sends nothing but the number (≥ 1) of the refusal.
+  static LowLatencyPlan refused(int num_ranks, uint32_t number);
   // The plan of a call without tokens that publishes this one. It needs no memory of a region but flags.
   LowLatencyPlan compared() const;
 };

@@ -143,9 +143,9 @@ class LowLatencyCalls(LowLatencyArguments):
             of `topk_idx` that names an expert is a row of it. Those after the count are undefined.
 
         Raises:
-            ConfigError: an argument does not fit, ranks differ, the buffer is not in low-latency mode, two earlier
-                hooks have not been called yet, or a hook is called twice or after a cleaning of the buffer. T > M at
-                one rank is raised at every rank, by the hook where there is one.
+            ConfigError: an argument does not fit at this or at another rank, ranks differ, the buffer is not in
+                low-latency mode, two earlier hooks have not been called yet, or a hook is called twice or after a
+                cleaning of the buffer.
             OverflowError: tokens name an expert in several columns, and it has more than M×R rows; at every rank. The
                 cuda engine raises it in the combine, or by `raise_pending` where the expert is.
             TimeoutError, TransportError: a rank was lost; with `enable_shrink` it is masked and the next call goes on
@@ -165,26 +165,31 @@ class LowLatencyCalls(LowLatencyArguments):
         max_tokens = num_max_dispatch_tokens_per_rank
         kinds = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        if type(max_tokens) is not int:
-            require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
-        if type(num_experts) is not int:
-            self._num_local_experts(num_experts)
-        require_bools(_KINDS, kinds)
-        fmt = row_format(*kinds)
-        given = (traits(x, topk_idx, stats, waits, topk_weights, x_global_scale), max_tokens, num_experts, kinds)
-        if given not in self._passed:
-            require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
-            num_local = self._num_local_experts(num_experts)
-            most = MAX_INT // (num_local * self.group_size)
-            if max_tokens > most:  # packed rows are counted in 32 bits
-                require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
-            self._check_dispatched(x, topk_idx, topk_weights, num_experts, fmt)
-            self._check_global_scale(x_global_scale, use_nvfp4, x.device)
-            self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
-            self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
-            if topk_idx.is_cuda:
-                self._passed.add(given)  # no value has been looked at
-        self._check_return(async_finish, return_recv_hook)
+        try:
+            if type(max_tokens) is not int:
+                require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
+            if type(num_experts) is not int:
+                self._num_local_experts(num_experts)
+            require_bools(_KINDS, kinds)
+            fmt = row_format(*kinds)
+            given = (traits(x, topk_idx, stats, waits, topk_weights, x_global_scale), max_tokens, num_experts, kinds)
+            if given not in self._passed:
+                require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
+                num_local = self._num_local_experts(num_experts)
+                most = MAX_INT // (num_local * self.group_size)
+                if max_tokens > most:  # packed rows are counted in 32 bits
+                    allowed = f"≤ {most} with {num_experts} experts"
+                    require(False, "num_max_dispatch_tokens_per_rank", max_tokens, allowed)
+                self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt)
+                self._check_global_scale(x_global_scale, use_nvfp4, x.device)
+                self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
+                self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
+                if topk_idx.is_cuda:
+                    self._passed.add(given)  # no value has been looked at
+            self._check_return(async_finish, return_recv_hook)
+        except ConfigError as error:
+            engine.refuse_low_latency("low_latency_dispatch", error)
+            raise
 
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyDispatchRequest(
@@ -279,8 +284,9 @@ class LowLatencyCalls(LowLatencyArguments):
             combined_x ``[T, H]`` bf16, the event, and the hook (None unless asked for).
 
         Raises:
-            ConfigError: an argument does not fit the handle, `topk_idx` is another routing than the handle's (torch
-                engine), ranks differ, the dispatch's hook has not been called, or this call's hook is called twice.
+            ConfigError: at this or at another rank an argument does not fit the handle, `topk_idx` is another routing
+                than the handle's (torch engine), or the dispatch's hook has not been called. Ranks differ, or this
+                call's hook is called twice.
             OverflowError: the handle's dispatch has dropped rows, as described there.
             TimeoutError, TransportError: a rank was lost; masked as in `low_latency_dispatch`. With `overlap`
                 TimeoutError also where a signal has not been raised within half of the timeout: at every rank.
@@ -294,34 +300,38 @@ class LowLatencyCalls(LowLatencyArguments):
             [3.0, 3.0]
         """
         engine = self._low_latency_engine()
-        self._check_low_latency_handle(handle)
-        require_bools(("use_logfmt", "zero_copy", "overlap"), (use_logfmt, zero_copy, overlap))
-        if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
-            require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
-        if zero_copy:
-            if self._combine_buffer is None or self._combine_buffer[0] is not handle:
-                raise ConfigError(
-                    "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
+        try:
+            self._check_low_latency_handle(handle)
+            require_bools(("use_logfmt", "zero_copy", "overlap"), (use_logfmt, zero_copy, overlap))
+            if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
+                require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
+            if zero_copy:
+                if self._combine_buffer is None or self._combine_buffer[0] is not handle:
+                    raise ConfigError(
+                        "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
+                    )
+                x = self._combine_buffer[1]
+            waits = combine_wait_recv_cost_stats
+            given = (traits(x, topk_idx, topk_weights, out, waits), *sizes_of(handle))
+            if given not in self._passed:
+                self._check_combined(x, topk_idx, topk_weights, handle, out)
+                self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
+                if topk_idx.is_cuda:
+                    self._passed.add(given)
+            self._check_return(async_finish, return_recv_hook)
+            signals = None
+            if overlap:
+                require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None, None), contiguous=True)
+                if packed_recv_count is not None:
+                    self._check_stats(
+                        packed_recv_count, "packed_recv_count", torch.int32, len(handle.layout_range), x.device
+                    )
+                signals = signals_of(
+                    handle, x.device, src_signals, src_signal_expect_value, comp_signal, block_m, threshold, num_sms
                 )
-            x = self._combine_buffer[1]
-        waits = combine_wait_recv_cost_stats
-        given = (traits(x, topk_idx, topk_weights, out, waits), *sizes_of(handle))
-        if given not in self._passed:
-            self._check_combined(x, topk_idx, topk_weights, handle, out)
-            self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
-            if topk_idx.is_cuda:
-                self._passed.add(given)
-        self._check_return(async_finish, return_recv_hook)
-        signals = None
-        if overlap:
-            require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None, None), contiguous=True)
-            if packed_recv_count is not None:
-                self._check_stats(
-                    packed_recv_count, "packed_recv_count", torch.int32, len(handle.layout_range), x.device
-                )
-            signals = signals_of(
-                handle, x.device, src_signals, src_signal_expect_value, comp_signal, block_m, threshold, num_sms
-            )
+        except ConfigError as error:
+            engine.refuse_low_latency("low_latency_combine", error)
+            raise
         if out is None:
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=x.dtype, device=x.device)
 

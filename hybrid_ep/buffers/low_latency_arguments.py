@@ -32,6 +32,7 @@ class LowLatencyArguments(BaseBuffer):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None,
+        max_tokens: int,
         num_experts: int,
         fmt: RowFormat | None,
     ) -> None:
@@ -47,6 +48,7 @@ class LowLatencyArguments(BaseBuffer):
             require(ok, "hidden of x", hidden, f"with NVFP4: multiples of {channels}")
         self._check_topk(topk_idx, topk_weights, num_experts, x.device)
         require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+        require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
 
     @staticmethod
     def _check_global_scale(global_scale: Tensor | None, use_nvfp4: bool, device: torch.device) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "dtype_code",
     "encode",
     "first_difference",
+    "first_refusal",
     "format_code",
     "require_agreement",
     "too_many_tokens",
@@ -127,11 +128,12 @@ FIELDS: dict[str, Field] = {
     "numel": Field("elements of the tensor", _as_number),
     "expert_sizes": Field("checksum of the sizes of experts and spare slots", _as_number),
     "replica_mapping": Field("checksum of redundancy_mapping", _as_number),
-    # Not compared: of a rank with too many tokens, number << 32 | most.
+    # Not compared: of a rank with too many tokens, number << 32 | most; number of a refusal.
     "too_many_tokens": Field("tokens of a rank", _as_number),
+    "refusal": Field("number of a refusal", _as_number),
 }
 _PLACE = {key: place for place, key in enumerate(FIELDS)}
-_TOO_MANY = "too_many_tokens"
+_TOO_MANY, _REFUSAL = "too_many_tokens", "refusal"
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -158,7 +160,8 @@ def encode(values: Mapping[str, int]) -> list[int]:
 
 def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> str | None:
     """Returns the key of the first field in which two headers differ, or None."""
-    return next((key for key, a, b in zip(FIELDS, mine, theirs, strict=True) if a != b and key != _TOO_MANY), None)
+    pairs = zip(FIELDS, mine, theirs, strict=True)
+    return next((key for key, a, b in pairs if a != b and key not in (_TOO_MANY, _REFUSAL)), None)
 
 
 def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> ConfigError:
@@ -177,10 +180,15 @@ def disagreement(key: str, mine: int, rank: int, theirs: int, peer: int) -> Conf
     )
 
 
-def too_many_tokens(rank: int, num_tokens: int, most: int, *, is_low_latency: bool = False) -> str:
-    """Says that a rank has more tokens than its buffer or call allows, in the same words at every rank."""
-    name = FIELDS["max_tokens" if is_low_latency else "most_tokens"].name
-    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ {name} = {most}"
+def too_many_tokens(rank: int, num_tokens: int, most: int) -> str:
+    """Says that a rank has more tokens than its buffer allows, in the same words at every rank."""
+    return f"rows of x is {num_tokens} at rank {rank}; allowed: ≤ {FIELDS['most_tokens'].name} = {most}"
+
+
+def first_refusal(headers: Mapping[int, Sequence[int]]) -> tuple[int, int] | None:
+    """Returns the lowest rank that has refused its call, and the number of its refusal; None where none has."""
+    refusals = ((peer, header[_PLACE[_REFUSAL]]) for peer, header in sorted(headers.items()))
+    return next(((peer, number) for peer, number in refusals if number != ABSENT), None)
 
 
 def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequence[int]]) -> None:
@@ -201,6 +209,5 @@ def require_agreement(mine: Sequence[int], rank: int, headers: Mapping[int, Sequ
             raise disagreement(key, mine[_PLACE[key]], rank, theirs[_PLACE[key]], peer)
     for peer, theirs in sorted(headers.items()):
         if theirs[_PLACE[_TOO_MANY]] != ABSENT:
-            is_low_latency = theirs[_PLACE["call"]] == CALLS.index("low_latency_dispatch")
             num_tokens, most = divmod(theirs[_PLACE[_TOO_MANY]], 1 << 32)
-            raise ConfigError(too_many_tokens(peer, num_tokens, most, is_low_latency=is_low_latency))
+            raise ConfigError(too_many_tokens(peer, num_tokens, most))

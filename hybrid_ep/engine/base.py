@@ -273,6 +273,20 @@ class Engine(abc.ABC):
         zero.
         """
 
+    @abc.abstractmethod
+    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
+        """Takes part in a low-latency call whose arguments do not fit at this rank: the other ranks raise that, too.
+
+        It takes the place of the call at this rank, and sends no rows. Returns where no other rank waits for this one.
+
+        Args:
+            call: low_latency_dispatch or low_latency_combine.
+            error: of this rank's arguments.
+
+        Raises:
+            ConfigError: the error that every rank raises: it names this rank.
+        """
+
     def allow_masks(self, *, only_masks_lost: bool) -> None:
         """Local, before the first call, and the same at all ranks: callers may mask ranks, and go on without lost ones.
 

@@ -138,7 +138,7 @@ class CudaBetween(TorchEngine):
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
         self._low_latency_kernels: LowLatencyBetween | None = None
-        self._calls_kernels = False  # whether they have served the last low-latency call
+        self._calls_kernels: bool | None = None  # whether they have served the last low-latency call; None: no call yet
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
             self._low_latency_kernels = LowLatencyBetween(
                 roll_call,
@@ -388,6 +388,14 @@ class CudaBetween(TorchEngine):
         if kernels is None or not self._calls_kernels:
             return super().low_latency_combine(request, handle)
         return kernels.combine(request, handle)
+
+    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
+        kernels = self._low_latency_kernels
+        # The arguments do not tell which engine the other ranks call: most likely that of the call before.
+        if kernels is None or self._calls_kernels is False:
+            super().refuse_low_latency(call, error)
+        else:
+            kernels.refuse(call, error)
 
     def allow_masks(self, *, only_masks_lost: bool) -> None:
         super().allow_masks(only_masks_lost=only_masks_lost)

@@ -15,9 +15,11 @@ import torch
 from hybrid_ep.engine.agreement import CALLS, encode, format_code, require_agreement
 from hybrid_ep.engine.calls import LowLatencyDispatchRequest
 from hybrid_ep.engine.roll_call import RollCall
-from hybrid_ep.errors import HybridEPError
+from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["compare_calls", "compare_first_calls"]
+__all__ = ["compare_calls", "compare_first_calls", "refuse_first_call"]
+
+_FIRST_CALL = "low_latency_dispatch: sizes of the first call"
 
 
 def compare_calls(
@@ -56,7 +58,7 @@ def compare_first_calls(roll_call: RollCall, rank: int, request: LowLatencyDispa
         request: of this rank.
 
     Raises:
-        ConfigError: the sizes or formats of the ranks differ.
+        ConfigError: the sizes or formats of the ranks differ, or a rank has refused its call.
         TimeoutError, TransportError: a rank has not come.
     """
     header = encode(
@@ -69,5 +71,17 @@ def compare_first_calls(roll_call: RollCall, rank: int, request: LowLatencyDispa
             "scale_format": format_code(request.fmt),
         }
     )
-    told = roll_call.gather("low_latency_dispatch: sizes of the first call", json.dumps(header))
-    require_agreement(header, rank, {peer: json.loads(text) for peer, text in told.items()})
+    told = {peer: json.loads(text) for peer, text in roll_call.gather(_FIRST_CALL, json.dumps(header)).items()}
+    for theirs in told.values():
+        if isinstance(theirs, str):
+            raise ConfigError(theirs)
+    require_agreement(header, rank, told)
+
+
+def refuse_first_call(roll_call: RollCall, error: ConfigError) -> None:
+    """Makes the other ranks raise an error of this rank in `compare_first_calls`.
+
+    Raises:
+        TimeoutError, TransportError: a rank has not come.
+    """
+    roll_call.gather(_FIRST_CALL, json.dumps(str(error)))

@@ -277,6 +277,9 @@ class CudaEngine(Engine):
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         return self._low_latency.combine(request, handle)
 
+    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
+        self._low_latency.refuse(call, error)
+
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         ranks = set(ranks)
         self._torch.set_masked(ranks, masked)

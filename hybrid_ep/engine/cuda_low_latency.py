@@ -19,7 +19,7 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement, too_many_tokens
+from hybrid_ep.engine.agreement import FIELDS, disagreement
 from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
@@ -28,13 +28,15 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     state_of,
 )
-from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls
+from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls, refuse_first_call
 from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
+from hybrid_ep.engine.cuda_low_latency_empty import launch_refused_combine, launch_without_tokens
 from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
 from hybrid_ep.engine.losses import Losses
+from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError, TransportError
@@ -114,6 +116,7 @@ class CudaLowLatency:
         self._board, self._other_error_of, self._timeout_s = board, error_of, timeout_s
         self._numbering = grid  # by which faults of these calls number ranks
         self.refusal: HybridEPError | None = None
+        self._refusals = Refusals(None if board is None else board.at("refusals"), grid.rank)
         self._index: int = device.index
         self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
@@ -140,12 +143,14 @@ class CudaLowLatency:
         self._look_for_loss()
         data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
         num_tokens, hidden = data.shape
-        plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
-        region, native, refusal = self._region_for(plan, request), plan.native, None
-        if num_tokens > num_max_tokens_per_rank:
-            # The call is made without tokens, so that every rank is told and all stay in step.
-            refusal = self._too_many_tokens(self._grid.rank, num_tokens, num_max_tokens_per_rank)
-            native, num_tokens = native.refused(num_tokens), 0
+        try:
+            plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
+            if plan is not self._last_plan:
+                self._check_growth(plan)
+        except ConfigError as error:
+            self.refuse("low_latency_dispatch", error)
+            raise
+        region, native = self._region_for(plan, request), plan.native
         rows = plan.packed.empty(self._device)
         buffers = self._dispatches
         idx = buffers.next("low_latency_dispatch")
@@ -174,8 +179,6 @@ class CudaLowLatency:
                 )
             buffers.note_received(idx)
             self._order.end()
-            if refusal is not None:
-                raise refusal
             state.is_received = True
             # The combine reports an overflow to all ranks; they would wait for this rank's.
             self.raise_fault(holds_overflow=True)
@@ -185,24 +188,19 @@ class CudaLowLatency:
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         self._look_for_loss()
         data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, return_recv_hook = request
-        state = state_of(handle, _State)
-        plan, num_tokens = state.plan, state.num_tokens
-        if topk_idx.shape != (num_tokens, plan.num_topk):
-            allowed = f"{[num_tokens, plan.num_topk]}, as dispatched"
-            raise ConfigError(f"topk_idx.shape is {list(topk_idx.shape)}; allowed: {allowed}")
-        if not state.is_received:
-            raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
-        region, native = self._region_for(plan), plan.native
+        try:
+            state = state_of(handle, _State)
+            plan, num_tokens = state.plan, state.num_tokens
+            self._check_combine(request, state)
+        except ConfigError as error:
+            self.refuse("low_latency_combine", error)
+            raise
+        region, native = self._regions[-1].native, plan.native
         buffers = self._combines
         idx = buffers.next("low_latency_combine")
         weights, target = aligned(topk_weights), aligned(out)
         if signals is None:
             data = aligned(data)
-        elif data.data_ptr() % _cuda.row_align_bytes:  # a copy would be made before the experts have written
-            offset, unit = data.data_ptr() % _cuda.row_align_bytes, _cuda.row_align_bytes
-            raise ConfigError(
-                f"x.data_ptr() is {offset} bytes after a multiple of {unit}; allowed with overlap: a multiple"
-            )
         stream = self._begin()
         state.chunk.note_use(stream)
         is_whole = signals is None and not return_recv_hook
@@ -261,6 +259,36 @@ class CudaLowLatency:
 
         return finish
 
+    def refuse(self, call: str, error: ConfigError) -> None:
+        """Makes a call without rows, because of which every rank raises an error of this rank.
+
+        Args:
+            call: low_latency_dispatch or low_latency_combine.
+            error: of the call's arguments.
+
+        Raises:
+            ConfigError: the error that every rank raises.
+        """
+        self._look_for_loss()
+        is_combine = call == "low_latency_combine"
+        buffers = self._combines if is_combine else self._dispatches
+        # The other ranks cannot make the call either without a free buffer, or before the first dispatch of all ranks.
+        is_too_early = not self._regions and (is_combine or self.masked)
+        if self._grid.num_ranks == 1 or buffers.are_in_flight or is_too_early:
+            return
+        number, told = self._refusals.tell(error)
+        if not self._regions:
+            refuse_first_call(self._everyone, told)
+            raise told from error
+        region, idx = self._regions[-1].native, buffers.next(call)
+        plan = _cuda.LowLatencyPlan.refused(num_ranks=self._grid.num_ranks, number=number)
+        launch = launch_refused_combine if is_combine else launch_without_tokens
+        launch(region, plan, idx, self._device, self._begin())
+        buffers.note_sent()
+        buffers.note_received(idx)
+        self._order.end()
+        raise told from error
+
     def has_made(self, handle: LowLatencyHandle) -> bool:
         """Whether a dispatch of this class has returned the handle."""
         return isinstance(handle.state, _State)
@@ -289,7 +317,7 @@ class CudaLowLatency:
     def _take_fault(self) -> _cuda.Fault | None:
         """Takes the fault record, but drops that other ranks' calls differ from one that this rank has refused."""
         fault, self._fault = self._fault or self._communicator.take_fault(), None
-        if fault is not None and fault.tag == "shape" and _cuda.low_latency_call_fields(fault.expected)["num_too_many"]:
+        if fault is not None and fault.tag == "shape" and _cuda.low_latency_call_fields(fault.expected)["refusal"]:
             return None
         return fault
 
@@ -310,11 +338,13 @@ class CudaLowLatency:
 
     def _error_of_call(self, fault: _cuda.Fault) -> HybridEPError:
         """The error for a fault of a low-latency call, before it is known which rank has caused it."""
+        if fault.kind == _cuda.FaultKind.REFUSED:
+            return self._refusals.read(fault.peer, fault.seen)
         if fault.tag != "shape":
             return as_error(fault, self._numbering)
         mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
-        if theirs["num_too_many"]:
-            return self._too_many_tokens(fault.peer, theirs["num_too_many"], mine["max_tokens"])
+        if theirs["refusal"]:
+            return self._refusals.read(fault.peer, theirs["refusal"])
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
@@ -342,10 +372,6 @@ class CudaLowLatency:
         if board is not None:
             board = board.at("session {}.{}".format(*self._losses.period))
         return Blame(board, self._grid.rank, 0.0, grace_s=self._grace_s)
-
-    @staticmethod
-    def _too_many_tokens(rank: int, num_tokens: int, most: int) -> ConfigError:
-        return ConfigError(too_many_tokens(rank, num_tokens, most, is_low_latency=True))
 
     def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
         """Raises `take_fault`. With `holds_overflow` an OverflowError is kept for the next call without it."""
@@ -546,41 +572,66 @@ class CudaLowLatency:
             self.upload_masks()
         return self._order.begin_low_latency()
 
-    def _region_for(
-        self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest | None = None
-    ) -> _cuda.LowLatencyRegion:
-        """Returns the region, made or made larger where it must be: collective then, masked ranks included.
+    def _check_combine(self, request: LowLatencyCombineRequest, state: _State) -> None:
+        """Raises ConfigError where a combine does not fit the dispatch of its handle, or this buffer."""
+        plan, shape = state.plan, request.topk_idx.shape
+        if shape != (state.num_tokens, plan.num_topk):
+            allowed = f"{[state.num_tokens, plan.num_topk]}, as dispatched"
+            raise ConfigError(f"topk_idx.shape is {list(shape)}; allowed: {allowed}")
+        if not state.is_received:
+            raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
+        if plan is not self._last_plan and not self._covers(plan):
+            num_bytes = plan.native.capacity.region_bytes
+            raise ConfigError(
+                f"handle is of a dispatch that needs {num_bytes} bytes of low-latency memory, more than this buffer "
+                "has; allowed: one that a dispatch of this buffer returned"
+            )
+        if request.signals is not None:
+            # A copy would be made before the experts have written.
+            offset, unit = request.data.data_ptr() % _cuda.row_align_bytes, _cuda.row_align_bytes
+            if offset:
+                raise ConfigError(
+                    f"x.data_ptr() is {offset} bytes after a multiple of {unit}; allowed with overlap: a multiple"
+                )
 
-        Args:
-            plan: of the call.
-            request: of a dispatch. Where a combine needs more memory, None, its dispatch has not.
-        """
-        if plan is not self._last_plan:
-            if not self._regions or not self._regions[-1].native.covers(plan.native):
-                assert request is not None
-                self._allocate(plan, request)
-            self._last_plan = plan
-        return self._regions[-1].native
-
-    def _allocate(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
-        capacity = plan.native.capacity
-        if self._regions:
-            capacity = capacity.united_with(self._regions[-1].capacity)
-        asked = f"a call needs {capacity.region_bytes} bytes of low-latency memory, more than there are"
+    def _check_growth(self, plan: LowLatencyPlan) -> None:
+        """Raises ConfigError if a dispatch needs more memory while it cannot be made."""
+        if self._covers(plan):
+            return
+        num_bytes = self._capacity_for(plan).region_bytes
+        asked = f"a call needs {num_bytes} bytes of low-latency memory, more than there are"
         if is_capturing(self._index):
             raise ConfigError(f"{asked}; allowed in a capture: sizes that were called with before it")
-        if self._regions:
-            self._compare(plan, request)
         if self.masked or any(self._dispatches.in_flight + self._combines.in_flight):
             raise ConfigError(
                 f"{asked}, while ranks {sorted(self.masked)} are masked or a hook has not been called; allowed: the "
                 "first call of a size with all ranks and no other call on its way"
             )
-        if not self._regions:
+
+    def _capacity_for(self, plan: LowLatencyPlan) -> _cuda.LowLatencyCapacity:
+        """Of a region that is made for a plan: it also covers the calls before."""
+        capacity = plan.native.capacity
+        return capacity.united_with(self._regions[-1].capacity) if self._regions else capacity
+
+    def _covers(self, plan: LowLatencyPlan) -> bool:
+        return bool(self._regions) and self._regions[-1].native.covers(plan.native)
+
+    def _region_for(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> _cuda.LowLatencyRegion:
+        """Returns the region of a dispatch, made or made larger where it must be: collective then."""
+        if plan is not self._last_plan:
+            if not self._covers(plan):
+                self._allocate(plan, request)
+            self._last_plan = plan
+        return self._regions[-1].native
+
+    def _allocate(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
+        if self._regions:
+            self._compare(plan, request)
+        else:
             compare_first_calls(self._everyone, self._grid.rank, request)
         # A peer may still be writing to the old region. Making the new one begins with a rendezvous of the ranks.
         torch.cuda.synchronize(self._device)
-        region = self._make_region(capacity)
+        region = self._make_region(self._capacity_for(plan))
         if self._regions and not self._regions[-1].native.was_captured:
             self._drop_region()
         self._regions.append(region)
@@ -594,11 +645,14 @@ class CudaLowLatency:
         earlier: list[HybridEPError | None] = []
 
         def launch() -> None:
-            stream = self._begin()
-            _, results = self._results.take(plan.num_ints, stream, alone=False)
-            scale = address(request.global_scale)
-            region.dispatch_tokens(
-                plan.native.compared(), idx, 0, 0, 0, scale, self._counter(), 0, 0, 0, results, stream
+            launch_without_tokens(
+                region,
+                plan.native.compared(),
+                idx,
+                self._device,
+                self._begin(),
+                counter=self._counter(),
+                global_scale=address(request.global_scale),
             )
             buffers.note_sent()
             buffers.note_received(idx)

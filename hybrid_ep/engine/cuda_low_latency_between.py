@@ -172,9 +172,7 @@ class LowLatencyBetween(CudaLowLatency):
     ) -> LowLatencyPlan:
         return _plan_between(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
 
-    def _region_for(
-        self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest | None = None
-    ) -> _cuda.LowLatencyRegion:
+    def _region_for(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> _cuda.LowLatencyRegion:
         self._asked = plan
         return super()._region_for(plan, request)
 

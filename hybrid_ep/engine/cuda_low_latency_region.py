@@ -38,9 +38,14 @@ class Buffers:
     next_idx: int = 0
     in_flight: list[bool] = field(default_factory=lambda: [False] * _cuda.low_latency_buffers)
 
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether no call can be sent."""
+        return self.in_flight[self.next_idx]
+
     def next(self, what: str) -> int:
         """The buffer that the next call sends into."""
-        if self.in_flight[self.next_idx]:
+        if self.are_in_flight:
             most = len(self.in_flight)
             raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
         return self.next_idx

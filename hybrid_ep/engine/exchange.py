@@ -23,11 +23,12 @@ from torch import Tensor
 
 from hybrid_ep.core.board import Board, Rendezvous, StoreLostError, rendezvous
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, require_agreement
+from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, first_refusal, require_agreement
 from hybrid_ep.engine.base import Traffic
 from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.link import Link, uses_gloo
-from hybrid_ep.errors import TimeoutError, TransportError
+from hybrid_ep.engine.refusals import Refusals
+from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 
 __all__ = ["Exchange"]
 
@@ -80,8 +81,10 @@ class Exchange:
         self._may_go_on = False  # whether connections of this generation were lost in a call
         self._lost: TransportError | None = None  # why there are no connections
         self._board: Board | None = None
+        self._refusals = Refusals(None, grid.rank)
         if group is not None and grid.num_ranks > 1:
             self._board = Board.of(group).at(f"buffer {number}")
+            self._refusals = Refusals(self._board.at("refusals"), grid.rank)
             self._connect(list(range(grid.num_ranks)))
 
     def take_number(self) -> int:
@@ -134,9 +137,28 @@ class Exchange:
         number = self.take_number() if call_number is None else call_number
         mine = encode({"buffer": self.number, "call": CALLS.index(call), "call_number": number, **same})
         headers, gathered = self._swap_headers(mine, counts, ranks, device, wait_stats)
-        require_agreement(mine, self.grid.rank, dict(zip(ranks, headers, strict=True)))
+        told = dict(zip(ranks, headers, strict=True))
+        if (refusal := first_refusal(told)) is not None:
+            raise self._refusals.read(*refusal)
+        require_agreement(mine, self.grid.rank, told)
         self._tag, self._step = number, 0
         return number, gathered
+
+    def refuse(self, call: str, error: ConfigError) -> None:
+        """Begins a call as the other ranks do, so that they raise an error of this rank.
+
+        Raises:
+            ConfigError: the error that every rank raises.
+            TimeoutError, TransportError: a rank was lost, here or in an earlier call.
+        """
+        if self.grid.num_ranks == 1:
+            return
+        self._label = call
+        refusal, told = self._refusals.tell(error)
+        same = {"buffer": self.number, "call": CALLS.index(call), "call_number": self.take_number()}
+        mine = encode({**same, "refusal": refusal})
+        self._swap_headers(mine, None, self.active(range(self.grid.num_ranks)), torch.device("cuda"), None)
+        raise told from error
 
     def swap(
         self, step: str, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], wait_stats: Tensor | None = None

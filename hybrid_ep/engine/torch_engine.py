@@ -46,7 +46,7 @@ from hybrid_ep.engine.hop import Hop
 from hybrid_ep.engine.link import uses_gloo
 from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.engine.torch_low_latency import TorchLowLatency
-from hybrid_ep.errors import OverflowError
+from hybrid_ep.errors import ConfigError, OverflowError
 
 __all__ = ["TorchEngine"]
 
@@ -283,6 +283,10 @@ class TorchEngine(Engine):
     @one_at_a_time
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         return functools.partial(self._receive, self._low_latency.combine(request, handle))
+
+    @one_at_a_time
+    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
+        self._exchange.refuse(call, error)
 
     @one_at_a_time
     def _receive(self, finish: Callable[[], None]) -> None:

@@ -95,8 +95,6 @@ class TorchLowLatency:
                 "masked": exchange.mask_bits(),
                 "scale_format": format_code(fmt),
             }
-            if data.shape[0] > num_max_tokens_per_rank:
-                same["too_many_tokens"] = data.shape[0] << 32 | num_max_tokens_per_rank
             if global_scale is not None:
                 # As the kernels send it: the upper half of its bits.
                 same["global_scale"] = int(global_scale.view(torch.int32)) >> 16 & 0xFFFF
@@ -138,13 +136,16 @@ class TorchLowLatency:
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, _ = request
         exchange, grid = self._exchange, self._exchange.grid
-        state = state_of(handle, _State)
+        try:
+            state = state_of(handle, _State)
+            if not torch.equal(topk_idx, state.topk_idx):
+                raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")
+            if not state.is_finished:
+                raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
+        except ConfigError as error:
+            exchange.refuse("low_latency_combine", error)
+            raise
         num_local = handle.num_experts // grid.num_ranks
-        if not torch.equal(topk_idx, state.topk_idx):
-            raise ConfigError("topk_idx is another routing than the handle's; allowed: the one that was dispatched")
-        if not state.is_finished:
-            raise ConfigError("handle is of a dispatch whose hook has not been called; allowed: calling it first")
-
         call = exchange.take_number()
 
         def finish() -> None:

@@ -192,6 +192,20 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_handle_of_a_larger_buffer",
+        "check_refused_at_every_rank",
+        "check_refused_combines",
+        "check_refused_dispatches",
+        "check_refused_first_dispatch",
+    ],
+)
+def test_what_one_rank_refuses_all_are_told(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(3, f"battery.refused_low_latency.{check}")
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated, num_ranks: int) -> None:
     """What one rank alone would make grow is refused at all ranks, and later growth succeeds."""

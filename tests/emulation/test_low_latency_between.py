@@ -161,6 +161,21 @@ def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str, size: int) -
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        "check_handle_of_a_larger_buffer",
+        "check_refused_at_every_rank",
+        "check_refused_combines",
+        "check_refused_dispatches",
+        "check_refused_first_dispatch",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_one_rank_refuses_all_are_told(run_by_kernels: RunEmulated, check: str, size: int) -> None:
+    run_by_kernels(2 * size, "emulation.domains.check_in_domains", size, f"battery.refused_low_latency.{check}")
+
+
+@pytest.mark.parametrize(
     ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
 )
 def test_combine_beside_experts(run_by_kernels: RunEmulated, kind: str, use_logfmt: bool) -> None:

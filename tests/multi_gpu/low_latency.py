@@ -260,8 +260,15 @@ def check_bad_expert() -> None:
         _round_trip(buffer, sent)
 
 
+def _combine_and_wait(buffer: hybrid_ep.Buffer, *arguments: Any) -> None:
+    """Combines, and raises what a kernel has found wrong."""
+    buffer.low_latency_combine(*arguments)
+    torch.cuda.synchronize()
+    buffer.raise_pending()
+
+
 def check_other_number_of_tokens() -> None:
-    """A combine of other tokens than the handle's is refused before it is sent, by each rank on its own."""
+    """A combine of other tokens than the handle's at one rank: all are told, and can combine along the handle again."""
     rank, sent = dist.get_rank(), _draw(0)
     with _buffer() as buffer:
         for wrong in (MAX_TOKENS - 1, 0):
@@ -270,10 +277,9 @@ def check_other_number_of_tokens() -> None:
             )
             assert isinstance(packed, Tensor)
             topk_idx, weights = sent.topk_idx[rank], sent.weights[rank]
-            if rank == 0:
-                refused = rf"topk_idx.shape is \[{wrong}, 4\]; allowed: \[{MAX_TOKENS}, 4\], as dispatched"
-                with pytest.raises(hybrid_ep.ConfigError, match=refused):
-                    buffer.low_latency_combine(packed, topk_idx[:wrong], weights[:wrong], handle)
+            num_tokens = MAX_TOKENS if rank else wrong
+            with pytest.raises(hybrid_ep.ConfigError, match=rf"topk_idx.shape is \[{wrong}, 4\]"):
+                _combine_and_wait(buffer, packed, topk_idx[:num_tokens], weights[:num_tokens], handle)
             combined, _, _ = buffer.low_latency_combine(packed, topk_idx, weights, handle)
             equal(combined, _expected_sum(sent, rank).cpu(), "combined_x")
 

@@ -85,6 +85,8 @@ def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
         ("battery.other_calls.check_other_logfmt", ("cuda",)),
         ("battery.other_calls.check_combine_along_other_low_latency_handles", ("cuda",)),
         ("battery.other_calls.check_too_many_low_latency_tokens", ("cuda",)),
+        ("battery.refused_low_latency.check_refused_combines", ("cuda",)),
+        ("battery.refused_low_latency.check_refused_dispatches", ("cuda",)),
         ("battery.signals.check_signals", ("comp_signal", False, "cuda")),
         ("battery.signals.check_signals", ("comp_signal", True, "cuda")),
         ("battery.signals.check_signals", ("src_signals", False, "cuda")),

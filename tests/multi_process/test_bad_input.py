@@ -242,7 +242,7 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     ),
     "low latency: more tokens than M": (
         lambda b: b.low_latency_dispatch(X, TOPK, 4, E),
-        "rows of x is 6 at rank 0; allowed: ≤ num_max_dispatch_tokens_per_rank = 4",
+        "rows of x is 6; allowed: ≤ num_max_dispatch_tokens_per_rank = 4",
     ),
     "low latency: FP8 hidden": (
         lambda b: b.low_latency_dispatch(X[:, :64].contiguous(), TOPK, 8, E),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.battery import hybrid, low_latency, normal, other_calls, signals
+from tests.battery import hybrid, low_latency, normal, other_calls, refused_low_latency, signals
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.conftest import RunRanks
 
@@ -44,6 +44,19 @@ def test_two_buffers(run_ranks: RunRanks) -> None:
 )
 def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: Callable[[], None]) -> None:
     run_ranks(2, check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        refused_low_latency.check_refused_at_every_rank,
+        refused_low_latency.check_refused_combines,
+        refused_low_latency.check_refused_dispatches,
+        refused_low_latency.check_refused_first_dispatch,
+    ],
+)
+def test_what_one_rank_refuses_all_are_told(run_ranks: RunRanks, check: Callable[[], None]) -> None:
+    run_ranks(3, check)
 
 
 @every_case

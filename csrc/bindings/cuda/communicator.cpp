@@ -135,6 +135,7 @@ void add_communicator(py::module_& module) {
       .value("TOO_MANY_TOKENS", FaultKind::kTooManyTokens)
       .value("TRANSPORT", FaultKind::kTransport)
       .value("NO_SIGNAL", FaultKind::kNoSignal)
+      .value("REFUSED", FaultKind::kRefused)
       .value("NONE", FaultKind::kNone);
   py::class_<Fault>(module, "Fault")
       .def_readonly("kind", &Fault::kind)

@@ -97,12 +97,9 @@ void add_low_latency(py::module_& module) {
       "low_latency_call_fields",
       [](int64_t words) {
         const LowLatencyCall call{{static_cast<uint32_t>(words), static_cast<uint32_t>(words >> 32)}};
-        return std::map<std::string, uint32_t>{{"num_experts", call.num_experts()},
-                                               {"num_topk", call.num_topk()},
-                                               {"hidden", call.hidden()},
-                                               {"max_tokens", call.max_tokens()},
-                                               {"scale_format", call.scale_format()},
-                                               {"num_too_many", call.num_too_many()}};
+        return std::map<std::string, uint32_t>{
+            {"num_experts", call.num_experts()}, {"num_topk", call.num_topk()},         {"hidden", call.hidden()},
+            {"max_tokens", call.max_tokens()},   {"scale_format", call.scale_format()}, {"refusal", call.refusal()}};
       },
       py::arg("words"));
   py::enum_<ScaleFormat>(module, "ScaleFormat")
@@ -133,7 +130,14 @@ void add_low_latency(py::module_& module) {
       .def_property_readonly("num_ints", [](const LowLatencyPlan& plan) { return plan.results.num_ints; })
       .def_property_readonly("num_ints_between",
                              [](const LowLatencyPlan& plan) { return OwnTables::of(plan).num_ints; })
-      .def("refused", &LowLatencyPlan::refused, py::arg("num_tokens"))
+      .def_static("refused", &LowLatencyPlan::refused, py::kw_only(), py::arg("num_ranks"), py::arg("number"))
+      // Of a refused plan: which int32 of the results makes a combine publish the refusal, and its value. The send adds
+      // kTooManyRowsBit, which makes kRefusedBits.
+      .def_property_readonly("refusal_of_combine",
+                             [](const LowLatencyPlan& plan) {
+                               const uint32_t value = kNoSignalBit | plan.call.refusal();
+                               return py::make_tuple(plan.results.num_too_many, static_cast<int32_t>(value));
+                             })
       .def("compared", &LowLatencyPlan::compared)
       .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
       .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));

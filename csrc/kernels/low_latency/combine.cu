@@ -377,10 +377,15 @@ __device__ void find_terms(const SumRowsParams& params, const bool* present, con
   if (lane == 0) terms.count = __popc(chosen);
 }
 
-// Reports why a rank has not sent all rows, as the value of its flag says.
+// Reports why a rank has not sent all rows, as the value of its flag says. A rank that has refused the call reports
+// nothing.
 __device__ __noinline__ void report_unsent(const SumRowsParams& params, int rank, uint32_t value) {
   const LowLatencyDomain& domain = params.domain;
-  if (value >= kNoSignalBit) {
+  if (params.number->call == 0) return;
+  if (value >= kRefusedBits) {
+    report_fault(domain.fault, FaultKind::kRefused, KernelName::kLowLatencyCombine, WaitTag::kPartialRows, domain.rank,
+                 rank, 0, value - kRefusedBits);
+  } else if (value >= kNoSignalBit) {
     report_fault(domain.fault, FaultKind::kNoSignal, KernelName::kLowLatencyCombine, WaitTag::kSignals, domain.rank,
                  rank, 0, value - kNoSignalBit);
   } else if (rank != domain.rank) {  // which dispatch has reported
@@ -438,6 +443,7 @@ __device__ void sum_logfmt_rows(const SumRowsParams& params, uint8_t* rows, int 
 template <bool kLogFmt>
 __device__ bool is_same_call(const SumRowsParams& params, const LowLatencyNumber& own, int rank, const uint4& words) {
   const auto report = [&](CallField field, int64_t mine, int64_t theirs) {
+    if (own.call == 0) return false;  // this rank refuses the call
     report_other_call(params.domain.fault, KernelName::kLowLatencyCombine, field, params.domain.rank, rank, mine,
                       theirs);
     return false;
@@ -541,8 +547,9 @@ constexpr void (*kReturnSignalledKernels[])(ReturnSignalledRowsParams) = {return
 constexpr void (*kSumKernels[])(SumRowsParams) = {sum_rows_kernel<false>, sum_rows_kernel<true>};
 constexpr void (*kCombineKernels[])(ReturnAndSumParams) = {combine_rows_kernel<false>, combine_rows_kernel<true>};
 
+// At least one: a refused call has no tokens, and a CTA publishes the refusal.
 int num_units(const ReturnRowsParams& params) {
-  return params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape);
+  return std::max(1, params.shape.max_tokens * params.domain.num_ranks * segments_of(params.shape));
 }
 
 int num_sum_ctas(const SumRowsParams& params) {
