@@ -31,7 +31,7 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls, refuse_first_call
 from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_empty import launch_refused_combine, launch_without_tokens
-from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
+from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, RegionsInUse, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
@@ -348,7 +348,7 @@ class CudaLowLatency:
         key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
         return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
 
-    def _of_culprit(self, error: TransportError, ahead_s: float) -> TransportError:
+    def _of_culprit(self, error: TransportError, ahead_s: float) -> HybridEPError:
         """Returns the error for the rank that has caused this one: the peer may have lost another before.
 
         Args:
@@ -356,12 +356,16 @@ class CudaLowLatency:
             ahead_s: by how much longer than this rank the peer may wait.
         """
         assert error.peer is not None
+        region = None if is_capturing(self._index) else self._regions_in_use.tell(self._regions, error.peer)
         self._blame.write_lost(error.peer)
         culprit = self._blame.find(error.peer, self.masked, ahead_s=ahead_s)
         if self.takes_masks and not is_capturing(self._index):
             # Kernels that were waiting may report the peer, which the next call does not lose.
             torch.cuda.synchronize(self._device)
             self._forget_loss()
+        theirs = self._regions_in_use.of(culprit)
+        if region is not None and theirs is not None and theirs != region:
+            return disagreement("arena", region, self._grid.rank, theirs, culprit)
         if culprit == error.peer:
             return error
         self._blame.write_lost(culprit)
@@ -371,6 +375,7 @@ class CudaLowLatency:
         board = self._board
         if board is not None:
             board = board.at("session {}.{}".format(*self._losses.period))
+        self._regions_in_use = RegionsInUse(board, self._grid.rank)
         return Blame(board, self._grid.rank, 0.0, grace_s=self._grace_s)
 
     def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
@@ -669,7 +674,7 @@ class CudaLowLatency:
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)
         native = _cuda.LowLatencyRegion(communicator=self._communicator, memory=memory.addresses, capacity=capacity)
-        return Region(memory, capacity, native, self._grid.num_ranks)
+        return Region(memory, capacity, native, self._grid.num_ranks, self._num_regions + 1)
 
     def _drop_region(self) -> None:
         """Frees the last region, which no rank uses any more."""

@@ -200,7 +200,10 @@ class LowLatencyBetween(CudaLowLatency):
             proxy=opened.link.proxy,
             kernels=opened.link.kernels,
         )
-        return _RegionWithLink(memory, capacity, native, self._grid.num_ranks, opened, (tokens_bytes, rows_bytes))
+        number = self._num_regions + 1
+        return _RegionWithLink(
+            memory, capacity, native, self._grid.num_ranks, number, opened, (tokens_bytes, rows_bytes)
+        )
 
     def _drop_region(self) -> None:
         # No peer uses it any more: all have met to open the link of the next.

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.board import Board, StoreLostError
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Buffers", "Region", "set_last_call"]
+__all__ = ["Buffers", "Region", "RegionsInUse", "set_last_call"]
 
 
 @dataclass(frozen=True)
 class Region:
-    """Symmetric memory, and the calls of so many ranks that go through it."""
+    """Symmetric memory, and the calls of so many ranks that go through it. `number` is equal at all ranks."""
 
     memory: SymmetricMemory
     capacity: _cuda.LowLatencyCapacity
     native: _cuda.LowLatencyRegion
     num_ranks: int
+    number: int
 
     @property
     def masks(self) -> Tensor:
@@ -29,6 +33,48 @@ class Region:
         begin = _cuda.low_latency_masks_offset
         end = begin + self.num_ranks * torch.int32.itemsize
         return self.memory.local[begin:end].view(torch.int32)
+
+    def awaits(self, peer: int) -> bool:
+        """Whether this rank has sent a call here that the peer has not. Waits for the device."""
+        size, offsets = _cuda.low_latency_channel_bytes, _cuda.low_latency_channel_offsets
+        words = self.memory.local[: 2 * _cuda.low_latency_buffers * size].cpu().view(torch.int32).view(-1, size // 4)
+        sent = words[:, offsets["send"] // 4]
+        told = [words[:, offsets[name] // 4 + 4 * peer] for name in ("begun", "sent")]
+        num_dispatches = _cuda.low_latency_buffers
+        theirs = torch.cat([told[0][:num_dispatches], told[1][num_dispatches:]])
+        return bool((sent - theirs > 0).any())  # numbers of calls wrap, as their differences do
+
+
+class RegionsInUse:
+    """Which region each rank has used in a call in which ranks have lost each other, told through the store.
+
+    A CUDA graph keeps the region of its capture. Ranks that use different regions wait for each other in vain.
+
+    Args:
+        board: of the calls since the ranks last met; None without a group.
+        rank: this rank.
+    """
+
+    def __init__(self, board: Board | None, rank: int) -> None:
+        self._board, self._rank = board, rank
+
+    def tell(self, regions: Sequence[Region], peer: int) -> int | None:
+        """Writes and returns the number of the region in which this rank has lost a peer; None: there is one region."""
+        if self._board is None or len(regions) < 2:
+            return None
+        number = next((region.number for region in regions if region.awaits(peer)), None)
+        if number is not None:
+            with contextlib.suppress(StoreLostError):
+                self._board.write(f"region of {self._rank}", str(number))
+        return number
+
+    def of(self, peer: int) -> int | None:
+        """The number that a peer has written; None: it has not."""
+        note = None
+        if self._board is not None:
+            with contextlib.suppress(StoreLostError):
+                note = self._board.read(f"region of {peer}")
+        return None if note is None else int(note)
 
 
 @dataclass

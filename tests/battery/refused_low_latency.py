@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from tests.battery.normal import equal, make_buffer, on
 
 __all__ = [
     "check_handle_of_a_larger_buffer",
+    "check_memory_of_a_graph",
     "check_refused_at_every_rank",
     "check_refused_combines",
     "check_refused_dispatches",
@@ -61,11 +63,11 @@ def _told_to_all(wrong: Callable[[], object], right: Callable[[], object], devic
 class _Calls:
     """A buffer, and calls of one size."""
 
-    def __init__(self, device: str, name: str, num_tokens: int = 12) -> None:
+    def __init__(self, device: str, name: str, num_tokens: int = 12, timeout_s: float = 60.0) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self.case = case = Case(name, num_ranks, num_tokens, hidden=128, topk=4, num_experts=4 * num_ranks)
         self.inputs = on(device, case.inputs(rank))
-        self.buffer = make_buffer(case, low_latency_mode=True, timeout_s=60.0)
+        self.buffer = make_buffer(case, low_latency_mode=True, timeout_s=timeout_s)
 
     def dispatch(self, hooked: bool = False, **changes: Any) -> tuple[Any, ...]:
         case = self.case
@@ -208,3 +210,31 @@ def check_handle_of_a_larger_buffer(device: str = "cpu") -> None:
             told = _told_to_all(wrong, partial(calls.combine, rows, handle, hooked), device)
             assert told.startswith("handle is of a dispatch that needs "), told
         equal(calls.combine(rows, handle), want.cpu(), "after the handle of a larger buffer")
+
+
+def check_memory_of_a_graph(timeout_s: float) -> None:
+    """One rank calls with the memory from before it grew, as a replayed graph does. Only for the cuda engine."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    calls = _Calls("cpu", "graph", timeout_s=timeout_s)
+    case, engine = calls.case, calls.buffer.engine
+    low_latency: Any = getattr(engine, "_low_latency_kernels", None) or engine._low_latency  # type: ignore[attr-defined]
+    with calls.buffer as buffer:
+        rows, count, handle, _, _ = calls.dispatch()
+        rows, want_counts = rows.clone(), count.tolist()
+        want = calls.combine(rows, handle).clone()
+        with mock.patch.object(low_latency, "_drop_region"):  # as after a capture
+            calls.dispatch(num_max_dispatch_tokens_per_rank=4 * case.max_tokens)
+        for call in (calls.dispatch, partial(calls.combine, rows, handle)):
+            if rank == last:
+                low_latency._regions.reverse()
+            told = _errors_of([call], "cpu")
+            if rank == last:
+                low_latency._regions.reverse()
+            numbers = (1, 2) if rank == last else (2, 1)
+            name = "number of the memory for rows (a CUDA graph keeps that of its capture)"
+            assert len(told) == 1, told
+            assert told[0].startswith(f"{name} is {numbers[0]} at rank {rank} and {numbers[1]} at rank "), told
+            assert rank == last or f" at rank {last}; allowed: the same on every rank" in told[0]
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        assert calls.dispatch()[1].tolist() == want_counts
+        equal(calls.combine(rows, handle), want.cpu(), "after the memory of a graph")

@@ -206,6 +206,10 @@ def test_what_one_rank_refuses_all_are_told(run_emulated: RunEmulated, check: st
     run_emulated(3, f"battery.refused_low_latency.{check}")
 
 
+def test_ranks_compare_the_low_latency_memory_that_they_use(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.refused_low_latency.check_memory_of_a_graph", 4.0)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated, num_ranks: int) -> None:
     """What one rank alone would make grow is refused at all ranks, and later growth succeeds."""
