@@ -1,5 +1,5 @@
-"""The steps of the protocols between domains and of copies of experts. Each can be left out, to see that a test fails
-without it.
+"""The steps of combine, of the protocols between domains and of copies of experts. Each can be left out, to see that a
+test fails without it.
 
 One build has all of them: it replaces each step by C++ that performs the step or not. A process that runs
 `check_without` leaves one step out.
@@ -23,6 +23,7 @@ _EXCHANGE = "kernels/dispatch_between/exchange.cuh"
 _DISPATCH = "kernels/dispatch_between/dispatch_between.cu"
 _ROWS = "kernels/combine_between/rows.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
+_SEND_HOME = "kernels/combine/combine.cu"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
 _EXPERTS = "kernels/balance/copy_experts.cu"
@@ -44,6 +45,7 @@ _SLOW_MANY = (2, _SLOW, *_MANY[1:2], 0, *_MANY[2:])
 _IN_DOMAINS = "emulation.domains.check_in_domains"
 _MIXED_HOOKS = "battery.low_latency.check_mixed_hooks"
 _TWO_BY_TWO = Case("2x2", 4, 36, num_ranks_per_domain=2)
+_ONE_DOMAIN = (4, _ROUND_TRIP, Case("one_domain", 4, 120, hidden=2048, num_experts=4, topk=4))
 _SLOW_FOUR = (4, _SLOW, *_FOUR[1:2], 0, *_FOUR[2:])
 
 
@@ -265,6 +267,20 @@ STEPS = [
         "value = of_own;",
         ";",
         _by_kernels(2, _IN_DOMAINS, 1, "emulation.domains.check_missing_signal", 8.0),
+    ),
+    Step(
+        "a chunk of partial rows is written before it is reported",
+        _SEND_HOME,
+        "if (pieces.are_paced || num_sent == kWindow) ptx::bulk_wait_written<kWindow>();",
+        ";",
+        _ONE_DOMAIN,
+    ),
+    Step(
+        "the last chunk of partial rows is written before it is reported",
+        _SEND_HOME,
+        "ptx::bulk_wait_written<0>();\n    report();",
+        "report();",
+        _ONE_DOMAIN,
     ),
     Step(
         "look for a chunk of an expert",
