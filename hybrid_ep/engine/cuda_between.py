@@ -12,7 +12,6 @@ too small, every rank reads that from the same counts. All grow their slots and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -132,7 +131,8 @@ class CudaBetween(TorchEngine):
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
-        self._number, self._num_dispatches = number, 0
+        # Dispatches are numbered among calls of every kind: after ranks have made different ones, numbers agree again.
+        self._number, self._num_calls = number, 0
         self._blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
@@ -220,7 +220,7 @@ class CudaBetween(TorchEngine):
                 held_capacity = max(held_capacity, int(host_counts.max_held * _GROWTH))
                 self._held_capacity = max(self._held_capacity, held_capacity)
                 lease = self._arena.lease(stream)
-            number = dispatch_number(self._number, self._num_dispatches)
+            number = dispatch_number(self._number, self._num_calls)
             if bound is not None:
                 route = BetweenRoute(chunk, base, sizes, held_capacity, bound, max_rows, max_rows, (0, 0), number)
             else:
@@ -312,8 +312,7 @@ class CudaBetween(TorchEngine):
             slot_idx=lease.slot_idx,
             stream=stream,
         )
-        if handle == ABSENT:
-            self._num_dispatches += 1
+        self._num_calls += 1
         if counts_epoch == 0 or plan.is_refused:
             return None
         return self._wait_for_counts(counts_epoch, stream, reported)
@@ -353,26 +352,30 @@ class CudaBetween(TorchEngine):
             handle=route.number,
             stream=stream,
         )
+        self._num_calls += 1
         self._end_launch()
         return Combined(out, out_weights)
 
     def _compare_combines(self, shape: CombineShape, route: BetweenRoute, stream: int) -> None:
         no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=self.device)
-        launch = functools.partial(
-            self._between.combine,
-            plan=plan_combine(shape.compared()),
-            rows=0,
-            weights=0,
-            bias=[],
-            out=0,
-            out_weights=0,
-            own_sums=0,
-            own_weights=0,
-            route=no_rows.data_ptr(),
-            held_capacity=0,
-            handle=route.number,
-            stream=stream,
-        )
+
+        def launch() -> None:
+            self._between.combine(
+                plan=plan_combine(shape.compared()),
+                rows=0,
+                weights=0,
+                bias=[],
+                out=0,
+                out_weights=0,
+                own_sums=0,
+                own_weights=0,
+                route=no_rows.data_ptr(),
+                held_capacity=0,
+                handle=route.number,
+                stream=stream,
+            )
+            self._num_calls += 1
+
         compare_calls(self.device, self._begin_launch, self._take_fault, launch)
 
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:

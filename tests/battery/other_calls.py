@@ -245,7 +245,12 @@ def check_dispatch_beside_combine(num_ranks_per_domain: int, device: str = "cpu"
             assert told.startswith(f"call is '{mine}' at rank {rank} and '{theirs}' at rank "), told
             dist.barrier()
             assert time.monotonic() - begin < 30.0
-        equal(dispatch(buffer, case, inputs)[0], received.cpu(), "after other calls")
+        again, *_, handle, _ = dispatch(buffer, case, inputs)
+        equal(again, received.cpu(), "after other calls")
+        combined, _, _ = buffer.combine(again, handle)
+        _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.num_experts)
+        want = inputs.x.float() * in_rank.sum(1, keepdim=True)
+        equal(combined, want.to(torch.bfloat16).cpu(), "after other calls")
 
 
 def check_low_latency_calls_that_grow_memory(device: str = "cpu") -> None:
