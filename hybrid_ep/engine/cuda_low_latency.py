@@ -8,8 +8,8 @@ a lost rank out by themselves. A call whose `finish` raises has been launched ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement
-from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
@@ -29,17 +27,17 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls, refuse_first_call
-from hybrid_ep.engine.cuda_faults import as_error, low_latency_counter
+from hybrid_ep.engine.cuda_faults import low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_empty import launch_refused_combine, launch_without_tokens
-from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, RegionsInUse, set_last_call
+from hybrid_ep.engine.cuda_low_latency_faults import LowLatencyFaults, is_loss
+from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
 from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError, TransportError
+from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TransportError
 
 __all__ = ["CudaLowLatency"]
 
@@ -66,34 +64,20 @@ class _State:
     is_received: bool = False
 
 
-class CudaLowLatency:
+class CudaLowLatency(LowLatencyFaults):
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
 
     Attributes:
-        masked: ranks that calls leave out.
-        lately_masked: these, and those that were left out since the ranks last met.
-        only_masks_lost: a rank that a kernel gives up stays masked on the device. Otherwise the host, which gets one
-            report at a time, takes masks back, so that the next call reports another.
-        takes_masks: whether ranks may be masked; set before the first call, equal at all ranks.
-        lost: ranks that errors have named.
+        lately_masked: ranks that calls leave out, and those that were left out since the ranks last met.
         refusal: the error of every further call and hook; None: they are allowed.
 
     Args:
         roll_call: of the ranks of the domain.
-        grid: its geometry.
-        device: this rank's GPU.
-        communicator: holds the fault record and the timeout.
+        grid, device, communicator, losses, board, error_of, timeout_s: as of `LowLatencyFaults`.
         order: of the engine's launches.
-        losses: on which lost ranks the ranks agree.
         number: of the buffer on its group.
-        board: of these calls; None without a group.
-        error_of: the error for a fault of a call that is not one of low latency.
-        timeout_s: of a receiving kernel. A send waits half as long; the rank to name is then searched for until a peer
-            that waits since the same time has given up, too. None: it is not.
         everyone: of the ranks of all domains; None: there is one domain.
     """
-
-    _grace_s = 1.0  # by how much later than this rank another one may give up a call
 
     def __init__(
         self,
@@ -110,18 +94,11 @@ class CudaLowLatency:
         timeout_s: float | None,
         everyone: RollCall | None = None,
     ) -> None:
-        self._roll_call, self._grid, self._device = roll_call, grid, device
+        super().__init__(grid, device, communicator, losses, board, error_of, timeout_s)
+        self._roll_call, self._order = roll_call, order
         self._everyone = roll_call if everyone is None else everyone
-        self._communicator, self._order, self._losses = communicator, order, losses
-        self._board, self._other_error_of, self._timeout_s = board, error_of, timeout_s
-        self._numbering = grid  # by which faults of these calls number ranks
         self.refusal: HybridEPError | None = None
-        self._refusals = Refusals(None if board is None else board.at("refusals"), grid.rank)
-        self._index: int = device.index
-        self.masked: set[int] = set()
         self.lately_masked: set[int] = set()
-        self.lost: set[int] = set()
-        self.takes_masks = self.only_masks_lost = False
         self._has_stale_masks = False
         # Ranks that were masked when the host last asked, and did not wait for the answer: the round of the question,
         # or 0. A round begins whenever ranks are unmasked. The device has its number, for replays of graphs.
@@ -129,11 +106,6 @@ class CudaLowLatency:
         self._round, self._unmasked_in = 1, [1] * grid.num_ranks
         self._round_there = torch.ones(1, dtype=torch.int32, device=device)
         self._num_cleanings = 0
-        self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
-        self._fault: _cuda.Fault | None = None  # taken and not raised yet
-        self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
-        self._blame = self._new_blame()
-        self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
         self._number, self._num_regions = number, 0  # that have been made
         self._dispatches, self._combines = Buffers(), Buffers()
         self._results = RouteMemory(device)
@@ -293,110 +265,6 @@ class CudaLowLatency:
         """Whether a dispatch of this class has returned the handle."""
         return isinstance(handle.state, _State)
 
-    def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
-        """Returns the error of a fault; None for the loss of a rank that is already masked or `known` to be lost.
-
-        Such a loss can be reported twice: by the send of a call, and by its receive, which was already waiting.
-        """
-        held, self._held = self._held, None
-        if held is not None:
-            return held
-        fault = self._take_fault()
-        if fault is None:
-            overflow, self._overflow = self._overflow, None
-            return overflow
-        self.note_told()
-        self.upload_masks()  # a kernel that gave a rank up has masked it
-        if (fault.peer in self.masked or fault.peer in known) and _is_loss(fault):
-            return None
-        error = self._error_of(fault)
-        if isinstance(error, TimeoutError) and error.peer is not None:
-            self.lost.add(error.peer)
-        return error
-
-    def _take_fault(self) -> _cuda.Fault | None:
-        """Takes the fault record, but drops that other ranks' calls differ from one that this rank has refused."""
-        fault, self._fault = self._fault or self._communicator.take_fault(), None
-        if fault is not None and fault.tag == "shape" and _cuda.low_latency_call_fields(fault.expected)["refusal"]:
-            return None
-        return fault
-
-    def _forget_loss(self) -> None:
-        """Drops the fault record if it tells of a lost rank; anything else is raised next."""
-        fault = self._take_fault()
-        if fault is not None and not _is_loss(fault):
-            self._fault = fault
-
-    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
-        if not fault.kernel.startswith("low_latency"):
-            return self._other_error_of(fault)
-        error = self._error_of_call(fault)
-        # Ranks that only mask do not use the store.
-        if not isinstance(error, TransportError) or error.peer is None or self.only_masks_lost:
-            return error
-        return self._of_culprit(error, max(0.0, (self._timeout_s or 0.0) - fault.waited_s))
-
-    def _error_of_call(self, fault: _cuda.Fault) -> HybridEPError:
-        """The error for a fault of a low-latency call, before it is known which rank has caused it."""
-        if fault.kind == _cuda.FaultKind.REFUSED:
-            return self._refusals.read(fault.peer, fault.seen)
-        if fault.tag != "shape":
-            return as_error(fault, self._numbering)
-        mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
-        if theirs["refusal"]:
-            return self._refusals.read(fault.peer, theirs["refusal"])
-        key = next(key for key in FIELDS if mine.get(key) != theirs.get(key))
-        return disagreement(key, mine[key], self._grid.rank, theirs[key], fault.peer)
-
-    def _of_culprit(self, error: TransportError, ahead_s: float) -> HybridEPError:
-        """Returns the error for the rank that has caused this one: the peer may have lost another before.
-
-        Args:
-            error: names a peer.
-            ahead_s: by how much longer than this rank the peer may wait.
-        """
-        assert error.peer is not None
-        region = None if is_capturing(self._index) else self._regions_in_use.tell(self._regions, error.peer)
-        self._blame.write_lost(error.peer)
-        culprit = self._blame.find(error.peer, self.masked, ahead_s=ahead_s)
-        if self.takes_masks and not is_capturing(self._index):
-            # Kernels that were waiting may report the peer, which the next call does not lose.
-            torch.cuda.synchronize(self._device)
-            self._forget_loss()
-        theirs = self._regions_in_use.of(culprit)
-        if region is not None and theirs is not None and theirs != region:
-            return disagreement("arena", region, self._grid.rank, theirs, culprit)
-        if culprit == error.peer:
-            return error
-        self._blame.write_lost(culprit)
-        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
-
-    def _new_blame(self) -> Blame:
-        board = self._board
-        if board is not None:
-            board = board.at("session {}.{}".format(*self._losses.period))
-        self._regions_in_use = RegionsInUse(board, self._grid.rank)
-        return Blame(board, self._grid.rank, 0.0, grace_s=self._grace_s)
-
-    def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
-        """Raises `take_fault`. With `holds_overflow` an OverflowError is kept for the next call without it."""
-        error = self.take_fault(known)
-        if holds_overflow and isinstance(error, OverflowError):
-            self._overflow = error
-        elif error is not None:
-            raise error
-
-    def _look_for_loss(self) -> None:
-        """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
-
-        Kernels may have given up ranks that only waited for the lost one. Those must not miss the rows of this call.
-        """
-        if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
-            return
-        self._held = self.take_fault()
-        if isinstance(self._held, TransportError) and self._held.peer is not None:
-            self.set_masked([self._held.peer], True)
-
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         self.note_told()
         if masked:
@@ -438,7 +306,7 @@ class CudaLowLatency:
             if overflow is not None:
                 raise overflow
             return
-        if _is_loss(fault):
+        if is_loss(fault):
             self.masked.add(fault.peer)
             self.lately_masked.add(fault.peer)
             return
@@ -684,8 +552,3 @@ class CudaLowLatency:
         self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
     ) -> LowLatencyPlan:
         return plan_low_latency(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
-
-
-def _is_loss(fault: _cuda.Fault) -> bool:
-    """Whether a low-latency kernel has given a rank up."""
-    return fault.kind == _cuda.FaultKind.TIMEOUT and fault.kernel.startswith("low_latency")
