@@ -95,11 +95,26 @@ __device__ inline uint4* begun_of(const LowLatencyDomain& domain, int at, int fr
   return reinterpret_cast<uint4*>(&channel_of(domain, at).begun[from]);
 }
 
+// Decides for all CTAs that receive whether rank r takes part in the call. The first CTA that asks decides: CTAs have
+// deadlines of their own, and one may have given up a rank that another one has seen. `has_come`: whether all that this
+// CTA waits for has come. If the function returns true, it has come in any case.
+__device__ inline bool decide(const LowLatencyDomain& domain, uint32_t epoch, int r, bool has_come) {
+  if (!domain.takes_masks) return has_come;
+  uint64_t* decided = &channel_of(domain, domain.rank).decided[r];
+  const uint64_t proposed = static_cast<uint64_t>(has_come) << 32 | epoch;
+  uint64_t word = ptx::load_relaxed_system(decided);
+  if (static_cast<uint32_t>(word) != epoch) {
+    const uint64_t before = atomicCAS(reinterpret_cast<unsigned long long*>(decided), word, proposed);
+    word = before == word ? proposed : before;
+  }
+  return word >> 32 != 0;
+}
+
 // Waits until rank r has begun to send. If it takes part, writes its LowLatencyBegun to *begun.
-__device__ inline void wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
+__device__ inline bool wait_until_begun(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r,
                                         uint4* begun) {
   const uint4* words = begun_of(domain, domain.rank, r);
-  takes_part(domain, r, [&] { return waiter.until_epoch_relaxed(words, epoch, r, WaitTag::kRoutes, begun); });
+  return takes_part(domain, r, [&] { return waiter.until_epoch_relaxed(words, epoch, r, WaitTag::kRoutes, begun); });
 }
 
 // Waits until the weights of rank r's tokens have arrived.

@@ -116,6 +116,8 @@ struct LowLatencyChannel {
   // the last CTA behind the fences of finish_send.
   uint32_t no_signal;
   uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics); by atomics
+  // Whether i takes part in a call that receives, << 32, and the epoch of that call: see decide(). By atomics.
+  uint64_t decided[kMaxRanks];
 };
 
 struct LowLatencyControl {
@@ -228,6 +230,7 @@ struct LowLatencyDomain {
   FaultRecord* fault;
   LowLatencyKind kind;
   int buffer_idx;
+  bool takes_masks;                                 // a call goes on without a rank that does not come
   int64_t routes_begin, flags_begin, buffer_begin;  // in each region, bytes
   uint8_t* region[kMaxRanks];
 };

@@ -53,7 +53,7 @@ LowLatencyPlan LowLatencyPlan::compared() const {
 }
 
 LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
-                                   const LowLatencyCapacity& capacity)
+                                   const LowLatencyCapacity& capacity, bool takes_masks)
     : capacity_(capacity), device_(communicator.device()), num_device_sms_(communicator.num_device_sms()) {
   const DeviceGuard guard(device_);
   prepare_low_latency_dispatch();
@@ -63,6 +63,7 @@ LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::
           "one for each rank");
   domain_.rank = domain.rank;
   domain_.num_ranks = domain.num_ranks;
+  domain_.takes_masks = takes_masks;
   domain_.timeout_ns = receive_timeout_ns_ = domain.timeout_ns;
   domain_.fault = domain.fault;
   for (int r = 0; r < domain.num_ranks; ++r) domain_.region[r] = reinterpret_cast<uint8_t*>(memory[r]);

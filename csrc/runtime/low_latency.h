@@ -90,9 +90,10 @@ const LowLatencyNumber* number_of(const LowLatencyPlan& plan, const int32_t* res
 class LowLatencyRegion {
  public:
   // `memory` are the ranks' regions as this process maps them, each of capacity.region_bytes() and zero before any rank
-  // makes its first call. The communicator lives longer than the region.
+  // makes its first call. `takes_masks`: ranks may be masked; equal at all ranks. The communicator lives longer than
+  // the region.
   LowLatencyRegion(const Communicator& communicator, const std::vector<uintptr_t>& memory,
-                   const LowLatencyCapacity& capacity);
+                   const LowLatencyCapacity& capacity, bool takes_masks);
   virtual ~LowLatencyRegion() = default;
 
   virtual bool covers(const LowLatencyPlan& plan) const { return capacity_.covers(plan.capacity); }

@@ -17,9 +17,9 @@ OwnTables OwnTables::of(const LowLatencyPlan& plan) {
 
 LowLatencyBetweenRegion::LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, int group_size,
                                                  const std::vector<uintptr_t>& memory,
-                                                 const LowLatencyCapacity& capacity, Proxy& proxy,
+                                                 const LowLatencyCapacity& capacity, bool takes_masks, Proxy& proxy,
                                                  const LinkKernels& kernels)
-    : LowLatencyRegion(communicator, memory, capacity),
+    : LowLatencyRegion(communicator, memory, capacity, takes_masks),
       peers_{{grid.rank, grid.num_ranks() / group_size, group_size}, grid.ranks_per_domain, capacity.region_bytes()},
       proxy_(proxy),
       link_(proxy.view()),

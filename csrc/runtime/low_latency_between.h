@@ -29,8 +29,8 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
   // joins groups. It has two rings, of two slots each: LowLatencyKind numbers them. Communicator and proxy live longer
   // than the region.
   LowLatencyBetweenRegion(const Communicator& communicator, const Grid& grid, int group_size,
-                          const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, Proxy& proxy,
-                          const LinkKernels& kernels);
+                          const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, bool takes_masks,
+                          Proxy& proxy, const LinkKernels& kernels);
 
   bool covers(const LowLatencyPlan& plan) const override;
   void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,

@@ -541,7 +541,12 @@ class CudaLowLatency(LowLatencyFaults):
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)
-        native = _cuda.LowLatencyRegion(communicator=self._communicator, memory=memory.addresses, capacity=capacity)
+        native = _cuda.LowLatencyRegion(
+            communicator=self._communicator,
+            memory=memory.addresses,
+            capacity=capacity,
+            takes_masks=self.takes_masks,
+        )
         return Region(memory, capacity, native, self._grid.num_ranks, self._num_regions + 1)
 
     def _drop_region(self) -> None:

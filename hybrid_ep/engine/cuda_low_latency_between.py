@@ -197,6 +197,7 @@ class LowLatencyBetween(CudaLowLatency):
             group_size=grid.num_ranks_per_domain,
             memory=memory.addresses,
             capacity=capacity,
+            takes_masks=self.takes_masks,
             proxy=opened.link.proxy,
             kernels=opened.link.kernels,
         )

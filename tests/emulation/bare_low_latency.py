@@ -75,6 +75,7 @@ class LowLatencyEnd(End):
             group_size=self.link_grid().num_ranks_per_domain,
             memory=[shared.memory[r].address for r in self.grid.domain],
             capacity=capacity,
+            takes_masks=True,
             proxy=self.link.proxy,
         )
 

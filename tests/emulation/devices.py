@@ -1,26 +1,33 @@
-"""Checks on other GPUs than the usual emulated one."""
+"""Other GPUs than the usual emulated one."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-__all__ = ["check_with_sms", "check_with_stalls"]
+__all__ = ["check_with_sms", "check_with_stalls", "stalls"]
 
 
-def _check_on(device: dict[str, str], check: str, *args: Any) -> None:
+def stalls(longest_s: float) -> AbstractContextManager[object]:
+    """CTAs stall now and then, as on a GPU that is shared, for up to so long and at least for half of it."""
+    return mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_STALLS": str(round(longest_s * 1e6))})
+
+
+def _check(check: str, *args: Any) -> None:
     module, name = check.rsplit(".", 1)
-    with mock.patch.dict(os.environ, device):
-        getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+    getattr(importlib.import_module(f"tests.{module}"), name)(*args)
 
 
 def check_with_stalls(check: str, *args: Any) -> None:
-    """Runs a check of tests/ on a GPU whose CTAs stall now and then, as when it is shared: ranks get far apart."""
-    _check_on({"HYBRID_EP_EMULATION_STALLS": "1"}, check, *args)
+    """Runs a check of tests/ on a GPU whose CTAs stall: ranks get far apart."""
+    with stalls(0.02):
+        _check(check, *args)
 
 
 def check_with_sms(num_sms: int, check: str, *args: Any) -> None:
     """Runs a check of tests/ on a GPU with so many SMs."""
-    _check_on({"HYBRID_EP_EMULATION_SMS": str(num_sms)}, check, *args)
+    with mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_SMS": str(num_sms)}):
+        _check(check, *args)

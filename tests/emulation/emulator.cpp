@@ -31,8 +31,7 @@ constexpr std::chrono::microseconds kSleep{100};
 // After so many rounds more it waits for what does not come soon, and leaves more of the cores to those that work.
 constexpr int kLongIdleRounds = kIdleRounds + 200;
 constexpr std::chrono::microseconds kLongSleep{2000};
-// A CTA that stalls, as one whose thread is preempted: once, for up to so long, in one of its first rounds.
-constexpr unsigned kStallRounds = 64, kMaxStallUs = 20'000, kCtasPerStall = 4;
+constexpr unsigned kStallRounds = 64, kCtasPerStall = 4;
 constexpr size_t kNumLoaded = 16;  // flags that one thread polls in turn
 
 // The next CTA gets the rows of the last one. The system would have to map and clear their pages again.
@@ -79,8 +78,12 @@ std::mt19937 random_of(Index cta) {
   return std::mt19937(seeds);
 }
 
-// Whether CTAs stall now and then.
-bool has_stalls() { return std::getenv("HYBRID_EP_EMULATION_STALLS") != nullptr; }
+// One CTA in kCtasPerStall stalls, as if its thread were preempted: once, in one of its first kStallRounds rounds, for
+// at least half of so many microseconds. 0: none does.
+unsigned longest_stall_us() {
+  const char* given = std::getenv("HYBRID_EP_EMULATION_STALLS");
+  return given == nullptr ? 0 : std::atoi(given);
+}
 
 // Bulk stores that one commit has bound together.
 struct Group {
@@ -134,7 +137,10 @@ class Cta {
     warps_.resize(num_threads / kWarpSize);
     fibers_.resize(num_threads);
     copies_per_switch_ = static_cast<int>(random_() % 3);
-    if (has_stalls() && random_() % kCtasPerStall == 0) rounds_to_stall_ = random_() % kStallRounds;
+    const unsigned longest_us = longest_stall_us();
+    if (longest_us == 0 || random_() % kCtasPerStall != 0) return;
+    rounds_to_stall_ = random_() % kStallRounds;
+    stall_ = std::chrono::microseconds(longest_us - random_() % (longest_us / 2 + 1));
   }
 
   void run() {
@@ -156,7 +162,7 @@ class Cta {
     num_running_ = fibers_.size();
     int idle_rounds = 0;
     while (num_running_ > 0) {
-      if (rounds_to_stall_-- == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % kMaxStallUs));
+      if (rounds_to_stall_-- == 0) std::this_thread::sleep_for(stall_);
       has_news_ = false;
       const size_t first = random_() % fibers_.size();
       for (size_t i = 0; i < fibers_.size(); ++i) {
@@ -297,6 +303,7 @@ class Cta {
   uint64_t generation_ = 0;
   bool has_news_ = false;  // in this round of all threads
   int64_t rounds_to_stall_ = -1;
+  std::chrono::microseconds stall_{0};
   int copies_per_switch_;  // with 0, one in a round of all threads
 };
 

@@ -144,6 +144,11 @@ def test_low_latency_masks(run_emulated: RunEmulated, format_name: str) -> None:
     run_emulated(4, "battery.low_latency.check_masked", Case("masks", 4, 40), format_name, (0, 2))
 
 
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_low_latency_rank_that_comes_at_the_deadline(run_emulated: RunEmulated, call: str) -> None:
+    run_emulated(3, "emulation.deadlines.check_rank_at_the_deadline", call, 0.8)
+
+
 def test_low_latency_masks_that_differ_for_a_call(run_emulated: RunEmulated) -> None:
     run_emulated(3, "battery.low_latency.check_masks_that_differ", 8.0)
 

@@ -64,15 +64,15 @@ void add_between_domains(py::module_& module) {
   module.attr("low_latency_max_chunk_bytes") = kMaxPeerChunkBytes;
   py::class_<LowLatencyBetweenRegion, LowLatencyRegion>(module, "LowLatencyBetweenRegion")
       .def(py::init([](const Communicator& communicator, int rank, int num_domains, int group_size,
-                       const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, Proxy& proxy,
-                       const py::object& kernels) {
+                       const std::vector<uintptr_t>& memory, const LowLatencyCapacity& capacity, bool takes_masks,
+                       Proxy& proxy, const py::object& kernels) {
              const Grid grid{rank, num_domains, communicator.domain().num_ranks};
-             return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, group_size, memory, capacity, proxy,
-                                                              link_kernels_of(kernels));
+             return std::make_unique<LowLatencyBetweenRegion>(communicator, grid, group_size, memory, capacity,
+                                                              takes_masks, proxy, link_kernels_of(kernels));
            }),
            py::kw_only(), py::arg("communicator"), py::arg("rank"), py::arg("num_domains"), py::arg("group_size"),
-           py::arg("memory"), py::arg("capacity"), py::arg("proxy"), py::arg("kernels") = py::none(),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 8>());
+           py::arg("memory"), py::arg("capacity"), py::arg("takes_masks"), py::arg("proxy"),
+           py::arg("kernels") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 9>());
 }
 
 }  // namespace
@@ -142,8 +142,9 @@ void add_low_latency(py::module_& module) {
       .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
       .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
-      .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&>(), py::kw_only(),
-           py::arg("communicator"), py::arg("memory"), py::arg("capacity"), py::keep_alive<1, 2>())
+      .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&, bool>(),
+           py::kw_only(), py::arg("communicator"), py::arg("memory"), py::arg("capacity"), py::arg("takes_masks"),
+           py::keep_alive<1, 2>())
       .def("covers", &LowLatencyRegion::covers, py::arg("plan"))
       .def_property_readonly("was_captured", &LowLatencyRegion::was_captured)
       .def(

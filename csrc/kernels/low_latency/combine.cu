@@ -482,8 +482,10 @@ __device__ __forceinline__ void sum_tokens(const SumRowsParams& params, const Ct
     // Every send waits for the weights of a late rank. That time is not counted for the other ranks.
     if (uint4 own; params.wait_stats != nullptr) wait_until_sent(domain, waiter, epoch, domain.rank, &own);
     const uint64_t started = ptx::clock_ns();
-    present[tid] = wait_until_sent(domain, waiter, epoch, tid, &sent);
-    if (sent.x >= kTooManyRowsBit) {
+    const bool has_come = wait_until_sent(domain, waiter, epoch, tid, &sent);
+    present[tid] = decide(domain, epoch, tid, has_come);
+    if (present[tid] && !has_come) sent = ptx::load_acquire_system(sent_of(domain, domain.rank, tid));
+    if (present[tid] && sent.x >= kTooManyRowsBit) {
       present[tid] = false;
       report_unsent(params, tid, sent.x);
     } else if (present[tid]) {

@@ -258,33 +258,81 @@ struct Found {
   int row_offset;    // of the first column's row among the expert's; the rows of the others follow
 };
 
-// Waits for a token's route. Returns the columns that name the expert; none if the route does not come.
-__device__ uint32_t find_columns(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
-                                 int expert) {
+// Waits for the parts of a token's route and calls use(i, part) with each. Masks the source if one does not come.
+template <typename Use>
+__device__ bool wait_for_route(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
+                               Use&& use) {
   const LowLatencyDomain& domain = params.domain;
   const int num_parts = params.message.num_route_parts, source = pair / params.shape.max_tokens;
   const uint4* route = routes_of(domain, domain.rank) + static_cast<int64_t>(pair) * num_parts;
-  uint32_t columns = 0;
   for (int i = 0; i < num_parts; ++i) {
     RoutePart part;
     if (!waiter.until_equal(route + i, epoch, source, WaitTag::kRoutes, reinterpret_cast<uint4*>(&part))) {
       mask(domain, source);
-      return 0;
+      return false;
     }
+    use(i, part);
+  }
+  return true;
+}
+
+// Waits for a token's route. Returns the columns that name the expert; none if the route does not come.
+__device__ uint32_t find_columns(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int pair,
+                                 int expert) {
+  uint32_t columns = 0;
+  const auto find = [&](int i, const RoutePart& part) {
     uint32_t in_part = 0;
 #pragma unroll
     for (int k = 0; k < RoutePart::kColumns; ++k) {
       if (column_of(part, k) == expert) in_part |= 1u << k;
     }
     columns |= in_part << (RoutePart::kColumns * i);
-  }
-  return columns;
+  };
+  return wait_for_route(params, waiter, epoch, pair, find) ? columns : 0;
 }
 
 using SegmentRing = RowRing<kCopiesInFlight>;
 
 __device__ unsigned long long* wait_stats_of(const ReceiveTokensParams& params, int source) {
   return reinterpret_cast<unsigned long long*>(params.wait_stats + source);
+}
+
+// Waits until rank r has begun to send. If it takes part, writes its LowLatencyBegun to *begun. One CTA notes the wait.
+__device__ bool wait_for_rank(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch, int r,
+                              bool notes_wait, uint4* begun) {
+  const uint64_t started = ptx::clock_ns();
+  const bool has_begun = wait_until_begun(params.domain, waiter, epoch, r, begun);
+  if (params.wait_stats != nullptr && notes_wait) {
+    atomicAdd(wait_stats_of(params, r), (ptx::clock_ns() - started) / 1000);
+  }
+  return has_begun;
+}
+
+// How many tokens a rank has, as its LowLatencyBegun says. 0 if its call is another one.
+__device__ uint32_t num_tokens_of(const ReceiveTokensParams& params, const uint4& begun) {
+  const LowLatencyCall& call = params.call;
+  const bool is_other_call = begun.y != call.words[0] || begun.z != call.words[1];
+  return is_other_call ? 0 : min(begun.x & 0xffffu, static_cast<uint32_t>(params.shape.max_tokens));
+}
+
+// Waits for the routes of all tokens, and decides which ranks take part, before rows are counted. Collective over the
+// CTA. num_tokens is [R] shared memory for it to use.
+__device__ void decide_by_routes(const ReceiveTokensParams& params, const Waiter& waiter, uint32_t epoch,
+                                 bool notes_waits, uint32_t* num_tokens, bool* takes_part) {
+  const int r = threadIdx.x, max_tokens = params.shape.max_tokens;
+  if (r < params.domain.num_ranks) {
+    uint4 begun = make_uint4(0, 0, 0, 0);
+    takes_part[r] = wait_for_rank(params, waiter, epoch, r, notes_waits, &begun);
+    num_tokens[r] = num_tokens_of(params, begun);
+  }
+  __syncthreads();
+  for (int pair = r; pair < params.domain.num_ranks * max_tokens; pair += kReceiveThreads) {
+    const int source = pair / max_tokens;
+    if (pair % max_tokens >= static_cast<int>(num_tokens[source])) continue;
+    if (!wait_for_route(params, waiter, epoch, pair, [](int, const RoutePart&) {})) takes_part[source] = false;
+  }
+  __syncthreads();
+  if (r < params.domain.num_ranks) takes_part[r] = decide(params.domain, epoch, r, takes_part[r]);
 }
 
 // Adds to wait_stats by how much the wait for a rank's row, since `started`, exceeds the longest wait for this rank so
@@ -379,6 +427,7 @@ template <bool kNvfp4, bool kBesideSend>
 __device__ __forceinline__ void receive_tokens(const ReceiveTokensParams& params, int local_expert, int share,
                                                int num_shares, uint8_t* stages) {
   __shared__ uint32_t num_tokens[kMaxRanks];  // 0 of a rank that does not take part
+  __shared__ bool takes_part[kMaxRanks];      // if ranks may be masked
   __shared__ int begin[kMaxRanks + 1];        // first row of each source
   __shared__ uint32_t warp_counts[kReceiveWarps];
   __shared__ Found found[kMaxFound];
@@ -389,18 +438,19 @@ __device__ __forceinline__ void receive_tokens(const ReceiveTokensParams& params
   const Waiter waiter(domain.fault, KernelName::kLowLatencyDispatch, domain.rank, domain.timeout_ns);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const bool is_first_cta = local_expert + share == 0;
+  if (domain.takes_masks) decide_by_routes(params, waiter, epoch, is_first_cta, num_tokens, takes_part);
   SegmentRing ring(stages + warp * kCopyStages * kSegmentBytes, barriers + warp * kCopyStages, kCopyStages,
                    kSegmentBytes, lane);
   bool is_other_call = false;
   if (tid < num_ranks) {
-    const uint64_t started = ptx::clock_ns();
     const LowLatencyCall& call = params.call;
     uint4 begun = make_uint4(0, call.words[0], call.words[1], 0);  // of a rank that is left out: no tokens
-    wait_until_begun(domain, waiter, epoch, tid, &begun);
-    if (params.wait_stats != nullptr && is_first_cta) {
-      atomicAdd(wait_stats_of(params, tid), (ptx::clock_ns() - started) / 1000);
+    if (!domain.takes_masks) {
+      wait_for_rank(params, waiter, epoch, tid, is_first_cta, &begun);
+    } else if (takes_part[tid]) {
+      begun = ptx::load_relaxed_system(begun_of(domain, domain.rank, tid));
     }
-    num_tokens[tid] = min(begun.x & 0xffffu, static_cast<uint32_t>(max_tokens));
+    num_tokens[tid] = num_tokens_of(params, begun);
     is_other_call = begun.y != call.words[0] || begun.z != call.words[1];
     if (is_other_call && is_first_cta) {
       report_other_call(domain.fault, KernelName::kLowLatencyDispatch, CallField::kShape, domain.rank, tid,
