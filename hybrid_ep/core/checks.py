@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybrid_ep import env
+from hybrid_ep import _C, env
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -144,8 +144,14 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
             require_bool(names[[v is value for v in values].index(True)], value)
 
 
-def traits(*tensors: object) -> tuple[object, ...]:
+def traits(*tensors: object) -> object:
     """Everything but the values that checks of these tensors read: equal traits give the same outcome."""
+    found = _C.traits(*tensors)
+    return _traits_of_any(tensors) if found is None else found
+
+
+def _traits_of_any(tensors: tuple[object, ...]) -> object:
+    """The same, of any arguments and with any torch."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
     for tensor in tensors:
@@ -156,6 +162,7 @@ def traits(*tensors: object) -> tuple[object, ...]:
                 tensor.dtype,
                 tensor.shape,
                 tensor.device,
+                tensor.layout,
                 tensor.is_contiguous(),
                 keeps_grad and tensor.requires_grad,
             )
