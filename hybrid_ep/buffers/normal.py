@@ -23,7 +23,7 @@ from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, parts_of
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int
+from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
@@ -163,6 +163,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
     def close(self) -> None:
         self._local_memory.clear()
+        self._passed.clear()  # its values hold the engine
         self._combine_buffer = None
         super().close()
 
@@ -471,18 +472,27 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return as_given(received, sent), None, None, None, None, event
 
+        layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+        given = traits(*sent, topk_idx, topk_weights, *layout), num_worst_tokens, num_sms
+        repeat = self._passed.get(given)
         with self._comm_stream.scope(previous_event, async_finish):
-            # Here, because it may copy scales, and make indices.
-            rows, routing = self._rows_and_routing(
-                sent, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-            )
-            result = engine.dispatch(DispatchRequest(rows, routing, num_worst_tokens or None, num_sms))
+            if repeat is not None:
+                result = repeat(sent.data, sent.scales, topk_idx, topk_weights)
+            else:
+                # Here, because it may copy scales, and make indices.
+                rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
+                request = DispatchRequest(rows, routing, num_worst_tokens or None, num_sms)
+                result = engine.dispatch(request)
+                if request.bound is not None:
+                    self._note_repeat(given, request, sent.data, sent.scales, topk_idx, topk_weights)
             counts = result.num_tokens_per_expert
             if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None
                 counts = engine.exchange_expert_counts(num_tokens_per_expert)
         event = self._comm_stream.finish(
-            previous_event, async_finish, (*rows, *routing[:2], *result.rows, result.topk_idx, result.topk_weights)
+            previous_event,
+            async_finish,
+            (*sent, topk_idx, topk_weights, *result.rows, result.topk_idx, result.topk_weights),
         )
         tokens = as_given(result.rows, sent)
         return self._shape(result, tokens, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)

@@ -18,7 +18,7 @@ from hybrid_ep.buffers.base import (
 )
 from hybrid_ep.core.checks import Passed, packed, require, require_tensor, traits
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
+from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "parts_of"]
@@ -51,6 +51,7 @@ class NormalArguments(BaseBuffer):
 
     def _rows_and_routing(
         self,
+        given: object,
         sent: Parts,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
@@ -58,19 +59,25 @@ class NormalArguments(BaseBuffer):
         num_tokens_per_rank: Tensor | None,
         num_tokens_per_expert: Tensor | None,
     ) -> tuple[Rows, Routing]:
-        """Checks rows and routing; skipped if arguments with the same traits have passed before."""
-        layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-        given = traits(*sent, topk_idx, topk_weights, *layout)
+        """Checks rows and routing; skipped if arguments with the same traits, `given`, have passed before."""
         if given in self._passed:
             assert topk_idx is not None
             assert num_tokens_per_expert is not None
             num_experts = num_tokens_per_expert.shape[0]
             return rows_of(sent), Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
         rows = checked(sent, self.engine.device)
-        routing = self._routing(rows, topk_idx, topk_weights, *layout)
+        routing = self._routing(
+            rows, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+        )
         if topk_idx is not None and topk_idx.is_cuda:
             self._passed.add(given)  # no value has been looked at
         return rows, routing
+
+    def _note_repeat(self, given: object, request: DispatchRequest, *tensors: Tensor | None) -> None:
+        """Remembers how the engine repeats a dispatch with these traits, if it takes the tensors as they are given."""
+        taken = *request.rows, *request.routing[:2]
+        if given in self._passed and all(ours is theirs for ours, theirs in zip(taken, tensors, strict=True)):
+            self._passed[given] = self.engine.repeat_of(request)
 
     def _check_received(
         self, x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], handle: DispatchHandle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,16 +172,19 @@ def _traits_of_any(tensors: tuple[object, ...]) -> object:
     return tuple(found)
 
 
-class Passed(set[object]):
-    """Traits that have passed a check. The calls of a training loop repeat a few, and need not be checked again."""
+class Passed(dict[object, Any]):
+    """Traits that have passed a check. The calls of a training loop repeat a few, and need not be checked again.
+
+    The value of some traits is how the engine repeats a call with them.
+    """
 
     _MOST = 1024
 
-    def add(self, traits: object) -> None:
+    def add(self, traits: object, value: Any = None) -> None:
         """Remembers traits; forgets all others when there are many."""
         if len(self) >= self._MOST:
             self.clear()
-        super().add(traits)
+        self[traits] = value
 
 
 def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:

@@ -42,10 +42,12 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
+    RepeatedDispatch,
     Routing,
     Rows,
     state_of,
 )
+from hybrid_ep.engine.cuda_bound import BoundDispatch
 from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
@@ -164,6 +166,12 @@ class CudaEngine(Engine):
         handle = self._handle(sent, request.routing, output)
         received = _as_sent(request.rows, output.rows, output.scales)
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
+
+    def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
+        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
+        if request.bound is None or planned.refusal is not None:
+            return None
+        return BoundDispatch(self, request, planned)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         sent = self._send_again(request, handle, state_of(handle, Route).num_recv, 0)

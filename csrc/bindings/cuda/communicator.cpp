@@ -123,6 +123,11 @@ void add_plans(py::module_& module) {
 
 }  // namespace
 
+int slots_agreed(const Communicator& communicator, cudaStream_t stream) {
+  const py::gil_scoped_release release;
+  return communicator.slots_agreed(stream);
+}
+
 void add_communicator(py::module_& module) {
   add_plans(module);
 
@@ -160,19 +165,14 @@ void add_communicator(py::module_& module) {
           "dispatch",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
              uintptr_t scales, uintptr_t route, int handle, int slot_idx, int slots_wanted, uintptr_t stream) {
-            return self.dispatch(plan,
-                                 {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
-                                  pointer<uint32_t>(scales), pointer<int32_t>(route)},
-                                 handle, slot_idx, slots_wanted, stream_of(stream));
+            return self.dispatch(plan, tensors_of(rows, topk_idx, topk_weights, scales, route), handle, slot_idx,
+                                 slots_wanted, stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
           py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("slots_wanted"), py::arg("stream"))
       .def(
           "slots_agreed",
-          [](const Communicator& self, uintptr_t stream) {
-            const py::gil_scoped_release release;
-            return self.slots_agreed(stream_of(stream));
-          },
+          [](const Communicator& self, uintptr_t stream) { return slots_agreed(self, stream_of(stream)); },
           py::arg("stream"))
       .def(
           "duplicate",
