@@ -23,11 +23,11 @@ from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, parts_of
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int, traits
+from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchHandle, DispatchRequest
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchHandle
 
 __all__ = ["Buffer", "topk_idx_t"]
 
@@ -473,27 +473,15 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             return as_given(received, sent), None, None, None, None, event
 
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-        given = traits(*sent, topk_idx, topk_weights, *layout), num_worst_tokens, num_sms
-        repeat = self._passed.get(given)
         with self._comm_stream.scope(previous_event, async_finish):
-            if repeat is not None:
-                result = repeat(sent.data, sent.scales, topk_idx, topk_weights)
-            else:
-                # Here, because it may copy scales, and make indices.
-                rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
-                request = DispatchRequest(rows, routing, num_worst_tokens or None, num_sms)
-                result = engine.dispatch(request)
-                if request.bound is not None:
-                    self._note_repeat(given, request, sent.data, sent.scales, topk_idx, topk_weights)
+            # Here, because it may copy scales, and make indices.
+            result = self._dispatch(sent, topk_idx, topk_weights, layout, num_worst_tokens or None, num_sms)
             counts = result.num_tokens_per_expert
             if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None
                 counts = engine.exchange_expert_counts(num_tokens_per_expert)
-        event = self._comm_stream.finish(
-            previous_event,
-            async_finish,
-            (*sent, topk_idx, topk_weights, *result.rows, result.topk_idx, result.topk_weights),
-        )
+        tensors = (*sent, topk_idx, topk_weights, *result.rows, result.topk_idx, result.topk_weights)
+        event = self._comm_stream.finish(previous_event, async_finish, tensors)
         tokens = as_given(result.rows, sent)
         return self._shape(result, tokens, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
 
@@ -588,7 +576,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         self._check_received(x, topk_weights, biases, handle)
         num_sms = _num_sms(config)
         with self._comm_stream.scope(previous_event, async_finish):
-            terms = tuple([term.contiguous() for term in biases])
+            terms = tuple([term.contiguous() for term in biases]) if biases else ()
             request = CombineRequest(x.contiguous(), packed(topk_weights), terms, num_sms)
             combined = engine.combine(request, handle)
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from hybrid_ep.buffers.base import (
 )
 from hybrid_ep.core.checks import Passed, packed, require, require_tensor, traits
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest, Routing, Rows
+from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "parts_of"]
@@ -49,6 +50,32 @@ class NormalArguments(BaseBuffer):
             self._passed.add(given)  # no value has been looked at
         return rows
 
+    def _dispatch(
+        self,
+        sent: Parts,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        layout: tuple[Tensor | None, Tensor | None, Tensor | None],
+        bound: int | None,
+        num_sms: int | None,
+    ) -> Dispatched:
+        """Checks rows and routing, and dispatches.
+
+        Checks are skipped if arguments with the same traits have passed before. The engine repeats such a call.
+        """
+        given = traits(*sent, topk_idx, topk_weights, *layout), bound, num_sms
+        repeat = self._passed.get(given)
+        if repeat is not None:
+            return repeat(sent.data, sent.scales, topk_idx, topk_weights)  # type: ignore[no-any-return]
+        rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
+        request = DispatchRequest(rows, routing, bound, num_sms)
+        result = self.engine.dispatch(request)
+        if bound is not None and given in self._passed:
+            taken, tensors = (*rows, *routing[:2]), (sent.data, sent.scales, topk_idx, topk_weights)
+            if all(map(operator.is_, taken, tensors)):  # none was copied
+                self._passed[given] = self.engine.repeat_of(request)
+        return result
+
     def _rows_and_routing(
         self,
         given: object,
@@ -59,7 +86,7 @@ class NormalArguments(BaseBuffer):
         num_tokens_per_rank: Tensor | None,
         num_tokens_per_expert: Tensor | None,
     ) -> tuple[Rows, Routing]:
-        """Checks rows and routing; skipped if arguments with the same traits, `given`, have passed before."""
+        """Checks rows and routing, unless `given` has passed before."""
         if given in self._passed:
             assert topk_idx is not None
             assert num_tokens_per_expert is not None
@@ -72,12 +99,6 @@ class NormalArguments(BaseBuffer):
         if topk_idx is not None and topk_idx.is_cuda:
             self._passed.add(given)  # no value has been looked at
         return rows, routing
-
-    def _note_repeat(self, given: object, request: DispatchRequest, *tensors: Tensor | None) -> None:
-        """Remembers how the engine repeats a dispatch with these traits, if it takes the tensors as they are given."""
-        taken = *request.rows, *request.routing[:2]
-        if given in self._passed and all(ours is theirs for ours, theirs in zip(taken, tensors, strict=True)):
-            self._passed[given] = self.engine.repeat_of(request)
 
     def _check_received(
         self, x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], handle: DispatchHandle

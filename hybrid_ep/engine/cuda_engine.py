@@ -48,26 +48,18 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda_bound import BoundDispatch
+from hybrid_ep.engine.cuda_combine import combine, combine_permuted
 from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import (
-    CombineShape,
-    combine_shape_of,
-    combine_shape_of_experts,
-    plan_combine,
-    plan_dispatch,
-    shape_along,
-    shape_of,
-)
+from hybrid_ep.engine.cuda_plan import plan_dispatch, shape_along, shape_of
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
     Route,
     RouteMemory,
     address,
-    aligned,
     aligned_rows,
 )
 from hybrid_ep.engine.losses import Losses
@@ -181,10 +173,7 @@ class CudaEngine(Engine):
         return _as_sent(request.rows, output.rows, output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        route = state_of(handle, Route)
-        stream = self._begin()
-        shape = combine_shape_of(request, handle)
-        return self._combine(shape, aligned(request.data), request.weights, request.bias, handle, route, stream)
+        return combine(self, request, handle)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing
@@ -216,18 +205,7 @@ class CudaEngine(Engine):
         return permuted
 
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        data, probs, dispatch = aligned(request.data), request.weights, handle.dispatch
-        state, route = state_of(handle, PermuteState), state_of(dispatch, Route)
-        stream = self._begin()
-        num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
-        state.begin_combine(self._communicator, num_recv, num_topk, stream)
-        sums = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
-        weights = None
-        if probs is not None:
-            weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
-        shape = combine_shape_of_experts(request, dispatch)
-        experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(shape, sums, weights, request.bias, dispatch, route, stream, experts)
+        return combine_permuted(self, request, handle)
 
     def copy_experts(self, copies: ExpertCopies) -> bool:
         spare, experts, mapping, num_sms = copies
@@ -505,61 +483,6 @@ class CudaEngine(Engine):
         lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
         self.traffic.within_domain += route.num_sent_away * plan.record_bytes
         return _Sent(plan, lease, stream, route, num_rows, None)
-
-    def _combine(
-        self,
-        shape: CombineShape,
-        data: Tensor,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        handle: DispatchHandle,
-        route: Route,
-        stream: int,
-        experts: tuple[int, int, int] = (0, 0, 0),
-    ) -> Combined:
-        """Launches a combine and returns its results.
-
-        Args:
-            shape: of the call.
-            data, weights, bias, handle: as in `combine`; from experts, data and weights are written first.
-            route: of the handle.
-            stream: what `_begin` has returned.
-            experts: from experts, the addresses of their rows, of their probabilities and of the PermuteState.
-        """
-        route.chunk.note_use(stream)
-        plan = plan_combine(shape)
-        self._arena.ensure(
-            plan.slot_bytes_for(route.max_sent), lambda: self._compare_combines(shape, route.number, stream)
-        )
-        self._arena.note_use(stream)
-        out = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
-        out_weights = None
-        if weights is not None:
-            out_weights = torch.empty(handle.num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
-        terms = [aligned(term) for term in bias]
-        self._communicator.combine(
-            plan,
-            data.data_ptr(),
-            address(weights),
-            address(terms[0] if terms else None),
-            address(terms[1] if len(terms) > 1 else None),
-            out.data_ptr(),
-            address(out_weights),
-            route.address,
-            *experts,
-            route.number,
-            stream,
-        )
-        self.traffic.within_domain += route.num_from_away * plan.record_bytes
-        self._end()
-        return Combined(out, out_weights)
-
-    def _compare_combines(self, shape: CombineShape, number: int, stream: int) -> None:
-        plan = plan_combine(shape.compared())
-        no_rows = torch.zeros(self.grid.num_ranks**2, dtype=torch.int32, device=self.device)
-        self._compare(
-            lambda: self._communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, 0, 0, number, stream)
-        )
 
     def _handle(self, sent: _Sent, routing: Routing, output: DispatchOutput) -> DispatchHandle:
         route, prefix = sent.route, output.rank_prefix
