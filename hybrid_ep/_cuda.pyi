@@ -238,9 +238,10 @@ class SlotPool:
         scales: int,
         memory: Tensor,
         route: int,
+        handle: int,
         stream: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None] | None:
-        """What `tensors` returns, of a dispatch whose rows land by source; None: it has not been launched."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+        """What `tensors` returns; None: the dispatch has not been launched."""
 
     def tensors(
         self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int

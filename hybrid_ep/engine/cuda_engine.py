@@ -47,13 +47,13 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
-from hybrid_ep.engine.cuda_bound import BoundDispatch
+from hybrid_ep.engine.cuda_at_once import BoundDispatch, dispatch_at_once
 from hybrid_ep.engine.cuda_combine import combine, combine_permuted
 from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda_plan import DispatchPlan, plan_dispatch, shape_along, shape_of
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
@@ -166,11 +166,21 @@ class CudaEngine(Engine):
         return BoundDispatch(self, request, planned)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        sent = self._send_again(request, handle, state_of(handle, Route).num_recv, 0)
+        rows, route = request.rows, state_of(handle, Route)
+        planned, stream = self._plan_along(request, handle, 0)
+        tensors = *rows, None, None
+        output = dispatch_at_once(
+            self, planned, route.num_recv, tensors, route.chunk, route.address, route.number, stream
+        )
+        if output is not None:
+            self._count_sent(route, planned.native)
+            self._end()
+            return _as_sent(rows, output.rows, output.scales)
+        sent = self._send_again(rows, planned.native, route, route.num_recv, stream)
         with sent.lease:
             output = self._results(sent)
             self._end()
-        return _as_sent(request.rows, output.rows, output.scales)
+        return _as_sent(rows, output.rows, output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         return combine(self, request, handle)
@@ -197,7 +207,9 @@ class CudaEngine(Engine):
 
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         state = state_of(handle, PermuteState)
-        sent = self._send_again(request, handle.dispatch, handle.num_permuted, handle.pad_multiple)
+        planned, stream = self._plan_along(request, handle.dispatch, handle.pad_multiple)
+        route = state_of(handle.dispatch, Route)
+        sent = self._send_again(request.rows, planned.native, route, handle.num_permuted, stream)
         with sent.lease:
             state.chunk.note_use(sent.stream)
             permuted, _ = self._spread(request.rows, sent, state.address, None, request.num_expert_sms)
@@ -462,27 +474,35 @@ class CudaEngine(Engine):
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
         raise fault
 
-    def _send_again(
-        self, request: CachedDispatchRequest, handle: DispatchHandle, num_rows: int, pad_multiple: int
-    ) -> _Sent:
-        """Launches a dispatch along a known route, which needs no counts and no wait.
-
-        Args:
-            request, handle: as in `dispatch_cached`.
-            num_rows: of the result.
-            pad_multiple: as in `DispatchRequest`.
-        """
+    def _plan_along(
+        self, request: CachedDispatchRequest, handle: DispatchHandle, pad_multiple: int
+    ) -> tuple[DispatchPlan[_cuda.DispatchPlan], int]:
+        """Begins a dispatch along a known route, which needs no counts and no wait; returns its plan and the stream."""
         route = state_of(handle, Route)
         stream = self._begin()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, pad_multiple, route.max_recv)
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
-        plan = planned.native
-        self._arena.holds(planned.slot_bytes)
-        sent = aligned_rows(request.rows)
+        self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
+        return planned, stream
+
+    def _send_again(self, rows: Rows, plan: _cuda.DispatchPlan, route: Route, num_rows: int, stream: int) -> _Sent:
+        """Launches it.
+
+        Args:
+            rows: to send.
+            plan, stream: of the call.
+            route: which it takes.
+            num_rows: of the result.
+        """
+        sent = aligned_rows(rows)
         lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
-        self.traffic.within_domain += route.num_sent_away * plan.record_bytes
+        self._count_sent(route, plan)
         return _Sent(plan, lease, stream, route, num_rows, None)
+
+    def _count_sent(self, route: Route, plan: _cuda.DispatchPlan) -> None:
+        if route.num_sent_away:
+            self.traffic.within_domain += route.num_sent_away * plan.record_bytes
 
     def _handle(self, sent: _Sent, routing: Routing, output: DispatchOutput) -> DispatchHandle:
         route, prefix = sent.route, output.rank_prefix

@@ -24,9 +24,6 @@ void add_slot_pool(pybind11::module_& module);
 // Those that another module has passed, or with None this module's.
 LinkKernels link_kernels_of(const pybind11::object& capsule);
 
-// `Communicator::slots_agreed` without the GIL: it may wait for the GPU.
-int slots_agreed(const Communicator& communicator, cudaStream_t stream);
-
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);

@@ -123,11 +123,6 @@ void add_plans(py::module_& module) {
 
 }  // namespace
 
-int slots_agreed(const Communicator& communicator, cudaStream_t stream) {
-  const py::gil_scoped_release release;
-  return communicator.slots_agreed(stream);
-}
-
 void add_communicator(py::module_& module) {
   add_plans(module);
 
@@ -172,7 +167,10 @@ void add_communicator(py::module_& module) {
           py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("slots_wanted"), py::arg("stream"))
       .def(
           "slots_agreed",
-          [](const Communicator& self, uintptr_t stream) { return slots_agreed(self, stream_of(stream)); },
+          [](const Communicator& self, uintptr_t stream) {
+            const py::gil_scoped_release release;
+            return self.slots_agreed(stream_of(stream));
+          },
           py::arg("stream"))
       .def(
           "duplicate",
