@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.engine.agreement import ABSENT
-from hybrid_ep.engine.arena import DispatchOutput
 from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_plan import DispatchPlan
@@ -21,6 +20,11 @@ __all__ = ["BoundDispatch", "dispatch_at_once"]
 
 _ROW_ALIGN_BYTES = _cuda.row_align_bytes
 
+# The fields of DispatchOutput.
+Made = tuple[
+    Tensor, "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None"
+]
+
 
 def dispatch_at_once(
     engine: CudaEngine,
@@ -31,10 +35,10 @@ def dispatch_at_once(
     route: int,
     handle: int,
     stream: int,
-) -> DispatchOutput | None:
-    """Makes a dispatch that does not wait, or returns None where it takes more than one step.
+) -> Made | None:
+    """Makes a dispatch that does not wait, and returns its tensors; None where it takes more than one step.
 
-    These are calls in a capture, without a free slot, where slots must grow, or with tensors that must be moved.
+    Those are calls in a capture, without a free slot, where slots must grow, or with tensors that must be moved.
 
     Args:
         engine: of the call.
@@ -49,7 +53,7 @@ def dispatch_at_once(
     arena, rows_at, scales_at = engine._arena, data.data_ptr(), address(scales)
     if (rows_at | scales_at) % _ROW_ALIGN_BYTES or arena.slot_bytes < planned.slot_bytes or arena.is_short:
         return None
-    made = arena.pool.dispatch(
+    return arena.pool.dispatch(
         engine._communicator,
         planned.native,
         num_rows,
@@ -62,7 +66,6 @@ def dispatch_at_once(
         handle,
         stream,
     )
-    return None if made is None else DispatchOutput(*made)
 
 
 class BoundDispatch:
@@ -87,18 +90,18 @@ class BoundDispatch:
         self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None
     ) -> Dispatched:
         engine, planned, bound = self._engine, self._planned, self._bound
-        stream, output = engine._begin(), None
+        stream, made = engine._begin(), None
         piece = engine._routes.cut(self._route_ints, stream)
         if piece is not None:
             tensors = data, scales, topk_idx, topk_weights
-            output = dispatch_at_once(engine, planned, bound, tensors, *piece, ABSENT, stream)
-        if piece is None or output is None:
+            made = dispatch_at_once(engine, planned, bound, tensors, *piece, ABSENT, stream)
+        if piece is None or made is None:
             routing = Routing(topk_idx, topk_weights, *self._of_routing)
             return engine.dispatch(DispatchRequest(Rows(data, scales), routing, *self._of_request))
         engine._num_dispatches += 1
         number = dispatch_number(engine._number, engine._num_dispatches)
         engine._end()
-        rows, experts, weights, received_scales, rank_prefix, _, _ = output
+        rows, experts, weights, received_scales, rank_prefix, _, _ = made
         assert experts is not None
         assert rank_prefix is not None
         if scales is not None:

@@ -8,7 +8,7 @@ A call with a bound never waits for the device. A call without one waits for the
 soon as they are known, while rows are in flight. If a slot of any rank is too small for its rows, no rank sends. Every
 rank reads that from the same counts. All grow their slots and start again.
 
-Low-latency calls are in cuda_low_latency.py.
+Combines are in cuda_combine.py, low-latency calls in cuda_low_latency.py.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ class CudaEngine(Engine):
         rows, route = request.rows, state_of(handle, Route)
         planned, stream = self._plan_along(request, handle, 0)
         tensors = *rows, None, None
-        output = dispatch_at_once(
+        made = dispatch_at_once(
             self, planned, route.num_recv, tensors, route.chunk, route.address, route.number, stream
         )
-        if output is not None:
+        if made is not None:
             self._count_sent(route, planned.native)
             self._end()
-            return _as_sent(rows, output.rows, output.scales)
+            return _as_sent(rows, made[0], made[3])
         sent = self._send_again(rows, planned.native, route, route.num_recv, stream)
         with sent.lease:
             output = self._results(sent)
