@@ -17,6 +17,9 @@ def compute_layout(
     num_tokens_per_expert: int,
     is_token_in_rank: int,
 ) -> int: ...
+def traits(*tensors: object) -> bytes | None:
+    """See `hybrid_ep.core.checks.traits`; None where one is no plain tensor, or torch is too old."""
+
 def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
     """PCI devices, NICs, NUMA nodes and GPU distances; see `hybrid_ep.topology.probe`."""
 

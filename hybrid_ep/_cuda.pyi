@@ -228,6 +228,22 @@ class SlotPool:
     def take(self, stream: int) -> tuple[int, bool]: ...
     def note_use(self, stream: int) -> None: ...
     def release(self, slot_idx: int) -> None: ...
+    def dispatch(
+        self,
+        communicator: Communicator,
+        plan: DispatchPlan,
+        num_rows: int,
+        rows: int,
+        topk_idx: int,
+        topk_weights: int,
+        scales: int,
+        memory: Tensor,
+        route: int,
+        handle: int,
+        stream: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+        """What `tensors` returns; None: the dispatch has not been launched."""
+
     def tensors(
         self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...

@@ -10,5 +10,6 @@ PYBIND11_MODULE(_C, module) {
   hybrid_ep::bindings::add_layout(module);
   hybrid_ep::bindings::add_sizes(module);
   hybrid_ep::bindings::add_topology(module);
+  hybrid_ep::bindings::add_traits(module);
   hybrid_ep::bindings::add_transport(module);
 }

@@ -49,6 +49,7 @@ class SlotPool {
   void hold(int slot_idx);
   void release(int slot_idx);
 
+  int num_slots() const { return static_cast<int>(slots_.size()); }  // without slot 0
   int num_free() const;
 
  private:

@@ -466,7 +466,8 @@ class HybridEPBuffer(HybridArguments):
             no_sync=non_blocking,
             in_parts=True,
         )
-        num_parts = len(routing.topk_idx) // len(rows.data) if len(rows.data) else 1
+        num_tokens = rows.data.shape[0]
+        num_parts = routing.topk_idx.shape[0] // num_tokens if num_tokens else 1
         rows = _in_parts(rows, num_parts)
         if num_of_experts_per_rank is not None:
             num_local = routing.num_experts // self.group_size

@@ -27,7 +27,7 @@ from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bo
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchHandle, DispatchRequest
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchHandle
 
 __all__ = ["Buffer", "topk_idx_t"]
 
@@ -163,6 +163,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
 
     def close(self) -> None:
         self._local_memory.clear()
+        self._passed.clear()  # its values hold the engine
         self._combine_buffer = None
         super().close()
 
@@ -471,19 +472,16 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return as_given(received, sent), None, None, None, None, event
 
+        layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.
-            rows, routing = self._rows_and_routing(
-                sent, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-            )
-            result = engine.dispatch(DispatchRequest(rows, routing, num_worst_tokens or None, num_sms))
+            result = self._dispatch(sent, topk_idx, topk_weights, layout, num_worst_tokens or None, num_sms)
             counts = result.num_tokens_per_expert
             if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None
                 counts = engine.exchange_expert_counts(num_tokens_per_expert)
-        event = self._comm_stream.finish(
-            previous_event, async_finish, (*rows, *routing[:2], *result.rows, result.topk_idx, result.topk_weights)
-        )
+        tensors = (*sent, topk_idx, topk_weights, *result.rows, result.topk_idx, result.topk_weights)
+        event = self._comm_stream.finish(previous_event, async_finish, tensors)
         tokens = as_given(result.rows, sent)
         return self._shape(result, tokens, counts, topk_idx is not None, expert_alignment, num_worst_tokens, event)
 
@@ -578,7 +576,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         self._check_received(x, topk_weights, biases, handle)
         num_sms = _num_sms(config)
         with self._comm_stream.scope(previous_event, async_finish):
-            terms = tuple([term.contiguous() for term in biases])
+            terms = tuple([term.contiguous() for term in biases]) if biases else ()
             request = CombineRequest(x.contiguous(), packed(topk_weights), terms, num_sms)
             combined = engine.combine(request, handle)
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)

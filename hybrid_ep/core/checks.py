@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_ep import env
+from hybrid_ep import _C, env
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -144,8 +145,14 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
             require_bool(names[[v is value for v in values].index(True)], value)
 
 
-def traits(*tensors: object) -> tuple[object, ...]:
+def traits(*tensors: object) -> object:
     """Everything but the values that checks of these tensors read: equal traits give the same outcome."""
+    found = _C.traits(*tensors)
+    return _traits_of_any(tensors) if found is None else found
+
+
+def _traits_of_any(tensors: tuple[object, ...]) -> object:
+    """The same, of any arguments and with any torch."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
     for tensor in tensors:
@@ -156,6 +163,7 @@ def traits(*tensors: object) -> tuple[object, ...]:
                 tensor.dtype,
                 tensor.shape,
                 tensor.device,
+                tensor.layout,
                 tensor.is_contiguous(),
                 keeps_grad and tensor.requires_grad,
             )
@@ -164,16 +172,19 @@ def traits(*tensors: object) -> tuple[object, ...]:
     return tuple(found)
 
 
-class Passed(set[object]):
-    """Traits that have passed a check. The calls of a training loop repeat a few, and need not be checked again."""
+class Passed(dict[object, Any]):
+    """Traits that have passed a check. The calls of a training loop repeat a few, and need not be checked again.
+
+    The value of some traits is how the engine repeats a call with them.
+    """
 
     _MOST = 1024
 
-    def add(self, traits: object) -> None:
+    def add(self, traits: object, value: Any = None) -> None:
         """Remembers traits; forgets all others when there are many."""
         if len(self) >= self._MOST:
             self.clear()
-        super().add(traits)
+        self[traits] = value
 
 
 def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:

@@ -117,6 +117,10 @@ class SlotLease:
 class Arena:
     """The slots of one engine; they grow when a call needs more.
 
+    Attributes:
+        pool: which slots are free.
+        is_short: whether the next call publishes that a result was copied; `lease` does.
+
     Args:
         roll_call: of the ranks of the domain.
         device: this rank's GPU.
@@ -137,7 +141,7 @@ class Arena:
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
         self._number = 0  # of the memory, equal at all ranks; calls compare it, for a graph keeps that of its capture
-        self._is_short = False  # a result was copied, and no rank has been notified
+        self.is_short = False
         self._is_full = False  # no memory for more slots; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
 
@@ -153,7 +157,7 @@ class Arena:
     @property
     def num_free(self) -> int:
         """Slots that are free for the next dispatches."""
-        return self._pool.num_free
+        return self.pool.num_free
 
     def holds(self, num_bytes: int) -> bool:
         """Returns whether a slot is at least this large.
@@ -218,21 +222,21 @@ class Arena:
             except ConfigError:
                 # Some GPU has no memory left, as every rank knows: results are copied, and no rank tries again.
                 self._is_full = True
-        lease = SlotLease(self._pool, stream)
-        self._is_short |= lease.slot_idx == 0
+        lease = SlotLease(self.pool, stream)
+        self.is_short |= lease.slot_idx == 0
         if not lease.is_captured:
-            lease.slots_wanted = self._more_slots if self._is_short and not self._is_full else 0
-            self._is_short = False
+            lease.slots_wanted = self._more_slots if self.is_short and not self._is_full else 0
+            self.is_short = False
         return lease
 
     def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0. A captured use keeps the memory for good."""
-        self._pool.note_use(stream)
+        self.pool.note_use(stream)
 
     def _replace(self, slot_bytes: int, num_slots: int) -> None:
         # A peer may still be writing here, and freeing a mapping does not wait for it: so a barrier comes first.
         torch.cuda.synchronize(self._device)
-        memory, was_captured = self._memory, self._pool.was_captured
+        memory, was_captured = self._memory, self.pool.was_captured
         self._allocate(slot_bytes, num_slots)
         if was_captured:
             self._captured.append(memory)  # graphs have its addresses
@@ -245,7 +249,7 @@ class Arena:
         self._number += 1
         wanted = min(max(num_slots + _INITIAL_SLOTS, num_slots * 3 // 2), self._most_slots)
         self._more_slots = wanted if wanted > num_slots else 0
-        self._pool = _cuda.SlotPool(
+        self.pool = _cuda.SlotPool(
             base=self._memory.local.data_ptr(),
             slot_bytes=self._slot_bytes,
             num_slots=num_slots + 1,

@@ -45,6 +45,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
+    RepeatedDispatch,
     Routing,
     Rows,
 )
@@ -132,6 +133,13 @@ class Engine(abc.ABC):
             OverflowError: more rows than the bound, at any rank (an engine that does not sync raises it later).
             TransportError, TimeoutError: a rank was lost.
         """
+
+    def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
+        """Local: makes what does the same as `dispatch`, for other tensors of the same dtypes and shapes, in less time.
+
+        It takes rows, scales, top-k indices and top-k weights, all contiguous. None: the engine has nothing faster.
+        """
+        return None
 
     @abc.abstractmethod
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:

@@ -34,6 +34,7 @@ __all__ = [
     "LowLatencyHandle",
     "PermuteHandle",
     "Permuted",
+    "RepeatedDispatch",
     "Routing",
     "Rows",
     "missing_signal",
@@ -352,6 +353,9 @@ class Dispatched(NamedTuple):
     topk_weights: Tensor | None
     num_tokens_per_expert: Tensor | None
     handle: DispatchHandle
+
+
+RepeatedDispatch = Callable[[Tensor, "Tensor | None", Tensor, "Tensor | None"], Dispatched]  # see Engine.repeat_of
 
 
 class Permuted(NamedTuple):

@@ -8,7 +8,7 @@ A call with a bound never waits for the device. A call without one waits for the
 soon as they are known, while rows are in flight. If a slot of any rank is too small for its rows, no rank sends. Every
 rank reads that from the same counts. All grow their slots and start again.
 
-Low-latency calls are in cuda_low_latency.py.
+Combines are in cuda_combine.py, low-latency calls in cuda_low_latency.py.
 """
 
 from __future__ import annotations
@@ -42,30 +42,24 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
+    RepeatedDispatch,
     Routing,
     Rows,
     state_of,
 )
+from hybrid_ep.engine.cuda_at_once import BoundDispatch, dispatch_at_once
+from hybrid_ep.engine.cuda_combine import combine, combine_permuted
 from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import (
-    CombineShape,
-    combine_shape_of,
-    combine_shape_of_experts,
-    plan_combine,
-    plan_dispatch,
-    shape_along,
-    shape_of,
-)
+from hybrid_ep.engine.cuda_plan import DispatchPlan, plan_dispatch, shape_along, shape_of
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
     Route,
     RouteMemory,
     address,
-    aligned,
     aligned_rows,
 )
 from hybrid_ep.engine.losses import Losses
@@ -165,18 +159,31 @@ class CudaEngine(Engine):
         received = _as_sent(request.rows, output.rows, output.scales)
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
+    def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
+        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
+        if request.bound is None or planned.refusal is not None:
+            return None
+        return BoundDispatch(self, request, planned)
+
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        sent = self._send_again(request, handle, state_of(handle, Route).num_recv, 0)
+        rows, route = request.rows, state_of(handle, Route)
+        planned, stream = self._plan_along(request, handle, 0)
+        tensors = *rows, None, None
+        made = dispatch_at_once(
+            self, planned, route.num_recv, tensors, route.chunk, route.address, route.number, stream
+        )
+        if made is not None:
+            self._count_sent(route, planned.native)
+            self._end()
+            return _as_sent(rows, made[0], made[3])
+        sent = self._send_again(rows, planned.native, route, route.num_recv, stream)
         with sent.lease:
             output = self._results(sent)
             self._end()
-        return _as_sent(request.rows, output.rows, output.scales)
+        return _as_sent(rows, output.rows, output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        route = state_of(handle, Route)
-        stream = self._begin()
-        shape = combine_shape_of(request, handle)
-        return self._combine(shape, aligned(request.data), request.weights, request.bias, handle, route, stream)
+        return combine(self, request, handle)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing
@@ -200,7 +207,9 @@ class CudaEngine(Engine):
 
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         state = state_of(handle, PermuteState)
-        sent = self._send_again(request, handle.dispatch, handle.num_permuted, handle.pad_multiple)
+        planned, stream = self._plan_along(request, handle.dispatch, handle.pad_multiple)
+        route = state_of(handle.dispatch, Route)
+        sent = self._send_again(request.rows, planned.native, route, handle.num_permuted, stream)
         with sent.lease:
             state.chunk.note_use(sent.stream)
             permuted, _ = self._spread(request.rows, sent, state.address, None, request.num_expert_sms)
@@ -208,18 +217,7 @@ class CudaEngine(Engine):
         return permuted
 
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        data, probs, dispatch = aligned(request.data), request.weights, handle.dispatch
-        state, route = state_of(handle, PermuteState), state_of(dispatch, Route)
-        stream = self._begin()
-        num_recv, num_topk = dispatch.num_recv, dispatch.num_topk
-        state.begin_combine(self._communicator, num_recv, num_topk, stream)
-        sums = torch.empty(num_recv, data.shape[1], dtype=data.dtype, device=data.device)
-        weights = None
-        if probs is not None:
-            weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
-        shape = combine_shape_of_experts(request, dispatch)
-        experts = (data.data_ptr(), address(probs), state.address)
-        return self._combine(shape, sums, weights, request.bias, dispatch, route, stream, experts)
+        return combine_permuted(self, request, handle)
 
     def copy_experts(self, copies: ExpertCopies) -> bool:
         spare, experts, mapping, num_sms = copies
@@ -479,82 +477,35 @@ class CudaEngine(Engine):
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
         raise fault
 
-    def _send_again(
-        self, request: CachedDispatchRequest, handle: DispatchHandle, num_rows: int, pad_multiple: int
-    ) -> _Sent:
-        """Launches a dispatch along a known route, which needs no counts and no wait.
-
-        Args:
-            request, handle: as in `dispatch_cached`.
-            num_rows: of the result.
-            pad_multiple: as in `DispatchRequest`.
-        """
+    def _plan_along(
+        self, request: CachedDispatchRequest, handle: DispatchHandle, pad_multiple: int
+    ) -> tuple[DispatchPlan[_cuda.DispatchPlan], int]:
+        """Begins a dispatch along a known route, which needs no counts and no wait; returns its plan and the stream."""
         route = state_of(handle, Route)
         stream = self._begin()
         route.chunk.note_use(stream)
         shape = shape_along(request, handle, pad_multiple, route.max_recv)
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
-        plan = planned.native
-        self._arena.holds(planned.slot_bytes)
-        sent = aligned_rows(request.rows)
-        lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
-        self.traffic.within_domain += route.num_sent_away * plan.record_bytes
-        return _Sent(plan, lease, stream, route, num_rows, None)
+        self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
+        return planned, stream
 
-    def _combine(
-        self,
-        shape: CombineShape,
-        data: Tensor,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        handle: DispatchHandle,
-        route: Route,
-        stream: int,
-        experts: tuple[int, int, int] = (0, 0, 0),
-    ) -> Combined:
-        """Launches a combine and returns its results.
+    def _send_again(self, rows: Rows, plan: _cuda.DispatchPlan, route: Route, num_rows: int, stream: int) -> _Sent:
+        """Launches it.
 
         Args:
-            shape: of the call.
-            data, weights, bias, handle: as in `combine`; from experts, data and weights are written first.
-            route: of the handle.
-            stream: what `_begin` has returned.
-            experts: from experts, the addresses of their rows, of their probabilities and of the PermuteState.
+            rows: to send.
+            plan, stream: of the call.
+            route: which it takes.
+            num_rows: of the result.
         """
-        route.chunk.note_use(stream)
-        plan = plan_combine(shape)
-        self._arena.ensure(
-            plan.slot_bytes_for(route.max_sent), lambda: self._compare_combines(shape, route.number, stream)
-        )
-        self._arena.note_use(stream)
-        out = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
-        out_weights = None
-        if weights is not None:
-            out_weights = torch.empty(handle.num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
-        terms = [aligned(term) for term in bias]
-        self._communicator.combine(
-            plan,
-            data.data_ptr(),
-            address(weights),
-            address(terms[0] if terms else None),
-            address(terms[1] if len(terms) > 1 else None),
-            out.data_ptr(),
-            address(out_weights),
-            route.address,
-            *experts,
-            route.number,
-            stream,
-        )
-        self.traffic.within_domain += route.num_from_away * plan.record_bytes
-        self._end()
-        return Combined(out, out_weights)
+        sent = aligned_rows(rows)
+        lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
+        self._count_sent(route, plan)
+        return _Sent(plan, lease, stream, route, num_rows, None)
 
-    def _compare_combines(self, shape: CombineShape, number: int, stream: int) -> None:
-        plan = plan_combine(shape.compared())
-        no_rows = torch.zeros(self.grid.num_ranks**2, dtype=torch.int32, device=self.device)
-        self._compare(
-            lambda: self._communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, 0, 0, number, stream)
-        )
+    def _count_sent(self, route: Route, plan: _cuda.DispatchPlan) -> None:
+        if route.num_sent_away:
+            self.traffic.within_domain += route.num_sent_away * plan.record_bytes
 
     def _handle(self, sent: _Sent, routing: Routing, output: DispatchOutput) -> DispatchHandle:
         route, prefix = sent.route, output.rank_prefix

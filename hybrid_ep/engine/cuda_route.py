@@ -17,6 +17,7 @@ __all__ = ["Chunk", "HostCounts", "PermuteState", "Route", "RouteMemory", "addre
 _INT_BYTES = 4
 _ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
 _CHUNK_BYTES = 16 << 20  # some forty routes of 4096 tokens, or eight of expert-major calls
+_ROW_ALIGN_BYTES = _cuda.row_align_bytes
 
 
 class Route(NamedTuple):
@@ -133,14 +134,21 @@ class RouteMemory:
             stream: the current one, which writes it.
             alone: no other piece is cut from the chunk: what a captured graph uses, nothing else may.
         """
-        num_bytes = -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
-        if alone:
-            chunk = Chunk(num_bytes, self._device, stream)
-            return chunk, chunk.cut(num_bytes)
-        last = self._chunks.get(stream)
-        if last is None or last.num_left < num_bytes:
-            last = self._chunks[stream] = Chunk(max(num_bytes, _CHUNK_BYTES), self._device, stream)
-        return last, last.cut(num_bytes)
+        piece = None if alone else self.cut(num_ints, stream)
+        if piece is not None:
+            return piece
+        num_bytes = _piece_bytes(num_ints)
+        chunk = Chunk(num_bytes if alone else max(num_bytes, _CHUNK_BYTES), self._device, stream)
+        if not alone:
+            self._chunks[stream] = chunk
+        return chunk, chunk.cut(num_bytes)
+
+    def cut(self, num_ints: int, stream: int) -> tuple[Chunk, int] | None:
+        """Returns a piece of the last chunk of a stream; None: it is too small for that. Allocates nothing."""
+        chunk, num_bytes = self._chunks.get(stream), _piece_bytes(num_ints)
+        if chunk is None or chunk.num_left < num_bytes:
+            return None
+        return chunk, chunk.cut(num_bytes)
 
 
 class HostCounts(NamedTuple):
@@ -173,13 +181,19 @@ class HostCounts(NamedTuple):
 
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, moved where it does not begin as copies and loads of 16 bytes need it."""
-    return tensor.clone() if tensor.data_ptr() % _cuda.row_align_bytes else tensor
+    return tensor.clone() if tensor.data_ptr() % _ROW_ALIGN_BYTES else tensor
 
 
 def aligned_rows(rows: Rows) -> Rows:
     """Rows and scales likewise."""
     data, scales = rows
+    if not (data.data_ptr() | address(scales)) % _ROW_ALIGN_BYTES:
+        return rows
     return Rows(aligned(data), None if scales is None else aligned(scales))
+
+
+def _piece_bytes(num_ints: int) -> int:
+    return -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def address(tensor: Tensor | None) -> int:

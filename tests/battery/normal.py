@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.core.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
+from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Rows
 from tests.battery.cases import Case, Inputs, row_of
 
 __all__ = [
@@ -17,6 +20,7 @@ __all__ = [
     "check_cached",
     "check_fp8",
     "check_nvfp4",
+    "check_repeated",
     "check_round_trip",
     "check_two_buffers",
     "dispatch",
@@ -168,6 +172,58 @@ def check_bound(case: Case, device: str = "cpu") -> None:
         equal(combined, expected_combine(case, rank), "combined_x")
         cached, *_ = buffer.dispatch(inputs.x, handle=handle)
         equal(cached[:n], recv_x[:n].cpu(), "recv_x of a cached dispatch")
+
+
+def check_repeated(case: Case, device: str = "cpu") -> None:
+    """`Engine.repeat_of` gives what `Engine.dispatch` does, for other values, and with more results than slots."""
+    rank = dist.get_rank()
+    inputs = on(device, case.inputs(rank))
+    bound = max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
+    routing = Routing(inputs.topk_idx, inputs.topk_weights, case.num_experts)
+    with make_buffer(case) as buffer:
+        engine = buffer.engine
+        for rows in (Rows(inputs.x), Rows(*cast_to_fp8(inputs.x))):
+            repeat = engine.repeat_of(DispatchRequest(rows, routing, bound))
+            assert repeat is not None
+            held = []
+            bits = rows.data.view(torch.int16 if rows.data.dtype.itemsize == 2 else torch.uint8)
+            for turn in range(6):
+                data, topk_idx, weights = bits.roll(turn, 0), inputs.topk_idx.roll(turn, 0), inputs.topk_weights + turn
+                if turn == 4:  # where copies of 16 bytes cannot begin
+                    data = torch.cat([data.flatten()[:1], data.flatten()])[1:].view(data.shape)
+                data = data.view(rows.data.dtype)
+                want = engine.dispatch(
+                    DispatchRequest(Rows(data, rows.scales), Routing(topk_idx, weights, case.num_experts), bound)
+                )
+                want_y = engine.combine(CombineRequest(want.rows.data.bfloat16()), want.handle).data
+                counts = engine.rows_by_source(want.handle)
+                wanted = [_bytes(part, int(counts[-1])) for part in (*want.rows, want.topk_idx, want.topk_weights)]
+                del want
+                got = repeat(data, rows.scales, topk_idx, weights)
+                held.append(got)
+                n = int(engine.rows_by_source(got.handle)[-1])
+                assert [_bytes(part, n) for part in (*got.rows, got.topk_idx, got.topk_weights)] == wanted
+                assert got.rows.data.dtype == rows.data.dtype
+                assert bool((got.topk_idx[n:] == -1).all())
+                y = engine.combine(CombineRequest(got.rows.data.bfloat16()), got.handle).data
+                equal(y, want_y.cpu(), "combined_x")
+                if turn == 3:
+                    held.clear()
+        # `Buffer` repeats calls of tensors on a GPU.
+        reference = case.reference()
+        sources = reference.received(rank)
+        n, want_x = len(sources), gather_rows(case, sources, [case.inputs(r).x for r in range(case.num_ranks)])
+        for _ in range(3):
+            on_gpu = mock.patch.object(torch.Tensor, "is_cuda", True) if device == "cpu" else contextlib.nullcontext()
+            with on_gpu:
+                recv_x, recv_idx, *_ = dispatch(buffer, case, inputs, num_worst_tokens=bound)
+            equal(recv_x[:n], want_x, "recv_x")
+            equal(recv_idx[:n], reference.received_topk(rank), "recv_topk_idx")
+        assert sum(repeat is not None for repeat in buffer._passed.values()) == 1
+
+
+def _bytes(part: Tensor | None, num_rows: int) -> bytes | None:
+    return None if part is None else part[:num_rows].cpu().view(torch.uint8).numpy().tobytes()
 
 
 def check_fp8(case: Case, device: str = "cpu") -> None:

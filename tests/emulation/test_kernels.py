@@ -23,6 +23,11 @@ def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
+@_cases("one_rank", "holes", "zero_tokens_on_one_rank")
+def test_repeated(run_emulated: RunEmulated, case: Case) -> None:
+    run_emulated(case.num_ranks, "battery.normal.check_repeated", case)
+
+
 def test_combine_with_a_window(run_emulated: RunEmulated) -> None:
     """Enough SMs to fill the wire, and rows of which a warp has several chunks."""
     case = Case("many_sms", 2, 130, hidden=4096, topk=2)

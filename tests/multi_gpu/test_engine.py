@@ -43,7 +43,7 @@ def test_normal(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> No
 
 
 @fp8_cases
-@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4])
+@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4, normal.check_repeated])
 def test_normal_quantised(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
     run_gpus(case.num_ranks, check, case, "cuda")
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybrid_ep
-from hybrid_ep import Config, ConfigError, EventOverlap, TopologyError, env, errors
+from hybrid_ep import _C, Config, ConfigError, EventOverlap, TopologyError, env, errors
 from hybrid_ep.core.checks import Passed, traits
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.records import RecordFormat
@@ -65,19 +65,46 @@ def test_variables_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.TIMEOUT_S.get() == 2.5
 
 
-def test_traits_differ_where_a_check_could() -> None:
+@pytest.mark.parametrize("read_by", ["C++", "Python"])
+def test_traits_differ_where_a_check_could(monkeypatch: pytest.MonkeyPatch, read_by: str) -> None:
+    if read_by == "Python":  # as with a torch that has no exchange API of DLPack
+        monkeypatch.setattr("hybrid_ep._C.traits", lambda *_: None)
     tensor = torch.zeros(4, 6)
     other = (
         tensor.double(),
+        tensor.int(),
+        tensor.to(torch.float8_e4m3fn),
+        tensor.to(torch.uint8),
+        tensor.bool(),
         tensor[:3],
+        tensor.flatten(),
         tensor.t().contiguous().t(),
+        tensor[:, :3],
+        tensor[:, :0],
+        torch.zeros(4, 6, requires_grad=True),
         torch.zeros(4, 6, device="meta"),
+        tensor.to_sparse(),
         tensor.tolist(),
         None,
     )
     seen = [traits(each) for each in (tensor, *other)]
     assert len(set(seen)) == len(seen)
-    assert traits(tensor, None) == traits(torch.ones(4, 6), None)
+    assert traits(tensor, None) == traits(torch.ones(4, 6), None) != traits(None, tensor)
+    assert traits(tensor[:2], tensor[:1]) != traits(tensor[:1], tensor[:2])
+    assert traits(*[tensor] * 20) == traits(*[tensor] * 20) != traits(*[tensor] * 21)
+    assert traits(*[None] * 9) != traits(torch.zeros([1] * 9)) == traits(torch.ones([1] * 9))
+    with torch.no_grad():
+        assert traits(tensor) == traits(torch.zeros(4, 6, requires_grad=True)) == seen[0]
+    # These have no gaps, whatever their strides.
+    assert traits(tensor[:1]) == traits(torch.zeros(6, 1).t())
+    assert traits(tensor[:0]) == traits(torch.zeros(6, 0).t())
+
+
+def test_traits_of_plain_tensors_are_read_by_cpp() -> None:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("torch has no exchange API of DLPack: it came with 2.10")
+    assert _C.traits(torch.zeros(2, 3), None, torch.zeros(3, dtype=torch.int64)) is not None
+    assert _C.traits(torch.nn.Parameter(torch.zeros(2))) is None
 
 
 def test_what_has_passed_is_forgotten_when_it_is_much() -> None:

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "kernels/link_kernels.h"
+#include "runtime/communicator.h"
 
 namespace hybrid_ep::bindings {
 
@@ -26,6 +27,11 @@ LinkKernels link_kernels_of(const pybind11::object& capsule);
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
+}
+inline DispatchTensors tensors_of(uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t scales,
+                                  uintptr_t route) {
+  return {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights), pointer<uint32_t>(scales),
+          pointer<int32_t>(route)};
 }
 inline cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 

@@ -161,10 +161,8 @@ void add_communicator(py::module_& module) {
           "dispatch",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
              uintptr_t scales, uintptr_t route, int handle, int slot_idx, int slots_wanted, uintptr_t stream) {
-            return self.dispatch(plan,
-                                 {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
-                                  pointer<uint32_t>(scales), pointer<int32_t>(route)},
-                                 handle, slot_idx, slots_wanted, stream_of(stream));
+            return self.dispatch(plan, tensors_of(rows, topk_idx, topk_weights, scales, route), handle, slot_idx,
+                                 slots_wanted, stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
           py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("slots_wanted"), py::arg("stream"))

@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "bindings/cuda/dlpack_abi.h"
+#include "bindings/dlpack_abi.h"
 
 namespace py = pybind11;
 

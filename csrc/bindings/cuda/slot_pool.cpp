@@ -8,6 +8,7 @@
 #include "bindings/cuda/dlpack.h"
 #include "common/check.h"
 #include "runtime/between.h"
+#include "runtime/communicator.h"
 
 namespace hybrid_ep::bindings {
 namespace {
@@ -54,6 +55,26 @@ class SlotTensors {
     return py::make_tuple(slot[0], slot[1], slot[2], slot[3], rank_prefix, counts, overflow);
   }
 
+  // Launches a dispatch of at most `num_rows`, which a slot holds, and returns the tensors; `handle` as in
+  // Communicator::dispatch. None: no call was launched, because the stream is being captured, no slot is free, or the
+  // ranks have agreed on more slots.
+  py::object dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t num_rows,
+                      const DispatchTensors& given, const py::object& memory, int handle, cudaStream_t stream) {
+    const SlotPool::Taken taken = pool_->take(stream);
+    if (taken.slot_idx == 0) return py::none();
+    try {
+      if (!taken.is_captured && slots_agreed(communicator, stream) <= pool_->num_slots()) {
+        communicator.dispatch(plan, given, handle, taken.slot_idx, 0, stream);
+        return tensors(taken.slot_idx, plan, num_rows, memory, reinterpret_cast<uintptr_t>(given.route));
+      }
+    } catch (...) {
+      pool_->release(taken.slot_idx);
+      throw;
+    }
+    pool_->release(taken.slot_idx);
+    return py::none();
+  }
+
   // The first four of them, of a dispatch between domains.
   py::tuple tensors_between(int slot_idx, const DispatchShape& plan, int64_t num_rows) {
     py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, false);
@@ -71,6 +92,12 @@ class SlotTensors {
         return std::nullopt;
       }
     };
+  }
+
+  // Without the GIL: it may wait for the GPU.
+  static int slots_agreed(const Communicator& communicator, cudaStream_t stream) {
+    const py::gil_scoped_release release;
+    return communicator.slots_agreed_eagerly(stream);
   }
 
   // Rows, experts, weights and scales in a slot, each of which holds it.
@@ -120,6 +147,17 @@ void add_slot_pool(py::module_& module) {
           py::arg("stream"))
       .def(
           "release", [](SlotTensors& self, int slot_idx) { self.pool().release(slot_idx); }, py::arg("slot_idx"))
+      .def(
+          "dispatch",
+          [](SlotTensors& self, Communicator& communicator, const DispatchPlan& plan, int64_t num_rows, uintptr_t rows,
+             uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t scales, const py::object& memory, uintptr_t route,
+             int handle, uintptr_t stream) {
+            return self.dispatch(communicator, plan, num_rows, tensors_of(rows, topk_idx, topk_weights, scales, route),
+                                 memory, handle, stream_of(stream));
+          },
+          py::arg("communicator"), py::arg("plan"), py::arg("num_rows"), py::arg("rows"), py::arg("topk_idx"),
+          py::arg("topk_weights"), py::arg("scales"), py::arg("memory"), py::arg("route"), py::arg("handle"),
+          py::arg("stream"))
       .def("tensors", &SlotTensors::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"),
            py::arg("memory"), py::arg("route"))
       .def("tensors_between", &SlotTensors::tensors_between, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"))

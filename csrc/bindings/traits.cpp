@@ -1,0 +1,127 @@
+// What checks of tensors read, in one call. Python would take as long for each attribute as this does for a tensor.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+
+#include "bindings/bindings.h"
+#include "bindings/dlpack_abi.h"
+
+namespace hybrid_ep::bindings {
+namespace {
+
+namespace py = pybind11;
+
+constexpr int kMaxTensors = 16, kMaxDims = 8;
+
+// Of one tensor; its sizes follow. Equal bytes mean equal traits.
+struct Traits {
+  dlpack::Device device;
+  dlpack::DataType dtype;
+  int16_t num_dims;  // −1: None was given
+  bool is_contiguous, keeps_grad;
+};
+static_assert(sizeof(Traits) == 16, "has no padding");
+
+class TraitsOfTensors {
+ public:
+  void add(const Traits& traits, const int64_t* sizes = nullptr) {
+    append(&traits, sizeof(traits));
+    append(sizes, std::max<int>(traits.num_dims, 0) * sizeof(int64_t));
+  }
+
+  PyObject* as_bytes() const { return PyBytes_FromStringAndSize(bytes_, num_bytes_); }
+
+ private:
+  void append(const void* from, size_t num_bytes) {
+    std::copy_n(static_cast<const char*>(from), num_bytes, bytes_ + num_bytes_);
+    num_bytes_ += num_bytes;
+  }
+
+  char bytes_[kMaxTensors * (sizeof(Traits) + kMaxDims * sizeof(int64_t))];
+  size_t num_bytes_ = 0;
+};
+
+bool is_contiguous(const dlpack::Tensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  bool is_packed = true;
+  int64_t stride = 1;
+  for (int i = tensor.num_dims - 1; i >= 0; --i) {
+    if (tensor.shape[i] == 0) return true;
+    if (tensor.shape[i] == 1) continue;
+    is_packed &= tensor.strides[i] == stride;
+    stride *= tensor.shape[i];
+  }
+  return is_packed;
+}
+
+class Reader {
+ public:
+  explicit Reader(const py::module_& torch)
+      : tensor_type_(torch.attr("Tensor")), is_grad_enabled_(torch.attr("is_grad_enabled")) {
+    if (!py::hasattr(tensor_type_, "__dlpack_c_exchange_api__")) return;  // torch before 2.10
+    const py::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
+    if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kExchangeCapsule)) return;
+    const auto* api =
+        static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule));
+    if (api->major_version == dlpack::kExchangeMajorVersion) describe_ = api->describe;
+  }
+
+  // Adds the traits of a tensor, or None. Returns false, without a Python error, for anything else, and for tensors of
+  // other classes and without memory.
+  bool read(PyObject* object, TraitsOfTensors* found) const {
+    if (object == Py_None) {
+      found->add({{}, {}, -1, false, false});
+      return true;
+    }
+    if (describe_ == nullptr || !Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()))) return false;
+    dlpack::Tensor tensor{};
+    if (describe_(object, &tensor) == 0 && tensor.num_dims <= kMaxDims) {
+      const int keeps_grad = has_gradient(object);
+      if (keeps_grad >= 0) {
+        const auto num_dims = static_cast<int16_t>(tensor.num_dims);
+        found->add({tensor.device, tensor.dtype, num_dims, is_contiguous(tensor), keeps_grad == 1}, tensor.shape);
+        return true;
+      }
+    }
+    PyErr_Clear();
+    return false;
+  }
+
+ private:
+  // Whether what is computed from a tensor has a gradient; −1: a Python error.
+  int has_gradient(PyObject* tensor) const {
+    const auto requires_grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, requires_grad_.ptr()));
+    if (!requires_grad || requires_grad.ptr() != Py_True) return requires_grad ? 0 : -1;
+    const auto is_enabled = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(is_grad_enabled_.ptr()));
+    return is_enabled ? is_enabled.ptr() == Py_True : -1;
+  }
+
+  py::object tensor_type_, is_grad_enabled_;
+  py::str requires_grad_ = "requires_grad";
+  int (*describe_)(void*, dlpack::Tensor*) = nullptr;
+};
+
+// Bytes for all arguments; None if one is neither None nor a tensor that can be described.
+PyObject* traits(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) try {
+  // Never destroyed: at the interpreter's end there is nothing to give back to.
+  static const Reader& reader = *new Reader(py::module_::import("torch"));
+  TraitsOfTensors found;
+  bool all = num_objects <= kMaxTensors;
+  for (Py_ssize_t i = 0; all && i < num_objects; ++i) all = reader.read(objects[i], &found);
+  if (!all) Py_RETURN_NONE;
+  return found.as_bytes();
+} catch (py::error_already_set& error) {
+  error.restore();
+  return nullptr;
+}
+
+}  // namespace
+
+void add_traits(py::module_& module) {
+  // Not a function of pybind11, whose call would take as long as this one.
+  static PyMethodDef method{"traits", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&traits)),
+                            METH_FASTCALL, nullptr};
+  module.add_object("traits", py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+}
+
+}  // namespace hybrid_ep::bindings

@@ -1,0 +1,112 @@
+"""A part of `CudaEngine`: dispatches that are one call of C++, which takes a slot, launches, and makes the tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hybrid_ep import _cuda
+from hybrid_ep.engine.agreement import ABSENT
+from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
+from hybrid_ep.engine.cuda_faults import dispatch_number
+from hybrid_ep.engine.cuda_plan import DispatchPlan
+from hybrid_ep.engine.cuda_route import Chunk, Route, address
+
+if TYPE_CHECKING:
+    from hybrid_ep.engine.cuda_engine import CudaEngine
+
+__all__ = ["BoundDispatch", "dispatch_at_once"]
+
+_ROW_ALIGN_BYTES = _cuda.row_align_bytes
+
+# The fields of DispatchOutput.
+Made = tuple[
+    Tensor, "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None"
+]
+
+
+def dispatch_at_once(
+    engine: CudaEngine,
+    planned: DispatchPlan[_cuda.DispatchPlan],
+    num_rows: int,
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    chunk: Chunk,
+    route: int,
+    handle: int,
+    stream: int,
+) -> Made | None:
+    """Makes a dispatch that does not wait, and returns its tensors; None where it takes more than one step.
+
+    Those are calls in a capture, without a free slot, where slots must grow, or with tensors that must be moved.
+
+    Args:
+        engine: of the call.
+        planned: its plan, which refuses nothing.
+        num_rows: of the result.
+        tensors: rows, scales, top-k indices and weights; the last two None along a known route.
+        chunk, route: the memory of its route, and the address.
+        handle: number of the dispatch that made the route; ABSENT where this one does.
+        stream: what `CudaEngine._begin` has returned.
+    """
+    data, scales, topk_idx, topk_weights = tensors
+    arena, rows_at, scales_at = engine._arena, data.data_ptr(), address(scales)
+    if (rows_at | scales_at) % _ROW_ALIGN_BYTES or arena.slot_bytes < planned.slot_bytes or arena.is_short:
+        return None
+    return arena.pool.dispatch(
+        engine._communicator,
+        planned.native,
+        num_rows,
+        rows_at,
+        address(topk_idx),
+        address(topk_weights),
+        scales_at,
+        chunk.memory,
+        route,
+        handle,
+        stream,
+    )
+
+
+class BoundDispatch:
+    """Dispatches of one shape with a bound, whose rows land by source; see `Engine.repeat_of`.
+
+    What follows from the shape is found out once. A call of more than one step is left to `CudaEngine.dispatch`.
+
+    Args:
+        engine: of the calls.
+        request: of one of them.
+        planned: its plan, which refuses nothing.
+    """
+
+    def __init__(self, engine: CudaEngine, request: DispatchRequest, planned: DispatchPlan[_cuda.DispatchPlan]) -> None:
+        assert request.bound is not None
+        self._engine, self._planned, self._bound = engine, planned, request.bound
+        self._route_ints, self._counts_at = planned.native.route_ints, planned.native.counts_at
+        # Without tensors: this may outlive them.
+        self._of_routing, self._of_request = request.routing[2:], request[2:]
+
+    def __call__(
+        self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None
+    ) -> Dispatched:
+        engine, planned, bound = self._engine, self._planned, self._bound
+        stream, made = engine._begin(), None
+        piece = engine._routes.cut(self._route_ints, stream)
+        if piece is not None:
+            tensors = data, scales, topk_idx, topk_weights
+            made = dispatch_at_once(engine, planned, bound, tensors, *piece, ABSENT, stream)
+        if piece is None or made is None:
+            routing = Routing(topk_idx, topk_weights, *self._of_routing)
+            return engine.dispatch(DispatchRequest(Rows(data, scales), routing, *self._of_request))
+        engine._num_dispatches += 1
+        number = dispatch_number(engine._number, engine._num_dispatches)
+        engine._end()
+        rows, experts, weights, received_scales, rank_prefix, _, _ = made
+        assert experts is not None
+        assert rank_prefix is not None
+        if scales is not None:
+            rows = rows.view(data.dtype)
+        route = Route(*piece, self._counts_at, bound, planned.max_rows, planned.max_rows, 0, 0, number)
+        num_tokens, num_topk = topk_idx.shape
+        handle = DispatchHandle(rank_prefix, num_tokens, bound, self._of_routing[0], num_topk, engine.grid, route)
+        return Dispatched(Rows(rows, received_scales), experts, weights, None, handle)
