@@ -105,7 +105,8 @@ def check(
         except MissingToolError as error:
             result.unchecked.append(f"{source}: {error}")
             continue
-        result.checked[str(source)] = [manifest.name for manifest in build]
+        for manifest in build:  # of a folder of files, each file is a source
+            result.checked.setdefault(str(manifest.source), []).append(manifest.name)
         try:
             result.problems.extend(_check_build(build, kubernetes))
         except MissingToolError as error:

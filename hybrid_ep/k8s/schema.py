@@ -164,6 +164,7 @@ def _formats(definitions: dict[str, Any]) -> None:
 
 _EXAMPLES = {
     "DNS label": "up to 63 lower-case letters, digits and - between them",
+    "name of an object": "lower-case letters, digits, - and . between them",
     "name of a label": "up to 63 letters, digits and -_. between them, after a domain and / or not",
     "name of a port": "up to 15 lower-case letters, digits and single - between them, with a letter",
     "quantity": "a number with m, k, M, G, T, Ki, Mi, Gi, Ti or nothing, and no space, e.g. 64Gi",

@@ -32,6 +32,16 @@ _RESTART = {
     "Never or OnFailure": ("Job", "CronJob", "JobSet"),
 }
 
+_OWN_RESOURCE = r"cpu|memory|ephemeral-storage|hugepages-\w+"
+# A resource → spellings of it that are seen, in small letters and without dots, dashes and a last s.
+_RESOURCES = {
+    "nvidia.com/gpu": ("gpu", "nvidiagpu", "nvidia/gpu", "nvidiacom/gpu"),
+    "amd.com/gpu": ("amdgpu", "amd/gpu", "amdcom/gpu"),
+    "vpc.amazonaws.com/efa": ("efa", "awscom/efa", "amazonawscom/efa", "vpcamazonawscom/efa"),
+    "memory": ("memory",),
+    "cpu": ("cpu",),
+}
+
 
 @rule("duplicate-key", Level.ERROR)
 def _duplicate_key(manifest: Manifest) -> Found:
@@ -57,15 +67,18 @@ def _name(manifest: Manifest) -> Found:
 
 @rule("annotation-json", Level.ERROR)
 def _annotation_json(manifest: Manifest) -> Found:
-    """An annotation that lists networks as JSON is JSON: the network plugin fails the Pod otherwise."""
+    """An annotation that lists networks as JSON is a list in JSON: the network plugin fails the Pod otherwise."""
     for template in manifest.pod_templates():
         for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
             if name in NETWORKS and str(value).lstrip().startswith(("[", "{")):
+                path = json_path(f"{template.path}.metadata.annotations", [name])
                 try:
-                    json.loads(value)
+                    is_list = isinstance(json.loads(value), list)
                 except ValueError as error:
-                    path = json_path(f"{template.path}.metadata.annotations", [name])
                     yield Finding(path, f"is no JSON: {error}; allowed: a list of networks as JSON")
+                else:
+                    if not is_list:
+                        yield Finding(path, "is a single network; allowed: a list of networks, also of one, as JSON")
 
 
 @rule("volume-mount", Level.ERROR)
@@ -165,6 +178,44 @@ def _request_over_limit(manifest: Manifest) -> Found:
                     yield Finding(where, f"{asked} with a limit of {limits[name]}; allowed: up to the limit")
 
 
+@rule("bytes", Level.ERROR)
+def _bytes(manifest: Manifest) -> Found:
+    """Amounts of memory and disk are at least 1 KiB: a number alone is bytes, and `m` is a thousandth of one."""
+    for template in manifest.pod_templates():
+        stated: list[tuple[str, Any]] = []
+        owners = [(f"{path}.resources", container) for path, container in containers(template, init=True)]
+        for path, owner in [*owners, (f"{template.path}.spec.resources", spec_of(template))]:
+            for which in ("requests", "limits"):
+                for name, value in amounts(owner, which).items():
+                    if re.fullmatch(r"memory|ephemeral-storage|hugepages-.+", name):
+                        stated.append((json_path(f"{path}.{which}", [name]), value))
+        for i, volume in enumerate(items(spec_of(template), "volumes")):
+            size = (volume.get("emptyDir") or {}).get("sizeLimit")
+            stated.append((f"{template.path}.spec.volumes[{i}].emptyDir.sizeLimit", size))
+        for where, value in stated:
+            if 0 < amount(value) < 1024:
+                yield Finding(where, f"{value} is {amount(value):g} bytes; allowed: at least 1Ki, e.g. 512Mi")
+
+
+@rule("resource-name", Level.ERROR)
+def _resource_name(manifest: Manifest) -> Found:
+    """A resource is cpu, memory, ephemeral-storage or huge pages, or has its vendor's domain, as the vendor's device
+    plugin spells it: the API server refuses others, or no node offers them.
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            for which in ("requests", "limits"):
+                for name in amounts(container, which):
+                    where = json_path(f"{path}.resources.{which}", [name])
+                    spelt = re.sub(r"[^a-z/]", "", name.lower()).removesuffix("s")
+                    meant = next((known for known, spellings in _RESOURCES.items() if spelt in spellings), None)
+                    if meant and name != meant:
+                        yield Finding(where, f"{name!r}; allowed: {meant!r}")
+                    elif "/" not in name and not re.fullmatch(_OWN_RESOURCE, name):
+                        allowed = "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain"
+                        yield Finding(where, f"{name!r}; allowed: {allowed}, e.g. nvidia.com/gpu")
+
+
 @rule("gpu-limit", Level.ERROR)
 def _gpu_limit(manifest: Manifest) -> Found:
     """GPUs and NICs are whole devices: a request needs a limit of the same number."""
@@ -184,8 +235,8 @@ def _gpu_limit(manifest: Manifest) -> Found:
 
 @rule("hugepages", Level.ERROR)
 def _hugepages(manifest: Manifest) -> Found:
-    """A container with huge pages also states cpu or memory, and requests as many as its limit: Kubernetes refuses the
-    Pod otherwise.
+    """A container with huge pages also states cpu or memory, has a limit of them, and requests as many as that:
+    Kubernetes refuses the Pod otherwise.
     """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
@@ -195,8 +246,10 @@ def _hugepages(manifest: Manifest) -> Found:
                 yield Finding(f"{path}.resources", f"{', '.join(pages)} alone; allowed: with cpu or memory")
             limits, requests = amounts(container, "limits"), amounts(container, "requests")
             for name in pages:
-                if name in requests and amount(requests[name]) != amount(limits.get(name, requests[name])):
-                    where = json_path(f"{path}.resources.requests", [name])
+                where = json_path(f"{path}.resources.requests", [name])
+                if name not in limits:
+                    yield Finding(where, f"{requests[name]} without a limit; allowed: with a limit of {requests[name]}")
+                elif name in requests and amount(requests[name]) != amount(limits[name]):
                     yield Finding(where, f"{requests[name]} with a limit of {limits[name]}; allowed: the limit")
 
 
@@ -323,17 +376,18 @@ def _image_pinned(manifest: Manifest) -> Found:
 
 @rule("shared-memory", Level.WARNING)
 def _shared_memory(manifest: Manifest) -> Found:
-    """Ranks get /dev/shm as a memory volume: a container runtime gives 64 MiB, and NCCL needs more. Its size is below
-    the memory limit, which it counts towards.
+    """Ranks, and several GPUs, get /dev/shm as a memory volume of more than 64 MiB: a container runtime gives as much,
+    and NCCL needs more. Its size is below the memory limit, which it counts towards.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
-        ranks = template.role == "Worker" or any(
-            runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang")
-        )
+        ranks = template.role == "Worker" or sum(map(amount, gpus(container).values())) > 1
+        ranks = ranks or any(runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang"))
         if not ranks or template.role in ("DaemonSet", "Launcher") or spec_of(template).get("hostIPC"):
             continue
-        mounts = {mount.get("mountPath"): mount.get("name") for mount in items(container, "volumeMounts")}
+        mounts = {
+            str(mount.get("mountPath")).rstrip("/"): mount.get("name") for mount in items(container, "volumeMounts")
+        }
         volumes = {volume.get("name"): volume for volume in items(spec_of(template), "volumes")}
         volume = volumes.get(mounts.get("/dev/shm")) or {}
         if "hostPath" in volume:
@@ -343,10 +397,12 @@ def _shared_memory(manifest: Manifest) -> Found:
             level = None if gpus(container) else Level.HINT
             message = "no /dev/shm from an emptyDir of medium Memory, so it has 64 MiB; allowed: one"
             yield Finding(f"{path}.volumeMounts", message, level)
-        elif "sizeLimit" not in empty_dir:
-            where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir"
+            continue
+        where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir"
+        size, limit = empty_dir.get("sizeLimit"), amounts(container, "limits").get("memory")
+        if size is None:
             yield Finding(where, "no sizeLimit, so /dev/shm grows to the Pod's memory limit; allowed: one", Level.HINT)
-        elif amount(empty_dir["sizeLimit"]) > amount(amounts(container, "limits").get("memory", "NaN")):
-            where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir.sizeLimit"
-            limit = amounts(container, "limits")["memory"]
-            yield Finding(where, f"{empty_dir['sizeLimit']} with a memory limit of {limit}; allowed: less than that")
+        elif amount(size) > amount(limit):
+            yield Finding(f"{where}.sizeLimit", f"{size} with a memory limit of {limit}; allowed: less than that")
+        elif 1024 <= amount(size) <= 64 * 2**20:
+            yield Finding(f"{where}.sizeLimit", f"{size} for ranks; allowed: more than 64Mi, e.g. 8Gi")

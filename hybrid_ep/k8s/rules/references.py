@@ -129,6 +129,45 @@ def _named_keys(template: PodTemplate) -> Iterator[tuple[str, str, str, str]]:
                 yield (f"{path}.volumeMounts[{i}].subPath", *plain[mount["name"]], str(mount["subPath"]))
 
 
+@build_rule("object-twice", Level.ERROR)
+def _object_twice(build: Build) -> BuildFound:
+    """No two objects of a build have one kind, namespace and name: the second takes the place of the first."""
+    seen = set()
+    for manifest in build:
+        name = manifest.metadata.get("name")
+        of = manifest.api_version.rpartition("/")[0], manifest.kind, manifest.metadata.get("namespace"), name
+        if name and of in seen:
+            yield manifest, Finding("$.metadata.name", f"{name!r}, as another {manifest.kind}; allowed: once")
+        seen.add(of)
+
+
+@build_rule("claim-request", Level.ERROR)
+def _claim_request(build: Build) -> BuildFound:
+    """A request that a container names of a claim is one of the claim's, where the build has the claim: the API server
+    takes any, and the Pod is never scheduled.
+    """
+    given: dict[tuple[str, str], list[str]] = {}
+    for manifest in build:
+        if manifest.kind in ("ResourceClaimTemplate", "ResourceClaim"):
+            spec = manifest.content.get("spec") or {}
+            spec = spec.get("spec") or {} if manifest.kind == "ResourceClaimTemplate" else spec
+            names = [str(request.get("name")) for request in items(spec.get("devices"), "requests")]
+            given[manifest.kind, str(manifest.metadata.get("name"))] = names
+    for manifest in build:
+        for template in manifest.pod_templates():
+            of_pod = {}
+            for claim in items(spec_of(template), "resourceClaims"):
+                kind = "ResourceClaim" if "resourceClaimName" in claim else "ResourceClaimTemplate"
+                of_pod[claim.get("name")] = kind, str(claim.get(f"r{kind[1:]}Name"))
+            for path, container in containers(template, init=True):
+                for i, claim in enumerate(items(container.get("resources"), "claims")):
+                    names = given.get(of_pod.get(claim.get("name"), ("", "")), [])
+                    asked = str(claim.get("request") or "")
+                    if names and asked and asked.partition("/")[0] not in names:
+                        where = f"{path}.resources.claims[{i}].request"
+                        yield manifest, Finding(where, f"{asked!r}; allowed: {', '.join(names)}")
+
+
 @build_rule("service", Level.ERROR)
 def _service(build: Build) -> BuildFound:
     """A Pod's subdomain and a StatefulSet's serviceName are a headless Service, and a Service's selector fits Pods of
