@@ -36,6 +36,12 @@ def job(command: str, *, pods: int = 2, before: str = "", env: str = "", fields:
     return f"{names}\n---\n{{{head}, spec: {{{spec}, template: {template}}}}}"
 
 
+def probed(service: str) -> str:
+    """Ranks that are ready when they have joined."""
+    text = job("[torchrun, x.py], readinessProbe: {exec: {command: [check]}}")
+    return text.replace("{clusterIP: None,", f"{{clusterIP: None, {service}")
+
+
 def alone(policy: str) -> str:
     """A Job of one Pod, restarted as said."""
     command = "[torchrun, --standalone, --nproc-per-node=4, x.py]"
@@ -343,6 +349,32 @@ EXAMPLES = [
         f"{C}.env[0].value",
         "- env: [{name: B, value: $(A)/x}, {name: A, value: y}]",
         "- env: [{name: A, value: y}, {name: B, value: $(A)/x}, {name: C, value: $$(D)}, {name: D, value: y}]",
+        W,
+    ),
+    # What a container starts.
+    Example(
+        "command-words",
+        f"{C}.command[0]",
+        "- command: ['python train.py --steps 3']",
+        "- command: [python, train.py, '--note=two words']",
+    ),
+    Example(
+        "command-words",
+        f"{C}.args[1]",
+        "- {command: [/bin/bash, -c], args: [sleep, '3']}",
+        "- {command: [/bin/bash, -ec], args: ['exec \"$@\"', name, sleep, '3']}",
+    ),
+    Example(
+        "command-words",
+        f"{C}.command[3]",
+        "- command: [sh, -c, 'sleep 3', 'echo done']",
+        "- command: [sh, -c, 'sleep 3; echo done']",
+    ),
+    Example(
+        "rank-readiness",
+        "$.spec.publishNotReadyAddresses",
+        probed(""),
+        probed("publishNotReadyAddresses: true,"),
         W,
     ),
     # Objects of one build.

@@ -145,6 +145,29 @@ def _environment_twice(manifest: Manifest) -> Found:
                 seen[name] = i
 
 
+@rule("command-words", Level.ERROR)
+def _command_words(manifest: Manifest) -> Found:
+    """A command is a list of words, of which the first is the program alone. A shell's script, after `-c`, is one word:
+    more words are lost unless the script asks for them (`$1`, `$@`).
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            command, args = (list(map(str, container.get(key) or [])) for key in ("command", "args"))
+            if command and re.search(r"\S\s+\S", command[0]):
+                message = f"{command[0]!r} is taken as the name of a program; allowed: a word each, or a shell with -c"
+                yield Finding(f"{path}.command[0]", message)
+            said = command + args
+            shell = said[:1] and re.fullmatch(r"(/\S*/)?(ba|da|z|k)?sh", said[0])
+            at = next((i for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None) if shell else None
+            if at and len(said) > at + 2 and not re.search(r"\$\{?[@*#0-9]", said[at + 1]):
+                lost = at + 2
+                where = f"command[{lost}]" if lost < len(command) else f"args[{lost - len(command)}]"
+                message = (
+                    f'{said[lost]!r} is no part of the script {said[at + 1]!r:.60}; allowed: one word, or "$@" in it'
+                )
+                yield Finding(f"{path}.{where}", message)
+
+
 @rule("port", Level.ERROR)
 def _port(manifest: Manifest) -> Found:
     """A probe's named port is one of its container's, and under hostNetwork a hostPort equals its containerPort."""

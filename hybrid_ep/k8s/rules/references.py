@@ -199,6 +199,27 @@ def _service(build: Build) -> BuildFound:
             yield service, Finding("$.spec.selector", message, Level.WARNING)
 
 
+@build_rule("rank-readiness", Level.WARNING)
+def _rank_readiness(build: Build) -> BuildFound:
+    """Ranks of torchrun with a readinessProbe can find each other before they are ready: their Service publishes
+    addresses that are not ready, and a StatefulSet starts its Pods in parallel. Otherwise they may wait for ever.
+    """
+    services = {str(manifest.metadata.get("name")): manifest for manifest in build if manifest.kind == "Service"}
+    for manifest in build:
+        for template in manifest.pod_templates():
+            _, container = main(template)
+            if "readinessProbe" not in container or not runs(container, "torchrun") or template.num_pods == 1:
+                continue
+            spec = manifest.content["spec"]
+            policy = spec.get("podManagementPolicy", "OrderedReady")
+            if manifest.kind == "StatefulSet" and policy != "Parallel":
+                yield manifest, Finding("$.spec.podManagementPolicy", f"{policy!r}; allowed with ranks: 'Parallel'")
+            service = services.get(_subdomain(manifest, template)[0] or "")
+            if service and not (service.content.get("spec") or {}).get("publishNotReadyAddresses"):
+                message = f"false, and the ranks of {manifest.name} have a readinessProbe; allowed: true"
+                yield service, Finding("$.spec.publishNotReadyAddresses", message)
+
+
 @build_rule("service-port", Level.ERROR)
 def _service_port(build: Build) -> BuildFound:
     """A Service's targetPort, where it is a name, is a port of a Pod that its selector fits."""
