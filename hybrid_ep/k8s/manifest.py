@@ -317,6 +317,6 @@ def _count(tree: dict[str, Any], *names: str) -> int:
 
 
 def _mapping(tree: Any, key: str) -> dict[str, Any]:
-    """`tree[key]` if it is a mapping, otherwise an empty one: a wrong shape is the schemas' business."""
+    """`tree[key]` if it is a mapping, otherwise an empty one: the schemas report a wrong shape."""
     value = tree.get(key) if isinstance(tree, dict) else None
     return value if isinstance(value, dict) else {}

@@ -42,7 +42,7 @@ def _name(gpu_idx: int) -> str:
 
 
 def gpus_are_missing(node: Node, profile: Profile) -> bool:
-    """Whether there are fewer GPUs than the profile counts; what belongs to those is no fault of its own."""
+    """Whether there are fewer GPUs than the profile counts. That their NICs are missing, too, is no second fault."""
     want = profile["gpu.count"]
     return isinstance(want, int) and len(node.topology.gpus) < want
 

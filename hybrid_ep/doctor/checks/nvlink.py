@@ -277,13 +277,13 @@ def nvlink_fabric_version(node: Node, profile: Profile) -> Finding:
 )
 def nvlink_fabric_state(node: Node, profile: Profile) -> Finding:
     def fault(gpu_idx: int) -> str | None:
-        return _fabric_fault(node, gpu_idx) or _fabric_ailment(int(node.nvml.gpu(gpu_idx, "fabric.health")))
+        return _fabric_fault(node, gpu_idx) or _health_fault(int(node.nvml.gpu(gpu_idx, "fabric.health")))
 
     return survey(node.nvml.gpus, _name, fault, "completed on every GPU")
 
 
-def _fabric_ailment(mask: int) -> str | None:
-    """What a completed fabric suffers from."""
+def _health_fault(mask: int) -> str | None:
+    """The faults that the health mask of a completed fabric has."""
     faults = [text for shift, text in _FABRIC_HEALTH.items() if mask >> shift & 0b11 == 1]
     configuration = mask >> _CONFIGURATION_SHIFT & 0xF
     if configuration > 1:
