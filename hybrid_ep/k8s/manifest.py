@@ -36,6 +36,11 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "JobSet": ("spec.replicatedJobs.*.template.spec.template",),
     "LeaderWorkerSet": ("spec.leaderWorkerTemplate.leaderTemplate", "spec.leaderWorkerTemplate.workerTemplate"),
 }
+# Kinds that rules know, and the groups that they are of. Others have kinds of these names, e.g. Knative's Service.
+_KINDS = {*_TEMPLATES, "ComputeDomain", "ConfigMap", "Namespace", "Secret", "Service", "ServiceAccount"}
+_KINDS |= {"ClusterRoleBinding", "ResourceClaim", "ResourceClaimTemplate", "RoleBinding"}
+_GROUPS = {"", "apps", "batch", "rbac.authorization.k8s.io", "resource.k8s.io"}
+_GROUPS |= {"kubeflow.org", "jobset.x-k8s.io", "leaderworkerset.x-k8s.io", "resource.nvidia.com"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,7 +100,9 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        return str(self.content.get("kind", ""))
+        """As kubectl says it: a kind of another group that has the name of a known one is followed by its group."""
+        kind, group = str(self.content.get("kind", "")), self.api_version.rpartition("/")[0]
+        return f"{kind}.{group}" if kind in _KINDS and group not in _GROUPS else kind
 
     @property
     def api_version(self) -> str:
@@ -104,6 +111,11 @@ class Manifest:
     @property
     def metadata(self) -> dict[str, Any]:
         return _mapping(self.content, "metadata")
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The mapping of that name; empty where there is none."""
+        return _mapping(self.content, "spec")
 
     @property
     def name(self) -> str:
@@ -116,16 +128,24 @@ class Manifest:
             path = path[: max(path.rfind("."), path.rfind("["))] if "." in path or "[" in path else ""
         return self.lines.get(path)
 
+    @property
+    def has_pods(self) -> bool:
+        """Whether it is of a kind that makes Pods."""
+        return self.kind in _TEMPLATES
+
     def pod_templates(self) -> Iterator[PodTemplate]:
-        """The Pod templates of a kind that has some."""
-        for pattern in _TEMPLATES.get(self.kind, ()):
-            for parts, content in _find(self.content, pattern.split(".") if pattern else []):
-                if _mapping(content, "spec"):
-                    role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
-                    yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts))
+        """The Pod templates of a kind that has some; of a kind that is not known, whatever has the shape of one."""
+        places = [each for pattern in _TEMPLATES.get(self.kind, ()) for each in self._places(pattern)]
+        for parts, content in places if self.kind in _TEMPLATES else _find_shapes(self.content, []):
+            if _mapping(content, "spec"):
+                role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
+                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts))
+
+    def _places(self, pattern: str) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
+        return _find(self.content, pattern.split(".") if pattern else [])
 
     def _num_pods(self, parts: list[str | int]) -> int | None:
-        spec = _mapping(self.content, "spec")
+        spec = self.spec
         if self.kind == "Pod":
             return 1
         if self.kind in ("MPIJob", "PyTorchJob"):
@@ -309,6 +329,21 @@ def _find(tree: Any, pattern: list[str]) -> Iterator[tuple[list[str | int], dict
     for part, value in items:
         for parts, found in _find(value, pattern[1:]):
             yield [part, *parts], found
+
+
+def _find_shapes(tree: Any, parts: list[str | int]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
+    """Every mapping with a spec whose containers have names and images."""
+    found = _mapping(tree, "spec").get("containers")
+    if isinstance(found, list) and found and all({"name", "image"} <= each.keys() for each in found if _is_map(each)):
+        yield parts, tree
+        return
+    below: Any = tree.items() if _is_map(tree) else enumerate(tree) if isinstance(tree, list) else ()
+    for part, value in below:
+        yield from _find_shapes(value, [*parts, part])
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _count(tree: dict[str, Any], *names: str) -> int:

@@ -62,3 +62,36 @@ def test_kustomization_given_as_a_file_names_its_folder(tmp_path: Path) -> None:
     (problem,) = check([file]).problems
     assert (problem.rule, problem.level) == ("build", Level.ERROR)
     assert problem.message == f"{file} is kustomize's own Kustomization; allowed: its folder, {tmp_path}"
+
+
+VOLCANO = """apiVersion: batch.volcano.sh/v1alpha1
+kind: Job
+metadata: {name: a}
+spec:
+  tasks:
+  - {name: w, replicas: 2, template: {spec: {containers: [{name: a, image: IMAGE, command: [torchrun, x.py]}]}}}
+"""
+KNATIVE = """apiVersion: serving.knative.dev/v1
+kind: Service
+metadata: {name: a}
+spec: {template: {spec: {containers: [{name: a, image: IMAGE}]}}}
+"""
+RAY = """apiVersion: ray.io/v1
+kind: RayCluster
+metadata: {name: a}
+spec: {headGroupSpec: {template: {spec: {containers: [{name: a, image: IMAGE}]}}}}
+"""
+
+
+@pytest.mark.parametrize("text", [VOLCANO, KNATIVE, RAY], ids=["volcano", "knative", "ray"])
+def test_pods_of_other_kinds_are_checked_and_their_names_are_no_rule_of_ours(text: str, tmp_path: Path) -> None:
+    """Volcano has a Job and Knative a Service, which Kubernetes' rules for these names do not fit."""
+    file = tmp_path / "a.yaml"
+    file.write_text(text.replace("IMAGE", "'a:1'"))
+    assert {problem.rule for problem in check([file]).problems} <= {"unknown-kind", "shared-memory"}
+    file.write_text(text.replace("IMAGE", "a"))
+    assert "image-pinned" in {problem.rule for problem in check([file]).problems}
+    file.write_text(text.replace("IMAGE", "'a:1', imagePullPolicy: Alway"))
+    (error,) = (problem for problem in check([file]).problems if problem.level is Level.ERROR)
+    assert error.rule == "schema"
+    assert error.path.endswith(".spec.containers[0].imagePullPolicy")

@@ -351,6 +351,13 @@ EXAMPLES = [
         "- env: [{name: A, value: y}, {name: B, value: $(A)/x}, {name: C, value: $$(D)}, {name: D, value: y}]",
         W,
     ),
+    # A workload without a Pod.
+    Example(
+        "no-pod",
+        "$.spec",
+        "{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: a}, spec: null}",
+        "{apiVersion: v1, kind: Namespace, metadata: {name: a}, spec: null}",
+    ),
     # What a container starts.
     Example(
         "command-words",

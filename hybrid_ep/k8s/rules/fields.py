@@ -276,7 +276,7 @@ def _schedule(manifest: Manifest) -> Found:
     """A CronJob's schedule has the five fields of cron, or is a word such as `@daily`."""
     if manifest.kind != "CronJob":
         return
-    text = str(manifest.content["spec"].get("schedule", ""))
+    text = str(manifest.spec.get("schedule", ""))
     if _SCHEDULE_WORD.fullmatch(text):
         return
     fields = text.split()
@@ -314,7 +314,7 @@ def _service_fields(manifest: Manifest) -> Found:
     """
     if (manifest.api_version, manifest.kind) != ("v1", "Service"):
         return
-    name, spec = manifest.metadata.get("name"), manifest.content.get("spec") or {}
+    name, spec = manifest.metadata.get("name"), manifest.spec
     if name is not None and not re.fullmatch(_SERVICE_NAME, str(name)):
         message = f"{name!r}; allowed: a letter, then up to 62 lower-case letters, digits and '-' between them"
         yield Finding("$.metadata.name", message)

@@ -19,7 +19,7 @@ def _indexed(manifest: Manifest) -> Found:
     for template in manifest.pod_templates():
         if manifest.kind != "Job" or not runs(main(template)[1], "torchrun"):
             continue
-        spec = manifest.content["spec"]
+        spec = manifest.spec
         pods, said = template.num_pods or 1, " ".join(words(main(template)[1]))
         by_index = "JOB_COMPLETION_INDEX" in said or "rdzv" not in said
         together = (
@@ -88,7 +88,7 @@ def _jobset_names(manifest: Manifest) -> Found:
     """Policies and dependencies of a JobSet name its own replicatedJobs: it would wait for ever for any other."""
     if manifest.kind != "JobSet":
         return
-    spec = manifest.content["spec"]
+    spec = manifest.spec
     jobs = items(spec, "replicatedJobs")
     names = [str(job.get("name")) for job in jobs]
     asked = [
@@ -119,7 +119,7 @@ def _pods_of(manifest: Manifest, template: PodTemplate) -> list[int]:
     or of all that run torchrun. Empty where that is not known.
     """
     if manifest.kind == "LeaderWorkerSet":
-        return [int(manifest.content["spec"]["leaderWorkerTemplate"].get("size", 1))]
+        return [int(manifest.spec["leaderWorkerTemplate"].get("size", 1))]
     if manifest.kind == "PyTorchJob":
         return [sum(each.num_pods or 0 for each in manifest.pod_templates())]
     if manifest.kind == "JobSet":

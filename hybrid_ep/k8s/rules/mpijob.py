@@ -32,7 +32,7 @@ class _Job(NamedTuple):
         templates = {template.role: template for template in manifest.pod_templates()}
         if not {"Launcher", "Worker"} <= templates.keys():
             return None
-        return cls(manifest.content["spec"], templates["Launcher"], templates["Worker"])
+        return cls(manifest.spec, templates["Launcher"], templates["Worker"])
 
     @property
     def is_open_mpi(self) -> bool:

@@ -50,6 +50,13 @@ def _duplicate_key(manifest: Manifest) -> Found:
         yield Finding(path, "is given twice; allowed: once")
 
 
+@rule("no-pod", Level.ERROR)
+def _no_pod(manifest: Manifest) -> Found:
+    """A workload has a Pod template with a spec: the schemas accept `null`, and the API server does not."""
+    if manifest.has_pods and not any(manifest.pod_templates()):
+        yield Finding("$.spec", f"no Pod for the {manifest.kind}; allowed: a Pod template with containers")
+
+
 @rule("name", Level.ERROR)
 def _name(manifest: Manifest) -> Found:
     """An object's name is lower-case letters, digits, `-` and `.`, and as long as its kind allows: the API server
@@ -86,9 +93,8 @@ def _volume_mount(manifest: Manifest) -> Found:
     """Every volumeMount names a volume of its Pod, and no two mounts of a container have one path. The path has no `:`,
     and subPath stays inside the volume.
     """
-    claims = manifest.content.get("spec", {}).get("volumeClaimTemplates") or []
-    claims += manifest.content.get("spec", {}).get("leaderWorkerTemplate", {}).get("volumeClaimTemplates") or []
-    claims += manifest.content.get("spec", {}).get("volumeClaimPolicies") or []
+    claims = items(manifest.spec, "volumeClaimTemplates") + items(manifest.spec, "volumeClaimPolicies")
+    claims += items(manifest.spec.get("leaderWorkerTemplate"), "volumeClaimTemplates")
     given_by_claims = {str((claim.get("metadata") or {}).get("name")) for claim in claims}
     given_by_claims |= {str(t["metadata"].get("name")) for claim in claims for t in claim.get("templates") or []}
     for template in manifest.pod_templates():
@@ -356,7 +362,7 @@ def _toleration(manifest: Manifest) -> Found:
 @rule("selector", Level.ERROR)
 def _selector(manifest: Manifest) -> Found:
     """A workload's selector fits the labels of its own Pods: the API server refuses it otherwise."""
-    selector = manifest.content.get("spec", {}).get("selector")
+    selector = manifest.spec.get("selector")
     if manifest.kind not in ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet") or not isinstance(selector, dict):
         return
     for template in manifest.pod_templates():

@@ -30,7 +30,7 @@ def _reference(build: Build) -> BuildFound:
     for manifest in build:
         given[manifest.kind].add(str(manifest.metadata.get("name")))
         if manifest.kind == "ComputeDomain":
-            channel = manifest.content["spec"].get("channel") or {}
+            channel = manifest.spec.get("channel") or {}
             given["ResourceClaimTemplate"].add(str((channel.get("resourceClaimTemplate") or {}).get("name")))
     for manifest in build:
         for template in manifest.pod_templates():
@@ -149,7 +149,7 @@ def _claim_request(build: Build) -> BuildFound:
     given: dict[tuple[str, str], list[str]] = {}
     for manifest in build:
         if manifest.kind in ("ResourceClaimTemplate", "ResourceClaim"):
-            spec = manifest.content.get("spec") or {}
+            spec = manifest.spec
             spec = spec.get("spec") or {} if manifest.kind == "ResourceClaimTemplate" else spec
             names = [str(request.get("name")) for request in items(spec.get("devices"), "requests")]
             given[manifest.kind, str(manifest.metadata.get("name"))] = names
@@ -185,14 +185,14 @@ def _service(build: Build) -> BuildFound:
             allowed = f"{close[0]!r}, which the build has" if close else "one that is in the cluster before"
             level = Level.ERROR if close else Level.HINT
             yield manifest, Finding(path, f"no Service {subdomain!r} in the build; allowed: {allowed}", level)
-        elif service.content["spec"].get("clusterIP") != "None":
+        elif service.spec.get("clusterIP") != "None":
             message = f"the subdomain {subdomain!r} of {manifest.name} needs a headless Service; allowed: 'None'"
             yield service, Finding("$.spec.clusterIP", message)
-        elif not _fits(service.content["spec"].get("selector") or {}, template):
+        elif not _fits(service.spec.get("selector") or {}, template):
             message = f"does not fit the Pods of {manifest.name}, whose subdomain it is; allowed: their labels"
             yield service, Finding("$.spec.selector", message)
     for service in services.values() if pods else ():
-        selector = service.content["spec"].get("selector") or {}
+        selector = service.spec.get("selector") or {}
         used = any(_subdomain(*pod)[0] == service.metadata.get("name") for pod in pods)
         if selector and not used and not any(_fits(selector, template) for _, template in pods):
             message = f"{selector} fits no Pod of the build; allowed: labels that some have"
@@ -210,12 +210,12 @@ def _rank_readiness(build: Build) -> BuildFound:
             _, container = main(template)
             if "readinessProbe" not in container or not runs(container, "torchrun") or template.num_pods == 1:
                 continue
-            spec = manifest.content["spec"]
+            spec = manifest.spec
             policy = spec.get("podManagementPolicy", "OrderedReady")
             if manifest.kind == "StatefulSet" and policy != "Parallel":
                 yield manifest, Finding("$.spec.podManagementPolicy", f"{policy!r}; allowed with ranks: 'Parallel'")
             service = services.get(_subdomain(manifest, template)[0] or "")
-            if service and not (service.content.get("spec") or {}).get("publishNotReadyAddresses"):
+            if service and not service.spec.get("publishNotReadyAddresses"):
                 message = f"false, and the ranks of {manifest.name} have a readinessProbe; allowed: true"
                 yield service, Finding("$.spec.publishNotReadyAddresses", message)
 
@@ -225,7 +225,7 @@ def _service_port(build: Build) -> BuildFound:
     """A Service's targetPort, where it is a name, is a port of a Pod that its selector fits."""
     templates = [template for manifest in build for template in manifest.pod_templates()]
     for service in build:
-        selector = (service.content.get("spec") or {}).get("selector") or {}
+        selector = service.spec.get("selector") or {}
         fit = [template for template in templates if _fits(selector, template)] if service.kind == "Service" else []
         names = {
             str(port["name"])
@@ -234,7 +234,7 @@ def _service_port(build: Build) -> BuildFound:
             for port in items(container, "ports")
             if port.get("name")
         }
-        for i, port in enumerate(items(service.content.get("spec"), "ports")) if selector and fit else ():
+        for i, port in enumerate(items(service.spec, "ports")) if selector and fit else ():
             target = port.get("targetPort")
             if isinstance(target, str) and target not in names:
                 allowed = ", ".join(sorted(names)) or "a number, as no port has a name"
@@ -270,7 +270,7 @@ def _role_binding(build: Build) -> BuildFound:
 def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, str]:
     """The Service that gives the Pods their names, and the JSON path to it; None where none does."""
     if manifest.kind == "StatefulSet":
-        return manifest.content["spec"].get("serviceName"), "$.spec.serviceName"
+        return manifest.spec.get("serviceName"), "$.spec.serviceName"
     return spec_of(template).get("subdomain"), f"{template.path}.spec.subdomain"
 
 
@@ -299,7 +299,7 @@ def _rank_address(build: Build) -> BuildFound:
 
 def _hosts(manifest: Manifest, template: PodTemplate) -> tuple[list[str], str]:
     """Host names of the Pods of a template, and their domain; empty where they have none that are known before."""
-    name, spec, count = str(manifest.metadata.get("name")), manifest.content.get("spec") or {}, template.num_pods or 0
+    name, spec, count = str(manifest.metadata.get("name")), manifest.spec, template.num_pods or 0
     if manifest.kind == "Job" and spec.get("completionMode") == "Indexed" and spec_of(template).get("subdomain"):
         return [f"{name}-{i}" for i in range(count)], str(spec_of(template)["subdomain"])
     if manifest.kind == "StatefulSet" and spec.get("serviceName"):
@@ -344,7 +344,7 @@ def _compute_domain(build: Build) -> BuildFound:
     for domain in build:
         if domain.kind != "ComputeDomain":
             continue
-        channel = (domain.content["spec"].get("channel") or {}).get("resourceClaimTemplate") or {}
+        channel = (domain.spec.get("channel") or {}).get("resourceClaimTemplate") or {}
         counts = [
             template.num_pods
             for manifest in build
@@ -354,7 +354,7 @@ def _compute_domain(build: Build) -> BuildFound:
                 for c in items(spec_of(template), "resourceClaims")
             )
         ]
-        wanted = domain.content["spec"].get("numNodes")
+        wanted = domain.spec.get("numNodes")
         known = [count for count in counts if count is not None]
         if wanted and known and len(known) == len(counts) and sum(known) != wanted:
             yield (
