@@ -284,8 +284,8 @@ def nic_guid(node: Node, profile: Profile) -> Finding:
     title="PCIe link of the NICs and the path above them",
     source="/sys/bus/pci/devices/*/current_link_width, current_link_speed and max_link_* of the NIC and every bridge "
     "above; a virtual function has the link of its physfn",
-    expectation="width and speed = maximum of the NIC; enough for the rate of its ports; links of switches as wide and "
-    "fast as both ends can",
+    expectation="width and speed = the most that NIC and slot can; enough for the rate of its ports; links of switches "
+    "as wide and fast as both ends can",
     remedy="Reseat the NIC or riser; check the slot's bifurcation in the BIOS. Where the physical function cannot be "
     'seen, only the host can judge it: severity {nic.pcie: "off"} in a profile of the site.',
     wants="nic.count",
@@ -299,8 +299,12 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
         link = device.link if device else None
         if device is None or link is None or not link.width or not link.gts:
             raise Unreadable("a virtual function, whose physical function cannot be seen here, or an unreadable link")
-        faults = [f"width {link.width} of {link.max_width}"] if link.width < link.max_width else []
-        faults += [f"speed {link.gts:g} of {link.max_gts:g} GT/s"] if link.gts < link.max_gts else []
+        slot = devices.get(device.path[-2]) if len(device.path) > 1 else None
+        width, gts = link.max_width, link.max_gts
+        if slot is not None:  # a slot of an older generation is no fault where it carries the port
+            width, gts = min(width, slot.link.max_width or width), min(gts, slot.link.max_gts or gts)
+        faults = [f"width {link.width} of {width}"] if link.width < width else []
+        faults += [f"speed {link.gts:g} of {gts:g} GT/s"] if link.gts < gts else []
         rate = max((port.rate_gbps for port in nic.ports if port.state == "ACTIVE"), default=0)
         if not faults and bandwidth_gbps(device) < rate:
             faults = [f"{link} carries {bandwidth_gbps(device):.0f} Gb/s, the port {rate:g}"]
