@@ -175,6 +175,7 @@ def _formats(definitions: dict[str, Any]) -> None:
 
 _EXAMPLES = {
     "DNS label": "up to 63 lower-case letters, digits and - between them",
+    "resource of a container": "limits or requests of cpu, memory, ephemeral-storage or huge pages, e.g. limits.cpu",
     "name of an object": "lower-case letters, digits, - and . between them",
     "name of a label": "up to 63 letters, digits and -_. between them, after a domain and / or not",
     "name of a port": "up to 15 lower-case letters, digits and single - between them, with a letter",

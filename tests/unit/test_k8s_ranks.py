@@ -351,6 +351,54 @@ EXAMPLES = [
         "- env: [{name: A, value: y}, {name: B, value: $(A)/x}, {name: C, value: $$(D)}, {name: D, value: y}]",
         W,
     ),
+    # Fields of Pods that the schemas leave open.
+    Example(
+        "ipc-lock",
+        f"{C}.securityContext.capabilities.add",
+        "- {resources: {limits: {rdma/ib: 1}}, securityContext: {capabilities: {add: [NET_RAW]}}}",
+        "- {resources: {limits: {rdma/ib: 1}}, securityContext: {capabilities: {add: [ipc_lock]}}}",
+        W,
+    ),
+    Example(
+        "restart-policy",
+        "$.spec.initContainers[0].restartPolicy",
+        "initContainers: [{name: s, image: 'a:1', restartPolicy: Never}]",
+        "initContainers: [{name: s, image: 'a:1', restartPolicy: Always}]",
+        W,
+    ),
+    Example("restart-policy", f"{C}.restartPolicy", "- restartPolicy: Always", "- tty: true", W),
+    Example(
+        "claims",
+        "$.spec.resourceClaims[0]",
+        "- resources: {claims: [{name: g}]}\nresourceClaims: [{name: g}]",
+        claimed("gpu").split("\n---\n")[0],
+    ),
+    Example(
+        "port",
+        f"{C}.ports[1].hostPort",
+        "- ports: [{containerPort: 1, hostPort: 80}, {containerPort: 2, hostPort: 80}]",
+        "- ports: [{containerPort: 1, hostPort: 80}, {containerPort: 2, hostPort: 80, protocol: UDP}]",
+    ),
+    Example(
+        "hugepages",
+        "$.spec.volumes[0].emptyDir.medium",
+        "volumes: [{name: v, emptyDir: {medium: HugePages-2Mi}}]",
+        "- resources: {limits: {cpu: 1, hugepages-2Mi: 1Gi}}\nvolumes: [{name: v, emptyDir: {medium: HugePages}}]",
+    ),
+    Example(
+        "sysctl",
+        "$.spec.securityContext.sysctls[0].name",
+        "securityContext: {sysctls: [{name: net.core.rmem_max, value: '1'}]}",
+        "securityContext: {sysctls: [{name: net.ipv4.tcp_rmem, value: '1 2 3'}]}",
+        W,
+    ),
+    Example("schema", "$.spec.hostname", "hostname: Node_1", "hostname: node-1"),
+    Example(
+        "schema",
+        f"{C}.env[0].valueFrom.resourceFieldRef.resource",
+        "- env: [{name: A, valueFrom: {resourceFieldRef: {resource: limits.gpu}}}]",
+        "- env: [{name: A, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}]",
+    ),
     # A workload without a Pod.
     Example(
         "no-pod",

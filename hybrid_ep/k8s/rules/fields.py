@@ -223,6 +223,24 @@ def _security_context(manifest: Manifest) -> Found:
                 break
 
 
+# Those that every kubelet accepts (kubernetes.io, "Using sysctls in a Kubernetes cluster", for 1.34).
+_SAFE_SYSCTLS = re.compile(
+    r"kernel\.shm_rmid_forced|net\.ipv4\.(ip_local_port_range|tcp_syncookies|ping_group_range|ip_unprivileged_port_start"
+    r"|ip_local_reserved_ports|tcp_keepalive_(time|intvl|probes)|tcp_fin_timeout|tcp_rmem|tcp_wmem)"
+)
+
+
+@rule("sysctl", Level.WARNING)
+def _sysctl(manifest: Manifest) -> Found:
+    """A Pod's sysctls are safe ones: a kubelet ends a Pod with others, unless it was started to allow them."""
+    for template in manifest.pod_templates():
+        for i, each in enumerate(items(spec_of(template).get("securityContext"), "sysctls")):
+            name = str(each.get("name")).replace("/", ".")
+            if not _SAFE_SYSCTLS.fullmatch(name):
+                where = f"{template.path}.spec.securityContext.sysctls[{i}].name"
+                yield Finding(where, f"{name!r}; allowed: a safe one, or with --allowed-unsafe-sysctls of the kubelets")
+
+
 @rule("dns-policy", Level.ERROR)
 def _dns_policy(manifest: Manifest) -> Found:
     """A Pod with dnsPolicy `None` has nameservers in its dnsConfig. Under hostNetwork, Pods that find each other by

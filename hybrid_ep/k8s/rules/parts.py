@@ -150,5 +150,6 @@ def mounted_file(
 
 
 def added_capabilities(container: dict[str, Any]) -> list[str]:
-    """Linux capabilities that it is given."""
-    return ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []
+    """Linux capabilities that it is given, without the prefix that another rule reports."""
+    added = ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []
+    return [str(name).upper().removeprefix("CAP_") for name in added]

@@ -176,8 +176,17 @@ def _command_words(manifest: Manifest) -> Found:
 
 @rule("port", Level.ERROR)
 def _port(manifest: Manifest) -> Found:
-    """A probe's named port is one of its container's, and under hostNetwork a hostPort equals its containerPort."""
+    """A probe's named port is one of its container's, and under hostNetwork a hostPort equals its containerPort. No two
+    ports of a Pod have one hostPort.
+    """
     for template in manifest.pod_templates():
+        of_host = set()
+        for path, container in containers(template):
+            for i, port in enumerate(items(container, "ports")):
+                key = port.get("hostPort"), port.get("protocol", "TCP"), port.get("hostIP")
+                if key[0] and key in of_host:
+                    yield Finding(f"{path}.ports[{i}].hostPort", f"{key[0]} is taken; allowed: a port of its own")
+                of_host.add(key)
         for path, container in containers(template, init=True):
             ports = items(container, "ports")
             names = {port.get("name") for port in ports}
@@ -265,9 +274,16 @@ def _gpu_limit(manifest: Manifest) -> Found:
 @rule("hugepages", Level.ERROR)
 def _hugepages(manifest: Manifest) -> Found:
     """A container with huge pages also states cpu or memory, has a limit of them, and requests as many as that:
-    Kubernetes refuses the Pod otherwise.
+    Kubernetes refuses the Pod otherwise. A Pod with a volume of huge pages has some: it never starts otherwise.
     """
     for template in manifest.pod_templates():
+        asked = {name for _, each in containers(template, init=True) for name in amounts(each, "limits")}
+        for i, volume in enumerate(items(spec_of(template), "volumes")):
+            medium = str((volume.get("emptyDir") or {}).get("medium") or "")
+            wanted = medium.replace("HugePages", "hugepages")
+            if wanted.startswith("hugepages") and not any(name.startswith(wanted) for name in asked):
+                message = f"{medium!r}, and no container has a limit of {wanted}; allowed: with one"
+                yield Finding(f"{template.path}.spec.volumes[{i}].emptyDir.medium", message)
         for path, container in containers(template, init=True):
             stated = amounts(container, "limits") | amounts(container, "requests")
             pages = [name for name in stated if name.startswith("hugepages-")]
@@ -333,7 +349,15 @@ def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[
 
 @rule("restart-policy", Level.ERROR)
 def _restart_policy(manifest: Manifest) -> Found:
-    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`."""
+    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`. Only an init
+    container has a policy of its own, `Always`: before Kubernetes 1.35 the API server refuses others.
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            is_init, policy = ".initContainers[" in path, container.get("restartPolicy")
+            if policy is not None and (not is_init or policy != "Always"):
+                where = "none, or 'Always'" if is_init else "none, as it is no init container"
+                yield Finding(f"{path}.restartPolicy", f"{policy!r}; allowed: {where}", Level.WARNING)
     allowed = next((policy for policy, kinds in _RESTART.items() if manifest.kind in kinds), "")
     for template in manifest.pod_templates() if allowed else ():
         default = "OnFailure" if manifest.kind == "JobSet" else "Always"
@@ -375,8 +399,17 @@ def _selector(manifest: Manifest) -> Found:
 
 @rule("claims", Level.ERROR)
 def _claims(manifest: Manifest) -> Found:
-    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used."""
+    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used. A claim of the Pod
+    names a ResourceClaim or a template, and not both.
+    """
     for template in manifest.pod_templates():
+        for i, claim in enumerate(items(spec_of(template), "resourceClaims")):
+            sources = [name for name in ("resourceClaimName", "resourceClaimTemplateName") if claim.get(name)]
+            if len(sources) != 1:
+                message = (
+                    f"{' and '.join(sources) or 'no source'}; allowed: resourceClaimName or resourceClaimTemplateName"
+                )
+                yield Finding(f"{template.path}.spec.resourceClaims[{i}]", message)
         given = {str(claim.get("name")) for claim in items(spec_of(template), "resourceClaims")}
         used = set()
         for path, container in containers(template, init=True):
