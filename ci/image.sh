@@ -44,7 +44,7 @@ options=(--target "$target" --platform "$platform" --tag "$name" --file docker/D
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 # The commit's time, so that the same commit makes the same image.
 created=$(TZ=UTC git log -1 --date=format-local:%Y-%m-%dT%H:%M:%SZ --format=%cd 2>/dev/null || date -u +%Y-%m-%dT%H:%M:%SZ)
-# A name and password that git keeps in an address are nobody's business.
+# Without the name and password that git may keep in the address.
 source_url=${SOURCE_URL:-$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https?://)([^/@]*@)?#\1#p' || true)}
 options+=(--build-arg "REVISION=$revision" --build-arg "CREATED=$created" --build-arg "SOURCE_URL=${source_url:-unknown}")
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds a manylinux wheel with all four modules: ci/wheel.sh PYTHON ARCH OUT_DIR
+# Builds a manylinux wheel with all modules, _nvshmem only on request: ci/wheel.sh PYTHON ARCH OUT_DIR
 # ARCH is x86_64 or aarch64; one that is not this machine's is cross-compiled with g++-aarch64-linux-gnu. The wheel is for
 # PYTHON's version. Tools and, unless CUDA_HOME names a toolkit, CUDA come from PyPI with the pins in pyproject.toml.
 # libibverbs is taken from RDMA_CORE_HOME, else from the system; for another ARCH it is taken from HYBRID_EP_TARGET_ROOT, else
-# from this Debian's packages for it. Python's headers are PYTHON's own. docs/building.md tells the rest.
+# from this Debian's packages for it. Python's headers are PYTHON's own. See docs/building.md.
 # Everything between lands in build/wheel, and is used again.
 set -euo pipefail
 cd "$(dirname "$0")/.."

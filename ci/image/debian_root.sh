@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a small Debian root from this machine's own apt mirror: ci/image/debian_root.sh SUITE ARCH TARGET [mmdebstrap options]
-# TARGET is a folder or a .tar. The machine's certificates of its own and its word on old Release files go in, so that apt and
-# pip work in there as they do here; CERTIFICATES=off leaves the certificates out, for what is published.
+# TARGET is a folder or a .tar. It gets this machine's own certificates and apt's setting for old Release files, so that apt
+# and pip work there as they do here. CERTIFICATES=off leaves the certificates out, for what is published.
 set -euo pipefail
 suite=$1 arch=$2 target=$3
 shift 3

@@ -59,7 +59,7 @@ _EXCERPTS = {
     "/proc/self/mounts": r"^\S+ /dev/shm ",
 }
 # Folders that matter by being there, beside those that a check looked into.
-_FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nvidia_peermem", "/sys/devices/system/node/node*")
+_FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nv*_peer*mem", "/sys/devices/system/node/node*")
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
 _LOG_WORDS = (
@@ -80,6 +80,8 @@ def capture(node: Node) -> Recording:
     for pattern in _FILES:
         for path in _glob(node, pattern):
             _add_file(recording, node, path)
+    for path in [path for netdev in _bonds(node) for path in _glob(node, f"/sys/class/net/{netdev}/lower_*/operstate")]:
+        _add_file(recording, node, path)
     _add_pci(recording, node)
     _add_excerpts(recording, node)
     folders = node.listed.union(*(_glob(node, pattern) for pattern in _FOLDERS))
@@ -259,15 +261,24 @@ def _facts(node: Node) -> dict[str, Any]:
         for nic in nics
         if nic.dmabuf is not None or any(port.active_mtu_bytes for port in nic.ports)
     ]
-    facts["dcb"] = {
-        netdev: found for nic in nics for netdev in nic.netdevs if (found := _dcb(node, netdev)) is not None
-    }
+    netdevs = {netdev for nic in nics for netdev in nic.netdevs}
+    for bond in _bonds(node):
+        netdevs |= {place.split("/lower_")[1] for place in _glob(node, f"/sys/class/net/{bond}/lower_*")}
+    facts["dcb"] = {netdev: found for netdev in sorted(netdevs) if (found := _dcb(node, netdev)) is not None}
     facts["commands"] = {
         line: text
         for line in ("nvidia-imex-ctl -N -j", "nv-fabricmanager --version")
         if (text := _command(node, line)) is not None
     }
     return facts
+
+
+def _bonds(node: Node) -> list[str]:
+    """Network interfaces of RDMA ports that stand on others, as bonds do."""
+    found = set()
+    for path in _glob(node, "/sys/class/infiniband/*/ports/*/gid_attrs/ndevs/0"):
+        _quietly(lambda path=path: found.add(node.read(path)))  # type: ignore[misc]
+    return sorted(netdev for netdev in found if any(_glob(node, f"/sys/class/net/{netdev}/lower_*")))
 
 
 def _nics(node: Node) -> tuple[Nic, ...]:

@@ -31,8 +31,8 @@ hybrid-ep doctor --quick                         # no second reading of counters
 hybrid-ep doctor --group nic --check gpu.count   # only these groups and these single checks
 hybrid-ep doctor --profile site.yaml --json --junit doctor.xml
 hybrid-ep doctor --state /var/lib/hybrid_ep/doctor.json   # keep counters, and judge their rise since the last run
-hybrid-ep doctor --record node.json              # write everything that was read, to replay it elsewhere
-hybrid-ep doctor --sysroot DIR                   # a recorded or simulated node
+hybrid-ep doctor --record node.json              # write everything that was read, for a report of a wrong result
+hybrid-ep doctor --sysroot DIR                   # read /sys, /proc and /dev below DIR, as the tests do
 hybrid-ep doctor --accept-unknown                # exit 0 if only unknown is left, as in a Pod
 hybrid-ep doctor --active                        # minutes: bandwidth, burn and memory test of idle GPUs
 hybrid-ep doctor compare a.json b.json …         # reports of several nodes, side by side

@@ -34,6 +34,7 @@ T = TypeVar("T")
 _COMMAND_TIMEOUT_S = 4  # shorter than what a `WatchedNode` waits for
 _MOST_BYTES = 16 << 20  # of one file; /proc and /sys hold none near that
 _KEPT_LOG_S = 900  # how old a kept kernel log may be
+_JOURNAL_STARTS_S = 60  # after the boot: a journal that begins later has lost its beginning
 _PACKAGES = re.compile(r"(hybrid[-_]ep|deep[-_]ep|torch|triton|nvidia[-_](nccl|nvshmem)[-_]cu\d+|nvshmem4py[-_]cu\d+)")
 
 
@@ -223,11 +224,11 @@ class Node:
         """The kernel's log since the boot, oldest first.
 
         From /dev/kmsg, or the file that was given in its place. Where that cannot be read or no longer reaches back to
-        the boot (its records are numbered from 0), from the journal. What is left of it has to do where there is no
-        journal.
+        the boot (its records are numbered from 0), from the journal.
 
         Raises:
-            Unreadable: neither can be read, or what is left of the log is empty.
+            Unreadable: neither can be read back to the boot; `log` has the longer rest. A journal without a line is
+                one that this user may not read.
         """
         lines: list[LogLine] = []
         reason = f"{self._kernel_log or '/dev/kmsg'} no longer reaches back to the boot"
@@ -242,7 +243,11 @@ class Node:
             text = self.command("journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager")
         except Unreadable as error:
             raise Unreadable(f"{reason}; {error}", log=tuple(lines)) from None
-        return [line for line in map(_journal_line, text.splitlines()) if line]
+        journal = [line for line in map(_journal_line, text.splitlines()) if line]
+        if journal and journal[0].seconds <= _JOURNAL_STARTS_S:
+            return journal
+        starts = f"begins {journal[0].seconds:.0f} s after the boot" if journal else "shows this user no line"
+        raise Unreadable(f"{reason}; the journal {starts}", log=tuple(journal if len(journal) > len(lines) else lines))
 
     def _kmsg(self) -> Iterator[tuple[int, LogLine]]:
         """Records of /dev/kmsg, ``level,number,microseconds,flags;message``, with their numbers."""

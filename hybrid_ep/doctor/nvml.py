@@ -34,6 +34,7 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "pci_address": lambda gpu: pynvml.nvmlDeviceGetPciInfo(gpu).busId,
     "memory_bytes": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total,
     "ecc_mode": lambda gpu: pynvml.nvmlDeviceGetEccMode(gpu)[0],
+    "ecc_mode_pending": lambda gpu: pynvml.nvmlDeviceGetEccMode(gpu)[1],
     "ecc_errors.1.0": lambda gpu: pynvml.nvmlDeviceGetTotalEccErrors(
         gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     ),
@@ -47,6 +48,8 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     ),
     "pcie_replay": pynvml.nvmlDeviceGetPcieReplayCounter,
     "mig_mode": lambda gpu: pynvml.nvmlDeviceGetMigMode(gpu)[0],
+    "mig_mode_pending": lambda gpu: pynvml.nvmlDeviceGetMigMode(gpu)[1],
+    "retired_pages_pending": pynvml.nvmlDeviceGetRetiredPagesPendingStatus,
     "compute_mode": pynvml.nvmlDeviceGetComputeMode,
     "power_limit": pynvml.nvmlDeviceGetPowerManagementLimit,
     "power_limit_default": pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
@@ -63,6 +66,7 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "pcie_generation_max": pynvml.nvmlDeviceGetMaxPcieLinkGeneration,
     "fabric.state": lambda gpu: _fabric(gpu).state,
     "fabric.status": lambda gpu: _fabric(gpu).status,
+    "fabric.health": lambda gpu: getattr(_fabric(gpu), "healthMask", 0),  # older drivers have none
     "fabric.clique": lambda gpu: _fabric(gpu).cliqueId,
     "fabric.cluster_uuid": lambda gpu: bytes(_fabric(gpu).clusterUuid).hex(),
     "platform.chassis_serial": lambda gpu: _platform(gpu).chassisSerialNumber,

@@ -96,7 +96,7 @@ class Memory:
     def save(self) -> None:
         """Replaces the file at once: a run that is killed leaves the old one. Checks that did not run keep theirs.
 
-        One that cannot be written is said in `complaint`, and is no fault of the node.
+        If the file cannot be written, `complaint` says so. That is no fault of the node.
         """
         rows = {
             check_id: [[thing, name, value] for (thing, name), value in counters.items()]

@@ -20,7 +20,7 @@ SILENCE = "ignore.hybrid-ep/"  # an annotation of an object: this, the rule's id
 _LADDER = {
     "build": "The source can be read or built, and holds an object.",
     "schema": "The object fits its schema, with unknown fields closed.",
-    "unknown-kind": "There is a schema for the object's kind; without one it is not checked.",
+    "unknown-kind": "There is a schema for the object's kind; without one only its Pods are checked.",
     "silence": "An annotation that silences a rule names one and gives a reason.",
 }
 
@@ -105,7 +105,8 @@ def check(
         except MissingToolError as error:
             result.unchecked.append(f"{source}: {error}")
             continue
-        result.checked[str(source)] = [manifest.name for manifest in build]
+        for manifest in build:  # of a folder of files, each file is a source
+            result.checked.setdefault(str(manifest.source), []).append(manifest.name)
         try:
             result.problems.extend(_check_build(build, kubernetes))
         except MissingToolError as error:
@@ -120,7 +121,7 @@ def _check_build(build: list[Manifest], kubernetes: str) -> Iterator[Problem]:
     for manifest in build:
         problems = list(check_schema(manifest, kubernetes))
         found += problems
-        if not problems:
+        if all(problem.level is not Level.ERROR for problem in problems):
             sound.append(manifest)
     found += check_rules(sound, is_whole=all(problem.level is not Level.ERROR for problem in found))
     reasons = {}

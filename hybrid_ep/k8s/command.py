@@ -64,11 +64,12 @@ def check_command(
     fail_on: str,
     kubernetes: str,
 ) -> None:
-    """Check YAML files, folders with a kustomization.yaml, or trees of them; `-` reads standard input.
+    """Check YAML files and folders; `-` reads standard input.
 
-    Builds what kustomize builds. Checks it against the schemas of Kubernetes and of operators, with unknown fields
-    closed. Then checks rules: what is accepted and then refused by a node, hangs or falls back. An object's annotation
-    ignore.hybrid-ep/RULE: REASON silences a rule there.
+    A folder is built by kustomize, or searched for folders with a kustomization.yaml; without any, its YAML files are
+    one build. Objects must fit the schemas of Kubernetes and of operators, without unknown fields. Then rules find
+    what the schemas accept and a node refuses, what hangs, and what falls back to something slower. An object's
+    annotation ignore.hybrid-ep/RULE: REASON silences a rule there.
 
     Exits with 1 if anything is wrong, with 2 if something could not be checked.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,30 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "JobSet": ("spec.replicatedJobs.*.template.spec.template",),
     "LeaderWorkerSet": ("spec.leaderWorkerTemplate.leaderTemplate", "spec.leaderWorkerTemplate.workerTemplate"),
 }
+# Kinds that rules know, and the groups that they are of. Others have kinds of these names, e.g. Knative's Service.
+_KINDS = {*_TEMPLATES, "ComputeDomain", "ConfigMap", "Namespace", "Secret", "Service", "ServiceAccount"}
+_KINDS |= {"ClusterRoleBinding", "ResourceClaim", "ResourceClaimTemplate", "RoleBinding"}
+_GROUPS = {"", "apps", "batch", "rbac.authorization.k8s.io", "resource.k8s.io"}
+_GROUPS |= {"kubeflow.org", "jobset.x-k8s.io", "leaderworkerset.x-k8s.io", "resource.nvidia.com"}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain words as kubectl does: dates and times are texts, and ``0o`` begins an octal number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value, 8) if "0o" in node.value else int(loader.construct_yaml_int(node))
+
+
+_INT = re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o[0-7_]+|0[0-7_]*|[1-9][0-9_]*)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
 class MissingToolError(HybridEPError):
@@ -75,7 +100,9 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        return str(self.content.get("kind", ""))
+        """As kubectl says it: a kind of another group that has the name of a known one is followed by its group."""
+        kind, group = str(self.content.get("kind", "")), self.api_version.rpartition("/")[0]
+        return f"{kind}.{group}" if kind in _KINDS and group not in _GROUPS else kind
 
     @property
     def api_version(self) -> str:
@@ -84,6 +111,11 @@ class Manifest:
     @property
     def metadata(self) -> dict[str, Any]:
         return _mapping(self.content, "metadata")
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The mapping of that name; empty where there is none."""
+        return _mapping(self.content, "spec")
 
     @property
     def name(self) -> str:
@@ -96,16 +128,24 @@ class Manifest:
             path = path[: max(path.rfind("."), path.rfind("["))] if "." in path or "[" in path else ""
         return self.lines.get(path)
 
+    @property
+    def has_pods(self) -> bool:
+        """Whether it is of a kind that makes Pods."""
+        return self.kind in _TEMPLATES
+
     def pod_templates(self) -> Iterator[PodTemplate]:
-        """The Pod templates of a kind that has some."""
-        for pattern in _TEMPLATES.get(self.kind, ()):
-            for parts, content in _find(self.content, pattern.split(".") if pattern else []):
-                if _mapping(content, "spec"):
-                    role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
-                    yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts))
+        """The Pod templates of a kind that has some; of a kind that is not known, whatever has the shape of one."""
+        places = [each for pattern in _TEMPLATES.get(self.kind, ()) for each in self._places(pattern)]
+        for parts, content in places if self.kind in _TEMPLATES else _find_shapes(self.content, []):
+            if _mapping(content, "spec"):
+                role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
+                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts))
+
+    def _places(self, pattern: str) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
+        return _find(self.content, pattern.split(".") if pattern else [])
 
     def _num_pods(self, parts: list[str | int]) -> int | None:
-        spec = _mapping(self.content, "spec")
+        spec = self.spec
         if self.kind == "Pod":
             return 1
         if self.kind in ("MPIJob", "PyTorchJob"):
@@ -141,7 +181,7 @@ def find_sources(path: Path) -> list[Path]:
     """What there is to check at `path`: the file; the folder, if kustomize builds it; or all such folders below it.
 
     Components and bases stand on nothing of their own: of a tree, only folders below ``overlays`` are taken where
-    there is one.
+    there is one. A folder without any kustomization is what ``kubectl apply -f`` takes: all its YAML and JSON files.
 
     Raises:
         ConfigError: nothing is there.
@@ -151,34 +191,49 @@ def find_sources(path: Path) -> list[Path]:
     below = path / "overlays" if (path / "overlays").is_dir() else path
     folders = sorted({found.parent for name in _KUSTOMIZATION for found in below.rglob(name)})
     folders = [folder for folder in folders if _kustomization(folder).get("kind", "Kustomization") == "Kustomization"]
-    if not folders:
+    if not folders and not _files_of(path):
         raise ConfigError(f"{path} holds no manifest; allowed: a YAML file, or a folder with a kustomization.yaml")
-    return folders
+    return folders or [path]
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix in (".yaml", ".yml", ".json"))
 
 
 def load(source: Path) -> list[Manifest]:
-    """Builds a folder with ``kubectl kustomize``, or reads a file of one or more documents; a ``List`` is opened.
+    """Builds a folder with ``kubectl kustomize``, or reads its files, or reads a file of one or more documents.
+
+    A ``List`` is opened.
 
     Raises:
         ConfigError: it cannot be built or read, or holds no object; says what kustomize or the parser said.
         MissingToolError: kubectl is not installed.
     """
     try:
-        documents = list(_documents(_text_of(source)))
+        manifests = list(_manifests(source))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{source} cannot be read: it is nested too deeply") from error
-    manifests: list[Manifest] = []
-    for content, lines, duplicates in documents:
-        if not isinstance(content, dict):
-            raise ConfigError(f"{source} holds {type(content).__name__}; allowed: mappings with apiVersion and kind")
-        # What kustomize built has lines of its own, which no file has.
-        manifest = Manifest(source, content, {} if source.is_dir() else lines, tuple(duplicates))
-        manifests.extend(_opened(manifest))
     if not manifests:
         raise ConfigError(f"{source} holds no object; allowed: mappings with apiVersion and kind")
     return manifests
+
+
+def _manifests(source: Path) -> Iterator[Manifest]:
+    if source.is_dir() and not _kustomization(source):
+        for file in _files_of(source):
+            yield from _manifests(file)
+        return
+    for content, lines, duplicates in _documents(_text_of(source)):
+        if not isinstance(content, dict):
+            raise ConfigError(f"{source} holds {type(content).__name__}; allowed: mappings with apiVersion and kind")
+        if str(content.get("apiVersion", "")).startswith("kustomize.config.k8s.io/"):
+            raise ConfigError(
+                f"{source} is kustomize's own {content.get('kind')}; allowed: its folder, {source.parent}"
+            )
+        # What kustomize built has lines of its own, which no file has.
+        yield from _opened(Manifest(source, content, {} if source.is_dir() else lines, tuple(duplicates)))
 
 
 def _text_of(source: Path) -> str:
@@ -189,7 +244,7 @@ def _text_of(source: Path) -> str:
 
 def _documents(text: str) -> Iterator[tuple[Any, dict[str, int], list[str]]]:
     """Each document that is not empty: its tree, the lines of its JSON paths, and keys that are given twice."""
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         while loader.check_node():
             node = loader.get_node()
@@ -225,16 +280,21 @@ def _walk(node: yaml.Node, path: str, lines: dict[str, int], duplicates: list[st
 
 
 def _opened(manifest: Manifest) -> Iterator[Manifest]:
+    """The objects of a List, also of one in another; items of a ``PodList`` are Pods, though they may not say so."""
     items = manifest.content.get("items")
     if not manifest.kind.endswith("List") or not isinstance(items, list):
         yield manifest
         return
+    of_list = {"apiVersion": manifest.api_version, "kind": manifest.kind.removesuffix("List")}
     for i, item in enumerate(items):
         root = f"$.items[{i}]"
         inside = {path: path.replace(root, "$", 1) for path in manifest.lines if path.startswith(root)}
         lines = {below: manifest.lines[path] for path, below in inside.items()}
         duplicates = tuple(path.replace(root, "$", 1) for path in manifest.duplicates if path.startswith(root))
-        yield Manifest(manifest.source, item if isinstance(item, dict) else {}, lines, duplicates)
+        content = item if isinstance(item, dict) else {}
+        if of_list["kind"] and content and "kind" not in content and "apiVersion" not in content:
+            content = {**of_list, **content}
+        yield from _opened(Manifest(manifest.source, content, lines, duplicates))
 
 
 def _build(folder: Path) -> str:
@@ -271,12 +331,27 @@ def _find(tree: Any, pattern: list[str]) -> Iterator[tuple[list[str | int], dict
             yield [part, *parts], found
 
 
+def _find_shapes(tree: Any, parts: list[str | int]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
+    """Every mapping with a spec whose containers have names and images."""
+    found = _mapping(tree, "spec").get("containers")
+    if isinstance(found, list) and found and all({"name", "image"} <= each.keys() for each in found if _is_map(each)):
+        yield parts, tree
+        return
+    below: Any = tree.items() if _is_map(tree) else enumerate(tree) if isinstance(tree, list) else ()
+    for part, value in below:
+        yield from _find_shapes(value, [*parts, part])
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 def _count(tree: dict[str, Any], *names: str) -> int:
     """The first of these numbers that is given; 1 where none is."""
     return next((tree[name] for name in names if isinstance(tree.get(name), int)), 1)
 
 
 def _mapping(tree: Any, key: str) -> dict[str, Any]:
-    """`tree[key]` if it is a mapping, otherwise an empty one: a wrong shape is the schemas' business."""
+    """`tree[key]` if it is a mapping, otherwise an empty one: the schemas report a wrong shape."""
     value = tree.get(key) if isinstance(tree, dict) else None
     return value if isinstance(value, dict) else {}

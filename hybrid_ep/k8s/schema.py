@@ -62,14 +62,19 @@ def check_schema(manifest: Manifest, version: str = KUBERNETES_VERSION) -> Itera
     schemas = _Schemas.of(version)
     validator = schemas.validator(manifest.api_version, manifest.kind)
     if validator is None:
-        what = f"{manifest.api_version} {manifest.kind}"
+        what = f"{manifest.api_version} {manifest.content['kind']}"
         close = difflib.get_close_matches(manifest.kind, schemas.kinds(manifest.api_version), 1, 0.0)
         if close:
             yield problem("$.kind", f"{what} is no kind of Kubernetes {version} or its operators; allowed: {close[0]}")
         else:
-            yield problem(
-                "$.kind", f"{what} is not checked: there is no schema for it here", "unknown-kind", Level.HINT
-            )
+            found = list(manifest.pod_templates())
+            parts = "only its Pods are checked" if found else "is not checked"
+            message = f"{what}: {parts}, as there is no schema for it here"
+            yield problem("$.kind", message, "unknown-kind", Level.HINT)
+            for template in found:
+                for breach in schemas.pod_template.iter_errors(template.content):
+                    path, message = _described(breach)
+                    yield problem(f"{template.path}{path[1:]}", message)
         return
     for breach in sorted(validator.iter_errors(manifest.content), key=lambda breach: list(map(str, breach.path))):
         yield problem(*_described(breach))
@@ -112,6 +117,12 @@ class _Schemas:
         if key not in self._known:
             self._known[key] = self._make(api_version, kind)
         return self._known[key]
+
+    @functools.cached_property
+    def pod_template(self) -> Draft202012Validator:
+        """For a Pod template anywhere."""
+        schema = {"$ref": f"{_URI}#/$defs/io.k8s.api.core.v1.PodTemplateSpec"}
+        return Draft202012Validator(schema, registry=self._registry)
 
     def kinds(self, api_version: str) -> list[str]:
         """All kinds of one group and version."""
@@ -164,6 +175,8 @@ def _formats(definitions: dict[str, Any]) -> None:
 
 _EXAMPLES = {
     "DNS label": "up to 63 lower-case letters, digits and - between them",
+    "resource of a container": "limits or requests of cpu, memory, ephemeral-storage or huge pages, e.g. limits.cpu",
+    "name of an object": "lower-case letters, digits, - and . between them",
     "name of a label": "up to 63 letters, digits and -_. between them, after a domain and / or not",
     "name of a port": "up to 15 lower-case letters, digits and single - between them, with a letter",
     "quantity": "a number with m, k, M, G, T, Ki, Mi, Gi, Ti or nothing, and no space, e.g. 64Gi",

@@ -42,7 +42,7 @@ def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Re
 
 
 def is_explained(job: Job, blamed: Iterable[str]) -> bool:
-    """Whether a job that failed did so for a host that is to blame."""
+    """Whether a failed job ran on a host that is to blame."""
     return bool(set(job.hosts) & set(blamed))
 
 
@@ -68,7 +68,7 @@ def _shared(jobs: Sequence[Job], known: set[str]) -> dict[str, list[Job]]:
             or (len(others) >= _FEWEST_FAILED_BESIDE_PASSED and all(failed_with[other] == {host} for other in others))
         }
         host, partners = max(suspects.items(), key=lambda item: len(item[1]), default=("", set()))
-        # Without a partner that can do it with somebody else, all may share a cause that is none of the hosts.
+        # If no partner passed a job with another host, the cause may lie outside the hosts.
         if len(partners) < _FEWEST_FAILED or not partners & passed:
             return found
         found[host] = [job for job in between if _failed(job) and host in job.hosts]

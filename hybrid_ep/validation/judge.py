@@ -104,10 +104,10 @@ class Profiles:
 
 
 def judge(job: JobFile, platform_of: Mapping[str, str], profiles: Profiles) -> Job:
-    """Holds a job's figures to its platforms' profiles; with several platforms, to the lowest of their figures.
+    """Compares a job's figures with its platforms' profiles; of several platforms, with the lowest figure.
 
     Args:
-        job: what the playbooks left.
+        job: as the results folder has it.
         platform_of: host → platform, of every host of the inventory.
         profiles: where to find profiles.
     """
@@ -135,10 +135,10 @@ def judge(job: JobFile, platform_of: Mapping[str, str], profiles: Profiles) -> J
 
 
 def judge_by_run(jobs: Sequence[Job], platform_of: Mapping[str, str], profiles: Profiles) -> tuple[Job, ...]:
-    """Holds bandwidths of two hosts for which no profile has a figure to half of the median of all such jobs.
+    """Fails a bandwidth of two hosts that is below half of the median of its kind, where no profile has a figure.
 
-    A run of a few jobs has no median to speak of, and hosts without GPUs none that is steady: those are left as they
-    are.
+    Jobs are left as they are if they are too few for a median, or if their hosts have no GPUs: without GPUs the
+    bandwidth varies too much.
     """
     values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for job in jobs:

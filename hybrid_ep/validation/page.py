@@ -72,7 +72,7 @@ def _script_text(tree: Any) -> Markup:
 
 
 def _cards(cluster: Cluster) -> list[tuple[str, str, str]]:
-    """Figures of merit: text, meaning, style."""
+    """The numbers at the head of the page: text, meaning, style."""
     decisive = [
         result.status for node in cluster.nodes for result in node.report.results if result.severity is Severity.ERROR
     ]

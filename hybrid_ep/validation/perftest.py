@@ -86,7 +86,7 @@ _HOST = Memory({}, (), "host memory")
 
 
 def listen(topology: Topology, gid_index: int | None, limit_s: float, memory: Memory | None = None) -> None:
-    """Rank 0: listens on each NIC in turn, for at most `limit_s` each; whatever goes wrong is rank 1's to report.
+    """Rank 0: listens on each NIC in turn, for at most `limit_s` each. Rank 1 reports what went wrong.
 
     `memory` is as in `write_to`.
     """

@@ -50,7 +50,7 @@ def compare_command(results: Path) -> None:
 @click.command("domains")
 @click.argument("results", type=_FOLDER)
 def domains_command(results: Path) -> None:
-    """Hold the inventory's NVLink domains to the cliques that the GPUs are in."""
+    """Compare the inventory's NVLink domains with the cliques of the GPUs."""
     from hybrid_ep.validation.crossnode import check_domains
 
     for result in check_domains(results):

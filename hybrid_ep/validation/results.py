@@ -1,12 +1,12 @@
-"""The results folder: what playbooks leave behind, read file by file and held to schemas/*.json.
+"""The results folder: its files, each read by itself and checked against schemas/*.json.
 
     inventory.json     the hosts that were to be validated
     nodes/HOST.json    what `hybrid-ep doctor --json` wrote there, or {"unreachable": "reason"}
     compare.json       what `hybrid-ep doctor compare --json` wrote
     jobs/NAME.json     how a test job ended; jobs/NAME.log what it printed
 
-Without the inventory nothing can be said, so a bad one is an error. Any other bad file is a result of its own: one
-broken file must not hide a thousand good ones.
+A malformed inventory is an error, because nothing can be judged without it. Any other malformed file is a result of its
+own, so that it does not hide the others.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def find_to_dos(
 
 
 def _place(to_do: ToDo) -> int:
-    """Hosts first, then findings between them, then jobs, which may fail for the sake of either."""
+    """Hosts first, then findings between hosts, then jobs: a host or a finding may be why a job failed."""
     return 2 if to_do.of_job else 0 if to_do.hosts else 1
 
 

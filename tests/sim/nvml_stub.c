@@ -244,6 +244,16 @@ nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t device, nvmlEnableState_t* curren
   unsigned on = 0;
   const nvmlReturn_t status = get_unsigned(device, "ecc_mode", &on);
   *current = *pending = on ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
+  if (get_unsigned(device, "ecc_mode_pending", &on) == NVML_SUCCESS) {
+    *pending = on ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
+  }
+  return status;
+}
+
+nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t device, nvmlEnableState_t* pending) {
+  unsigned number = 0;
+  const nvmlReturn_t status = get_unsigned(device, "retired_pages_pending", &number);
+  *pending = number ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
   return status;
 }
 
@@ -272,7 +282,7 @@ nvmlReturn_t nvmlDeviceGetPcieReplayCounter(nvmlDevice_t device, unsigned* count
 
 nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned* current, unsigned* pending) {
   const nvmlReturn_t status = get_unsigned(device, "mig_mode", current);
-  *pending = *current;
+  if (get_unsigned(device, "mig_mode_pending", pending) != NVML_SUCCESS) *pending = *current;
   return status;
 }
 
@@ -426,7 +436,7 @@ nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV
   info->status = found.status;
   info->cliqueId = found.cliqueId;
   info->state = found.state;
-  info->healthMask = 0;
+  if (get_unsigned(device, "fabric.health", &info->healthMask) != NVML_SUCCESS) info->healthMask = 0;
   return NVML_SUCCESS;
 }
 

@@ -437,7 +437,12 @@ def build(text: str) -> str:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_mistake_is_found_by_its_rule_alone_and_the_rest_is_accepted(example: Example, tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
+    examine(example, tmp_path)
+
+
+def examine(example: Example, folder: Path) -> None:
+    """Fails unless the rule finds the mistake, and nothing is found without it."""
+    file = folder / "a.yaml"
     file.write_text(build(example.right))
     assert check([file]).problems == []
     file.write_text(build(example.wrong))

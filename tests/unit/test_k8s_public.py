@@ -29,7 +29,7 @@ FOUND = {
         "hint mpijob-limits",
         "hint shared-memory",
     },
-    "coreweave-jobset": {"warning ipc-lock"},
+    "coreweave-jobset": {"warning ipc-lock", "hint shared-memory"},
     "oke-host-network": {"warning mpijob-limits", "hint mpijob-limits", "hint unknown-kind"},
     "oke-virtual-functions": {"warning mpijob-limits", "hint mpijob-limits"},
     "kubeflow": {

@@ -245,7 +245,7 @@ ACTIVE_CHECKS = (
 def examine_actively(
     node: WatchedNode | Node, profile: Profile, *, seconds: float, make_machine: Callable[[], Machine] = TorchMachine
 ) -> tuple[Result, ...]:
-    """Runs the active checks, one after the other; each ends in a finding, whatever it meets.
+    """Runs the active checks, one after the other; each ends in a finding, also if it fails or hangs.
 
     Args:
         node: a `WatchedNode` bounds the time of each measurement and keeps CUDA out of this process.

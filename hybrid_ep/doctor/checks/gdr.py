@@ -15,15 +15,17 @@ from hybrid_ep.doctor.unreadable import Unreadable
 @check(
     "gdr.peer_memory",
     title="nvidia_peermem or dma-buf",
-    source="/sys/module; CUDA attribute DMA_BUF_SUPPORTED and an ibv_reg_dmabuf_mr probe",
+    source="/sys/module (nvidia_peermem, or nv_peer_mem of older drivers); CUDA attribute DMA_BUF_SUPPORTED and an "
+    "ibv_reg_dmabuf_mr probe",
     expectation="either",
     remedy="modprobe nvidia_peermem (after the NIC's driver), or use the open kernel modules and a NIC driver with "
     "dma-buf.",
     wants="nic.count gdr.peer_memory",
 )
 def gdr_peer_memory(node: Node, profile: Profile) -> Finding:
-    if node.exists("/sys/module/nvidia_peermem"):
-        return Finding(Status.PASS, "nvidia_peermem is loaded")
+    for module in ("nvidia_peermem", "nv_peer_mem"):
+        if node.exists(f"/sys/module/{module}"):
+            return Finding(Status.PASS, f"{module} is loaded")
     nics = {nic.name: nic.dmabuf for nic in required_nics(node, profile)}
     try:
         gpu = node.cuda().dmabuf

@@ -42,7 +42,7 @@ def _name(gpu_idx: int) -> str:
 
 
 def gpus_are_missing(node: Node, profile: Profile) -> bool:
-    """Whether there are fewer GPUs than the profile counts; what belongs to those is no fault of its own."""
+    """Whether there are fewer GPUs than the profile counts. That their NICs are missing, too, is no second fault."""
     want = profile["gpu.count"]
     return isinstance(want, int) and len(node.topology.gpus) < want
 
@@ -152,8 +152,8 @@ def gpu_model(node: Node, profile: Profile) -> Finding:
 @check(
     "gpu.ecc_mode",
     title="ECC mode",
-    source="NVML DeviceGetEccMode",
-    expectation="on",
+    source="NVML DeviceGetEccMode (current and pending)",
+    expectation="on, also after the next reset",
     remedy="nvidia-smi -e 1, then reset the GPU or reboot.",
     wants="gpu.ecc",
 )
@@ -162,7 +162,9 @@ def gpu_ecc_mode(node: Node, profile: Profile) -> Finding:
         mode = _has(node, gpu_idx, "ecc_mode")
         if mode is None and not _is_optional(profile, "gpu.ecc"):
             raise Unreadable("the driver says that it has no ECC")
-        return "ECC is off" if mode == 0 else None
+        if mode == 0:
+            return "ECC is off"
+        return "ECC goes off at the next reset" if _has(node, gpu_idx, "ecc_mode_pending") == 0 else None
 
     return survey(node.nvml.gpus, _name, fault, "on")
 
@@ -188,8 +190,9 @@ def gpu_ecc_errors(node: Node, profile: Profile) -> Finding:
 @check(
     "gpu.row_remap",
     title="row remapping",
-    source="NVML DeviceGetRemappedRows, DeviceGetRowRemapperHistogram",
-    expectation="none pending, none failed, spare rows left in every bank",
+    source="NVML DeviceGetRemappedRows, DeviceGetRowRemapperHistogram; before Ampere, "
+    "DeviceGetRetiredPagesPendingStatus",
+    expectation="none pending, none failed, spare rows left in every bank; no page retirement pending",
     remedy="Pending: reset the GPU so that the remap takes effect. Failed, or no spare rows: replace the GPU.",
     wants="gpu.ecc",
 )
@@ -202,6 +205,8 @@ def gpu_row_remap(node: Node, profile: Profile) -> Finding:
         empty = _has(node, gpu_idx, "row_remap_banks_without_spares")
         faults = [f"row remap {' and '.join(bad)}"] if bad else []
         faults += [f"{empty} banks without spare rows"] if empty else []
+        # Before Ampere, pages are retired in place of rows that are remapped.
+        faults += ["page retirement pending"] if _has(node, gpu_idx, "retired_pages_pending") else []
         return ", ".join(faults) or None
 
     return survey(node.nvml.gpus, _name, fault, "none pending, none failed")
@@ -324,13 +329,18 @@ def gpu_persistence(node: Node, profile: Profile) -> Finding:
 @check(
     "gpu.mig",
     title="MIG mode",
-    source="NVML DeviceGetMigMode",
-    expectation="off",
+    source="NVML DeviceGetMigMode (current and pending)",
+    expectation="off, also after the next reset",
     remedy="nvidia-smi -mig 0, then reset the GPU: the parts of a GPU have no NVLink and no RDMA of their own.",
     wants="gpu.count",
 )
 def gpu_mig(node: Node, profile: Profile) -> Finding:
-    return survey(node.nvml.gpus, _name, lambda i: "MIG is on" if _has(node, i, "mig_mode") else None, "off")
+    def fault(gpu_idx: int) -> str | None:
+        if _has(node, gpu_idx, "mig_mode"):
+            return "MIG is on"
+        return "MIG goes on at the next reset" if _has(node, gpu_idx, "mig_mode_pending") else None
+
+    return survey(node.nvml.gpus, _name, fault, "off")
 
 
 @check(

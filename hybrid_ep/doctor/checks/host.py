@@ -159,8 +159,8 @@ def host_clock(node: Node, profile: Profile) -> Finding:
 @check(
     "host.memlock",
     title="locked memory limit",
-    source="/proc/self/limits",
-    expectation="{host.memlock}",
+    source="/proc/self/limits, /proc/meminfo",
+    expectation="{host.memlock}, or as much as the node's memory",
     remedy="memlock unlimited (soft and hard) in /etc/security/limits.d, LimitMEMLOCK=infinity for services, "
     "--ulimit memlock=-1 for containers: registered memory is locked memory.",
     wants="host.memlock",
@@ -169,8 +169,12 @@ def host_memlock(node: Node, profile: Profile) -> Finding:
     limit = re.search(r"^Max locked memory\s+(\S+)", node.read("/proc/self/limits"), re.MULTILINE)
     if limit is None:
         return Finding(Status.UNKNOWN, "/proc/self/limits has no line for it")
-    seen = limit[1] if limit[1] == "unlimited" else f"{limit[1]} bytes"
-    return Finding(Status.PASS if limit[1] == profile["host.memlock"] else Status.FAIL, seen)
+    if limit[1] == profile["host.memlock"]:
+        return Finding(Status.PASS, limit[1])
+    total = re.search(r"^MemTotal:\s+(\d{1,15}) kB", node.read("/proc/meminfo"), re.MULTILINE)
+    if limit[1].isdigit() and total and int(limit[1]) >= 1024 * int(total[1]):
+        return Finding(Status.PASS, f"{limit[1]} bytes, no less than the node's memory")
+    return Finding(Status.FAIL, f"{limit[1]} bytes")
 
 
 @check(
@@ -237,6 +241,7 @@ def host_kernel(node: Node, profile: Profile) -> Finding:
     if not numbers:
         raise Unreadable(f"{release!r:.40} is no version")
     least = [int(part) for part in profile["host.min_kernel"].split(".")]
+    numbers += [0] * (len(least) - len(numbers))  # 6.8 is 6.8.0
     return Finding(Status.PASS if numbers >= least else Status.FAIL, release)
 
 

@@ -27,6 +27,7 @@ from hybrid_ep.topology import Nic
 _CLASS = "/sys/class/infiniband"
 # The kernel takes these headers off the network interface's MTU and rounds down to a power of two (iboe_get_mtu).
 _ROCE_HEADERS_BYTES = 96
+_GIDS_SHOWN = 16  # of up to 256 entries of a port's table
 # Counters that only rise when something is lost; drivers have different ones, and Soft-RoCE has only hardware counters.
 _LOSSES = ("link_downed", "symbol_error", "link_error_recovery", "port_rcv_errors")
 _HW_LOSSES = (
@@ -51,6 +52,12 @@ def _port_name(port: Port) -> str:
 
 def _port_folder(port: Port) -> str:
     return f"{_CLASS}/{port[0].name}/ports/{port[1].port}"
+
+
+def _members(node: Node, netdev: str) -> list[str]:
+    """The interfaces below a bond or a VLAN; the interface itself where none is."""
+    there = node.names_or_none(f"/sys/class/net/{netdev}")
+    return [name.removeprefix("lower_") for name in there if name.startswith("lower_")] or [netdev]
 
 
 @check(
@@ -85,9 +92,10 @@ def nic_count(node: Node, profile: Profile) -> Finding:
 @check(
     "nic.state",
     title="port state",
-    source=f"{_CLASS}/*/ports/*/state, phys_state, sm_lid",
-    expectation="ACTIVE, LinkUp; on InfiniBand a subnet manager",
-    remedy="Polling or Disabled: cable, transceiver or switch port. INIT on InfiniBand: no subnet manager answers.",
+    source=f"{_CLASS}/*/ports/*/state, phys_state, sm_lid; of a bond, /sys/class/net/*/lower_*/operstate",
+    expectation="ACTIVE, LinkUp; on InfiniBand a subnet manager; every interface of a bond is up",
+    remedy="Polling, Disabled, or an interface of a bond that is down: cable, transceiver or switch port. INIT on "
+    "InfiniBand: no subnet manager answers.",
     wants="nic.count",
 )
 def nic_state(node: Node, profile: Profile) -> Finding:
@@ -98,10 +106,24 @@ def nic_state(node: Node, profile: Profile) -> Finding:
                 raise Unreadable(f"{_port_folder(port)}/{name} cannot be read")
         if it.state != "ACTIVE" or it.phys_state != "LinkUp":
             return f"{it.state}, {it.phys_state}"
+        if it.link_layer == "Ethernet":
+            return _bond_fault(node, port)
         return "no subnet manager (sm_lid 0)" if it.link_layer == "InfiniBand" and it.sm_lid == 0 else None
 
     ports = judged_ports(node, profile)
     return survey(ports, _port_name, fault, f"{len(ports)} ports ACTIVE, LinkUp")
+
+
+def _bond_fault(node: Node, port: Port) -> str | None:
+    """Which interfaces of a bond are down: the bond's port stays active, and is slower."""
+    try:
+        netdev = _netdev(node, port)
+        members = [name for name in _members(node, netdev) if name != netdev]
+        states = {name: node.read(f"/sys/class/net/{netdev}/lower_{name}/operstate") for name in members}
+    except Unreadable:  # of a Pod with a network of its own
+        return None
+    down = [f"{name} is {state}" for name, state in states.items() if state not in ("up", "unknown")]
+    return f"{netdev}: {', '.join(down)}" if down else None
 
 
 @check(
@@ -190,14 +212,21 @@ def nic_gid(node: Node, profile: Profile) -> Finding:
 
     def fault(port: Port) -> str | None:
         folder = _port_folder(port)
-        if node.read(f"{folder}/gids/{index}").strip("0:") == "":
-            return f"GID {index} is empty"
-        # An unused entry's type cannot be read: the kernel answers EINVAL, so the GID comes first.
-        kind = node.read(f"{folder}/gid_attrs/types/{index}")
-        return None if kind == "RoCE v2" else f"GID {index} is {kind}"
+        if (kind := _gid_kind(node, folder, index)) == "RoCE v2":
+            return None
+        others = [i for i in range(_GIDS_SHOWN) if _is_there(node, f"{folder}/gids/{i}")]
+        usable = [str(i) for i in others if _gid_kind(node, folder, i) == "RoCE v2"]
+        return f"GID {index} is {kind or 'empty'}; RoCE v2 at {', '.join(usable) or 'no index'}"
 
     ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "Ethernet"]
     return survey(ports, _port_name, fault, f"RoCE v2 at index {index}", if_none="no Ethernet port")
+
+
+def _gid_kind(node: Node, folder: str, index: int) -> str:
+    """The type of an entry of a port's table; empty for an unused entry, whose type the kernel refuses."""
+    if node.read(f"{folder}/gids/{index}").strip("0:") == "":
+        return ""
+    return node.read(f"{folder}/gid_attrs/types/{index}")
 
 
 @check(
@@ -255,8 +284,8 @@ def nic_guid(node: Node, profile: Profile) -> Finding:
     title="PCIe link of the NICs and the path above them",
     source="/sys/bus/pci/devices/*/current_link_width, current_link_speed and max_link_* of the NIC and every bridge "
     "above; a virtual function has the link of its physfn",
-    expectation="width and speed = maximum of the NIC; enough for the rate of its ports; links of switches as wide and "
-    "fast as both ends can",
+    expectation="width and speed = the most that NIC and slot can; enough for the rate of its ports; links of switches "
+    "as wide and fast as both ends can",
     remedy="Reseat the NIC or riser; check the slot's bifurcation in the BIOS. Where the physical function cannot be "
     'seen, only the host can judge it: severity {nic.pcie: "off"} in a profile of the site.',
     wants="nic.count",
@@ -270,8 +299,12 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
         link = device.link if device else None
         if device is None or link is None or not link.width or not link.gts:
             raise Unreadable("a virtual function, whose physical function cannot be seen here, or an unreadable link")
-        faults = [f"width {link.width} of {link.max_width}"] if link.width < link.max_width else []
-        faults += [f"speed {link.gts:g} of {link.max_gts:g} GT/s"] if link.gts < link.max_gts else []
+        slot = devices.get(device.path[-2]) if len(device.path) > 1 else None
+        width, gts = link.max_width, link.max_gts
+        if slot is not None:  # a slot of an older generation is no fault where it carries the port
+            width, gts = min(width, slot.link.max_width or width), min(gts, slot.link.max_gts or gts)
+        faults = [f"width {link.width} of {width}"] if link.width < width else []
+        faults += [f"speed {link.gts:g} of {gts:g} GT/s"] if link.gts < gts else []
         rate = max((port.rate_gbps for port in nic.ports if port.state == "ACTIVE"), default=0)
         if not faults and bandwidth_gbps(device) < rate:
             faults = [f"{link} carries {bandwidth_gbps(device):.0f} Gb/s, the port {rate:g}"]
@@ -286,16 +319,21 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
 @check(
     "nic.pcie_settings",
     title="PCIe read requests and relaxed ordering",
-    source="configuration space of the NICs: MaxReadReq and relaxed ordering in Device Control",
+    source="configuration space of the NICs: MaxReadReq and relaxed ordering in Device Control; a virtual function has "
+    "those of its physfn",
     expectation="MaxReadReq ≥ {nic.max_read_request} bytes; relaxed ordering enabled",
-    remedy="BIOS, or at each boot: setpci -s NIC CAP_EXP+8.w sets MaxReadReq (bits 12–14), relaxed ordering (bit 4).",
+    remedy="BIOS, or at each boot: setpci -s NIC CAP_EXP+8.w sets MaxReadReq (bits 12–14), relaxed ordering (bit 4). "
+    'Where the physical function cannot be seen: severity {nic.pcie_settings: "off"} in a profile of the site.',
     wants="nic.count nic.max_read_request",
     privilege="root, to read beyond the first 64 bytes of configuration space",
     severity=Severity.WARNING,
 )
 def nic_pcie_settings(node: Node, profile: Profile) -> Finding:
     def fault(nic: Nic) -> str | None:
-        config = node.read_bytes(f"/sys/bus/pci/devices/{nic.pci_address}/config")
+        physical = node.link(f"/sys/bus/pci/devices/{nic.pci_address}/physfn")
+        if physical is None and not node.topology.pci_device(nic.pci_address).link.width:
+            raise Unreadable("a virtual function, whose physical function cannot be seen here")
+        config = node.read_bytes(f"/sys/bus/pci/devices/{physical or nic.pci_address}/config")
         control = _device_control(config)
         size = 128 << (control >> 12 & 0b111)
         faults = [f"MaxReadReq {size}"] if size < profile["nic.max_read_request"] else []
@@ -332,14 +370,17 @@ def nic_qos(node: Node, profile: Profile) -> Finding:
 
     def fault(port: Port) -> str | None:
         netdev = _netdev(node, port)
-        dcb = node.dcb(netdev)
-        faults = [] if dcb.sorts_by_dscp else ["trusts no DSCP"]
-        faults += [] if dcb.pfc_priorities & 1 << priority else [f"no PFC for priority {priority}"]
-        for side in ("roce_np", "roce_rp"):
-            # Only NVIDIA's own driver package shows this file; without it, the firmware's default (on) holds.
-            folder = f"/sys/class/net/{netdev}/ecn/{side}/enable"
-            if _is_there(node, folder) and node.read(f"{folder}/{priority}") == "0":
-                faults.append(f"no ECN ({side})")
+        faults = []
+        for member in _members(node, netdev):
+            of = "" if member == netdev else f" ({member})"
+            dcb = node.dcb(member)
+            faults += [] if dcb.sorts_by_dscp else [f"trusts no DSCP{of}"]
+            faults += [] if dcb.pfc_priorities & 1 << priority else [f"no PFC for priority {priority}{of}"]
+            for side in ("roce_np", "roce_rp"):
+                # Only NVIDIA's own driver package shows this file; without it, the firmware's default (on) holds.
+                folder = f"/sys/class/net/{member}/ecn/{side}/enable"
+                if _is_there(node, folder) and node.read(f"{folder}/{priority}") == "0":
+                    faults.append(f"no ECN ({side}){of}")
         return ", ".join(faults) or None
 
     ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "Ethernet"]
@@ -374,15 +415,18 @@ def _sum(node: Node, ports: Iterable[Port], counter: str) -> int:
 )
 def nic_errors(node: Node, profile: Profile) -> Counters:
     found: dict[tuple[str, str], int] = {}
+    reason = f"no error counters below {_CLASS}/*/ports/*"
     for port in judged_ports(node, profile):
         for folder, names in (("counters", _LOSSES), ("hw_counters", _HW_LOSSES)):
             place = f"{_port_folder(port)}/{folder}"
             there = node.names_or_none(place)
-            found.update(
-                {(_port_name(port), name): node.read_int(f"{place}/{name}") for name in names if name in there}
-            )
+            for name in (name for name in names if name in there):
+                try:
+                    found[_port_name(port), name] = node.read_int(f"{place}/{name}")
+                except Unreadable as error:  # a virtual function refuses some; the others count all the same
+                    reason = str(error)
     if not found:
-        raise Unreadable(f"no error counters below {_CLASS}/*/ports/*")
+        raise Unreadable(reason)
     return found
 
 

@@ -22,6 +22,24 @@ _LINK_SPEED = int(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)  # field 164, MB/s per di
 _SERVICES = tuple(f"/sys/fs/cgroup/{tree}system.slice" for tree in ("", "systemd/", "unified/"))
 _FABRIC_NOT_SUPPORTED = 0
 _FABRIC_STATES = {_FABRIC_NOT_SUPPORTED: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
+# What the fabric's health mask says, by the first of its two bits; 1 stands for yes, 0 and 2 for not known and no.
+_FABRIC_HEALTH = {
+    int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_DEGRADED_BW): "bandwidth degraded",
+    int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_RECOVERY): "route recovery in progress",
+    int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_UNHEALTHY): "route unhealthy",
+    int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ACCESS_TIMEOUT_RECOVERY): "recovery from an access timeout",
+}
+# Four bits of it: 0 and 1 stand for not known and none.
+_CONFIGURATION_SHIFT = 8
+_CONFIGURATIONS = {
+    2: "system GUID",
+    3: "chassis serial number",
+    4: "no partition",
+    5: "too few NVLinks",
+    6: "GPU firmware",
+    7: "location",
+    8: "state of the GPU",
+}
 # NVLink 5 counts per link in fields; earlier generations answer nvmlDeviceGetNvLinkErrorCounter instead. Left out of
 # 206–222: 213 and 215 count successful recoveries with 214, and 216–218, 220, 222 are error rates, not counters.
 _NVLINK5_COUNTERS = {
@@ -253,12 +271,24 @@ def nvlink_fabric_version(node: Node, profile: Profile) -> Finding:
     "nvlink.fabric_state",
     title="GPUs are registered with the fabric",
     source="NVML DeviceGetGpuFabricInfoV",
-    expectation="state completed, status 0",
+    expectation="state completed, status 0, and no fault in the health mask",
     remedy="Restart the fabric manager (HGX) or check the NVLink switch trays (NVL72); then reset the GPUs.",
     wants="nvlink.fabric_state",
 )
 def nvlink_fabric_state(node: Node, profile: Profile) -> Finding:
-    return survey(node.nvml.gpus, _name, lambda i: _fabric_fault(node, i), "completed on every GPU")
+    def fault(gpu_idx: int) -> str | None:
+        return _fabric_fault(node, gpu_idx) or _health_fault(int(node.nvml.gpu(gpu_idx, "fabric.health")))
+
+    return survey(node.nvml.gpus, _name, fault, "completed on every GPU")
+
+
+def _health_fault(mask: int) -> str | None:
+    """The faults that the health mask of a completed fabric has."""
+    faults = [text for shift, text in _FABRIC_HEALTH.items() if mask >> shift & 0b11 == 1]
+    configuration = mask >> _CONFIGURATION_SHIFT & 0xF
+    if configuration > 1:
+        faults.append(f"wrong configuration: {_CONFIGURATIONS.get(configuration, configuration)}")
+    return f"completed, but {', '.join(faults)}" if faults else None
 
 
 def _fabric_fault(node: Node, gpu_idx: int) -> str | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybrid_ep.env import VARIABLES
-from hybrid_ep.k8s.manifest import Manifest, PodTemplate
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, mounted_file, nics, words
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, build_rule
@@ -19,6 +19,7 @@ _NIC = r"[\w.-]+"
 # What the other two take: name → pattern, and the same for people. Sources: the pages of environment variables in
 # NCCL's user guide and NVSHMEM's API reference.
 _TAKEN = {
+    "NCCL_IB_DISABLE": (r"[01]", "0 or 1"),
     "NCCL_IB_HCA": (rf"\^?=?{_NIC}(:\d+)?(,{_NIC}(:\d+)?)*", "names of NICs, separated by commas"),
     "NCCL_IB_GID_INDEX": (rf"-1|{_BYTE}", "-1 to 255"),
     "NCCL_IB_TC": (_BYTE, "0 to 255"),
@@ -50,7 +51,8 @@ class _Setting(NamedTuple):
 @build_rule("fabric-settings", Level.WARNING)
 def _fabric_settings(build: Build) -> BuildFound:
     """NCCL, NVSHMEM and hybrid_ep get values that they take. All three get one GID index, one traffic class and one
-    service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and as many for each GPU.
+    service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and as many for each GPU. A Pod
+    with RDMA NICs does not switch them off.
     """
     for manifest in build:
         for template in manifest.pod_templates():
@@ -73,9 +75,10 @@ def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterat
             return
         owner = roles["Launcher"]
     path, container = main(owner)
-    given = {}
+    given = _given_by_maps(container, build)
     for i, variable in enumerate(items(container, "env")):
-        given[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
+        if "valueFrom" not in variable or str(variable.get("name")) not in given:
+            given[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
     for key in ("command", "args"):
         for name, value in re.findall(r"(?:^|\s)-x\s+(\w+)=(\S+)", "\n".join(words({key: container.get(key)}))):
             given[name] = _Setting(value, manifest, f"{path}.{key}")
@@ -85,6 +88,24 @@ def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterat
         text = held[0].content["data"][held[1]]
         for name, value in re.findall(r"(?m)^\s*(?:export\s+)?([A-Z]\w*)=(\S*)\s*$", text):
             yield name, _Setting(value, held[0], f"$.data['{held[1]}']")
+
+
+def _given_by_maps(container: dict[str, Any], build: Build) -> dict[str, _Setting]:
+    """Variables that a container takes from ConfigMaps of the build."""
+    maps = {each.metadata.get("name"): each for each in build if each.kind == "ConfigMap"}
+    found: dict[str, _Setting] = {}
+    for source in items(container, "envFrom"):
+        if held := maps.get((source.get("configMapRef") or {}).get("name")):
+            for key, value in (held.content.get("data") or {}).items():
+                path = json_path("$.data", [key])
+                found[f"{source.get('prefix') or ''}{key}"] = _Setting(str(value).strip(), held, path)
+    for variable in items(container, "env"):
+        key = (variable.get("valueFrom") or {}).get("configMapKeyRef") or {}
+        held = maps.get(key.get("name"))
+        if held and key.get("key") in (held.content.get("data") or {}):
+            value = str(held.content["data"][key["key"]]).strip()
+            found[str(variable.get("name"))] = _Setting(value, held, json_path("$.data", [key["key"]]))
+    return found
 
 
 def _allowed_instead(name: str, value: str) -> str | None:
@@ -125,6 +146,10 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
             yield name, f"{name} names {len(set(found))} NICs; allowed: the Pod's {num_nics:g}"
         if num_gpus and len(set(found)) % num_gpus:
             yield name, f"{name} names {len(set(found))} NICs; allowed: as many for each of {num_gpus:g} GPUs"
+    disabled = settings.get("NCCL_IB_DISABLE")
+    rdma = [nic for nic in nics(template) if not nic.endswith("/efa")]  # EFA has a plugin of its own
+    if disabled and disabled.value == "1" and rdma:
+        yield "NCCL_IB_DISABLE", f"NCCL_IB_DISABLE=1 with {', '.join(rdma)}; allowed with RDMA: 0, or no NICs"
     if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:
         yield "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_LIST has no effect; allowed: with NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import containers, items, security, spec_of
+from hybrid_ep.k8s.rules.parts import NETWORKS, containers, items, security, spec_of
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 from hybrid_ep.k8s.schema import LABEL_VALUE
 
@@ -223,13 +223,70 @@ def _security_context(manifest: Manifest) -> Found:
                 break
 
 
+# Those that every kubelet accepts (kubernetes.io, "Using sysctls in a Kubernetes cluster", for 1.34).
+_SAFE_SYSCTLS = re.compile(
+    r"kernel\.shm_rmid_forced|net\.ipv4\.(ip_local_port_range|tcp_syncookies|ping_group_range|ip_unprivileged_port_start"
+    r"|ip_local_reserved_ports|tcp_keepalive_(time|intvl|probes)|tcp_fin_timeout|tcp_rmem|tcp_wmem)"
+)
+
+
+@rule("sysctl", Level.WARNING)
+def _sysctl(manifest: Manifest) -> Found:
+    """A Pod's sysctls are safe ones: a kubelet ends a Pod with others, unless it was started to allow them."""
+    for template in manifest.pod_templates():
+        for i, each in enumerate(items(spec_of(template).get("securityContext"), "sysctls")):
+            name = str(each.get("name")).replace("/", ".")
+            if not _SAFE_SYSCTLS.fullmatch(name):
+                where = f"{template.path}.spec.securityContext.sysctls[{i}].name"
+                yield Finding(where, f"{name!r}; allowed: a safe one, or with --allowed-unsafe-sysctls of the kubelets")
+
+
 @rule("dns-policy", Level.ERROR)
 def _dns_policy(manifest: Manifest) -> Found:
-    """A Pod with dnsPolicy `None` has nameservers in its dnsConfig."""
+    """A Pod with dnsPolicy `None` has nameservers in its dnsConfig. Under hostNetwork, Pods that find each other by
+    name have `ClusterFirstWithHostNet`: otherwise they ask the node's DNS, which has no such names.
+    """
     for template in manifest.pod_templates():
         spec = spec_of(template)
-        if spec.get("dnsPolicy") == "None" and not (spec.get("dnsConfig") or {}).get("nameservers"):
+        policy = spec.get("dnsPolicy", "ClusterFirst")
+        if policy == "None" and not (spec.get("dnsConfig") or {}).get("nameservers"):
             yield Finding(f"{template.path}.spec.dnsConfig.nameservers", "none with dnsPolicy None; allowed: a list")
+        # The MPI operator sets it by itself.
+        named = spec.get("subdomain") or manifest.kind in ("JobSet", "LeaderWorkerSet", "StatefulSet")
+        if spec.get("hostNetwork") and named and policy not in ("ClusterFirstWithHostNet", "None"):
+            message = f"{policy!r} with hostNetwork; allowed: 'ClusterFirstWithHostNet'"
+            yield Finding(f"{template.path}.spec.dnsPolicy", message, Level.WARNING)
+
+
+@rule("pod-annotation", Level.WARNING)
+def _pod_annotation(manifest: Manifest) -> Found:
+    """Networks and Kueue's topology stand in the annotations of the Pod template, and Kueue's queue is a label of the
+    workload: elsewhere they have no effect.
+    """
+    for name, value in (manifest.metadata.get("annotations") or {}).items():
+        where = json_path("$.metadata.annotations", [name])
+        of_pods = name in (*NETWORKS, "networking.gke.io/default-interface") or name.startswith(
+            "kueue.x-k8s.io/podset-"
+        )
+        templates = [template.path for template in manifest.pod_templates()]
+        if of_pods and templates and manifest.kind != "Pod":
+            yield Finding(where, f"{value!r} of the {manifest.kind}; allowed: at {templates[0]}.metadata.annotations")
+        if name == "kueue.x-k8s.io/queue-name" and name not in (manifest.metadata.get("labels") or {}):
+            yield Finding(where, f"{value!r} as an annotation; allowed: as a label")
+
+
+@rule("variable-reference", Level.WARNING)
+def _variable_reference(manifest: Manifest) -> Found:
+    """A variable that another one names by `$(NAME)` is set before it: otherwise the text stays as it is."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            variables = items(container, "env")
+            place = {str(variable.get("name")): i for i, variable in reversed(list(enumerate(variables)))}
+            for i, variable in enumerate(variables):
+                for name in re.findall(r"(?<!\$)\$\(([A-Za-z_]\w*)\)", str(variable.get("value", ""))):
+                    if place.get(name, -1) >= i:
+                        message = f"$({name}) stands before {name}, in env[{place[name]}]; allowed: behind it"
+                        yield Finding(f"{path}.env[{i}].value", message)
 
 
 @rule("schedule", Level.ERROR)
@@ -237,7 +294,7 @@ def _schedule(manifest: Manifest) -> Found:
     """A CronJob's schedule has the five fields of cron, or is a word such as `@daily`."""
     if manifest.kind != "CronJob":
         return
-    text = str(manifest.content["spec"].get("schedule", ""))
+    text = str(manifest.spec.get("schedule", ""))
     if _SCHEDULE_WORD.fullmatch(text):
         return
     fields = text.split()
@@ -275,7 +332,7 @@ def _service_fields(manifest: Manifest) -> Found:
     """
     if (manifest.api_version, manifest.kind) != ("v1", "Service"):
         return
-    name, spec = manifest.metadata.get("name"), manifest.content.get("spec") or {}
+    name, spec = manifest.metadata.get("name"), manifest.spec
     if name is not None and not re.fullmatch(_SERVICE_NAME, str(name)):
         message = f"{name!r}; allowed: a letter, then up to 62 lower-case letters, digits and '-' between them"
         yield Finding("$.metadata.name", message)

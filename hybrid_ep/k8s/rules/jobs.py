@@ -13,13 +13,13 @@ from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 @rule("job-indexed", Level.ERROR)
 def _indexed(manifest: Manifest) -> Found:
-    """A Job that runs torchrun on several Pods is Indexed, runs all of them at once, restarts none, and has a deadline:
-    ranks are found by index, wait for each other, and cannot be restarted alone.
+    """A Job that runs torchrun has a deadline. One of several Pods is Indexed, runs all of them at once, and restarts
+    none: ranks are found by index, wait for each other, and cannot be restarted alone.
     """
     for template in manifest.pod_templates():
         if manifest.kind != "Job" or not runs(main(template)[1], "torchrun"):
             continue
-        spec = manifest.content["spec"]
+        spec = manifest.spec
         pods, said = template.num_pods or 1, " ".join(words(main(template)[1]))
         by_index = "JOB_COMPLETION_INDEX" in said or "rdzv" not in said
         together = (
@@ -33,7 +33,7 @@ def _indexed(manifest: Manifest) -> Found:
             ("$.spec.backoffLimit", spec.get("backoffLimit", 6), 0),
             (f"{template.path}.spec.restartPolicy", spec_of(template).get("restartPolicy"), "Never"),
         )
-        for path, seen, allowed in alone:
+        for path, seen, allowed in alone if pods > 1 else ():
             if seen != allowed:
                 yield Finding(path, f"{seen!r}; allowed with torchrun: {allowed!r}", Level.WARNING)
         if "activeDeadlineSeconds" not in spec:
@@ -52,14 +52,12 @@ def _torchrun_size(manifest: Manifest) -> Found:
         path, container = main(template)
         if not runs(container, "torchrun"):
             continue
-        nodes, ranks, pods = (
-            option(container, "nnodes"),
-            option(container, "nproc-per-node"),
-            _pods_of(manifest, template),
-        )
+        nodes, ranks = option(container, "nnodes"), option(container, "nproc-per-node")
+        pods = _pods_of(manifest, template)
         where = f"{path}.{'args' if any('nnodes' in str(word) for word in container.get('args') or []) else 'command'}"
-        if nodes and nodes.isdigit() and pods and int(nodes) != pods:
-            yield Finding(where, f"--nnodes={nodes} with {pods} Pods; allowed: {pods}")
+        if nodes and nodes.isdigit() and pods and int(nodes) not in pods:
+            allowed = " or ".join(map(str, pods))
+            yield Finding(where, f"--nnodes={nodes} with {allowed} Pods; allowed: {allowed}")
         for name, number in gpus(container).items():
             if ranks and ranks.isdigit() and amount(ranks) > amount(number):
                 yield Finding(where, f"--nproc-per-node={ranks} with {number} × {name}; allowed: up to {number}")
@@ -90,7 +88,7 @@ def _jobset_names(manifest: Manifest) -> Found:
     """Policies and dependencies of a JobSet name its own replicatedJobs: it would wait for ever for any other."""
     if manifest.kind != "JobSet":
         return
-    spec = manifest.content["spec"]
+    spec = manifest.spec
     jobs = items(spec, "replicatedJobs")
     names = [str(job.get("name")) for job in jobs]
     asked = [
@@ -116,10 +114,15 @@ def _job_of(manifest: Manifest, template: PodTemplate) -> tuple[str, dict[str, A
     return path, spec
 
 
-def _pods_of(manifest: Manifest, template: PodTemplate) -> int | None:
-    """Pods that torchrun can join: of one group, where a workload has several."""
+def _pods_of(manifest: Manifest, template: PodTemplate) -> list[int]:
+    """How many Pods torchrun can join: those of one group where a workload has several; in a JobSet those of one job,
+    or of all that run torchrun. Empty where that is not known.
+    """
     if manifest.kind == "LeaderWorkerSet":
-        return int(manifest.content["spec"]["leaderWorkerTemplate"].get("size", 1))
+        return [int(manifest.spec["leaderWorkerTemplate"].get("size", 1))]
     if manifest.kind == "PyTorchJob":
-        return sum(each.num_pods or 0 for each in manifest.pod_templates())
-    return template.num_pods if manifest.kind in ("Job", "JobSet", "StatefulSet") else None
+        return [sum(each.num_pods or 0 for each in manifest.pod_templates())]
+    if manifest.kind == "JobSet":
+        together = [each for each in manifest.pod_templates() if runs(main(each)[1], "torchrun")]
+        return sorted({template.num_pods or 0, sum(each.num_pods or 0 for each in together)})
+    return [template.num_pods] if manifest.kind in ("Job", "StatefulSet") and template.num_pods else []

@@ -32,7 +32,12 @@ class _Job(NamedTuple):
         templates = {template.role: template for template in manifest.pod_templates()}
         if not {"Launcher", "Worker"} <= templates.keys():
             return None
-        return cls(manifest.content["spec"], templates["Launcher"], templates["Worker"])
+        return cls(manifest.spec, templates["Launcher"], templates["Worker"])
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Otherwise mpirun is that of Intel MPI or MPICH, which reads the operator's variables and hands on its own."""
+        return bool(self.spec.get("mpiImplementation", "OpenMPI") == "OpenMPI")
 
 
 @rule("mpijob-probe", Level.WARNING)
@@ -98,7 +103,8 @@ def _first_container(manifest: Manifest) -> Found:
 @rule("mpijob-hostfile", Level.HINT)
 def _hostfile(manifest: Manifest) -> Found:
     """The launcher passes the hostfile to mpirun: Open MPI 5 does not read the operator's variable for it."""
-    if job := _Job.of(manifest):
+    job = _Job.of(manifest)
+    if job and job.is_open_mpi:
         path, container = main(job.launcher)
         text = " ".join(words(container))
         if runs(container, "mpirun") and not re.search(r"--?(hostfile|machinefile)[ =]\S|(^|\s)(-H|--host)\s", text):
@@ -109,28 +115,48 @@ def _hostfile(manifest: Manifest) -> Found:
 @rule("mpijob-environment", Level.WARNING)
 def _environment(manifest: Manifest) -> Found:
     """Every variable of the launcher is mpirun's own, is handed on with `-x NAME`, or is used by its command. Workers
-    set none. Ranks are started through sshd, which inherits nothing.
+    set none. Ranks are started through sshd, which inherits nothing. Intel MPI and MPICH hand on all of the launcher's.
     """
     if job := _Job.of(manifest):
         path, container = main(job.launcher)
         said = words(container)
         text = " ".join(said)
-        for i, variable in enumerate(items(container, "env")) if runs(container, "mpirun") else ():
+        passes = runs(container, "mpirun") and job.is_open_mpi
+        for i, variable in enumerate(items(container, "env")) if passes else ():
             name = str(variable.get("name"))
             used = ("-x", name) in pairwise(said) or re.search(
-                rf"-x {re.escape(name)}\b|\$\{{?{re.escape(name)}\b", text
+                rf"-x\s+{re.escape(name)}\b|\$\{{?{re.escape(name)}\b", text
             )
             if not used and not _OF_MPIRUN.match(name):
                 message = f"{name} reaches no rank; allowed: together with the arguments -x {name}"
                 yield Finding(f"{path}.env[{i}]", message)
+        for i, source in enumerate(items(container, "envFrom")) if passes else ():
+            if not re.search(r"(^|\s)-x\s|\$", text):
+                message = (
+                    f"the variables of {_source(source)} reach no rank; allowed: with the arguments -x NAME for each"
+                )
+                yield Finding(f"{path}.envFrom[{i}]", message)
         path, container = main(job.worker)
+        text = " ".join(words(container))
         for i, variable in enumerate(items(container, "env")):
             name = str(variable.get("name"))
             # NVIDIA_* are for the container runtime.
-            if not name.startswith("NVIDIA_") and not re.search(
-                rf"\$\{{?{re.escape(name)}\b", " ".join(words(container))
-            ):
+            if not name.startswith("NVIDIA_") and not re.search(rf"\$\{{?{re.escape(name)}\b", text):
                 yield Finding(f"{path}.env[{i}]", f"{name} reaches no rank; allowed: in the launcher, with -x {name}")
+        for i, source in enumerate(items(container, "envFrom")):
+            if runs(container, "sshd") and "$" not in text:
+                message = (
+                    f"the variables of {_source(source)} reach no rank; allowed: in the launcher, with -x NAME for each"
+                )
+                yield Finding(f"{path}.envFrom[{i}]", message)
+
+
+def _source(source: dict[str, Any]) -> str:
+    """What an entry of envFrom names."""
+    for key, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
+        if key in source:
+            return f"{kind} {(source[key] or {}).get('name')!r}"
+    return "envFrom"
 
 
 @rule("mpijob-ssh-path", Level.ERROR)
@@ -215,16 +241,59 @@ def _ranks(manifest: Manifest) -> Found:
     oversubscribe.
     """
     job = _Job.of(manifest)
-    if not job or job.spec.get("mpiImplementation", "OpenMPI") != "OpenMPI":
+    if not job or not job.is_open_mpi:
         return
     path, container = main(job.launcher)
-    text = " ".join(words(container))
-    asked = re.search(r"\bmpirun\b[^\n;|&]*?\s--?np[ =](\d+)\b", text.replace("\\\n", " "))
+    text = "\n".join(words(container))
+    asked = _num_ranks(text)
     workers = (job.worker.num_pods or 0) + bool(job.spec.get("runLauncherAsWorker"))
     slots = workers * int(job.spec.get("slotsPerWorker", 1))
-    if asked and int(asked[1]) > slots and "oversubscribe" not in text.lower():
-        message = f"{asked[1]} ranks, and {workers} workers have {slots} slots; allowed: up to {slots}"
+    if asked and asked > slots and "oversubscribe" not in text.lower():
+        message = f"{asked} ranks, and {workers} workers have {slots} slots; allowed: up to {slots}"
         yield Finding(f"{path}.{'args' if 'args' in container else 'command'}", message)
+
+
+# mpirun's options by how many words follow them; of all others that begin with a dash, none is taken to follow.
+_VALUES = {
+    **dict.fromkeys(("mca", "gmca", "pmca", "prtemca", "pmixmca", "omca"), 2),
+    **dict.fromkeys(
+        (
+            *("x", "n", "np", "c", "N", "npernode", "npersocket", "ppr", "H", "host", "hostfile", "machinefile"),
+            *(
+                "default-hostfile",
+                "map-by",
+                "bind-to",
+                "rank-by",
+                "wdir",
+                "wd",
+                "path",
+                "prefix",
+                "timeout",
+                "tune",
+                "am",
+            ),
+            *("cpu-set", "cpu-list", "cpus-per-proc", "cpus-per-rank", "output", "output-filename", "personality"),
+            *("launch-agent", "rankfile", "rf", "stdin", "display", "runtime-options", "report-pid", "report-uri"),
+        ),
+        1,
+    ),
+}
+
+
+def _num_ranks(text: str) -> int | None:
+    """The number that mpirun's own option -n, -np or -c gives; options behind its program are the program's."""
+    words_of_mpirun = re.search(
+        r"(?:^|[\s/;&|(])(?:mpirun|mpiexec|orterun|prterun)\s([^;|&]*)", text.replace("\\\n", " ")
+    )
+    rest = iter(words_of_mpirun[1].split() if words_of_mpirun else ())
+    for word in rest:
+        if not word.startswith("-"):
+            return None
+        name, _, value = word.lstrip("-").partition("=")
+        values = [value] if value else [next(rest, "") for _ in range(_VALUES.get(name, 0))]
+        if name in ("n", "np", "c") and values[0].isdigit():
+            return int(values[0])
+    return None
 
 
 @rule("mpijob-gang", Level.ERROR)

@@ -3,27 +3,68 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import NETWORKS, added_capabilities, amount, gpus, main, nics, security
+from hybrid_ep.k8s.rules.parts import (
+    NETWORKS,
+    added_capabilities,
+    amount,
+    containers,
+    gpus,
+    is_nic,
+    items,
+    main,
+    nics,
+    nics_of,
+    security,
+    spec_of,
+)
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 
 @rule("ipc-lock", Level.WARNING)
 def _ipc_lock(manifest: Manifest) -> Found:
-    """A Pod with RDMA NICs adds the capability IPC_LOCK or is privileged: otherwise the runtime's limit of locked
+    """A container with RDMA NICs adds the capability IPC_LOCK or is privileged: otherwise the runtime's limit of locked
     memory holds, which is too small for RDMA on most nodes.
     """
     for template in manifest.pod_templates():
-        path, container = main(template)
-        found = [*nics(template), *_annotated(template)]
-        if found and not security(template, container).get("privileged"):
+        given = [annotation for annotation, names in _networks(template).items() if any(map(is_nic, names))]
+        having = [(*each, list(nics_of(each[1]))) for each in containers(template) if nics_of(each[1])]
+        if not having and given:
+            having = [(*main(template), [])]
+        for path, container, found in having:
             added = added_capabilities(container)
-            if not {"IPC_LOCK", "ALL"} & set(added):
+            if not security(template, container).get("privileged") and not {"IPC_LOCK", "ALL"} & set(added):
                 where = f"{path}.securityContext.capabilities.add"
-                yield Finding(where, f"{added} with {', '.join(found)}; allowed with RDMA: a list with IPC_LOCK")
+                seen = ", ".join([*found, *given])
+                yield Finding(where, f"{added} with {seen}; allowed with RDMA: a list with IPC_LOCK")
+
+
+@rule("rdma-files", Level.WARNING)
+def _rdma_files(manifest: Manifest) -> Found:
+    """A container that mounts /dev/infiniband of the host has RDMA NICs of a device plugin, or is privileged: otherwise
+    the files are there, and it may not open them.
+    """
+    for template in manifest.pod_templates() if manifest.kind != "DaemonSet" else ():
+        of_host = {
+            volume.get("name"): str((volume.get("hostPath") or {}).get("path"))
+            for volume in items(spec_of(template), "volumes")
+            if "hostPath" in volume
+        }
+        for path, container in containers(template, init=True):
+            if nics_of(container) or security(template, container).get("privileged"):
+                continue
+            for i, mount in enumerate(items(container, "volumeMounts")):
+                file = of_host.get(mount.get("name"), "")
+                if re.match(r"/dev/infiniband(/|$)", file):
+                    message = (
+                        f"{file} of the host, which the container may not open; allowed: with a resource of NICs such "
+                        "as rdma/ib, or privileged"
+                    )
+                    yield Finding(f"{path}.volumeMounts[{i}]", message)
 
 
 @rule("nic-count", Level.WARNING)
@@ -34,29 +75,36 @@ def _nic_count(manifest: Manifest) -> Found:
     for template in manifest.pod_templates():
         path, container = main(template)
         devices = sum(amount(number) for number in gpus(container).values())
-        for name, number in nics(template).items():
+        of_pod = nics(template)
+        for name, number in of_pod.items():
             count = amount(number)
             where = json_path(f"{path}.resources.limits", [name])
             odd = devices > 1 and count > 1 and max(devices, count) % min(devices, count)
             if odd and devices % 1 == 0:
                 message = f"{number} with {devices:g} GPUs; allowed: as many, or a multiple or fraction of that"
                 yield Finding(where, message)
-            for annotation, networks in _annotated(template).items():
-                if count > 1 and annotation == NETWORKS[0] and networks != count:
-                    at = json_path(f"{template.path}.metadata.annotations", [annotation])
-                    yield Finding(at, f"{networks} networks with {number} × {name}; allowed: {number}")
+        total = sum(amount(number) for number in of_pod.values())
+        networks = _networks(template).get(NETWORKS[0])
+        if total > 1 and networks is not None and len(networks) != total:
+            at = json_path(f"{template.path}.metadata.annotations", [NETWORKS[0]])
+            listed = ", ".join(f"{number} × {name}" for name, number in of_pod.items())
+            yield Finding(at, f"{len(networks)} networks with {listed}; allowed: {total:g}")
 
 
-def _annotated(template: PodTemplate) -> dict[str, int]:
-    """Networks that annotations give the Pod: annotation → how many."""
+def _networks(template: PodTemplate) -> dict[str, list[str]]:
+    """Networks that annotations give the Pod: annotation → their names."""
     found = {}
     for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
         if name in NETWORKS:
-            listed: Any = [network for network in str(value).split(",") if network.strip()]
-            if str(value).lstrip().startswith("["):
+            listed: Any = [network.strip() for network in str(value).split(",") if network.strip()]
+            if str(value).lstrip().startswith(("[", "{")):
                 try:
                     listed = json.loads(value)
                 except ValueError:
                     continue  # another rule's
-            found[name] = len(listed)
+                if not isinstance(listed, list):
+                    continue
+                named = [each for each in listed if isinstance(each, dict)]
+                listed = [str(each.get("name") or each.get("network") or "") for each in named]
+            found[name] = listed
     return found

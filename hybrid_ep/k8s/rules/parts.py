@@ -9,10 +9,11 @@ from typing import Any
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.schema import QUANTITY
 
-__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "gpus", "items", "main"]
-__all__ += ["mounted_file", "nics", "option", "runs", "security", "spec_of", "words"]
+__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "environment", "gpus", "is_nic"]
+__all__ += ["items", "main", "mounted_file", "nics", "nics_of", "option", "runs", "security", "spec_of", "words"]
 
-GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe")
+# Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
+_GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
 # Annotations that give a Pod networks of its own, by the plugins Multus and GKE's.
 NETWORKS = ("k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces")
 # Names under which device plugins offer NICs: rdma/ib, nvidia.com/hostdev, nvidia.com/roce_vf, vpc.amazonaws.com/efa …
@@ -43,8 +44,10 @@ def containers(template: PodTemplate, *, init: bool = False) -> Iterator[tuple[s
 
 
 def main(template: PodTemplate) -> tuple[str, dict[str, Any]]:
-    """The first container, which an operator wires up."""
-    return next(containers(template), (f"{template.path}.spec.containers", {}))
+    """The container of the ranks: the first, which an operator wires up; elsewhere the first with GPUs, if any has."""
+    found = list(containers(template)) or [(f"{template.path}.spec.containers", {})]
+    wired = template.role in ("Launcher", "Worker", "Master")
+    return found[0] if wired else next((each for each in found if gpus(each[1])), found[0])
 
 
 def words(container: dict[str, Any]) -> list[str]:
@@ -52,17 +55,37 @@ def words(container: dict[str, Any]) -> list[str]:
     return [str(word) for key in ("command", "args") for word in container.get(key) or []]
 
 
+# A program that is started by other names, too: Open MPI's and other MPIs' mpirun; torchrun as a module of Python.
+_NAMES = {"mpirun": r"mpirun|mpiexec|orterun|prterun"}
+_MODULES = {"torchrun": r"torch\.distributed\.(run|launch)"}
+
+
 def runs(container: dict[str, Any], program: str) -> bool:
-    """Whether its command, or a script in it, starts the program."""
-    return any(re.search(rf"(^|[\s/;&|(]){re.escape(program)}([\s;]|$)", word) for word in words(container))
+    """Whether its command, or a script in it, starts the program, by one of its names or as ``python -m``."""
+    names = _NAMES.get(program, re.escape(program))
+    modules = _MODULES.get(program, rf"{names}(\.[\w.]+)?")
+    return bool(re.search(rf"(^|[\s/;&|(])({names}|-m\s+({modules}))([\s;)]|$)", "\n".join(words(container))))
 
 
 def option(container: dict[str, Any], name: str) -> str | None:
-    """The value of ``--name=value`` or ``--name value``; None where it is not given, or is a variable's."""
+    """The value of ``--name=value`` or ``--name value``, also by a variable that the container sets; None where it is
+    not given, or is what only the running container knows.
+    """
     text = "\n".join(words(container))
     spelt = "[-_]".join(map(re.escape, name.split("-")))
     found = re.search(rf"(?:^|\s){spelt if name.startswith('-') else '--' + spelt}[=\s]\s*([^\s\\]+)", text)
-    return found[1] if found and "$" not in found[1] else None
+    value = found[1].strip("\"'") if found else ""
+    for variable, given in environment(container).items():
+        if not re.search(rf"(^|[\s;]){re.escape(variable)}=", text):  # a script that sets it itself
+            value = re.sub(
+                rf"\$(\({re.escape(variable)}\)|\{{{re.escape(variable)}\}}|{re.escape(variable)}\b)", given, value
+            )
+    return value if value and "$" not in value else None
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """Its variables whose values the manifest says."""
+    return {str(each.get("name")): str(each["value"]) for each in items(container, "env") if "value" in each}
 
 
 def amounts(container: dict[str, Any], which: str) -> dict[str, Any]:
@@ -83,15 +106,25 @@ def amount(value: Any) -> float:
 def gpus(container: dict[str, Any]) -> dict[str, Any]:
     """GPU resources and how many of each."""
     asked = amounts(container, "requests") | amounts(container, "limits")
-    return {name: number for name, number in asked.items() if name in GPU_RESOURCES}
+    return {name: number for name, number in asked.items() if _GPU.fullmatch(name)}
+
+
+def is_nic(name: str) -> bool:
+    """Whether a resource or a network has a name that RDMA NICs have."""
+    return bool(_NIC.search(name))
+
+
+def nics_of(container: dict[str, Any]) -> dict[str, Any]:
+    """Resources of a container that are NICs, and how many of each."""
+    asked = amounts(container, "requests") | amounts(container, "limits")
+    return {name: number for name, number in asked.items() if "/" in name and is_nic(name)}
 
 
 def nics(template: PodTemplate) -> dict[str, Any]:
     """Resources of the Pod that are NICs, and how many of each."""
     found: dict[str, Any] = {}
     for _, container in containers(template):
-        asked = amounts(container, "requests") | amounts(container, "limits")
-        found |= {name: number for name, number in asked.items() if "/" in name and _NIC.search(name)}
+        found |= nics_of(container)
     return found
 
 
@@ -117,5 +150,6 @@ def mounted_file(
 
 
 def added_capabilities(container: dict[str, Any]) -> list[str]:
-    """Linux capabilities that it is given."""
-    return ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []
+    """Linux capabilities that it is given, without the prefix that another rule reports."""
+    added = ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []
+    return [str(name).upper().removeprefix("CAP_") for name in added]

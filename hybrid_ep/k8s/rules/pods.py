@@ -32,12 +32,29 @@ _RESTART = {
     "Never or OnFailure": ("Job", "CronJob", "JobSet"),
 }
 
+_OWN_RESOURCE = r"cpu|memory|ephemeral-storage|hugepages-\w+"
+# A resource → spellings of it that are seen, in small letters and without dots, dashes and a last s.
+_RESOURCES = {
+    "nvidia.com/gpu": ("gpu", "nvidiagpu", "nvidia/gpu", "nvidiacom/gpu"),
+    "amd.com/gpu": ("amdgpu", "amd/gpu", "amdcom/gpu"),
+    "vpc.amazonaws.com/efa": ("efa", "awscom/efa", "amazonawscom/efa", "vpcamazonawscom/efa"),
+    "memory": ("memory",),
+    "cpu": ("cpu",),
+}
+
 
 @rule("duplicate-key", Level.ERROR)
 def _duplicate_key(manifest: Manifest) -> Found:
     """No mapping has a key twice: one of the two values would be lost, and the API server refuses it."""
     for path in manifest.duplicates:
         yield Finding(path, "is given twice; allowed: once")
+
+
+@rule("no-pod", Level.ERROR)
+def _no_pod(manifest: Manifest) -> Found:
+    """A workload has a Pod template with a spec: the schemas accept `null`, and the API server does not."""
+    if manifest.has_pods and not any(manifest.pod_templates()):
+        yield Finding("$.spec", f"no Pod for the {manifest.kind}; allowed: a Pod template with containers")
 
 
 @rule("name", Level.ERROR)
@@ -57,15 +74,18 @@ def _name(manifest: Manifest) -> Found:
 
 @rule("annotation-json", Level.ERROR)
 def _annotation_json(manifest: Manifest) -> Found:
-    """An annotation that lists networks as JSON is JSON: the network plugin fails the Pod otherwise."""
+    """An annotation that lists networks as JSON is a list in JSON: the network plugin fails the Pod otherwise."""
     for template in manifest.pod_templates():
         for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
             if name in NETWORKS and str(value).lstrip().startswith(("[", "{")):
+                path = json_path(f"{template.path}.metadata.annotations", [name])
                 try:
-                    json.loads(value)
+                    is_list = isinstance(json.loads(value), list)
                 except ValueError as error:
-                    path = json_path(f"{template.path}.metadata.annotations", [name])
                     yield Finding(path, f"is no JSON: {error}; allowed: a list of networks as JSON")
+                else:
+                    if not is_list:
+                        yield Finding(path, "is a single network; allowed: a list of networks, also of one, as JSON")
 
 
 @rule("volume-mount", Level.ERROR)
@@ -73,9 +93,8 @@ def _volume_mount(manifest: Manifest) -> Found:
     """Every volumeMount names a volume of its Pod, and no two mounts of a container have one path. The path has no `:`,
     and subPath stays inside the volume.
     """
-    claims = manifest.content.get("spec", {}).get("volumeClaimTemplates") or []
-    claims += manifest.content.get("spec", {}).get("leaderWorkerTemplate", {}).get("volumeClaimTemplates") or []
-    claims += manifest.content.get("spec", {}).get("volumeClaimPolicies") or []
+    claims = items(manifest.spec, "volumeClaimTemplates") + items(manifest.spec, "volumeClaimPolicies")
+    claims += items(manifest.spec.get("leaderWorkerTemplate"), "volumeClaimTemplates")
     given_by_claims = {str((claim.get("metadata") or {}).get("name")) for claim in claims}
     given_by_claims |= {str(t["metadata"].get("name")) for claim in claims for t in claim.get("templates") or []}
     for template in manifest.pod_templates():
@@ -132,10 +151,42 @@ def _environment_twice(manifest: Manifest) -> Found:
                 seen[name] = i
 
 
+@rule("command-words", Level.ERROR)
+def _command_words(manifest: Manifest) -> Found:
+    """A command is a list of words, of which the first is the program alone. A shell's script, after `-c`, is one word:
+    more words are lost unless the script asks for them (`$1`, `$@`).
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            command, args = (list(map(str, container.get(key) or [])) for key in ("command", "args"))
+            if command and re.search(r"\S\s+\S", command[0]):
+                message = f"{command[0]!r} is taken as the name of a program; allowed: a word each, or a shell with -c"
+                yield Finding(f"{path}.command[0]", message)
+            said = command + args
+            shell = said[:1] and re.fullmatch(r"(/\S*/)?(ba|da|z|k)?sh", said[0])
+            at = next((i for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None) if shell else None
+            if at and len(said) > at + 2 and not re.search(r"\$\{?[@*#0-9]", said[at + 1]):
+                lost = at + 2
+                where = f"command[{lost}]" if lost < len(command) else f"args[{lost - len(command)}]"
+                message = (
+                    f'{said[lost]!r} is no part of the script {said[at + 1]!r:.60}; allowed: one word, or "$@" in it'
+                )
+                yield Finding(f"{path}.{where}", message)
+
+
 @rule("port", Level.ERROR)
 def _port(manifest: Manifest) -> Found:
-    """A probe's named port is one of its container's, and under hostNetwork a hostPort equals its containerPort."""
+    """A probe's named port is one of its container's, and under hostNetwork a hostPort equals its containerPort. No two
+    ports of a Pod have one hostPort.
+    """
     for template in manifest.pod_templates():
+        of_host = set()
+        for path, container in containers(template):
+            for i, port in enumerate(items(container, "ports")):
+                key = port.get("hostPort"), port.get("protocol", "TCP"), port.get("hostIP")
+                if key[0] and key in of_host:
+                    yield Finding(f"{path}.ports[{i}].hostPort", f"{key[0]} is taken; allowed: a port of its own")
+                of_host.add(key)
         for path, container in containers(template, init=True):
             ports = items(container, "ports")
             names = {port.get("name") for port in ports}
@@ -165,6 +216,44 @@ def _request_over_limit(manifest: Manifest) -> Found:
                     yield Finding(where, f"{asked} with a limit of {limits[name]}; allowed: up to the limit")
 
 
+@rule("bytes", Level.ERROR)
+def _bytes(manifest: Manifest) -> Found:
+    """Amounts of memory and disk are at least 1 KiB: a number alone is bytes, and `m` is a thousandth of one."""
+    for template in manifest.pod_templates():
+        stated: list[tuple[str, Any]] = []
+        owners = [(f"{path}.resources", container) for path, container in containers(template, init=True)]
+        for path, owner in [*owners, (f"{template.path}.spec.resources", spec_of(template))]:
+            for which in ("requests", "limits"):
+                for name, value in amounts(owner, which).items():
+                    if re.fullmatch(r"memory|ephemeral-storage|hugepages-.+", name):
+                        stated.append((json_path(f"{path}.{which}", [name]), value))
+        for i, volume in enumerate(items(spec_of(template), "volumes")):
+            size = (volume.get("emptyDir") or {}).get("sizeLimit")
+            stated.append((f"{template.path}.spec.volumes[{i}].emptyDir.sizeLimit", size))
+        for where, value in stated:
+            if 0 < amount(value) < 1024:
+                yield Finding(where, f"{value} is {amount(value):g} bytes; allowed: at least 1Ki, e.g. 512Mi")
+
+
+@rule("resource-name", Level.ERROR)
+def _resource_name(manifest: Manifest) -> Found:
+    """A resource is cpu, memory, ephemeral-storage or huge pages, or has its vendor's domain, as the vendor's device
+    plugin spells it: the API server refuses others, or no node offers them.
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            for which in ("requests", "limits"):
+                for name in amounts(container, which):
+                    where = json_path(f"{path}.resources.{which}", [name])
+                    spelt = re.sub(r"[^a-z/]", "", name.lower()).removesuffix("s")
+                    meant = next((known for known, spellings in _RESOURCES.items() if spelt in spellings), None)
+                    if meant and name != meant:
+                        yield Finding(where, f"{name!r}; allowed: {meant!r}")
+                    elif "/" not in name and not re.fullmatch(_OWN_RESOURCE, name):
+                        allowed = "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain"
+                        yield Finding(where, f"{name!r}; allowed: {allowed}, e.g. nvidia.com/gpu")
+
+
 @rule("gpu-limit", Level.ERROR)
 def _gpu_limit(manifest: Manifest) -> Found:
     """GPUs and NICs are whole devices: a request needs a limit of the same number."""
@@ -184,10 +273,17 @@ def _gpu_limit(manifest: Manifest) -> Found:
 
 @rule("hugepages", Level.ERROR)
 def _hugepages(manifest: Manifest) -> Found:
-    """A container with huge pages also states cpu or memory, and requests as many as its limit: Kubernetes refuses the
-    Pod otherwise.
+    """A container with huge pages also states cpu or memory, has a limit of them, and requests as many as that:
+    Kubernetes refuses the Pod otherwise. A Pod with a volume of huge pages has some: it never starts otherwise.
     """
     for template in manifest.pod_templates():
+        asked = {name for _, each in containers(template, init=True) for name in amounts(each, "limits")}
+        for i, volume in enumerate(items(spec_of(template), "volumes")):
+            medium = str((volume.get("emptyDir") or {}).get("medium") or "")
+            wanted = medium.replace("HugePages", "hugepages")
+            if wanted.startswith("hugepages") and not any(name.startswith(wanted) for name in asked):
+                message = f"{medium!r}, and no container has a limit of {wanted}; allowed: with one"
+                yield Finding(f"{template.path}.spec.volumes[{i}].emptyDir.medium", message)
         for path, container in containers(template, init=True):
             stated = amounts(container, "limits") | amounts(container, "requests")
             pages = [name for name in stated if name.startswith("hugepages-")]
@@ -195,8 +291,10 @@ def _hugepages(manifest: Manifest) -> Found:
                 yield Finding(f"{path}.resources", f"{', '.join(pages)} alone; allowed: with cpu or memory")
             limits, requests = amounts(container, "limits"), amounts(container, "requests")
             for name in pages:
-                if name in requests and amount(requests[name]) != amount(limits.get(name, requests[name])):
-                    where = json_path(f"{path}.resources.requests", [name])
+                where = json_path(f"{path}.resources.requests", [name])
+                if name not in limits:
+                    yield Finding(where, f"{requests[name]} without a limit; allowed: with a limit of {requests[name]}")
+                elif name in requests and amount(requests[name]) != amount(limits[name]):
                     yield Finding(where, f"{requests[name]} with a limit of {limits[name]}; allowed: the limit")
 
 
@@ -251,7 +349,15 @@ def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[
 
 @rule("restart-policy", Level.ERROR)
 def _restart_policy(manifest: Manifest) -> Found:
-    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`."""
+    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`. Only an init
+    container has a policy of its own, `Always`: before Kubernetes 1.35 the API server refuses others.
+    """
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            is_init, policy = ".initContainers[" in path, container.get("restartPolicy")
+            if policy is not None and (not is_init or policy != "Always"):
+                where = "none, or 'Always'" if is_init else "none, as it is no init container"
+                yield Finding(f"{path}.restartPolicy", f"{policy!r}; allowed: {where}", Level.WARNING)
     allowed = next((policy for policy, kinds in _RESTART.items() if manifest.kind in kinds), "")
     for template in manifest.pod_templates() if allowed else ():
         default = "OnFailure" if manifest.kind == "JobSet" else "Always"
@@ -280,7 +386,7 @@ def _toleration(manifest: Manifest) -> Found:
 @rule("selector", Level.ERROR)
 def _selector(manifest: Manifest) -> Found:
     """A workload's selector fits the labels of its own Pods: the API server refuses it otherwise."""
-    selector = manifest.content.get("spec", {}).get("selector")
+    selector = manifest.spec.get("selector")
     if manifest.kind not in ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet") or not isinstance(selector, dict):
         return
     for template in manifest.pod_templates():
@@ -293,8 +399,17 @@ def _selector(manifest: Manifest) -> Found:
 
 @rule("claims", Level.ERROR)
 def _claims(manifest: Manifest) -> Found:
-    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used."""
+    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used. A claim of the Pod
+    names a ResourceClaim or a template, and not both.
+    """
     for template in manifest.pod_templates():
+        for i, claim in enumerate(items(spec_of(template), "resourceClaims")):
+            sources = [name for name in ("resourceClaimName", "resourceClaimTemplateName") if claim.get(name)]
+            if len(sources) != 1:
+                message = (
+                    f"{' and '.join(sources) or 'no source'}; allowed: resourceClaimName or resourceClaimTemplateName"
+                )
+                yield Finding(f"{template.path}.spec.resourceClaims[{i}]", message)
         given = {str(claim.get("name")) for claim in items(spec_of(template), "resourceClaims")}
         used = set()
         for path, container in containers(template, init=True):
@@ -323,17 +438,18 @@ def _image_pinned(manifest: Manifest) -> Found:
 
 @rule("shared-memory", Level.WARNING)
 def _shared_memory(manifest: Manifest) -> Found:
-    """Ranks get /dev/shm as a memory volume: a container runtime gives 64 MiB, and NCCL needs more. Its size is below
-    the memory limit, which it counts towards.
+    """Ranks, and several GPUs, get /dev/shm as a memory volume of more than 64 MiB: a container runtime gives as much,
+    and NCCL needs more. Its size is below the memory limit, which it counts towards.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
-        ranks = template.role == "Worker" or any(
-            runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang")
-        )
+        ranks = template.role == "Worker" or sum(map(amount, gpus(container).values())) > 1
+        ranks = ranks or any(runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang"))
         if not ranks or template.role in ("DaemonSet", "Launcher") or spec_of(template).get("hostIPC"):
             continue
-        mounts = {mount.get("mountPath"): mount.get("name") for mount in items(container, "volumeMounts")}
+        mounts = {
+            str(mount.get("mountPath")).rstrip("/"): mount.get("name") for mount in items(container, "volumeMounts")
+        }
         volumes = {volume.get("name"): volume for volume in items(spec_of(template), "volumes")}
         volume = volumes.get(mounts.get("/dev/shm")) or {}
         if "hostPath" in volume:
@@ -343,10 +459,12 @@ def _shared_memory(manifest: Manifest) -> Found:
             level = None if gpus(container) else Level.HINT
             message = "no /dev/shm from an emptyDir of medium Memory, so it has 64 MiB; allowed: one"
             yield Finding(f"{path}.volumeMounts", message, level)
-        elif "sizeLimit" not in empty_dir:
-            where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir"
+            continue
+        where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir"
+        size, limit = empty_dir.get("sizeLimit"), amounts(container, "limits").get("memory")
+        if size is None:
             yield Finding(where, "no sizeLimit, so /dev/shm grows to the Pod's memory limit; allowed: one", Level.HINT)
-        elif amount(empty_dir["sizeLimit"]) > amount(amounts(container, "limits").get("memory", "NaN")):
-            where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir.sizeLimit"
-            limit = amounts(container, "limits")["memory"]
-            yield Finding(where, f"{empty_dir['sizeLimit']} with a memory limit of {limit}; allowed: less than that")
+        elif amount(size) > amount(limit):
+            yield Finding(f"{where}.sizeLimit", f"{size} with a memory limit of {limit}; allowed: less than that")
+        elif 1024 <= amount(size) <= 64 * 2**20:
+            yield Finding(f"{where}.sizeLimit", f"{size} for ranks; allowed: more than 64Mi, e.g. 8Gi")

@@ -30,7 +30,7 @@ def _reference(build: Build) -> BuildFound:
     for manifest in build:
         given[manifest.kind].add(str(manifest.metadata.get("name")))
         if manifest.kind == "ComputeDomain":
-            channel = manifest.content["spec"].get("channel") or {}
+            channel = manifest.spec.get("channel") or {}
             given["ResourceClaimTemplate"].add(str((channel.get("resourceClaimTemplate") or {}).get("name")))
     for manifest in build:
         for template in manifest.pod_templates():
@@ -129,6 +129,45 @@ def _named_keys(template: PodTemplate) -> Iterator[tuple[str, str, str, str]]:
                 yield (f"{path}.volumeMounts[{i}].subPath", *plain[mount["name"]], str(mount["subPath"]))
 
 
+@build_rule("object-twice", Level.ERROR)
+def _object_twice(build: Build) -> BuildFound:
+    """No two objects of a build have one kind, namespace and name: the second takes the place of the first."""
+    seen = set()
+    for manifest in build:
+        name = manifest.metadata.get("name")
+        of = manifest.api_version.rpartition("/")[0], manifest.kind, manifest.metadata.get("namespace"), name
+        if name and of in seen:
+            yield manifest, Finding("$.metadata.name", f"{name!r}, as another {manifest.kind}; allowed: once")
+        seen.add(of)
+
+
+@build_rule("claim-request", Level.ERROR)
+def _claim_request(build: Build) -> BuildFound:
+    """A request that a container names of a claim is one of the claim's, where the build has the claim: the API server
+    takes any, and the Pod is never scheduled.
+    """
+    given: dict[tuple[str, str], list[str]] = {}
+    for manifest in build:
+        if manifest.kind in ("ResourceClaimTemplate", "ResourceClaim"):
+            spec = manifest.spec
+            spec = spec.get("spec") or {} if manifest.kind == "ResourceClaimTemplate" else spec
+            names = [str(request.get("name")) for request in items(spec.get("devices"), "requests")]
+            given[manifest.kind, str(manifest.metadata.get("name"))] = names
+    for manifest in build:
+        for template in manifest.pod_templates():
+            of_pod = {}
+            for claim in items(spec_of(template), "resourceClaims"):
+                kind = "ResourceClaim" if "resourceClaimName" in claim else "ResourceClaimTemplate"
+                of_pod[claim.get("name")] = kind, str(claim.get(f"r{kind[1:]}Name"))
+            for path, container in containers(template, init=True):
+                for i, claim in enumerate(items(container.get("resources"), "claims")):
+                    names = given.get(of_pod.get(claim.get("name"), ("", "")), [])
+                    asked = str(claim.get("request") or "")
+                    if names and asked and asked.partition("/")[0] not in names:
+                        where = f"{path}.resources.claims[{i}].request"
+                        yield manifest, Finding(where, f"{asked!r}; allowed: {', '.join(names)}")
+
+
 @build_rule("service", Level.ERROR)
 def _service(build: Build) -> BuildFound:
     """A Pod's subdomain and a StatefulSet's serviceName are a headless Service, and a Service's selector fits Pods of
@@ -146,18 +185,39 @@ def _service(build: Build) -> BuildFound:
             allowed = f"{close[0]!r}, which the build has" if close else "one that is in the cluster before"
             level = Level.ERROR if close else Level.HINT
             yield manifest, Finding(path, f"no Service {subdomain!r} in the build; allowed: {allowed}", level)
-        elif service.content["spec"].get("clusterIP") != "None":
+        elif service.spec.get("clusterIP") != "None":
             message = f"the subdomain {subdomain!r} of {manifest.name} needs a headless Service; allowed: 'None'"
             yield service, Finding("$.spec.clusterIP", message)
-        elif not _fits(service.content["spec"].get("selector") or {}, template):
+        elif not _fits(service.spec.get("selector") or {}, template):
             message = f"does not fit the Pods of {manifest.name}, whose subdomain it is; allowed: their labels"
             yield service, Finding("$.spec.selector", message)
     for service in services.values() if pods else ():
-        selector = service.content["spec"].get("selector") or {}
+        selector = service.spec.get("selector") or {}
         used = any(_subdomain(*pod)[0] == service.metadata.get("name") for pod in pods)
         if selector and not used and not any(_fits(selector, template) for _, template in pods):
             message = f"{selector} fits no Pod of the build; allowed: labels that some have"
             yield service, Finding("$.spec.selector", message, Level.WARNING)
+
+
+@build_rule("rank-readiness", Level.WARNING)
+def _rank_readiness(build: Build) -> BuildFound:
+    """Ranks of torchrun with a readinessProbe can find each other before they are ready: their Service publishes
+    addresses that are not ready, and a StatefulSet starts its Pods in parallel. Otherwise they may wait for ever.
+    """
+    services = {str(manifest.metadata.get("name")): manifest for manifest in build if manifest.kind == "Service"}
+    for manifest in build:
+        for template in manifest.pod_templates():
+            _, container = main(template)
+            if "readinessProbe" not in container or not runs(container, "torchrun") or template.num_pods == 1:
+                continue
+            spec = manifest.spec
+            policy = spec.get("podManagementPolicy", "OrderedReady")
+            if manifest.kind == "StatefulSet" and policy != "Parallel":
+                yield manifest, Finding("$.spec.podManagementPolicy", f"{policy!r}; allowed with ranks: 'Parallel'")
+            service = services.get(_subdomain(manifest, template)[0] or "")
+            if service and not service.spec.get("publishNotReadyAddresses"):
+                message = f"false, and the ranks of {manifest.name} have a readinessProbe; allowed: true"
+                yield service, Finding("$.spec.publishNotReadyAddresses", message)
 
 
 @build_rule("service-port", Level.ERROR)
@@ -165,7 +225,7 @@ def _service_port(build: Build) -> BuildFound:
     """A Service's targetPort, where it is a name, is a port of a Pod that its selector fits."""
     templates = [template for manifest in build for template in manifest.pod_templates()]
     for service in build:
-        selector = (service.content.get("spec") or {}).get("selector") or {}
+        selector = service.spec.get("selector") or {}
         fit = [template for template in templates if _fits(selector, template)] if service.kind == "Service" else []
         names = {
             str(port["name"])
@@ -174,7 +234,7 @@ def _service_port(build: Build) -> BuildFound:
             for port in items(container, "ports")
             if port.get("name")
         }
-        for i, port in enumerate(items(service.content.get("spec"), "ports")) if selector and fit else ():
+        for i, port in enumerate(items(service.spec, "ports")) if selector and fit else ():
             target = port.get("targetPort")
             if isinstance(target, str) and target not in names:
                 allowed = ", ".join(sorted(names)) or "a number, as no port has a name"
@@ -210,7 +270,7 @@ def _role_binding(build: Build) -> BuildFound:
 def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, str]:
     """The Service that gives the Pods their names, and the JSON path to it; None where none does."""
     if manifest.kind == "StatefulSet":
-        return manifest.content["spec"].get("serviceName"), "$.spec.serviceName"
+        return manifest.spec.get("serviceName"), "$.spec.serviceName"
     return spec_of(template).get("subdomain"), f"{template.path}.spec.subdomain"
 
 
@@ -239,7 +299,7 @@ def _rank_address(build: Build) -> BuildFound:
 
 def _hosts(manifest: Manifest, template: PodTemplate) -> tuple[list[str], str]:
     """Host names of the Pods of a template, and their domain; empty where they have none that are known before."""
-    name, spec, count = str(manifest.metadata.get("name")), manifest.content.get("spec") or {}, template.num_pods or 0
+    name, spec, count = str(manifest.metadata.get("name")), manifest.spec, template.num_pods or 0
     if manifest.kind == "Job" and spec.get("completionMode") == "Indexed" and spec_of(template).get("subdomain"):
         return [f"{name}-{i}" for i in range(count)], str(spec_of(template)["subdomain"])
     if manifest.kind == "StatefulSet" and spec.get("serviceName"):
@@ -284,7 +344,7 @@ def _compute_domain(build: Build) -> BuildFound:
     for domain in build:
         if domain.kind != "ComputeDomain":
             continue
-        channel = (domain.content["spec"].get("channel") or {}).get("resourceClaimTemplate") or {}
+        channel = (domain.spec.get("channel") or {}).get("resourceClaimTemplate") or {}
         counts = [
             template.num_pods
             for manifest in build
@@ -294,7 +354,7 @@ def _compute_domain(build: Build) -> BuildFound:
                 for c in items(spec_of(template), "resourceClaims")
             )
         ]
-        wanted = domain.content["spec"].get("numNodes")
+        wanted = domain.spec.get("numNodes")
         known = [count for count in counts if count is not None]
         if wanted and known and len(known) == len(counts) and sum(known) != wanted:
             yield (
