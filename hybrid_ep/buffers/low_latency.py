@@ -43,7 +43,7 @@ __all__ = ["LowLatencyCalls"]
 
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 128
-_CONTROL_BYTES = 13 << 10
+_CONTROL_BYTES = 16 << 10
 _KINDS = ("use_fp8", "round_scale", "use_ue8m0", "use_nvfp4", "use_ue8m0_for_sf")
 # Callers get NVFP4 rows as [M×R, H/2, LE] and their scales as [32, 4, tiles, 4, W, LE].
 _ROWS_ORDER, _SCALES_ORDER = (1, 2, 0), (3, 4, 1, 5, 2, 0)
