@@ -350,7 +350,8 @@ __global__ void __launch_bounds__(kThreads, 1) copy_experts_kernel(const __grid_
     }
     if (threadIdx.x % 32 == 0) push_report(queue, kLastReport);
   } else if (warp == kPushWarps) {
-    report_chunks<kPushWarps>(domain, epoch, own.report_queues[blockIdx.x]);
+    report_chunks<kPushWarps>(own.report_queues[blockIdx.x],
+                              [&](int32_t report) { raise_flag(domain, epoch, report); });
   } else if (ok && is_same) {
     const int ring = warp - kPushWarps - 1;
     CopiedChunks chunks(params, replicas.copied, waiter, epoch);

@@ -45,10 +45,15 @@ __device__ int32_t take_report(ReportQueue& queue) {
   return report;
 }
 
-// Raises the flags of chunks that kNumQueues sending warps of a CTA have pushed, until each has pushed kLastReport.
-// Collective over a warp.
-template <int kNumQueues>
-__device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue* queues) {
+// Raises the flag of a chunk in the arena of its source. One thread.
+__device__ void raise_flag(const Domain& domain, uint32_t epoch, int32_t report) {
+  ptx::store_release_system(&domain.control[report >> 16]->chunk_epoch[domain.rank][report & 0xffff], epoch);
+}
+
+// Calls raise(report) with what kNumQueues sending warps of a CTA have pushed, until each has pushed kLastReport.
+// Collective over a warp; one thread calls `raise` for each queue.
+template <int kNumQueues, typename Raise>
+__device__ void report_chunks(ReportQueue* queues, Raise&& raise) {
   const int lane = threadIdx.x % 32;
   static_assert(kNumQueues <= kMaxReportQueues);
   bool is_open = lane < kNumQueues;
@@ -56,9 +61,7 @@ __device__ void report_chunks(const Domain& domain, uint32_t epoch, ReportQueue*
     if (is_open && has_report(queues[lane])) {
       const int32_t report = take_report(queues[lane]);
       is_open = report != kLastReport;
-      if (is_open) {
-        ptx::store_release_system(&domain.control[report >> 16]->chunk_epoch[domain.rank][report & 0xffff], epoch);
-      }
+      if (is_open) raise(report);
     }
     __syncwarp();
   }
