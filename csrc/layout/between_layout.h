@@ -17,7 +17,8 @@
 
 namespace hybrid_ep {
 
-constexpr int kRowsPerRecordChunk = 16;           // at most
+constexpr int kRowsPerRecordChunk = 16;  // at most
+constexpr int kMinRecordsPerChunk = 2;
 constexpr uint32_t kChunkSlotBytes = 256 * 1024;  // 16 rows of 7168 bf16 with top-8; fewer records of longer rows
 constexpr int64_t kRingBytes = 64ll << 20;        // of one direction, about
 constexpr int kMaxSlotsPerPeer = 128;
@@ -81,8 +82,8 @@ struct BetweenLayout {
   // dispatch relaxed, because the word holds all that is decided; of combine with release at system scope, and a fence
   // behind the load, so that all CTAs see what the first has acquired
   int64_t decisions;
-  int64_t sent_chunks;   // uint64 [D] of the stream to each peer, before this call; stored plainly by the last CTA
-  int64_t read_chunks;   // uint64 [D] of the stream from each peer, likewise
+  int64_t next_sent;  // RingPlace [D], packed: of this call's first chunk to each peer; stored plainly by the last CTA
+  int64_t next_read;  // RingPlace [D], packed: of its first chunk from each peer, likewise
   int64_t rows_written;  // uint32 [D][S] rows written of the chunk in the slot: acq_rel additions at GPU scope
   int64_t rows_read;     // uint32 [D][S] rows read of the chunk in the slot: the same
   int64_t slots_read;    // uint32 [D][S] slots read of each group, in this lap: the same
@@ -103,8 +104,8 @@ struct BetweenLayout {
     layout.words = offsets.append(8 * num_ranks * layout.words_stride);
     layout.rows_pushed = offsets.append(8 * size * num_domains);
     layout.decisions = offsets.append(16);
-    layout.sent_chunks = offsets.append(8 * num_domains);
-    layout.read_chunks = offsets.append(8 * num_domains);
+    layout.next_sent = offsets.append(8 * num_domains);
+    layout.next_read = offsets.append(8 * num_domains);
     layout.rows_written = offsets.append(4 * num_domains * num_slots);
     layout.rows_read = offsets.append(4 * num_domains * num_slots);
     layout.slots_read = offsets.append(4 * num_domains * num_slots);
@@ -147,7 +148,7 @@ struct RecordLayout {
     return layout;
   }
 };
-static_assert(2 * (kMaxRowBytes + 16 * kMaxTopk + kMaxRowBytes) <= kChunkSlotBytes);
+static_assert(kMinRecordsPerChunk * (kMaxRowBytes + 16 * kMaxTopk + kMaxRowBytes) <= kChunkSlotBytes);
 
 // The route of a dispatch, in int32 from its begin.
 struct BetweenRoute {

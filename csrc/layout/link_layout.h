@@ -51,6 +51,24 @@ struct RingShape {
   HYBRID_EP_HOST_DEVICE uint32_t num_credits() const { return num_slots / slots_per_credit; }
 };
 
+// Where a chunk stands in a ring: its slot, and how often the ring was filled before.
+struct RingPlace {
+  uint64_t lap;
+  uint32_t slot;
+
+  static HYBRID_EP_HOST_DEVICE RingPlace unpack(uint64_t word) {
+    return {word >> 16, static_cast<uint32_t>(word) & 0xffffu};
+  }
+  HYBRID_EP_HOST_DEVICE uint64_t pack() const { return lap << 16 | slot; }
+
+  // Of the chunk that comes num_chunks later.
+  HYBRID_EP_HOST_DEVICE RingPlace after(int num_chunks, const RingShape& shape) const {
+    const uint32_t at = slot + static_cast<uint32_t>(num_chunks);
+    return {lap + at / shape.num_slots, at % shape.num_slots};
+  }
+};
+static_assert(kMaxSlots <= 1 << 16);
+
 struct LinkLayout {
   int num_domains, domain_idx;  // of this rank
   int num_near;                 // domains in a row that the link does not join to each other; 1: it joins all

@@ -301,7 +301,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.call[1] = static_cast<uint32_t>(handle);
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
-  params.window_bytes = window_bytes(is_hopper_);
+  params.window_bytes = most_bytes_on_wire();
   int num_expert_sms = 0;
   if (plan.num_expert_rows) {
     num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
@@ -311,6 +311,8 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   }
   launch_combine(params, num_expert_sms, stream);
 }
+
+int Communicator::most_bytes_on_wire() const { return window_bytes(is_hopper_); }
 
 int Communicator::default_copy_sms() const { return combine_sms(0, num_device_sms_); }
 
@@ -335,7 +337,7 @@ void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const 
   params.num_slots = num_slots;
   params.num_local = num_local;
   params.sizes = arena_bits(domain_.arena_number) | checksum_of(tensors, num_slots, num_local);
-  params.is_paced = window_bytes(is_hopper_) > 0;
+  params.is_paced = most_bytes_on_wire() > 0;
   for (const ExpertLaunch& launch : launches_of(tensors, num_slots)) {
     params.num_tensors = launch.num_tensors;
     for (int t = 0, end = 0; t < launch.num_tensors; ++t) {

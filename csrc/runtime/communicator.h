@@ -93,6 +93,8 @@ class Communicator {
   const Domain& domain() const { return domain_; }
   int device() const { return device_; }
   int num_device_sms() const { return num_device_sms_; }
+  // By the stores of a kernel at once; 0: not limited.
+  int most_bytes_on_wire() const;
 
   // The first fault since the last call of this function, if any. Does not synchronise.
   std::optional<Fault> take_fault();

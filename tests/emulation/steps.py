@@ -84,19 +84,19 @@ class Step:
 
 
 STEPS = [
-    Step("wait for a free slot", _STREAM, "lap == 0", "true", _SLOW_MANY),
+    Step("wait for a free slot", _STREAM, "place.lap == 0", "true", _SLOW_MANY),
     Step("wait for a chunk", _STREAM, "is_here(chunk)", "true", _SLOW_FOUR),
     Step(
         "lap of a flag",
         _STREAM,
-        "link_.poll(kStreamRing, domain_, slot_of(number)) >> 16 == number / shape_.num_slots + 1",
-        "link_.poll(kStreamRing, domain_, slot_of(number)) != 0",
+        "link_.poll(kStreamRing, domain_, slot_of(place)) >> 16 == place.lap + 1",
+        "link_.poll(kStreamRing, domain_, slot_of(place)) != 0",
         _SLOW_MANY,
     ),
     Step(
         "credit",
         _STREAM,
-        "link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up())",
+        "link_.credit(kStreamRing, domain_, group, place.lap + 1, gives_up())",
         "true",
         _MANY,
     ),
@@ -117,8 +117,8 @@ STEPS = [
     Step(
         "a chunk leaves only with all rows",
         _STREAM,
-        "ptx::add_acq_rel_gpu(rows_written, num_written) + num_written == static_cast<uint32_t>(num_rows)",
-        "true",
+        "ptx::add_acq_rel_gpu(rows_written, num_written) + num_written < static_cast<uint32_t>(num_rows)",
+        "false",
         _FOUR,
     ),
     Step(
@@ -340,6 +340,7 @@ _BASES = "find_dispatch_bases_between(params, waiter, epoch, call, base, totals)
 _VERDICT = "stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1)"
 _AGREE = "agree(params, waiter, link, call)"
 _SLOT = "stream.wait_free(record.chunk)"
+_FREE = "stream(part).is_free(part.chunk)"
 
 
 def _end(name: str, *places: tuple[str, str, str]) -> list[Step]:
@@ -364,8 +365,8 @@ ENDS = [
         (_DISPATCH, _AGREE, f"({_AGREE} && {_END})"),
     ),
     *_end("has sent some records", (_DISPATCH, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
-    *_end("has agreed on a combine", (_COMBINE, "is_alone_in_domain(params)", _END)),
-    *_end("has sent some rows home", (_COMBINE, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
+    *_end("has agreed on a combine", (_COMBINE, "shared_status == kSent && warp < kSumsFrom", _END)),
+    *_end("has sent some rows home", (_COMBINE, _FREE, f"(part.chunk > {_SOME_CHUNKS} ? {_END} : {_FREE})")),
 ]
 
 

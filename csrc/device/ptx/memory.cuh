@@ -121,6 +121,7 @@ __device__ __forceinline__ uint32_t increment_relaxed_gpu(uint32_t* address) {
   return before;
 }
 
+__device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // 16 bytes that are read once: they need not stay in L1.

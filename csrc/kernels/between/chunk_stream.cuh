@@ -34,6 +34,22 @@ __device__ T* own_part(const BetweenDomain& between, int64_t offset) {
   return between_part<T>(between, between.domain.rank, offset);
 }
 
+// Of the call's first chunk to or from a domain; `offset` is next_sent or next_read of the layout.
+__device__ RingPlace next_place(const BetweenDomain& between, int64_t offset, int domain) {
+  return RingPlace::unpack(own_part<uint64_t>(between, offset)[domain]);
+}
+
+// At the end of a call, by the last CTA: so many chunks were sent to a domain, and read from it.
+__device__ void advance_stream(const BetweenDomain& between, int domain, int num_sent, int num_read) {
+  const RingShape& shape = between.link.layout.rings[kStreamRing];
+  const auto advance = [&](int64_t offset, int num_chunks) {
+    uint64_t& place = own_part<uint64_t>(between, offset)[domain];
+    place = RingPlace::unpack(place).after(num_chunks, shape).pack();
+  };
+  advance(between.layout.next_sent, num_sent);
+  advance(between.layout.next_read, num_read);
+}
+
 template <typename Link>
 class ChunkStream {
  public:
@@ -44,17 +60,34 @@ class ChunkStream {
         domain_(domain),
         peer_(kRankElsewhere + between.grid.peer_in(domain)),
         shape_(between.link.layout.rings[kStreamRing]),
-        sent_before_(own_part<uint64_t>(between, between.layout.sent_chunks)[domain]),
-        read_before_(own_part<uint64_t>(between, between.layout.read_chunks)[domain]) {}
+        first_sent_(next_place(between, between.layout.next_sent, domain)),
+        first_read_(next_place(between, between.layout.next_read, domain)) {}
+
+  // The same where the places of the call's first chunks are known; one that is not used may be any.
+  __device__ ChunkStream(const BetweenDomain& between, const Waiter& waiter, const Link& link, int domain,
+                         const RingPlace& first_sent, const RingPlace& first_read)
+      : between_(between),
+        waiter_(waiter),
+        link_(link),
+        domain_(domain),
+        peer_(kRankElsewhere + between.grid.peer_in(domain)),
+        shape_(between.link.layout.rings[kStreamRing]),
+        first_sent_(first_sent),
+        first_read_(first_read) {}
 
   // Chunks are numbered within the call.
 
   // Whether the peer has read the last chunk of this slot. By any thread, which may then write the slot.
   __device__ bool is_free(int chunk) const {
-    const uint64_t number = sent_before_ + chunk;
-    const auto lap = number / shape_.num_slots;
-    const int group = slot_of(number) / static_cast<int>(shape_.slots_per_credit);
-    return lap == 0 || link_.poll_credit(kStreamRing, domain_, group) >= lap;
+    const RingPlace place = first_sent_.after(chunk, shape_);
+    const int group = static_cast<int>(place.slot / shape_.slots_per_credit);
+    return place.lap == 0 || link_.poll_credit(kStreamRing, domain_, group) >= place.lap;
+  }
+
+  // How many chunks, from this one on, are free if it is: a credit is for several slots.
+  __device__ int num_with_credit(int chunk) const {
+    const uint32_t per_credit = shape_.slots_per_credit;
+    return static_cast<int>(per_credit - first_sent_.after(chunk, shape_).slot % per_credit);
   }
 
   // Waits until is_free(chunk).
@@ -64,42 +97,44 @@ class ChunkStream {
   }
 
   __device__ uint8_t* send_slot(int chunk) const {
-    return link_.send_slot(kStreamRing, domain_, slot_of(sent_before_ + chunk));
+    return link_.send_slot(kStreamRing, domain_, slot_of(first_sent_.after(chunk, shape_)));
   }
 
   // Sends what the lanes and their bulk stores have written. Collective over the warp.
   __device__ bool send(int chunk, uint32_t num_bytes, int num_rows) const {
-    const uint64_t number = sent_before_ + chunk;
-    const uint64_t word = (number / shape_.num_slots + 1) << 16 | static_cast<uint32_t>(num_rows);
     __syncwarp();
-    bool ok = true;
-    if (threadIdx.x % 32 == 0) {
-      ok = link_.put_signal(kStreamRing, domain_, slot_of(number), num_bytes, word, gives_up()) || give_up_command();
-    }
-    return __all_sync(kAllLanes, ok);
+    return __all_sync(kAllLanes, threadIdx.x % 32 > 0 || send_by_thread(chunk, num_bytes, num_rows));
+  }
+
+  // The same by one thread, which has observed what was written.
+  __device__ bool send_by_thread(int chunk, uint32_t num_bytes, int num_rows) const {
+    const RingPlace place = first_sent_.after(chunk, shape_);
+    const uint64_t word = (place.lap + 1) << 16 | static_cast<uint32_t>(num_rows);
+    return link_.put_signal(kStreamRing, domain_, slot_of(place), num_bytes, word, gives_up()) || give_up_command();
   }
 
   // Counts rows of a chunk as written, of `num_rows` in all, and sends the chunk of num_bytes if all are. Collective
   // over the warp, after its bulk stores.
   __device__ bool write_rows(int chunk, int num_written, int num_rows, uint32_t num_bytes) const {
+    __syncwarp();
+    return __all_sync(kAllLanes, threadIdx.x % 32 > 0 || write_rows_by_thread(chunk, num_written, num_rows, num_bytes));
+  }
+
+  // The same by one thread, which has observed what was written.
+  __device__ bool write_rows_by_thread(int chunk, int num_written, int num_rows, uint32_t num_bytes) const {
     if (num_written < num_rows) {
       uint32_t* rows_written = own_part<uint32_t>(between_, between_.layout.rows_written) +
-                               domain_ * static_cast<int>(shape_.num_slots) + slot_of(sent_before_ + chunk);
-      bool is_last = false;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        is_last = ptx::add_acq_rel_gpu(rows_written, num_written) + num_written == static_cast<uint32_t>(num_rows);
-        if (is_last) *rows_written = 0;
-      }
-      if (__ballot_sync(kAllLanes, is_last) == 0) return true;
+                               domain_ * static_cast<int>(shape_.num_slots) + slot_of(first_sent_.after(chunk, shape_));
+      if (ptx::add_acq_rel_gpu(rows_written, num_written) + num_written < static_cast<uint32_t>(num_rows)) return true;
+      *rows_written = 0;
     }
-    return send(chunk, num_bytes, num_rows);
+    return send_by_thread(chunk, num_bytes, num_rows);
   }
 
   // Whether the chunk has arrived. Acquires for the calling thread.
   __device__ bool is_here(int chunk) const {
-    const uint64_t number = read_before_ + chunk;
-    return link_.poll(kStreamRing, domain_, slot_of(number)) >> 16 == number / shape_.num_slots + 1;
+    const RingPlace place = first_read_.after(chunk, shape_);
+    return link_.poll(kStreamRing, domain_, slot_of(place)) >> 16 == place.lap + 1;
   }
 
   // Waits until the chunk has arrived.
@@ -109,24 +144,31 @@ class ChunkStream {
   }
 
   __device__ const uint8_t* chunk(int chunk) const {
-    return link_.recv_slot(kStreamRing, domain_, slot_of(read_before_ + chunk));
+    return link_.recv_slot(kStreamRing, domain_, slot_of(first_read_.after(chunk, shape_)));
   }
 
   // Counts rows of a chunk as read, of `num_rows` in all, and returns the credit of a group that has been read. One
   // thread, after all reads.
   __device__ bool read_rows(int chunk, int num_read, int num_rows) const {
-    const uint64_t number = read_before_ + chunk;
-    const int slot = slot_of(number), num_slots = static_cast<int>(shape_.num_slots);
+    uint32_t* rows_read = rows_read_of(chunk);
     if (num_read < num_rows) {
-      uint32_t* rows_read = own_part<uint32_t>(between_, between_.layout.rows_read) + domain_ * num_slots + slot;
       if (ptx::add_acq_rel_gpu(rows_read, num_read) + num_read < static_cast<uint32_t>(num_rows)) return true;
       *rows_read = 0;
     }
-    const int group = slot / static_cast<int>(shape_.slots_per_credit);
-    uint32_t* slots_read = own_part<uint32_t>(between_, between_.layout.slots_read) + domain_ * num_slots + group;
-    if (ptx::add_acq_rel_gpu(slots_read, 1) + 1 < shape_.slots_per_credit) return true;
-    *slots_read = 0;
-    return link_.credit(kStreamRing, domain_, group, number / shape_.num_slots + 1, gives_up()) || give_up_command();
+    return read_chunk(chunk);
+  }
+
+  // The same for one row, in two steps, between which the thread need not wait: what count_row returns goes to
+  // finish_count.
+  __device__ uint32_t count_row(int chunk) const {
+    ptx::fence_acq_rel_gpu();
+    return ptx::increment_relaxed_gpu(rows_read_of(chunk));
+  }
+  __device__ bool finish_count(int chunk, uint32_t counted, int num_rows) const {
+    if (counted + 1 < static_cast<uint32_t>(num_rows)) return true;
+    ptx::fence_acq_rel_gpu();
+    *rows_read_of(chunk) = 0;
+    return read_chunk(chunk);
   }
 
   // Returns a function for Waiter::until: 0 while the link works, otherwise the failure as Waiter::lose takes it.
@@ -139,7 +181,23 @@ class ChunkStream {
   }
 
  private:
-  __device__ int slot_of(uint64_t number) const { return static_cast<int>(number % shape_.num_slots); }
+  __device__ uint32_t* rows_read_of(int chunk) const {
+    return own_part<uint32_t>(between_, between_.layout.rows_read) + domain_ * static_cast<int>(shape_.num_slots) +
+           slot_of(first_read_.after(chunk, shape_));
+  }
+
+  // Counts a chunk as read, and returns the credit of a group that has been read. One thread.
+  __device__ bool read_chunk(int chunk) const {
+    const RingPlace place = first_read_.after(chunk, shape_);
+    const int group = slot_of(place) / static_cast<int>(shape_.slots_per_credit);
+    uint32_t* slots_read =
+        own_part<uint32_t>(between_, between_.layout.slots_read) + domain_ * static_cast<int>(shape_.num_slots) + group;
+    if (ptx::add_acq_rel_gpu(slots_read, 1) + 1 < shape_.slots_per_credit) return true;
+    *slots_read = 0;
+    return link_.credit(kStreamRing, domain_, group, place.lap + 1, gives_up()) || give_up_command();
+  }
+
+  static __device__ int slot_of(const RingPlace& place) { return static_cast<int>(place.slot); }
   __device__ auto gives_up() const {
     return [this] { return waiter_.expired() || link_.failure() != 0; };
   }
@@ -154,7 +212,7 @@ class ChunkStream {
   const Link& link_;
   const int domain_, peer_;
   const RingShape& shape_;
-  const uint64_t sent_before_, read_before_;
+  const RingPlace first_sent_, first_read_;
 };
 
 }  // namespace

@@ -64,6 +64,7 @@ struct CombineBetweenParams {
   float* own_weights;  // [T, W] or nullptr
   int num_tokens, num_rows, num_topk, num_weights, row_bytes;
   uint32_t call[kNumReadyWords];  // what all ranks must have alike
+  int window_bytes;               // of stores on the wire at once; 0: not limited
   RecordLayout record;
   SlotLayout slot;  // `rows` and `weights` of partial rows at the rank that sums them
   const int32_t* route;

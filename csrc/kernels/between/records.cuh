@@ -11,6 +11,8 @@
 namespace hybrid_ep {
 namespace {
 
+constexpr int kRowsOfPart = 4;  // of a chunk, that a warp claims at once
+
 __device__ int num_chunks(const RecordLayout& layout, int num_records) {
   return (num_records + layout.per_chunk - 1) / layout.per_chunk;
 }
@@ -48,17 +50,15 @@ class Records {
   __device__ bool next(Record& record) {
     if (record_.index + 1 < record_.end) {
       ++record_.index;
-    } else if (!next_part()) {
+    } else if (!next_part(record_)) {
       return false;
     }
     record = record_;
     return true;
   }
 
- private:
-  static constexpr int kRowsOfPart = 4;
-
-  __device__ bool next_part() {
+  // Claims a part, and returns its first record. Returns false if there is none.
+  __device__ bool next_part(Record& part) {
     const int num_peers = grid_.num_domains - 1, per_chunk = layout_.per_chunk;
     const int num_parts = (per_chunk + kRowsOfPart - 1) / kRowsOfPart;
     while (true) {
@@ -69,12 +69,13 @@ class Records {
       const int chunk_end = min(first + per_chunk, num_records_[domain]);
       const int begin = first + number % num_parts * kRowsOfPart;
       if (begin >= chunk_end) continue;
-      record_ = {domain,           begin, num_control_chunks_ + chunk, begin, min(begin + kRowsOfPart, chunk_end),
-                 chunk_end - first};
+      part = {domain,           begin, num_control_chunks_ + chunk, begin, min(begin + kRowsOfPart, chunk_end),
+              chunk_end - first};
       return true;
     }
   }
 
+ private:
   const Grid& grid_;
   const RecordLayout& layout_;
   const int num_control_chunks_;

@@ -62,9 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_chunks_kernel(const __grid
 
   if (!finish_cta(own, ok)) return;
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
-    if (d == grid.domain_idx()) continue;
-    own_part<uint64_t>(between, between.layout.sent_chunks)[d] += params.num_chunks;
-    own_part<uint64_t>(between, between.layout.read_chunks)[d] += params.num_chunks;
+    if (d != grid.domain_idx()) advance_stream(between, d, params.num_chunks, params.num_chunks);
   }
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);
   end_kernel(waiter, own, own.dispatch_epoch, epoch);

@@ -19,7 +19,9 @@
 #include "device/epilogue.cuh"
 #include "device/row_mover.cuh"
 #include "kernels/between/records.cuh"
+#include "kernels/combine/chunk_reports.cuh"
 #include "kernels/combine/ready.cuh"
+#include "kernels/combine/send_runs.cuh"
 #include "kernels/combine_between/rows.cuh"
 #include "kernels/launch.h"
 
@@ -28,13 +30,19 @@ namespace {
 
 // Of a CTA. A warp that has no rows left in its role goes on to the next role: push, sum for each domain, sum at home.
 constexpr int kPushWarps = 2, kDomainWarps = 4, kHomeWarps = 6;
-constexpr int kSendWarps = 4;  // of a rank that is alone in its domain; the others sum at home
 constexpr int kWarps = kPushWarps + kDomainWarps + kHomeWarps;
 constexpr int kThreads = kWarps * 32;
 constexpr int kPushRows = 16;                  // that a warp pushes at once
-constexpr int kMaxTokensPerTurn = 4;           // that a warp at home takes at once
 constexpr int kWarpRingBytes = kSumRingBytes;  // of a warp, in each of its roles
 static_assert(kWarpRingBytes >= RowMover::kRingBytes);
+
+// Of all warps; the tables follow. Where a rank is alone in its domain, kSendWarps send and one reports.
+__host__ __device__ constexpr int ring_bytes(bool is_alone) {
+  const int num_senders = is_alone ? kSendWarps : 0, num_sums = is_alone ? kWarps - kSendWarps - 1 : kWarps;
+  return num_senders * kSendRingBytes + num_sums * kWarpRingBytes;
+}
+
+constexpr int kMaxDomainsPerLane = (kMaxDomains + 31) / 32;
 
 // What a rank publishes to its peers ahead of its records: its call, and what is wrong in its domain. The ranks of a
 // domain find that out together. Other ranks learn it from their peers.
@@ -266,51 +274,131 @@ __device__ bool push_rows(const CombineBetweenParams& params, const CombineTable
   return true;
 }
 
-// Sends the rows of x home by a rank that is alone in its domain: each is the only partial row of its record. The rows
-// for a domain are consecutive, as its records are. Returns false if a peer gives no credit. Collective over a warp.
-template <typename Link>
-__device__ bool send_rows(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
-                          const Link& link, RowMover& mover) {
-  const BetweenDomain& between = params.between;
-  const int lane = threadIdx.x % 32;
-  const RecordLayout& layout = params.record;
-  Records records(between.grid, layout, kControlChunks, params.route + params.parts.num_records,
-                  own_part<uint32_t>(between, between.layout.items));
-  const auto row_of = [&](const Record& record) {
-    return tables.send_begin[record.domain] + static_cast<int64_t>(record.index);
-  };
-  const auto address_of = [&](int64_t row) {
-    return row < params.num_rows ? params.rows + row * params.row_bytes : nullptr;
-  };
-  Record record, next;
-  uint8_t* target = nullptr;  // of the record
-  for (bool has_record = records.next(record), has_next = false; has_record; has_record = has_next, record = next) {
-    const ChunkStream<Link> stream(between, waiter, link, record.domain);
-    if (record.is_first()) {
-      if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(record.chunk))) return false;
-      __syncwarp();
-      target = stream.send_slot(record.chunk) + record.index % layout.per_chunk * layout.num_bytes;
+// What the warps of a CTA know of what goes to each domain, in shared memory. A load from global memory, or of a
+// credit, takes as long as several pieces of a row.
+struct SentStreams {
+  RingPlace first_place[kMaxDomains];  // of the call's first chunk
+  int num_records[kMaxDomains];
+  int num_free[kSendWarps]
+              [kMaxDomains];  // the first chunks of the call, of which a sending warp knows that they are free
+
+  // Collective over the CTA; a barrier must follow.
+  __device__ void load(const CombineBetweenParams& params) {
+    for (int d = threadIdx.x; d < params.between.grid.num_domains; d += kThreads) {
+      first_place[d] = next_place(params.between, params.between.layout.next_sent, d);
+      num_records[d] = params.route[params.parts.num_records + d];
+      for (int warp = 0; warp < kSendWarps; ++warp) num_free[warp][d] = 0;
     }
-    has_next = records.next(next);
-    const int64_t row = row_of(record);
-    if (row < params.num_rows) {
-      mover.move(address_of(row), params.row_bytes, lane == 0 ? target : nullptr,
-                 has_next ? address_of(row_of(next)) : nullptr);
-    } else {
-      for (int i = lane; i < params.row_bytes / 16; i += 32)
-        reinterpret_cast<uint4*>(target)[i] = make_uint4(0, 0, 0, 0);
-    }
-    for (int k = lane; k < params.num_weights; k += 32) {
-      reinterpret_cast<float*>(target + layout.weights)[k] =
-          row < params.num_rows ? params.weights[row * params.num_weights + k] : 0.0f;
-    }
-    target += layout.num_bytes;
-    if (!record.is_last()) continue;
-    const int num_rows = record.num_chunk_records;
-    mover.finish();
-    if (!stream.write_rows(record.chunk, record.part_size(), num_rows, num_rows * layout.num_bytes)) return false;
   }
-  return true;
+};
+
+// Whether nothing stands between the rows of a chunk.
+__device__ bool are_rows_together(const CombineBetweenParams& params) {
+  return params.record.num_bytes == params.row_bytes;
+}
+
+// The parts of chunks that a rank which is alone in its domain sends home: what send_runs sends. Each row of x is the
+// only partial row of its record. The rows for a domain are consecutive, as its records are.
+template <typename Link>
+class PartsHome {
+ public:
+  using Run = Record;
+  static constexpr bool kLoadsEarly = true;
+
+  __device__ PartsHome(const CombineBetweenParams& params, const CombineTables& tables, SentStreams& streams,
+                       const Waiter& waiter, const Link& link, ReportQueue& queue)
+      : params_(params),
+        tables_(tables),
+        streams_(streams),
+        waiter_(waiter),
+        link_(link),
+        queue_(queue),
+        records_(params.between.grid, params.record, kControlChunks, streams.num_records,
+                 own_part<uint32_t>(params.between, params.between.layout.items)) {}
+
+  __device__ bool next(Record& part) { return records_.next_part(part); }
+
+  // Whether the slot is free.
+  __device__ bool is_ready(const Record& part) const {
+    if (part.chunk < num_free(part)) return true;
+    return note_free(part, threadIdx.x % 32 > 0 || stream(part).is_free(part.chunk));
+  }
+  __device__ bool wait_ready(const Record& part) const {
+    return note_free(part, threadIdx.x % 32 > 0 || stream(part).wait_free(part.chunk));
+  }
+
+  __device__ Blocks blocks(const Record& part) const {
+    if (are_rows_together(params_)) return {1, num_rows(part) * params_.row_bytes, 0};
+    return {num_rows(part), params_.row_bytes, params_.record.num_bytes};
+  }
+  __device__ const uint8_t* from(const Record& part) const {
+    return params_.rows + first_row(part) * params_.row_bytes;
+  }
+  __device__ uint8_t* to(const Record& part) const {
+    return stream(part).send_slot(part.chunk) + part.begin % params_.record.per_chunk * params_.record.num_bytes;
+  }
+
+  // Weights; and zeros for rows that x does not have.
+  __device__ void finish(const Record& part) const {
+    const int lane = threadIdx.x % 32, num_weights = params_.num_weights, num_here = num_rows(part);
+    if (num_weights == 0 && num_here == part.part_size()) return;
+    uint8_t* target = to(part);
+    for (int j = lane; j < part.part_size() * num_weights; j += 32) {
+      const int i = j / num_weights;
+      auto* weights = reinterpret_cast<float*>(target + i * params_.record.num_bytes + params_.record.weights);
+      weights[j % num_weights] = i < num_here ? params_.weights[first_row(part) * num_weights + j] : 0.0f;
+    }
+    for (int i = num_here; i < part.part_size(); ++i) {
+      auto* row = reinterpret_cast<uint4*>(target + i * params_.record.num_bytes);
+      for (int j = lane; j < params_.row_bytes / 16; j += 32) row[j] = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  __device__ void report(const Record& part) const {
+    if (threadIdx.x % 32 == 0) push_report(queue_, part.domain << 16 | part.begin);
+  }
+
+ private:
+  static_assert(kMaxTokens <= 1 << 16 && kMaxDomains < 1 << 15);
+
+  __device__ ChunkStream<Link> stream(const Record& part) const {
+    return {params_.between, waiter_, link_, part.domain, streams_.first_place[part.domain], {}};
+  }
+  __device__ int& num_free(const Record& part) const { return streams_.num_free[threadIdx.x / 32][part.domain]; }
+  __device__ int64_t first_row(const Record& part) const {
+    return tables_.send_begin[part.domain] + static_cast<int64_t>(part.begin);
+  }
+  __device__ int num_rows(const Record& part) const {
+    return static_cast<int>(max(int64_t{0}, min(int64_t{part.part_size()}, params_.num_rows - first_row(part))));
+  }
+  // Of what lane 0 has seen. Collective.
+  __device__ bool note_free(const Record& part, bool is_free) const {
+    is_free = __all_sync(kAllLanes, is_free);
+    if (is_free && threadIdx.x % 32 == 0) num_free(part) = part.chunk + stream(part).num_with_credit(part.chunk);
+    __syncwarp();
+    return is_free;
+  }
+
+  const CombineBetweenParams& params_;
+  const CombineTables& tables_;
+  SentStreams& streams_;
+  const Waiter& waiter_;
+  const Link& link_;
+  ReportQueue& queue_;
+  Records records_;
+};
+
+// Counts a part that has arrived, as PartsHome has reported it, and sends the chunk with the last one. One thread.
+template <typename Link>
+__device__ bool count_part(const CombineBetweenParams& params, const SentStreams& streams, const Waiter& waiter,
+                           const Link& link, int32_t report) {
+  const int domain = report >> 16, begin = report & 0xffff, per_chunk = params.record.per_chunk;
+  const int chunk = begin / per_chunk, first = chunk * per_chunk;
+  const int chunk_rows = min(per_chunk, streams.num_records[domain] - first);
+  const int num_rows = min(kRowsOfPart, chunk_rows - (begin - first));
+  const ChunkStream<Link> stream(params.between, waiter, link, domain, streams.first_place[domain], {});
+  return stream.write_rows_by_thread(kControlChunks + chunk, num_rows, chunk_rows,
+                                     chunk_rows * params.record.num_bytes);
 }
 
 // Sums all rows of a warp in a role. Returns false if some do not come.
@@ -320,12 +408,15 @@ __device__ bool sum_all(Rows& rows, RowRing<0>& ring, Segment* segments) {
   return rows.ok();
 }
 
-template <typename Link>
+// kDomainsPerLane: 1 where a warp has a lane for every domain. kIsAlone: every rank is alone in its domain.
+template <typename Link, int kDomainsPerLane, bool kIsAlone>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_between_kernel(const __grid_constant__ CombineBetweenParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ uint64_t push_barriers[kWarps][RowMover::kStages], sum_barriers[kWarps][kSumStages];
+  __shared__ uint64_t push_barriers[kPushWarps][RowMover::kStages], sum_barriers[kWarps][kSumStages];
+  __shared__ uint64_t send_barriers[kSendWarps][kMaxStages];
   __shared__ Segment segments[kWarps][kSumStages];
+  __shared__ SentStreams streams;
   __shared__ int shared_status;
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
@@ -337,9 +428,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Link link(between.link, blockIdx.x);
   const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
   const int warp = threadIdx.x / 32;
-  int* send_begin = reinterpret_cast<int*>(shared + kWarps * kWarpRingBytes);
+  int* send_begin = reinterpret_cast<int*>(shared + ring_bytes(kIsAlone));
   const CombineTables tables{send_begin, send_begin + grid.num_ranks(), send_begin + 2 * grid.num_ranks(),
                              send_begin + 3 * grid.num_ranks()};
+
+  if constexpr (kIsAlone) streams.load(params);
 
   // Agree with all ranks that their calls are the same.
   bool ok = true, is_same = true;
@@ -359,26 +452,37 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // Push, sum for each domain, and sum at home, each warp from its role on.
-  if (shared_status == kSent) {
-    const bool is_alone = is_alone_in_domain(params);
-    uint8_t* stages = shared + warp * kWarpRingBytes;
-    if (warp < (is_alone ? kSendWarps : kPushWarps)) {
-      RowMover mover(stages, push_barriers[warp]);
-      ok = is_alone ? send_rows(params, tables, waiter, link, mover)
-                    : push_rows(params, tables, own_waiter, epoch, mover);
+  // Each warp goes on from its role to the next ones: push, sum for each domain, and sum at home. A rank that is alone
+  // in its domain has warps that send, one that reports, and others that sum at home.
+  constexpr int kSumsFrom = kIsAlone ? kSendWarps + 1 : 0;  // the first warp that sums
+  if (shared_status == kSent && warp < kSumsFrom) {
+    ReportQueue* queues = own.report_queues[blockIdx.x];
+    if (warp < kSendWarps) {
+      PartsHome<Link> parts(params, tables, streams, waiter, link, queues[warp]);
+      const int num_blocks = are_rows_together(params) ? 1 : kRowsOfPart;
+      const Pieces pieces(num_blocks, kRowsOfPart / num_blocks * params.row_bytes, params.window_bytes, gridDim.x);
+      ok = send_runs(parts, pieces, shared + warp * kSendRingBytes, send_barriers[warp]);
+      if (threadIdx.x % 32 == 0) push_report(queues[warp], kLastReport);
+    } else {
+      report_chunks<kSendWarps>(queues,
+                                [&](int32_t report) { ok &= count_part(params, streams, waiter, link, report); });
     }
-    RowRing<0> ring(stages, sum_barriers[warp], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
-    if (ok && !is_alone && warp < kPushWarps + kDomainWarps) {
-      const int number = blockIdx.x * (kPushWarps + kDomainWarps) + warp;
-      DomainSums<Link> rows(params, tables, waiter, link, epoch, number % grid.num_domains);
-      ok = sum_all(rows, ring, segments[warp]);
+  } else if (shared_status == kSent) {
+    const int number = warp - kSumsFrom;  // of the warp's ring
+    uint8_t* stages = shared + (kIsAlone ? kSendWarps * kSendRingBytes : 0) + number * kWarpRingBytes;
+    if (!kIsAlone && warp < kPushWarps) {
+      RowMover mover(stages, push_barriers[warp]);
+      ok = push_rows(params, tables, own_waiter, epoch, mover);
+    }
+    RowRing<0> ring(stages, sum_barriers[number], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
+    if (ok && !kIsAlone && warp < kPushWarps + kDomainWarps) {
+      const int first = blockIdx.x * (kPushWarps + kDomainWarps) + warp;
+      DomainSums<Link> rows(params, tables, waiter, link, epoch, first % grid.num_domains);
+      ok = sum_all(rows, ring, segments[number]);
     }
     if (ok) {
-      const int num_warps = kWarps * gridDim.x;
-      const int per_turn = min(max(params.num_tokens / (2 * num_warps), 1), kMaxTokensPerTurn);
-      HomeSums<Link> rows(params, tables, waiter, own_waiter, link, epoch, per_turn);
-      sum_all(rows, ring, segments[warp]);
+      HomeSums<Link, kDomainsPerLane, kIsAlone> rows(params, tables, waiter, own_waiter, link, epoch);
+      sum_all(rows, ring, segments[number]);
       rows.return_reads();
       ok = rows.ok();
     }
@@ -392,10 +496,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
     own_part<uint32_t>(between, between.layout.items)[d] = 0;
     if (d == grid.domain_idx()) continue;
-    own_part<uint64_t>(between, between.layout.sent_chunks)[d] +=
-        kControlChunks + sent_chunks(params.route[params.parts.num_records + d]);
-    own_part<uint64_t>(between, between.layout.read_chunks)[d] +=
-        kControlChunks + sent_chunks(params.route[params.parts.domain_counts + d]);
+    advance_stream(between, d, kControlChunks + sent_chunks(params.route[params.parts.num_records + d]),
+                   kControlChunks + sent_chunks(params.route[params.parts.domain_counts + d]));
   }
   for (int i = threadIdx.x; i < grid.num_ranks(); i += kThreads) {
     own_part<uint32_t>(between, between.layout.pushed)[i] = 0;
@@ -404,19 +506,34 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_kernel(waiter, own, own.combine_epoch, epoch);
 }
 
+template <typename Link>
+auto kernel_of(const Grid& grid) {
+  const bool is_alone = grid.ranks_per_domain == 1;
+  if (grid.num_domains <= 32) {
+    return is_alone ? combine_between_kernel<Link, 1, true> : combine_between_kernel<Link, 1, false>;
+  }
+  return is_alone ? combine_between_kernel<Link, kMaxDomainsPerLane, true>
+                  : combine_between_kernel<Link, kMaxDomainsPerLane, false>;
+}
+
 }  // namespace
 
 void prepare_combine_between() {
-  for_each_link([](auto link) { allow_shared_memory(combine_between_kernel<typename decltype(link)::type>); });
+  for_each_link([](auto link) {
+    using Link = typename decltype(link)::type;
+    for (const int num_domains : {1, kMaxDomains}) {
+      for (const int num_ranks : {1, 2}) allow_shared_memory(kernel_of<Link>({0, num_domains, num_ranks}));
+    }
+  });
 }
 
 void launch_combine_between(const CombineBetweenParams& params, int num_sms, cudaStream_t stream) {
   const Grid& grid = params.between.grid;
   const int table_bytes = (3 * grid.num_ranks() + grid.num_domains) * static_cast<int>(sizeof(int));
   const auto kernel =
-      kernel_for(params.between.link, [](auto link) { return combine_between_kernel<typename decltype(link)::type>; });
+      kernel_for(params.between.link, [&](auto link) { return kernel_of<typename decltype(link)::type>(grid); });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads,
-                kWarps * kWarpRingBytes + table_bytes, stream);
+                ring_bytes(grid.ranks_per_domain == 1) + table_bytes, stream);
 }
 
 }  // namespace hybrid_ep

@@ -5,7 +5,7 @@
 //     chunks, own_sums[t] ─ the sum of each domain, domains ascending ─► fp32 ─► + bias ─► out[t]
 //
 // A single partial row is its own sum, and is copied: the sum at home turns −0 into 0, as a sum of one row would. A
-// rank that is alone in its domain sums nothing for it: send_rows of combine_between.cu sends its rows of y, and the
+// rank that is alone in its domain sums nothing for it: PartsHome of combine_between.cu sends its rows of y, and the
 // sum at home reads the partial rows of its own tokens in y.
 //
 // Legend: T tokens, K top-k, W columns of weights, R ranks, D domains, G ranks of a domain.
@@ -31,11 +31,6 @@ struct CombineTables {
 __device__ int count_of(const CombineBetweenParams& params, int source, int domain_rank) {
   return params
       .route[params.parts.counts + static_cast<int64_t>(source) * params.between.grid.ranks_per_domain + domain_rank];
-}
-
-// Whether each row of y is the only partial row of its record.
-__device__ bool is_alone_in_domain(const CombineBetweenParams& params) {
-  return params.between.grid.ranks_per_domain == 1;
 }
 
 // Sums, for sum_rows, the partial rows of what the peers have sent here and of this rank's own tokens that stay. A warp
@@ -332,17 +327,18 @@ class DomainSums {
   bool all_claimed_ = false, ok_ = true;
 };
 
-// Sums this rank's tokens from the sums of all domains, for sum_rows. A warp takes `tokens_per_turn` tokens at a time.
-// A warp that holds rows which are not summed yet never waits: their chunk may be what another one waits for. For the
-// same reason it counts the rows that it has read before it waits.
-template <typename Link>
+// Sums this rank's tokens from the sums of all domains, for sum_rows. A warp that holds rows which are not summed yet
+// never waits: their chunk may be what another one waits for. For the same reason it counts the rows that it has read
+// before it waits. kDomainsPerLane: 1 where a warp has a lane for every domain. kIsAlone: this rank is alone in its
+// domain.
+template <typename Link, int kDomainsPerLane, bool kIsAlone>
 class HomeSums {
  public:
-  static constexpr int kSourcesPerLane = (kMaxDomains + 31) / 32;
+  static constexpr int kSourcesPerLane = kDomainsPerLane;
   static constexpr bool kCopies = false;
 
   __device__ HomeSums(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
-                      const Waiter& own_waiter, const Link& link, uint32_t epoch, int tokens_per_turn)
+                      const Waiter& own_waiter, const Link& link, uint32_t epoch)
       : params_(params),
         tables_(tables),
         waiter_(waiter),
@@ -350,12 +346,13 @@ class HomeSums {
         link_(link),
         epoch_(epoch),
         own_epoch_(own_part<uint32_t>(params.between, params.between.layout.own_epoch)),
-        turns_(&params.between.domain.control[params.between.domain.rank]->summed_tokens),
-        tokens_per_turn_(tokens_per_turn) {
+        tokens_(&params.between.domain.control[params.between.domain.rank]->summed_tokens) {
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      known_chunk_[q] = read_chunk_[q] = -1;
-      num_read_[q] = 0;
+      known_chunk_[q] = read_chunk_[q] = counted_chunk_[q] = -1;
+      const int domain = domain_of_lane(q);
+      const bool is_peer = domain < params.between.grid.num_domains && !is_own(domain);
+      first_read_[q] = is_peer ? next_place(params.between, params.between.layout.next_read, domain).pack() : 0;
     }
     advance();
   }
@@ -368,6 +365,8 @@ class HomeSums {
   __device__ bool is_done() const { return !ok_ || next_token_ >= params_.num_tokens; }
 
   __device__ bool next(SourceWalk<kSourcesPerLane, uint8_t>& walk) {
+    count_reads();
+    ok_ = __all_sync(kAllLanes, ok_);
     while (!is_done()) {
       if (!sums_are_here()) {
         if (num_open_ > 0 || !ok_) return false;
@@ -375,35 +374,18 @@ class HomeSums {
         continue;
       }
       const uint8_t* rows[kSourcesPerLane];
-      const float* weights[kSourcesPerLane];
 #pragma unroll
-      for (int q = 0; q < kSourcesPerLane; ++q) {
-        const int domain = domain_of_lane(q), index = indices_[q], per_chunk = params_.record.per_chunk;
-        rows[q] = nullptr;
-        weights[q] = nullptr;
-        if (index < 0) continue;
-        if (is_in_place(domain)) {
-          const int64_t row = tables_.send_begin[params_.between.grid.rank] + index;
-          if (row >= params_.num_rows) continue;
-          rows[q] = params_.rows + row * params_.row_bytes;
-          weights[q] = params_.weights + row * params_.num_weights;
-          continue;
-        }
-        if (is_own(domain)) {
-          rows[q] = params_.own_sums + static_cast<int64_t>(next_token_) * params_.row_bytes;
-          weights[q] = params_.own_weights + static_cast<int64_t>(next_token_) * params_.num_weights;
-          continue;
-        }
-        rows[q] = known_rows_[q] + (index - known_chunk_[q] * per_chunk) * params_.record.num_bytes;
-        weights[q] = reinterpret_cast<const float*>(rows[q] + params_.record.weights);
+      for (int q = 0; q < kSourcesPerLane; ++q) rows[q] = find_row(q);
+      if (params_.num_weights > 0) {
+        const float* weights[kSourcesPerLane];
+#pragma unroll
+        for (int q = 0; q < kSourcesPerLane; ++q) weights[q] = rows[q] == nullptr ? nullptr : find_weights(q, rows[q]);
+        sum_weights(SourceWalk<kSourcesPerLane, float>(weights), params_.num_weights,
+                    params_.out_weights + static_cast<int64_t>(next_token_) * params_.num_weights);
       }
       token_ = next_token_;
-      ++num_open_;
+      note_open();
       advance();
-      if (params_.num_weights > 0) {
-        sum_weights(SourceWalk<kSourcesPerLane, float>(weights), params_.num_weights,
-                    params_.out_weights + static_cast<int64_t>(token_) * params_.num_weights);
-      }
       walk = SourceWalk<kSourcesPerLane, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, token_);
@@ -416,61 +398,97 @@ class HomeSums {
     store_with_bias(params_, token, offset, sum);
   }
 
-  // All rows of the token have been read.
-  __device__ void finish(int token) {
+  // All rows of the oldest open token have been read.
+  __device__ void finish(int) {
     --num_open_;
     __syncwarp();  // weights have been read by all lanes
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int domain = domain_of_lane(q), index = index_in(token, domain);
-      if (index < 0 || is_own(domain)) continue;
-      const int chunk = index / params_.record.per_chunk;
-      if (chunk != read_chunk_[q]) return_reads(q);
+      const auto chunk = static_cast<int>(open_[q] & kNoChunk);
+      open_[q] >>= kChunkBits;
+      if (chunk == kNoChunk) continue;
+      if (read_chunk_[q] >= 0) count_read(q);
       read_chunk_[q] = chunk;
-      ++num_read_[q];
     }
     ok_ = __all_sync(kAllLanes, ok_);
   }
 
   // Returns credits for what the warp has read. Collective; called once more after the last row.
   __device__ void return_reads() {
+    count_reads();
 #pragma unroll
-    for (int q = 0; q < kSourcesPerLane; ++q) return_reads(q);
+    for (int q = 0; q < kSourcesPerLane; ++q) finish_count(q);
     ok_ = __all_sync(kAllLanes, ok_);
   }
 
  private:
+  static constexpr int kChunkBits = 16, kNoChunk = (1 << kChunkBits) - 1;
+  static_assert((kSumStages + 1) * kChunkBits <= 64);  // sum_rows looks a stage further before it finishes a row
+  static_assert(kMaxTokens / kMinRecordsPerChunk < kNoChunk);
+
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
-  __device__ bool is_in_place(int domain) const { return is_own(domain) && is_alone_in_domain(params_); }
+  __device__ bool is_in_place(int domain) const { return kIsAlone && is_own(domain); }
   __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
-  __device__ ChunkStream<Link> stream(int domain) const { return {params_.between, waiter_, link_, domain}; }
+  // Of the lane's q-th domain: of what comes from there.
+  __device__ ChunkStream<Link> stream(int q) const {
+    return {params_.between, waiter_, link_, domain_of_lane(q), {}, RingPlace::unpack(first_read_[q])};
+  }
 
   __device__ int index_in(int token, int domain) const {
     if (domain >= params_.between.grid.num_domains) return -1;
     return params_.route[params_.parts.list_index + static_cast<int64_t>(domain) * params_.num_tokens + token];
   }
 
+  // The row of the next token from the lane's q-th domain, which has arrived; nullptr: there is none.
+  __device__ const uint8_t* find_row(int q) const {
+    const int domain = domain_of_lane(q), index = indices_[q], per_chunk = params_.record.per_chunk;
+    if (index < 0) return nullptr;
+    if (is_in_place(domain)) {
+      const int64_t row = row_in_place(index);
+      return row < params_.num_rows ? params_.rows + row * params_.row_bytes : nullptr;
+    }
+    if (is_own(domain)) return params_.own_sums + static_cast<int64_t>(next_token_) * params_.row_bytes;
+    return known_rows_[q] + (index - known_chunk_[q] * per_chunk) * params_.record.num_bytes;
+  }
+  __device__ const float* find_weights(int q, const uint8_t* row) const {
+    const int domain = domain_of_lane(q);
+    if (is_in_place(domain)) return params_.weights + row_in_place(indices_[q]) * params_.num_weights;
+    if (is_own(domain)) return params_.own_weights + static_cast<int64_t>(next_token_) * params_.num_weights;
+    return reinterpret_cast<const float*>(row + params_.record.weights);
+  }
+  __device__ int64_t row_in_place(int index) const {
+    return tables_.send_begin[params_.between.grid.rank] + static_cast<int64_t>(index);
+  }
+
+  // Notes from which chunks the rows of the next token come.
+  __device__ void note_open() {
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) {
+      const bool is_counted = indices_[q] >= 0 && !is_own(domain_of_lane(q));
+      open_[q] |= static_cast<uint64_t>(is_counted ? known_chunk_[q] : kNoChunk) << kChunkBits * num_open_;
+    }
+    ++num_open_;
+  }
+
   // Goes on to the next token, and begins to load the indices of its sums.
   __device__ void advance() {
-    if (++next_token_ >= turn_end_) {
-      next_token_ = turns_.take() * tokens_per_turn_;
-      turn_end_ = min(next_token_ + tokens_per_turn_, params_.num_tokens);
-    }
+    next_token_ = tokens_.take();
     if (next_token_ >= params_.num_tokens) return;
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) indices_[q] = index_in(next_token_, domain_of_lane(q));
   }
 
   // Whether a chunk of sums has arrived. Acquires for the calling thread.
-  __device__ bool is_here(int domain, int chunk) const {
+  __device__ bool is_here(int q, int chunk) const {
+    const int domain = domain_of_lane(q);
     if (is_in_place(domain)) return true;
     if (is_own(domain)) return ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_;
-    return stream(domain).is_here(kControlChunks + chunk);
+    return stream(q).is_here(kControlChunks + chunk);
   }
 
   __device__ void note_here(int q, int chunk) {
     known_chunk_[q] = chunk;
-    if (!is_own(domain_of_lane(q))) known_rows_[q] = stream(domain_of_lane(q)).chunk(kControlChunks + chunk);
+    if (!is_own(domain_of_lane(q))) known_rows_[q] = stream(q).chunk(kControlChunks + chunk);
   }
 
   // Whether all sums of the next token have arrived. Collective.
@@ -480,7 +498,7 @@ class HomeSums {
     for (int q = 0; q < kSourcesPerLane; ++q) {
       const int chunk = indices_[q] / params_.record.per_chunk;
       if (indices_[q] < 0 || chunk == known_chunk_[q]) continue;
-      if (is_here(domain_of_lane(q), chunk)) {
+      if (is_here(q, chunk)) {
         note_here(q, chunk);
         is_new = true;
       } else {
@@ -499,10 +517,10 @@ class HomeSums {
       const int domain = domain_of_lane(q), chunk = indices_[q] / params_.record.per_chunk;
       if (indices_[q] < 0 || chunk == known_chunk_[q]) continue;
       if (is_own(domain)) {
-        ok_ &= own_waiter_.until([&] { return is_here(domain, chunk); }, [] { return 0u; }, epoch_,
+        ok_ &= own_waiter_.until([&] { return is_here(q, chunk); }, [] { return 0u; }, epoch_,
                                  params_.between.domain.rank, WaitTag::kPartialRows);
       } else {
-        ok_ &= stream(domain).wait(kControlChunks + chunk);
+        ok_ &= stream(q).wait(kControlChunks + chunk);
       }
       note_here(q, chunk);
     }
@@ -517,13 +535,29 @@ class HomeSums {
     ptx::fence_global_for_bulk();
   }
 
-  // Counts the rows of a chunk that this lane's domain has sent as read.
-  __device__ void return_reads(int q) {
-    if (num_read_[q] == 0) return;
-    const int domain = domain_of_lane(q), per_chunk = params_.record.per_chunk;
-    const int left = params_.route[params_.parts.domain_counts + domain] - read_chunk_[q] * per_chunk;
-    ok_ &= stream(domain).read_rows(kControlChunks + read_chunk_[q], num_read_[q], min(per_chunk, left));
-    num_read_[q] = 0;
+  // Counts the rows that were read last. The fence of a count waits for the warp's stores, so this comes well after
+  // them.
+  __device__ void count_reads() {
+#pragma unroll
+    for (int q = 0; q < kSourcesPerLane; ++q) {
+      if (read_chunk_[q] >= 0) count_read(q);
+    }
+  }
+
+  // Begins to count the row that was read last, and completes the count before.
+  __device__ void count_read(int q) {
+    finish_count(q);
+    counted_[q] = stream(q).count_row(kControlChunks + read_chunk_[q]);
+    counted_chunk_[q] = read_chunk_[q];
+    read_chunk_[q] = -1;
+  }
+
+  __device__ void finish_count(int q) {
+    if (counted_chunk_[q] < 0) return;
+    const int per_chunk = params_.record.per_chunk;
+    const int num_rows = params_.route[params_.parts.domain_counts + domain_of_lane(q)] - counted_chunk_[q] * per_chunk;
+    ok_ &= stream(q).finish_count(kControlChunks + counted_chunk_[q], counted_[q], min(per_chunk, num_rows));
+    counted_chunk_[q] = -1;
   }
 
   const CombineBetweenParams& params_;
@@ -532,15 +566,18 @@ class HomeSums {
   const Link& link_;
   const uint32_t epoch_;
   const uint32_t* const own_epoch_;
-  WorkIndices<> turns_;
-  const int tokens_per_turn_;
-  int token_ = -1, next_token_ = -1, turn_end_ = 0;
+  WorkIndices<> tokens_;
+  int token_ = -1, next_token_ = -1;
   int indices_[kSourcesPerLane];                // of the next token, in domains lane, lane + 32, …; −1: none
   int known_chunk_[kSourcesPerLane];            // the last one that is known to have arrived
   const uint8_t* known_rows_[kSourcesPerLane];  // its rows, if another domain has sent it
-  int read_chunk_[kSourcesPerLane];             // of which num_read_ rows have been read and not yet counted
-  int num_read_[kSourcesPerLane];
-  int num_open_ = 0;  // tokens whose rows are not all read
+  int read_chunk_[kSourcesPerLane];             // of the row that was read last and is not counted yet; −1: none
+  int counted_chunk_[kSourcesPerLane];          // of the row whose count is not complete yet; −1: none
+  uint32_t counted_[kSourcesPerLane];           // what that count has returned
+  uint64_t first_read_[kSourcesPerLane];        // RingPlace, packed, of the call's first chunk
+  int num_open_ = 0;                            // tokens whose rows are not all read
+  // Of each its chunk from the lane's domain, or kNoChunk where no row is counted; the oldest in the lowest bits.
+  uint64_t open_[kSourcesPerLane] = {};
   bool ok_ = true;
 };
 

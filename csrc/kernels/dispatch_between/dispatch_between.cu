@@ -415,10 +415,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) {
     if (d == grid.domain_idx()) continue;
     const bool is_sent = shared_status == kSent;
-    own_part<uint64_t>(between, between.layout.sent_chunks)[d] +=
-        call.num_control[d] + (is_sent ? num_chunks(params.record, call.num_sent[d]) : 0);
-    own_part<uint64_t>(between, between.layout.read_chunks)[d] +=
-        call.num_control[d] + (is_sent ? num_chunks(params.record, call.num_records[d]) : 0);
+    advance_stream(between, d, call.num_control[d] + (is_sent ? num_chunks(params.record, call.num_sent[d]) : 0),
+                   call.num_control[d] + (is_sent ? num_chunks(params.record, call.num_records[d]) : 0));
   }
   if (threadIdx.x == 0) {
     waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);

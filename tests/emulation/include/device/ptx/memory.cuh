@@ -45,6 +45,7 @@ inline void store_relaxed_system(uint4* address, const uint4& value) {
 inline uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 inline uint32_t increment_relaxed_gpu(uint32_t* address) { return atomicAdd(address, 1u); }
+inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_acq_rel_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint4 load_streaming(const void* address) { return *static_cast<const uint4*>(address); }
 inline uint64_t clock_ns() {
