@@ -54,14 +54,8 @@ template <typename Link>
 class ChunkStream {
  public:
   __device__ ChunkStream(const BetweenDomain& between, const Waiter& waiter, const Link& link, int domain)
-      : between_(between),
-        waiter_(waiter),
-        link_(link),
-        domain_(domain),
-        peer_(kRankElsewhere + between.grid.peer_in(domain)),
-        shape_(between.link.layout.rings[kStreamRing]),
-        first_sent_(next_place(between, between.layout.next_sent, domain)),
-        first_read_(next_place(between, between.layout.next_read, domain)) {}
+      : ChunkStream(between, waiter, link, domain, next_place(between, between.layout.next_sent, domain),
+                    next_place(between, between.layout.next_read, domain)) {}
 
   // The same where the places of the call's first chunks are known; one that is not used may be any.
   __device__ ChunkStream(const BetweenDomain& between, const Waiter& waiter, const Link& link, int domain,
