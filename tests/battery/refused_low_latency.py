@@ -19,6 +19,7 @@ from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, on
 
 __all__ = [
+    "CHECKS",
     "check_handle_of_a_larger_buffer",
     "check_memory_of_a_graph",
     "check_refused_at_every_rank",
@@ -238,3 +239,13 @@ def check_memory_of_a_graph(timeout_s: float) -> None:
             buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         assert calls.dispatch()[1].tolist() == want_counts
         equal(calls.combine(rows, handle), want.cpu(), "after the memory of a graph")
+
+
+# What one rank refuses, and every rank must be told.
+CHECKS = (
+    check_handle_of_a_larger_buffer,
+    check_refused_at_every_rank,
+    check_refused_combines,
+    check_refused_dispatches,
+    check_refused_first_dispatch,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.battery import refused_low_latency
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
 from tests.emulation.conftest import RunEmulated
 
@@ -202,16 +203,7 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "check_handle_of_a_larger_buffer",
-        "check_refused_at_every_rank",
-        "check_refused_combines",
-        "check_refused_dispatches",
-        "check_refused_first_dispatch",
-    ],
-)
+@pytest.mark.parametrize("check", [check.__name__ for check in refused_low_latency.CHECKS])
 def test_what_one_rank_refuses_all_are_told(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(3, f"battery.refused_low_latency.{check}")
 

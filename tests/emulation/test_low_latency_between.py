@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
+from tests.battery import refused_low_latency
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
 from tests.emulation.conftest import RunEmulated
@@ -160,16 +161,7 @@ def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str, size: int) -
     run_by_kernels(2 * size, "emulation.domains.check_in_domains", size, f"battery.other_calls.{check}")
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "check_handle_of_a_larger_buffer",
-        "check_refused_at_every_rank",
-        "check_refused_combines",
-        "check_refused_dispatches",
-        "check_refused_first_dispatch",
-    ],
-)
+@pytest.mark.parametrize("check", [check.__name__ for check in refused_low_latency.CHECKS])
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_one_rank_refuses_all_are_told(run_by_kernels: RunEmulated, check: str, size: int) -> None:
     run_by_kernels(2 * size, "emulation.domains.check_in_domains", size, f"battery.refused_low_latency.{check}")

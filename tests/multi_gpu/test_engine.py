@@ -92,11 +92,7 @@ def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         other_calls.check_too_many_low_latency_tokens,
         other_calls.check_refused_calls_leave_nothing_to_do,
         other_calls.check_refused_combines_in_a_row,
-        refused_low_latency.check_handle_of_a_larger_buffer,
-        refused_low_latency.check_refused_at_every_rank,
-        refused_low_latency.check_refused_combines,
-        refused_low_latency.check_refused_dispatches,
-        refused_low_latency.check_refused_first_dispatch,
+        *refused_low_latency.CHECKS,
     ],
 )
 def test_ranks_that_disagree_are_told_so(run_gpus: RunGpus, check: Callable[[str], None]) -> None:
