@@ -27,6 +27,7 @@ def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
 
 max_ranks: int
 max_domains: int
+max_mapped_domains: int
 max_experts: int
 max_tokens: int
 max_topk: int
@@ -101,6 +102,9 @@ class Proxy:
     def view(self) -> LinkView: ...
     def begin_call(self) -> None: ...
     @property
+    def is_mapped(self) -> bool:
+        """Whether kernels write every peer's window themselves."""
+    @property
     def describe(self) -> str: ...
     def keep_other_peers(self) -> None:
         """From now on the loss of a peer is no failure of the link."""
@@ -131,6 +135,7 @@ def loopback_proxy(
     *,
     layout: LinkLayout,
     windows: Sequence[int] = (),
+    gbytes_per_s: float = 0.0,
     num_fifos: int = 8,
     device: int = 0,
     cpus: Sequence[int] = (),

@@ -167,6 +167,7 @@ class Communicator:
 
 rank_elsewhere: int
 max_domains: int
+max_mapped_domains: int
 max_matrix_ranks: int
 
 def between_chunk(plan: DispatchShape | CombinePlan) -> tuple[int, int]: ...

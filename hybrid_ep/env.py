@@ -26,6 +26,7 @@ __all__ = [
     "KUBERNETES_PORT",
     "LOCAL_RANK",
     "LOG_LEVEL",
+    "LOOPBACK_RATE",
     "LOST_RANKS",
     "LOW_LATENCY_BETWEEN",
     "MASTER_ADDR",
@@ -120,6 +121,13 @@ MAX_TIMEOUT_S = 1e7  # what every layer below can count in milliseconds
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= MAX_TIMEOUT_S:
+        raise ValueError(text)
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if value != 0 and not 0.1 <= value <= 10_000:
         raise ValueError(text)
     return value
 
@@ -284,6 +292,13 @@ TCP_CONNECTIONS = Variable(
     "an integer from 1 to 16",
     "tcp: connections per peer, the same at every rank.",
 )
+LOOPBACK_RATE = Variable(
+    "HYBRID_EP_LOOPBACK_RATE",
+    0.0,
+    _rate,
+    "a number of GB/s from 0.1 to 10000, or 0",
+    "loopback: the rate of a simulated NIC in GB/s, for measurements; 0 is as fast as memory.",
+)
 NICS: Variable[tuple[str, ...] | None] = Variable(
     "HYBRID_EP_NICS",
     None,
@@ -446,6 +461,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     RELAXED_ORDERING,
     TCP_ADDRESS,
     TCP_CONNECTIONS,
+    LOOPBACK_RATE,
     NICS,
     NVML_STUB,
     RANK,

@@ -20,6 +20,7 @@ Grid make_grid(int num_domains, int ranks_per_domain) {
 void add_limits(py::module_& module) {
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_domains") = kMaxDomains;
+  module.attr("max_mapped_domains") = kMaxMappedDomains;
   module.attr("max_experts") = kMaxExperts;
   module.attr("max_tokens") = kMaxTokens;
   module.attr("max_topk") = kMaxTopk;

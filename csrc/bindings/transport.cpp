@@ -9,6 +9,7 @@
 #include "transport/link_measure.h"
 #include "transport/loopback_link.h"
 #include "transport/mapped_link.h"
+#include "transport/paced_link.h"
 #include "transport/proxy.h"
 #include "transport/tcp_link.h"
 #include "transport/verbs_link.h"
@@ -34,9 +35,15 @@ std::unique_ptr<Proxy> make_proxy(std::unique_ptr<Link> link, int num_fifos, int
   return std::make_unique<Proxy>(std::move(link), ProxyOptions{num_fifos, device, std::move(cpus)});
 }
 
-std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows, int num_fifos,
-                                      int device, std::vector<int> cpus, const Faults& faults) {
-  auto link = windows.empty() ? make_loopback_link(layout) : make_mapped_link(layout, windows);
+// gbytes_per_s: a rate, as of a NIC; 0: as fast as memory.
+std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
+                                      double gbytes_per_s, int num_fifos, int device, std::vector<int> cpus,
+                                      const Faults& faults) {
+  if (!windows.empty()) {
+    return make_proxy(make_mapped_link(layout, windows, gbytes_per_s), num_fifos, device, std::move(cpus), faults);
+  }
+  auto link = make_loopback_link(layout);
+  if (gbytes_per_s != 0) link = make_paced_link(std::move(link), gbytes_per_s);
   return make_proxy(std::move(link), num_fifos, device, std::move(cpus), faults);
 }
 
@@ -182,6 +189,7 @@ void add_transport(py::module_& module) {
       .def("connect", &connect, py::arg("addresses"), py::arg("timeout_s"))
       .def("view", &Proxy::view)
       .def("begin_call", &Proxy::begin_call)
+      .def_property_readonly("is_mapped", [](const Proxy& self) { return self.view().is_mapped; })
       .def_property_readonly("describe", [](Proxy& self) { return self.link().describe(); })
       .def("keep_other_peers", &Proxy::keep_other_peers)
       .def_property_readonly("failure", &failure)
@@ -192,8 +200,8 @@ void add_transport(py::module_& module) {
       .def(py::init<uint64_t, int, double>(), py::kw_only(), py::arg("seed") = 0, py::arg("max_delay_us") = 0,
            py::arg("lost_fraction") = 0.0);
   module.def("loopback_proxy", &loopback_proxy, py::kw_only(), py::arg("layout"),
-             py::arg("windows") = std::vector<uintptr_t>(), py::arg("num_fifos") = 8, py::arg("device") = 0,
-             py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
+             py::arg("windows") = std::vector<uintptr_t>(), py::arg("gbytes_per_s") = 0.0, py::arg("num_fifos") = 8,
+             py::arg("device") = 0, py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
   module.def("nvshmem_proxy", &nvshmem_proxy, py::kw_only(), py::arg("layout"), py::arg("windows"), py::arg("pes"),
              py::arg("device") = 0, py::arg("cpus") = std::vector<int>());
   module.def("tcp_proxy", &tcp_proxy, py::kw_only(), py::arg("layout"), py::arg("host"), py::arg("num_connections") = 4,

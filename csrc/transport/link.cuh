@@ -52,6 +52,8 @@ class LinkEnd {
 // The link by proxy: commands through a FIFO to a thread of the host.
 class ProxyLink : public LinkEnd {
  public:
+  static constexpr int kMostDomains = kMaxDomains;
+
   // `writer` spreads the threads that give commands over the FIFOs, as the index of a CTA does.
   __device__ ProxyLink(const LinkView& view, int writer) : LinkEnd(view), fifo_(writer % view.fifos.num_fifos) {}
 
@@ -94,16 +96,30 @@ class ProxyLink : public LinkEnd {
   int fifo_;
 };
 
+// Waits until a chunk that takes this long has crossed, after all that came before it. One thread.
+__device__ inline void wait_for_crossing(uint64_t* crossed_at, uint64_t duration_ns) {
+  auto* word = reinterpret_cast<unsigned long long*>(crossed_at);
+  atomicMax(word, static_cast<unsigned long long>(ptx::clock_ns()));
+  const uint64_t end = atomicAdd(word, static_cast<unsigned long long>(duration_ns)) + duration_ns;
+  while (ptx::clock_ns() < end) {
+  }
+}
+
 // The link to peers whose windows are mapped: a chunk is built in the peer's receive slot, so that a put is its flag.
 class MappedLink : public LinkEnd {
  public:
+  static constexpr int kMostDomains = kMaxMappedDomains;
+
   __device__ MappedLink(const LinkView& view, int) : LinkEnd(view) {}
 
   __device__ uint8_t* send_slot(int ring, int peer, int slot) const {
     return view_.windows[peer] + view_.layout.recv_offset(peer, ring, view_.layout.domain_idx, slot);
   }
   template <typename GiveUp>
-  __device__ bool put_signal(int ring, int peer, int slot, uint32_t, uint64_t word, GiveUp&&) const {
+  __device__ bool put_signal(int ring, int peer, int slot, uint32_t num_bytes, uint64_t word, GiveUp&&) const {
+    if (view_.ns_per_byte > 0) {
+      wait_for_crossing(view_.crossed_at, static_cast<uint64_t>(static_cast<float>(num_bytes) * view_.ns_per_byte));
+    }
     return write(peer, view_.layout.flag_idx(peer, ring, view_.layout.domain_idx, slot), word);
   }
   template <typename GiveUp>

@@ -42,6 +42,8 @@ class Link {
   // The windows of all domains as this GPU maps them, each followed by its words, if kernels write their peers' windows
   // themselves. Such kernels give no commands. Empty: the proxy carries out the commands of kernels.
   virtual std::vector<uint8_t*> mapped_windows() const { return {}; }
+  // The rate that kernels of mapped windows keep to, in 10⁹ bytes a second; 0: none.
+  virtual double gbytes_per_s() const { return 0; }
   // With NVSHMEM, the PEs of the peers by domain.
   virtual std::vector<int> pes() const { return {}; }
   // Describes for people what the link uses: devices, kind of memory, connections.

@@ -25,6 +25,10 @@ struct LinkView {
   bool is_mapped;
   uint8_t* windows[kMaxDomains];
   int pes[kMaxDomains];
+  // Of a link whose kernels keep to the rate of a NIC: the time of a byte, 0 without a rate, and a word of this GPU
+  // with the time by clock_ns() at which the chunks given so far have crossed.
+  float ns_per_byte;
+  uint64_t* crossed_at;
 };
 
 }  // namespace hybrid_ep

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "transport/paced_link.h"
 
 namespace hybrid_ep {
 namespace {
@@ -36,6 +37,18 @@ class MappedWindows : public Link {
   std::string description_;
 };
 
+class LoopbackWindows final : public MappedWindows {
+ public:
+  LoopbackWindows(const LinkLayout& layout, const std::vector<uintptr_t>& windows, double gbytes_per_s)
+      : MappedWindows(layout, windows, "loopback by stores of the kernels" + with_rate(gbytes_per_s)),
+        gbytes_per_s_(gbytes_per_s) {}
+
+  double gbytes_per_s() const override { return gbytes_per_s_; }
+
+ private:
+  const double gbytes_per_s_;
+};
+
 class NvshmemWindows final : public MappedWindows {
  public:
   NvshmemWindows(const LinkLayout& layout, const std::vector<uintptr_t>& windows, const std::vector<int>& pes)
@@ -57,8 +70,9 @@ class NvshmemWindows final : public MappedWindows {
 
 }  // namespace
 
-std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows) {
-  return std::make_unique<MappedWindows>(layout, windows, "loopback by stores of the kernels");
+std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
+                                       double gbytes_per_s) {
+  return std::make_unique<LoopbackWindows>(layout, windows, gbytes_per_s);
 }
 
 std::unique_ptr<Link> make_nvshmem_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows,

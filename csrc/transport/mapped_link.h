@@ -17,8 +17,10 @@
 
 namespace hybrid_ep {
 
-// `windows` are those of all domains by index, as this process maps them, each with its words behind it.
-std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows);
+// `windows` are those of all domains by index, as this process maps them, each with its words behind it. gbytes_per_s:
+// a rate that kernels keep to, as a NIC would; 0: none.
+std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
+                                       double gbytes_per_s);
 
 // `windows` are those of all domains by index on the symmetric heap, as this process maps them, each with its words
 // behind it; 0: it is not mapped. `pes` are those of all domains.

@@ -20,6 +20,7 @@ namespace hybrid_ep {
 class NvshmemLink : public MappedLink {
  public:
   using MappedLink::MappedLink;
+  static constexpr int kMostDomains = kMaxDomains;
 
   __device__ uint8_t* send_slot(int ring, int peer, int slot) const {
     if (is_mapped(peer)) return MappedLink::send_slot(ring, peer, slot);

@@ -53,7 +53,7 @@ Proxy::Proxy(std::unique_ptr<Link> link, const ProxyOptions& options)
   for (const int cpu : options.cpus) require(cpu >= 0 && cpu < CPU_SETSIZE, "cpus", cpu, "0 to 1023");
   const size_t command_bytes = sizeof(PackedCommand) * kFifoSlots * num, cursor_bytes = sizeof(FifoCursor) * num;
   pinned_ = allocate_pinned(command_bytes + cursor_bytes);
-  cursors_ = allocate_device(2 * cursor_bytes);
+  cursors_ = allocate_device(2 * cursor_bytes + sizeof(uint64_t));
   fifos_.commands = reinterpret_cast<PackedCommand*>(pinned_.get());
   fifos_.done = reinterpret_cast<FifoCursor*>(pinned_.get() + command_bytes);
   fifos_.heads = reinterpret_cast<FifoCursor*>(cursors_.get());
@@ -92,9 +92,12 @@ void Proxy::connect(const std::vector<std::string>& addresses, double timeout_s)
 
 LinkView Proxy::view() const {
   require_own_process();
-  LinkView view{link_->layout(), link_->window(), link_->words(), link_->failure().flag(), fifos_, false, {}, {}};
+  LinkView view{link_->layout(), link_->window(), link_->words(), link_->failure().flag(), fifos_, false, {}, {}, 0,
+                nullptr};
   const std::vector<uint8_t*> windows = link_->mapped_windows();
   view.is_mapped = !windows.empty();
+  if (const double rate = link_->gbytes_per_s(); rate > 0) view.ns_per_byte = static_cast<float>(1 / rate);
+  view.crossed_at = reinterpret_cast<uint64_t*>(fifos_.known_done + fifos_.num_fifos);
   std::copy(windows.begin(), windows.end(), view.windows);
   const std::vector<int> pes = link_->pes();
   std::copy(pes.begin(), pes.end(), view.pes);

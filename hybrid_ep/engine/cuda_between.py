@@ -121,6 +121,10 @@ class CudaBetween(TorchEngine):
         roll_call.lost = self._peers.lost = self._everyone.lost = self.lost
         ring = Ring(*_cuda.between_ring(num_domains=grid.num_domains))
         self._link, self._keep = self._open_link([ring], grid, False)
+        if self._link.proxy.is_mapped and self._link.kernels is None and grid.num_domains > _cuda.max_mapped_domains:
+            self._link.close()
+            allowed = f"2 … {_cuda.max_mapped_domains} over {self._link.choice.name} on one host; tcp takes more"
+            raise ConfigError(f"num_domains is {grid.num_domains}; allowed: {allowed}")
         self.transport = f"NVLink, {self._link.choice.name}"
         self._between = _cuda.BetweenCommunicator(
             domain=self._communicator,

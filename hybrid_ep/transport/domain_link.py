@@ -283,7 +283,8 @@ def _nvshmem_proxy(
         device=device_idx,
         cpus=proxy_cpus(topology, gpu_idx_of(topology, device)),
     )
-    return proxy, window, None if all(windows) else nvshmem.kernels()
+    uses_mapped = all(windows) and len(windows) <= native.max_mapped_domains
+    return proxy, window, None if uses_mapped else nvshmem.kernels()
 
 
 def _make_proxy(
@@ -311,6 +312,7 @@ def _make_proxy(
         assert map_symmetric is not None or not on_gpu, "loopback on GPUs needs symmetric memory"
         if map_symmetric is not None and faults is None:
             options["windows"] = list(map_symmetric(num_bytes))
+        options["gbytes_per_s"] = env.LOOPBACK_RATE.get()
         return native.loopback_proxy(**options), None
     if name == "tcp":
         options |= {"host": local_address(), "num_connections": env.TCP_CONNECTIONS.get(), "timeout_s": timeout_s}

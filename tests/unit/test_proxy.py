@@ -336,3 +336,30 @@ def test_thread_runs_on_the_cpus_it_is_given() -> None:
     assert all(proxy.close(LIMIT_S) for proxy in proxies)
     with pytest.raises(ValueError, match="cpus is 1024; allowed: 0 to 1023"):
         _C.loopback_proxy(layout=layouts[0], cpus=[1024])
+
+
+def test_a_paced_link_has_the_rate_of_a_nic() -> None:
+    """Chunks take the time that their bytes need at this rate, in order. A credit does not wait for them."""
+    gbytes_per_s, num_bytes = 1e-5, 1024  # 0.1 s a chunk
+    layouts = [_C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS) for i in range(2)]
+    proxies = [_C.loopback_proxy(layout=layout, gbytes_per_s=gbytes_per_s, num_fifos=1) for layout in layouts]
+    _connect(proxies)
+    for proxy in proxies:
+        proxy.begin_call()
+    sender, receiver = (_C.HostWriter(proxy, 0) for proxy in proxies)
+    assert proxies[0].describe == "loopback by memcpy, at 1e-05 GB/s"
+    begin, seconds = time.monotonic(), num_bytes / gbytes_per_s / 1e9
+    for slot in range(3):
+        assert sender.put(1, 1, slot, num_bytes, slot + 1)
+    assert sender.credit(1, 1, 0, 9)
+    wait_until(lambda: receiver.poll_credit(1, 0, 0) == 9)
+    assert time.monotonic() - begin < seconds
+    for slot in range(3):
+        wait_until(lambda slot=slot: receiver.poll(1, 0, slot) == slot + 1)  # type: ignore[misc]
+        assert (slot + 1) * seconds <= time.monotonic() - begin
+        assert receiver.poll(1, 0, (slot + 1) % 4) == 0
+    assert not proxies[0].drain(0)  # the call has not ended
+    sender.end_call()
+    assert proxies[0].drain(LIMIT_S)
+    with pytest.raises(ValueError, match="gbytes_per_s is -1"):
+        _C.loopback_proxy(layout=layouts[0], gbytes_per_s=-1)

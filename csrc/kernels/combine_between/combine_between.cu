@@ -16,6 +16,7 @@
 
 #include <algorithm>
 
+#include "common/check.h"
 #include "device/epilogue.cuh"
 #include "device/row_mover.cuh"
 #include "kernels/between/records.cuh"
@@ -42,7 +43,7 @@ __host__ __device__ constexpr int ring_bytes(bool is_alone) {
   return num_senders * kSendRingBytes + num_sums * kWarpRingBytes;
 }
 
-constexpr int kMaxDomainsPerLane = (kMaxDomains + 31) / 32;
+constexpr int domains_per_lane(int num_domains) { return (num_domains + 31) / 32; }
 
 // What a rank publishes to its peers ahead of its records: its call, and what is wrong in its domain. The ranks of a
 // domain find that out together. Other ranks learn it from their peers.
@@ -509,11 +510,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename Link>
 auto kernel_of(const Grid& grid) {
   const bool is_alone = grid.ranks_per_domain == 1;
-  if (grid.num_domains <= 32) {
+  require(grid.num_domains <= Link::kMostDomains, "domains", grid.num_domains, "fewer for this link");
+  constexpr int kMost = domains_per_lane(Link::kMostDomains);
+  if (domains_per_lane(grid.num_domains) == 1) {
     return is_alone ? combine_between_kernel<Link, 1, true> : combine_between_kernel<Link, 1, false>;
   }
-  return is_alone ? combine_between_kernel<Link, kMaxDomainsPerLane, true>
-                  : combine_between_kernel<Link, kMaxDomainsPerLane, false>;
+  return is_alone ? combine_between_kernel<Link, kMost, true> : combine_between_kernel<Link, kMost, false>;
 }
 
 }  // namespace
@@ -521,7 +523,7 @@ auto kernel_of(const Grid& grid) {
 void prepare_combine_between() {
   for_each_link([](auto link) {
     using Link = typename decltype(link)::type;
-    for (const int num_domains : {1, kMaxDomains}) {
+    for (const int num_domains : {1, Link::kMostDomains}) {
       for (const int num_ranks : {1, 2}) allow_shared_memory(kernel_of<Link>({0, num_domains, num_ranks}));
     }
   });
