@@ -127,7 +127,7 @@ def _seconds(text: str) -> float:
 
 def _rate(text: str) -> float:
     value = float(text)
-    if value != 0 and not 0.1 <= value <= 10_000:
+    if value != 0 and not 0.0001 <= value <= 10_000:
         raise ValueError(text)
     return value
 
@@ -296,7 +296,7 @@ LOOPBACK_RATE = Variable(
     "HYBRID_EP_LOOPBACK_RATE",
     0.0,
     _rate,
-    "a number of GB/s from 0.1 to 10000, or 0",
+    "a number of GB/s from 0.0001 to 10000, or 0",
     "loopback: the rate of a simulated NIC in GB/s, for measurements; 0 is as fast as memory.",
 )
 NICS: Variable[tuple[str, ...] | None] = Variable(

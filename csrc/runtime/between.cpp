@@ -123,7 +123,8 @@ void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors&
   params.call[0] = arena_bits(params.between.domain.arena_number) |
                    static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
   params.call[1] = static_cast<uint32_t>(handle);
-  params.window_bytes = link_.is_mapped ? domain_.most_bytes_on_wire() : 0;
+  const bool sends_over_nvlink = link_.is_mapped || grid_.ranks_per_domain > 1;
+  params.window_bytes = sends_over_nvlink ? domain_.most_bytes_on_wire() : 0;
   params.record = record_of(plan);
   params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);
   params.route = tensors.route;

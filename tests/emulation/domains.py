@@ -31,8 +31,10 @@ __all__ = [
     "check_other_shrink",
     "check_over",
     "check_rank_that_others_have_given_up",
+    "check_rate",
     "check_refused_launch",
     "check_scratch_of_combine",
+    "check_too_many_mapped_domains",
     "check_torch_asked_for",
     "lose_a_rank",
 ]
@@ -232,3 +234,28 @@ def lose_a_rank() -> int:
         peer = error.peer
     assert peer is not None
     return peer
+
+
+def check_rate(case: Case, gbytes_per_s: float) -> None:
+    """Calls over a link with a rate give the same results, and take at least as long as their bytes need."""
+    inputs = case.inputs(dist.get_rank())
+    with mock.patch.dict(os.environ, {"HYBRID_EP_LOOPBACK_RATE": str(gbytes_per_s)}):
+        buffer = make_buffer(case)
+    dispatch(buffer, case, inputs)  # memory
+    begin = time.monotonic()
+    with_rate = dispatch(buffer, case, inputs)
+    seconds = time.monotonic() - begin
+    num_bytes = buffer.traffic.between_domains / 2
+    buffer.close()
+    assert seconds >= num_bytes / gbytes_per_s / 1e9
+    with make_buffer(case) as buffer:
+        equal(with_rate[0], dispatch(buffer, case, inputs)[0], "rows")
+
+
+def check_too_many_mapped_domains() -> None:
+    """Kernels that write mapped windows take fewer domains. All ranks get the same error."""
+    from hybrid_ep import _cuda
+
+    expected = r"^num_domains is 2; allowed: 2 … 1 over loopback on one host; tcp takes more$"
+    with mock.patch.object(_cuda, "max_mapped_domains", 1), pytest.raises(ConfigError, match=expected):
+        make_buffer(Case("mapped", 2, 4, num_ranks_per_domain=1))

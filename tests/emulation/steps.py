@@ -178,10 +178,10 @@ STEPS = [
         _FOUR,
     ),
     Step(
-        "chunks of partial rows are told in order",
+        "runs of partial rows are published in order",
         _COMBINE,
-        "ok = waiter.until_count(pushed, chunk, WaitTag::kGrid);",
-        ";",
+        "ptx::load_acquire_gpu(arrived + num) == epoch",
+        "true",
         (4, _ROUND_TRIP, Case("2x2_long", 4, 160, hidden=2048, num_experts=4, topk=4, num_ranks_per_domain=2)),
     ),
     Step(
@@ -365,7 +365,7 @@ ENDS = [
         (_DISPATCH, _AGREE, f"({_AGREE} && {_END})"),
     ),
     *_end("has sent some records", (_DISPATCH, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
-    *_end("has agreed on a combine", (_COMBINE, "shared_status == kSent && warp < kSumsFrom", _END)),
+    *_end("has agreed on a combine", (_COMBINE, "shared_status == kSent && warp < kSendWarps", _END)),
     *_end("has sent some rows home", (_COMBINE, _FREE, f"(part.chunk > {_SOME_CHUNKS} ? {_END} : {_FREE})")),
 ]
 

@@ -229,3 +229,12 @@ def test_a_step_that_is_left_out_is_noticed(run_briefly: RunEmulated, step: Step
     num_ranks, *rest = step.check
     with pytest.raises(RankError):
         run_briefly(num_ranks, "emulation.steps.check_without", step.name, *rest)
+
+
+def test_a_link_with_the_rate_of_a_nic(run_emulated: RunEmulated) -> None:
+    case = Case("rate", 2, 100, hidden=1024, num_ranks_per_domain=1)
+    run_emulated(2, "emulation.domains.check_rate", case, 0.0001)
+
+
+def test_too_many_domains_of_one_host(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.domains.check_too_many_mapped_domains")

@@ -18,7 +18,6 @@
 
 #include "common/check.h"
 #include "device/epilogue.cuh"
-#include "device/row_mover.cuh"
 #include "kernels/between/records.cuh"
 #include "kernels/combine/chunk_reports.cuh"
 #include "kernels/combine/ready.cuh"
@@ -29,18 +28,20 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a CTA. A warp that has no rows left in its role goes on to the next role: push, sum for each domain, sum at home.
-constexpr int kPushWarps = 2, kDomainWarps = 4, kHomeWarps = 6;
-constexpr int kWarps = kPushWarps + kDomainWarps + kHomeWarps;
+// Of a CTA: warps that send rows, one that reports which have arrived, and others that sum. Where a domain has several
+// ranks, kDomainWarps of these sum for each domain. A warp that has no rows left in its role goes on: from sending to
+// sums for each domain, and from these to sums at home.
+constexpr int kSumWarps = 9, kDomainWarps = 4;
+constexpr int kFirstSumWarp = kSendWarps + 1;
+constexpr int kWarps = kFirstSumWarp + kSumWarps;
 constexpr int kThreads = kWarps * 32;
-constexpr int kPushRows = 16;                  // that a warp pushes at once
-constexpr int kWarpRingBytes = kSumRingBytes;  // of a warp, in each of its roles
-static_assert(kWarpRingBytes >= RowMover::kRingBytes);
+constexpr int kMinRunRows = 8;  // that a warp pushes at once
 
-// Of all warps; the tables follow. Where a rank is alone in its domain, kSendWarps send and one reports.
-__host__ __device__ constexpr int ring_bytes(bool is_alone) {
-  const int num_senders = is_alone ? kSendWarps : 0, num_sums = is_alone ? kWarps - kSendWarps - 1 : kWarps;
-  return num_senders * kSendRingBytes + num_sums * kWarpRingBytes;
+// With many ranks the tables leave less shared memory for rings.
+__host__ __device__ constexpr int num_sum_warps(int num_ranks) { return num_ranks > 1024 ? kSumWarps - 1 : kSumWarps; }
+// Of all warps; the tables follow.
+__host__ __device__ constexpr int ring_bytes(int num_ranks) {
+  return kSendWarps * kSendRingBytes + num_sum_warps(num_ranks) * kSumRingBytes;
 }
 
 constexpr int domains_per_lane(int num_domains) { return (num_domains + 31) / 32; }
@@ -223,56 +224,134 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
   return __syncthreads_and(ok);
 }
 
-// Pushes the rows of x to the ranks that sum them: of every peer in every domain its first chunk, then its second one,
-// and so on. Returns false if another warp does not push. Collective over a warp.
-__device__ bool push_rows(const CombineBetweenParams& params, const CombineTables& tables, const Waiter& waiter,
-                          uint32_t epoch, RowMover& mover) {
+// Runs of rows of x for one source, which go to the rank of this domain that sums for the source: what send_runs sends
+// where a domain has several ranks. Of every source comes its first run, then its second one, and so on.
+class RowsToSum {
+ public:
+  struct Run {
+    int source, number;  // among the runs of its source
+  };
+  static constexpr bool kLoadsEarly = true;
+
+  __device__ RowsToSum(const CombineBetweenParams& params, const CombineTables& tables, ReportQueue& queue)
+      : params_(params),
+        tables_(tables),
+        queue_(queue),
+        run_rows_(rows_per_run(params, tables)),
+        items_(&params.between.domain.control[params.between.domain.rank]->sent_items) {
+    const Grid& grid = params.between.grid;
+    int most_rows = 0;  // for one source
+    for (int source = threadIdx.x % 32; source < grid.num_ranks(); source += 32) {
+      if (source % grid.ranks_per_domain != me()) most_rows = max(most_rows, count_of(params, source, me()));
+    }
+    num_items_ = (__reduce_max_sync(kAllLanes, most_rows) + run_rows_ - 1) / run_rows_ * num_streams();
+  }
+
+  // Rows of a run: more than kMinRunRows only where the flags of runs would not suffice.
+  static __device__ int rows_per_run(const CombineBetweenParams& params, const CombineTables& tables) {
+    const int num_ranks = params.between.grid.num_ranks(), last = num_ranks - 1;
+    const int num_rows = tables.send_begin[last] + count_of(params, last, params.between.domain.rank);
+    int run_rows = kMinRunRows;
+    while (num_rows / run_rows + num_ranks > kMaxRanks * kMaxChunksOfSource) run_rows *= 2;
+    return run_rows;
+  }
+
+  __device__ int run_bytes() const { return run_rows_ * params_.row_bytes; }
+
+  __device__ bool next(Run& run) {
+    const Grid& grid = params_.between.grid;
+    const int size = grid.ranks_per_domain;
+    for (int item = items_.take(); item < num_items_; item = items_.take()) {
+      const int stream = item % num_streams();
+      const int g = (me() + 1 + stream % (size - 1)) % size;
+      const int domain = (grid.domain_idx() + 1 + stream / (size - 1)) % grid.num_domains;
+      run = {domain * size + g, item / num_streams()};
+      if (run.number * run_rows_ < count_of(params_, run.source, me())) return true;
+    }
+    return false;
+  }
+
+  // The arena has room for all rows.
+  __device__ bool is_ready(const Run&) const { return true; }
+  __device__ bool wait_ready(const Run&) const { return true; }
+
+  __device__ Blocks blocks(const Run& run) const { return {1, num_rows(run) * params_.row_bytes, 0}; }
+  __device__ const uint8_t* from(const Run& run) const { return params_.rows + first_row(run) * params_.row_bytes; }
+  __device__ uint8_t* to(const Run& run) const {
+    return arena(run) + params_.slot.rows + first_target(run) * params_.row_bytes;
+  }
+
+  __device__ void finish(const Run& run) const {
+    const int num_floats = num_rows(run) * params_.num_weights;
+    if (num_floats == 0) return;
+    auto* to = reinterpret_cast<float*>(arena(run) + params_.slot.weights) + first_target(run) * params_.num_weights;
+    const float* from = params_.weights + first_row(run) * params_.num_weights;
+    for (int i = threadIdx.x % 32; i < num_floats; i += 32) to[i] = from[i];
+  }
+
+  __device__ void report(const Run& run) const {
+    if (threadIdx.x % 32 == 0) push_report(queue_, run.source << 16 | run.number);
+  }
+
+ private:
+  static_assert(kMaxTokens / kMinRunRows <= 1 << 16 && kMaxExperts < 1 << 15);  // at most as many ranks as experts
+
+  __device__ int me() const { return params_.between.domain.rank; }
+  __device__ int num_streams() const {
+    return (params_.between.grid.ranks_per_domain - 1) * params_.between.grid.num_domains;
+  }
+  // Partial rows always land in the arena's first slot.
+  __device__ uint8_t* arena(const Run& run) const {
+    return params_.between.domain.arena[run.source % params_.between.grid.ranks_per_domain];
+  }
+  __device__ int64_t first_row(const Run& run) const {
+    return tables_.send_begin[run.source] + static_cast<int64_t>(run.number) * run_rows_;
+  }
+  __device__ int64_t first_target(const Run& run) const {
+    return tables_.send_base[run.source] + static_cast<int64_t>(run.number) * run_rows_;
+  }
+  // That x has.
+  __device__ int num_rows(const Run& run) const {
+    const int left = min(run_rows_, count_of(params_, run.source, me()) - run.number * run_rows_);
+    return static_cast<int>(max(int64_t{0}, min(int64_t{left}, params_.num_rows - first_row(run))));
+  }
+
+  const CombineBetweenParams& params_;
+  const CombineTables& tables_;
+  ReportQueue& queue_;
+  const int run_rows_;
+  WorkIndices<> items_;
+  int num_items_;
+};
+
+// Notes a run that has arrived, as RowsToSum has reported it, and publishes to the rank that sums how many rows have
+// arrived before the first one that has not. Runs arrive in any order. One thread.
+__device__ void publish_rows(const CombineBetweenParams& params, const CombineTables& tables, uint32_t epoch,
+                             int32_t report) {
+  constexpr uint32_t kIsTaken = 1u << 31;  // by a thread that publishes
   const BetweenDomain& between = params.between;
-  const Grid& grid = between.grid;
-  const int lane = threadIdx.x % 32, size = grid.ranks_per_domain, num_peers = size - 1, me = between.domain.rank;
-  int most_rows = 0;  // for one source
-  for (int source = lane; source < grid.num_ranks(); source += 32) {
-    if (source % size != me) most_rows = max(most_rows, count_of(params, source, me));
+  const int source = report >> 16, number = report & 0xffff, size = between.grid.ranks_per_domain;
+  const int me = between.domain.rank, num_rows = count_of(params, source, me);
+  const int run_rows = RowsToSum::rows_per_run(params, tables);
+  // Peers leave these flags of this rank alone in such a call.
+  uint32_t* arrived = &between.domain.control[me]->chunk_epoch[0][0] + tables.send_begin[source] / run_rows + source;
+  ptx::store_release_gpu(arrived + number, epoch);
+  uint32_t* num_published = own_part<uint32_t>(between, between.layout.pushed) + source;
+  uint32_t num = kIsTaken;
+  // Who has taken the word gives it back without waiting for anybody, so this needs no deadline.
+  while ((num & kIsTaken) != 0 || atomicCAS(num_published, num, num | kIsTaken) != num) {
+    num = ptx::load_acquire_gpu(num_published);
   }
-  const int most_chunks = (__reduce_max_sync(kAllLanes, most_rows) + kPushRows - 1) / kPushRows;
-  const int num_streams = num_peers * grid.num_domains;
-  WorkIndices<> items(&between.domain.control[me]->sent_items);
-  for (int item = items.take(); item < most_chunks * num_streams; item = items.take()) {
-    const int chunk = item / num_streams, stream = item % num_streams;
-    const int g = (me + 1 + stream % num_peers) % size;
-    const int domain = (grid.domain_idx() + 1 + stream / num_peers) % grid.num_domains;
-    const int source = domain * size + g, begin = chunk * kPushRows, num_rows = count_of(params, source, me);
-    if (begin >= num_rows) continue;
-    const int end = min(begin + kPushRows, num_rows);
-    uint8_t* slot = between.domain.arena[g];  // partial rows always land in the arena's first slot
-    const auto row_of = [&](int i) {
-      const int64_t row = tables.send_begin[source] + i;
-      return i < end && row < params.num_rows ? params.rows + row * params.row_bytes : nullptr;
-    };
-    for (int i = begin; row_of(i) != nullptr; ++i) {
-      const int64_t from = tables.send_begin[source] + i, to = tables.send_base[source] + i;
-      uint8_t* target = slot + params.slot.rows + to * params.row_bytes;
-      mover.move(row_of(i), params.row_bytes, lane == 0 ? target : nullptr, row_of(i + 1));
-      auto* weights = reinterpret_cast<float*>(slot + params.slot.weights) + to * params.num_weights;
-      for (int k = lane; k < params.num_weights; k += 32) weights[k] = params.weights[from * params.num_weights + k];
-    }
-    mover.finish();
-    // Chunks of a source are published in order, so one count of rows covers all.
-    bool ok = true;
-    if (lane == 0) {
-      uint32_t* pushed = own_part<uint32_t>(between, between.layout.pushed) + source;
-      uint64_t* published =
-          between_part<uint64_t>(between, g, between.layout.rows_pushed) + me * grid.num_domains + domain;
-      ptx::fence_acq_rel_system();
-      ok = waiter.until_count(pushed, chunk, WaitTag::kGrid);
-      if (ok) {
-        ptx::store_release_system(published, static_cast<uint64_t>(end) << 32 | epoch);
-        ptx::store_release_gpu(pushed, chunk + 1);
-      }
-    }
-    if (!__all_sync(kAllLanes, ok)) return false;
+  ptx::fence_acq_rel_gpu();
+  const uint32_t before = num;
+  while (static_cast<int>(num) * run_rows < num_rows && ptx::load_acquire_gpu(arrived + num) == epoch) ++num;
+  if (num > before) {
+    const int end = min(static_cast<int>(num) * run_rows, num_rows);
+    uint64_t* published = between_part<uint64_t>(between, source % size, between.layout.rows_pushed) +
+                          me * between.grid.num_domains + source / size;
+    ptx::store_release_system(published, static_cast<uint64_t>(end) << 32 | epoch);
   }
-  return true;
+  ptx::store_release_gpu(num_published, num);
 }
 
 // What the warps of a CTA know of what goes to each domain, in shared memory. A load from global memory, or of a
@@ -414,8 +493,7 @@ template <typename Link, int kDomainsPerLane, bool kIsAlone>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_between_kernel(const __grid_constant__ CombineBetweenParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ uint64_t push_barriers[kPushWarps][RowMover::kStages], sum_barriers[kWarps][kSumStages];
-  __shared__ uint64_t send_barriers[kSendWarps][kMaxStages];
+  __shared__ uint64_t send_barriers[kSendWarps][kMaxStages], sum_barriers[kWarps][kSumStages];
   __shared__ Segment segments[kWarps][kSumStages];
   __shared__ SentStreams streams;
   __shared__ int shared_status;
@@ -429,7 +507,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Link link(between.link, blockIdx.x);
   const uint32_t epoch = next_epoch(ptx::load_acquire_gpu(&own.combine_epoch));
   const int warp = threadIdx.x / 32;
-  int* send_begin = reinterpret_cast<int*>(shared + ring_bytes(kIsAlone));
+  int* send_begin = reinterpret_cast<int*>(shared + ring_bytes(grid.num_ranks()));
   const CombineTables tables{send_begin, send_begin + grid.num_ranks(), send_begin + 2 * grid.num_ranks(),
                              send_begin + 3 * grid.num_ranks()};
 
@@ -453,37 +531,42 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // Each warp goes on from its role to the next ones: push, sum for each domain, and sum at home. A rank that is alone
-  // in its domain has warps that send, one that reports, and others that sum at home.
-  constexpr int kSumsFrom = kIsAlone ? kSendWarps + 1 : 0;  // the first warp that sums
-  if (shared_status == kSent && warp < kSumsFrom) {
-    ReportQueue* queues = own.report_queues[blockIdx.x];
-    if (warp < kSendWarps) {
+  // Send, report what has arrived, and sum.
+  ReportQueue* queues = own.report_queues[blockIdx.x];
+  if (shared_status == kSent && warp < kSendWarps) {
+    uint8_t* stages = shared + warp * kSendRingBytes;
+    if constexpr (kIsAlone) {
       PartsHome<Link> parts(params, tables, streams, waiter, link, queues[warp]);
       const int num_blocks = are_rows_together(params) ? 1 : kRowsOfPart;
       const Pieces pieces(num_blocks, kRowsOfPart / num_blocks * params.row_bytes, params.window_bytes, gridDim.x);
-      ok = send_runs(parts, pieces, shared + warp * kSendRingBytes, send_barriers[warp]);
-      if (threadIdx.x % 32 == 0) push_report(queues[warp], kLastReport);
+      ok = send_runs(parts, pieces, stages, send_barriers[warp]);
     } else {
-      report_chunks<kSendWarps>(queues,
-                                [&](int32_t report) { ok &= count_part(params, streams, waiter, link, report); });
+      RowsToSum rows(params, tables, queues[warp]);
+      ok = send_runs(rows, Pieces(1, rows.run_bytes(), params.window_bytes, gridDim.x), stages, send_barriers[warp]);
     }
-  } else if (shared_status == kSent) {
-    const int number = warp - kSumsFrom;  // of the warp's ring
-    uint8_t* stages = shared + (kIsAlone ? kSendWarps * kSendRingBytes : 0) + number * kWarpRingBytes;
-    if (!kIsAlone && warp < kPushWarps) {
-      RowMover mover(stages, push_barriers[warp]);
-      ok = push_rows(params, tables, own_waiter, epoch, mover);
-    }
-    RowRing<0> ring(stages, sum_barriers[number], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
-    if (ok && !kIsAlone && warp < kPushWarps + kDomainWarps) {
-      const int first = blockIdx.x * (kPushWarps + kDomainWarps) + warp;
-      DomainSums<Link> rows(params, tables, waiter, link, epoch, first % grid.num_domains);
-      ok = sum_all(rows, ring, segments[number]);
+    if (threadIdx.x % 32 == 0) push_report(queues[warp], kLastReport);
+  } else if (shared_status == kSent && warp == kSendWarps) {
+    report_chunks<kSendWarps>(queues, [&](int32_t report) {
+      if constexpr (kIsAlone) {
+        ok &= count_part(params, streams, waiter, link, report);
+      } else {
+        publish_rows(params, tables, epoch, report);
+      }
+    });
+  }
+  const bool sums = warp < kSendWarps ? !kIsAlone && ok : warp > kSendWarps;
+  if (shared_status == kSent && sums && warp < kFirstSumWarp + num_sum_warps(grid.num_ranks())) {
+    uint8_t* stages =
+        shared + (warp < kSendWarps ? warp * kSendRingBytes
+                                    : kSendWarps * kSendRingBytes + (warp - kFirstSumWarp) * kSumRingBytes);
+    RowRing<0> ring(stages, sum_barriers[warp], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
+    if (!kIsAlone && warp < kFirstSumWarp + kDomainWarps) {
+      DomainSums<Link> rows(params, tables, waiter, link, epoch, (blockIdx.x * kWarps + warp) % grid.num_domains);
+      ok = sum_all(rows, ring, segments[warp]);
     }
     if (ok) {
       HomeSums<Link, kDomainsPerLane, kIsAlone> rows(params, tables, waiter, own_waiter, link, epoch);
-      sum_all(rows, ring, segments[number]);
+      sum_all(rows, ring, segments[warp]);
       rows.return_reads();
       ok = rows.ok();
     }
@@ -535,7 +618,7 @@ void launch_combine_between(const CombineBetweenParams& params, int num_sms, cud
   const auto kernel =
       kernel_for(params.between.link, [&](auto link) { return kernel_of<typename decltype(link)::type>(grid); });
   launch_kernel(LaunchKind::kCooperative, kernel, params, dim3(num_sms), kThreads,
-                ring_bytes(grid.ranks_per_domain == 1) + table_bytes, stream);
+                ring_bytes(grid.num_ranks()) + table_bytes, stream);
 }
 
 }  // namespace hybrid_ep
