@@ -80,14 +80,19 @@ __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
   return false;
 }
 
-// Waits until rank r has read the rows that the previous call left in the buffer.
+// Waits until rank r has read the rows that the previous call left in the buffer. A rank that has also ended this call
+// has given this one up, and uses the buffer for a later call. Where ranks are masked, it is left out.
 __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
   const uint32_t before = previous_epoch(epoch);
+  const auto is_free = [&](uint32_t seen) {
+    return has_reached_epoch(seen, before) && !(domain.takes_masks && has_reached_epoch(seen, epoch));
+  };
   // Every call begins with this, so both are loaded at once.
-  const bool is_left_out = is_masked(domain, r), is_free = Waiter::has_reached(flag, before);
-  if (is_left_out || is_free) return !is_left_out;
-  return takes_part(domain, r, [&] { return waiter.until_epoch(flag, before, r, WaitTag::kFreeSlots); });
+  const bool is_left_out = is_masked(domain, r);
+  const uint32_t seen = ptx::load_acquire_system(flag);
+  if (is_left_out || is_free(seen)) return !is_left_out;
+  return takes_part(domain, r, [&] { return waiter.until_enough(flag, is_free, epoch - 1, r, WaitTag::kFreeSlots); });
 }
 
 // What rank `from` publishes to rank `at` when it begins to send: a LowLatencyBegun.

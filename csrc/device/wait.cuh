@@ -85,15 +85,17 @@ class Waiter {
         control_(control),
         num_ranks_(num_ranks) {}
 
-  // Waits until *flag, written by another GPU, has reached `epoch` (epochs wrap). Acquires at system scope.
-  __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    const auto has_come = [&](uint32_t seen) { return has_reached_epoch(seen, epoch); };
-    return poll([&] { return ptx::load_acquire_system(flag); }, has_come, epoch, peer, tag);
+  // Waits until is_enough(*flag), which another GPU writes. Acquires at system scope. `expected` goes into the record.
+  template <typename IsEnough>
+  __device__ bool until_enough(const uint32_t* flag, IsEnough&& is_enough, uint32_t expected, int peer,
+                               WaitTag tag) const {
+    return poll([&] { return ptx::load_acquire_system(flag); }, is_enough, expected, peer, tag);
   }
 
-  // Whether that is so already.
-  static __device__ bool has_reached(const uint32_t* flag, uint32_t epoch) {
-    return has_reached_epoch(ptx::load_acquire_system(flag), epoch);
+  // Waits until *flag has reached `epoch` (epochs wrap).
+  __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
+    const auto has_come = [&](uint32_t seen) { return has_reached_epoch(seen, epoch); };
+    return until_enough(flag, has_come, epoch, peer, tag);
   }
 
   // The same for a flag with a value: the epoch is the lower half of the word. *value is that of `epoch`, and is left
@@ -120,8 +122,7 @@ class Waiter {
 
   // Waits until *flag is exactly `epoch`: for a flag that not every call raises.
   __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    const auto is_equal = [&](uint32_t seen) { return seen == epoch; };
-    return poll([&] { return ptx::load_acquire_system(flag); }, is_equal, epoch, peer, tag);
+    return until_enough(flag, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
   }
 
   // The same for a word whose lower half is its epoch. It orders no other memory: *value is the whole message.

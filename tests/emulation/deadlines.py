@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import LowLatencyHandle
+from hybrid_ep import Buffer, LowLatencyHandle
 from tests.battery.cases import Case
 from tests.battery.low_latency import expected_combine, expert_copies, expert_output
 from tests.battery.normal import equal, make_buffer
 from tests.emulation.devices import stalls
 
-__all__ = ["check_rank_at_the_deadline"]
+__all__ = [
+    "check_peer_that_some_ctas_gave_up",
+    "check_rank_at_the_deadline",
+    "check_rows_of_a_rank_that_was_given_up",
+]
 
 _LATE = 0  # rows of the other ranks stand behind its rows
 
@@ -66,6 +71,91 @@ def check_rank_at_the_deadline(call: str, timeout_s: float) -> None:
                 assert rank == _LATE or any(torch.equal(combined, want) for want in wanted), "rows of some tokens"
             buffer.low_latency_clean_mask_buffer()
             dist.barrier()
+
+
+def check_rows_of_a_rank_that_was_given_up(timeout_s: float) -> None:
+    """A rank sends its rows of a combine when the others, which have given it up, use the buffer for a later one."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    cases = [Case("given_up", num_ranks, 40, hidden=512, num_experts=2 * num_ranks, seed=i) for i in range(3)]
+    options = {"low_latency_mode": True, "enable_shrink": True, "lost_ranks": "mask", "timeout_s": timeout_s}
+    with make_buffer(cases[0], **options) as buffer:
+
+        def dispatch(case: Case) -> LowLatencyHandle:
+            inputs = case.inputs(rank)
+            _, _, handle, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            return handle
+
+        def combine(case: Case, handle: LowLatencyHandle, lost: tuple[int, ...]) -> tuple[Tensor, Callable[[], None]]:
+            inputs = case.inputs(rank)
+            x = expert_output(case, rank, case.max_tokens * num_ranks, lost)
+            combined, _, hook = buffer.low_latency_combine(
+                x, inputs.topk_idx, inputs.topk_weights, handle, return_recv_hook=True
+            )
+            assert hook is not None
+            return combined, hook
+
+        handle = dispatch(cases[0])
+        if rank == _LATE:
+            dist.barrier()
+            _, hook = combine(cases[0], handle, ())
+            dist.barrier()
+            hook()
+            masks = torch.zeros(num_ranks, dtype=torch.int32)
+            buffer.low_latency_query_mask_buffer(masks)
+            assert masks.tolist() == [int(r != rank) for r in range(num_ranks)]
+            return
+        for case in cases[:2]:
+            combine(case, handle, () if case is cases[0] else (_LATE,))[1]()
+            handle = dispatch(cases[cases.index(case) + 1])
+        combined, hook = combine(cases[2], handle, (_LATE,))
+        dist.barrier()
+        dist.barrier()
+        hook()
+        equal(combined, expected_combine(cases[2], rank, lambda _: True, lost=(_LATE,)), "sums without the late rank")
+
+
+def check_peer_that_some_ctas_gave_up() -> None:
+    """The last CTA of a send has given up a peer for which others have already counted records."""
+    rank = dist.get_rank()
+    case = Case("given_up", 2, 20, hidden=512, num_experts=4, num_ranks_per_domain=1)
+    inputs = case.inputs(rank)
+    options = {"low_latency_mode": True, "enable_shrink": True, "lost_ranks": "mask", "timeout_s": 8.0}
+    with make_buffer(case, **options) as buffer:
+
+        def check_dispatch(lost: tuple[int, ...] = ()) -> None:
+            rows, count, _, _, _ = buffer.low_latency_dispatch(
+                inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+            assert isinstance(rows, Tensor)
+            for e, copies in enumerate(expert_copies(case, rank, lost)):
+                assert count[e] == len(copies)
+                want = torch.stack([case.inputs(c.src_rank).x[c.token] for c in copies])
+                equal(rows[e, : len(copies)], want, f"rows of expert {e}")
+
+        for _ in range(2):
+            check_dispatch()
+        dist.barrier()
+        buffer.low_latency_update_mask_buffer(1 - rank, True)
+        for idx in range(2):
+            _num_records(buffer, idx)[1 - rank] = 3  # by the CTAs that have not given it up
+            check_dispatch(lost=(1 - rank,))
+        buffer.low_latency_update_mask_buffer(1 - rank, False)
+        dist.barrier()
+        for _ in range(2):
+            check_dispatch()
+
+
+def _num_records(buffer: Buffer, buffer_idx: int) -> Tensor:
+    """LowLatencyBetweenChannel::num_records of a dispatch, by domain."""
+    from hybrid_ep import _cuda
+
+    region = buffer.engine._low_latency_kernels._regions[-1]  # type: ignore[attr-defined]
+    control = region.memory.local[region.capacity.region_bytes :]
+    channel_bytes = _cuda.low_latency_session_offset // 2 // _cuda.low_latency_buffers
+    channel = control[buffer_idx * channel_bytes : (buffer_idx + 1) * channel_bytes]
+    return channel[8 * _cuda.max_ranks :].view(torch.int32)  # behind a 64-bit word for each rank
 
 
 def _takes_part(case: Case, received: Tensor, count: Tensor, handle: LowLatencyHandle) -> bool:

@@ -400,3 +400,7 @@ def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> Non
 
 def test_ranks_that_choose_differently_are_told_so(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.domains.check_other_choice")
+
+
+def test_peer_that_some_ctas_gave_up(run_by_kernels: RunEmulated) -> None:
+    run_by_kernels(2, "emulation.deadlines.check_peer_that_some_ctas_gave_up")

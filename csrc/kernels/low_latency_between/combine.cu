@@ -146,7 +146,6 @@ __global__ void __launch_bounds__(kThreads, 1) ship_rows_kernel(const __grid_con
       chunk.send(rows_begin(num_rows[tid]) + static_cast<int64_t>(num_rows[tid]) * record_bytes);
     }
   }
-  free_own_memory(params, epoch);
   end_call(params, waiter, link);
 }
 
@@ -217,6 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
     tell_forwarded(params, link, epoch, source, waited_us[d]);
     if (tid == 0) chunk_of(d).credit();  // a chunk that comes later is not read any more
   }
+  free_own_memory(params, epoch);
   end_call(params, waiter, link);
 }
 

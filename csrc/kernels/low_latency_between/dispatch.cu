@@ -91,18 +91,17 @@ __global__ void __launch_bounds__(kThreads, 1) ship_tokens_kernel(const __grid_c
   }
 
   if (!is_last_cta(own, gridDim.x)) return;
-  if (tid < grid.num_domains && is_free[tid]) {
-    const auto chunk = chunk_of(tid);
+  if (tid < grid.num_domains) {
     const uint32_t num_records = __ldcg(&own.num_records[tid]);
-    auto& header = *reinterpret_cast<PeerHeader*>(chunk.out());
-    *reinterpret_cast<uint4*>(&header.begun) = ptx::load_streaming(begun_of(ranks, ranks.rank, ranks.rank));
-    header.num_records = num_records;
-    if (!is_masked(ranks, chunk.peer())) {
+    own.num_records[tid] = 0;  // of a peer that this CTA has given up, too: others may have counted
+    if (is_free[tid] && !is_masked(ranks, chunk_of(tid).peer())) {
+      const auto chunk = chunk_of(tid);
+      auto& header = *reinterpret_cast<PeerHeader*>(chunk.out());
+      *reinterpret_cast<uint4*>(&header.begun) = ptx::load_streaming(begun_of(ranks, ranks.rank, ranks.rank));
+      header.num_records = num_records;
       chunk.send(parts.records + static_cast<int64_t>(num_records) * params.message.slot_bytes);
     }
-    own.num_records[tid] = 0;
   }
-  free_own_memory(params, epoch);
   end_call(params, waiter, link);
 }
 
@@ -214,6 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     tell_forwarded(params, link, epoch, grid.peer_in(d), waited_us[d]);
     if (tid == 0) chunk_of(d).credit();  // a chunk that comes later is not read any more
   }
+  free_own_memory(params, epoch);
   end_call(params, waiter, link);
 }
 

@@ -146,7 +146,7 @@ __device__ void end_call(const AcrossDomainsParams& params, const Waiter& waiter
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), params.domain.rank);
 }
 
-// Collective over the last CTA of a kernel that ships: the own memory that stands for ranks of other domains may be
+// Collective over the last CTA of a kernel that forwards: the own memory that stands for ranks of other domains may be
 // written by the next call.
 __device__ inline void free_own_memory(const AcrossDomainsParams& params, uint32_t epoch) {
   LowLatencyChannel& own = channel_of(params.domain, params.domain.rank);
