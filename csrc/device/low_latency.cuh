@@ -85,14 +85,17 @@ __device__ bool takes_part(const LowLatencyDomain& domain, int r, Wait&& wait) {
 __device__ inline bool wait_until_free(const LowLatencyDomain& domain, const Waiter& waiter, uint32_t epoch, int r) {
   const uint32_t* flag = &channel_of(domain, domain.rank).free_epoch[r];
   const uint32_t before = previous_epoch(epoch);
-  const auto is_free = [&](uint32_t seen) {
-    return has_reached_epoch(seen, before) && !(domain.takes_masks && has_reached_epoch(seen, epoch));
-  };
+  const auto has_gone_on = [&](uint32_t seen) { return domain.takes_masks && has_reached_epoch(seen, epoch); };
   // Every call begins with this, so both are loaded at once.
   const bool is_left_out = is_masked(domain, r);
   const uint32_t seen = ptx::load_acquire_system(flag);
-  if (is_left_out || is_free(seen)) return !is_left_out;
-  return takes_part(domain, r, [&] { return waiter.until_enough(flag, is_free, epoch - 1, r, WaitTag::kFreeSlots); });
+  if (is_left_out) return false;
+  if (has_reached_epoch(seen, before) && !has_gone_on(seen)) return true;
+  return takes_part(domain, r, [&] {
+    if (!waiter.until_epoch(flag, before, r, WaitTag::kFreeSlots)) return false;
+    const uint32_t now = ptx::load_acquire_system(flag);
+    return !has_gone_on(now) || waiter.give_up(r, WaitTag::kFreeSlots, epoch - 1, now);
+  });
 }
 
 // What rank `from` publishes to rank `at` when it begins to send: a LowLatencyBegun.

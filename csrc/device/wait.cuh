@@ -85,17 +85,10 @@ class Waiter {
         control_(control),
         num_ranks_(num_ranks) {}
 
-  // Waits until is_enough(*flag), which another GPU writes. Acquires at system scope. `expected` goes into the record.
-  template <typename IsEnough>
-  __device__ bool until_enough(const uint32_t* flag, IsEnough&& is_enough, uint32_t expected, int peer,
-                               WaitTag tag) const {
-    return poll([&] { return ptx::load_acquire_system(flag); }, is_enough, expected, peer, tag);
-  }
-
-  // Waits until *flag has reached `epoch` (epochs wrap).
+  // Waits until *flag, written by another GPU, has reached `epoch` (epochs wrap). Acquires at system scope.
   __device__ bool until_epoch(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
     const auto has_come = [&](uint32_t seen) { return has_reached_epoch(seen, epoch); };
-    return until_enough(flag, has_come, epoch, peer, tag);
+    return poll([&] { return ptx::load_acquire_system(flag); }, has_come, epoch, peer, tag);
   }
 
   // The same for a flag with a value: the epoch is the lower half of the word. *value is that of `epoch`, and is left
@@ -122,7 +115,8 @@ class Waiter {
 
   // Waits until *flag is exactly `epoch`: for a flag that not every call raises.
   __device__ bool until_equal(const uint32_t* flag, uint32_t epoch, int peer, WaitTag tag) const {
-    return until_enough(flag, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
+    const auto is_equal = [&](uint32_t seen) { return seen == epoch; };
+    return poll([&] { return ptx::load_acquire_system(flag); }, is_equal, epoch, peer, tag);
   }
 
   // The same for a word whose lower half is its epoch. It orders no other memory: *value is the whole message.
@@ -184,6 +178,16 @@ class Waiter {
   // Reports a FIFO that stayed full if `was_sent` is false. Returns `was_sent`.
   __device__ bool sends(bool was_sent, int peer) const { return was_sent || give_up(peer, WaitTag::kCommands, 0, 0); }
 
+  // Records that the peer does not come: at the deadline, or where it cannot come any more. Returns false.
+  __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
+    note_missed(peer);
+    if (!claim()) return false;
+    const bool asks = control_ != nullptr && peer != rank_;
+    const int culprit = asks ? find_culprit(control_, num_ranks_, rank_, peer) : peer;
+    report_timeout(record_, kernel_, tag, rank_, culprit, expected, seen, culprit == peer ? -1 : peer);
+    return false;
+  }
+
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
   // Withdraws what this rank has published of a rank that it waited for, once a call has succeeded: that rank was late.
@@ -226,15 +230,6 @@ class Waiter {
   __device__ void note_missed(int peer) const {
     if (control_ == nullptr || peer == rank_ || ptx::load_acquire_system(&record_->written) != 0u) return;
     atomicOr_system(&record_->missed[peer / 32], 1u << peer % 32);
-  }
-
-  __device__ bool give_up(int peer, WaitTag tag, uint32_t expected, uint32_t seen) const {
-    note_missed(peer);
-    if (!claim()) return false;
-    const bool asks = control_ != nullptr && peer != rank_;
-    const int culprit = asks ? find_culprit(control_, num_ranks_, rank_, peer) : peer;
-    report_timeout(record_, kernel_, tag, rank_, culprit, expected, seen, culprit == peer ? -1 : peer);
-    return false;
   }
 
   // NOTE: the functions below run only in a call that fails. They take values, so that a Waiter stays in registers.
