@@ -34,7 +34,8 @@ __device__ __forceinline__ Fp8Scale make_scale(uint32_t amax_bits, bool power_of
   const float scale = __fdiv_rn(amax, kE4m3Max);
   // NOTE: torch computes number / tensor as reciprocal × number, which rounds twice. So does this.
   if (!power_of_two) return {scale, __fmul_rn(__frcp_rn(amax), kE4m3Max)};
-  const float rounded = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
+  constexpr uint32_t kInfinity = 0x7f800000u;  // also what a NaN becomes
+  const float rounded = __uint_as_float((min(__float_as_uint(scale), kInfinity) + 0x7fffffu) & kInfinity);
   return {rounded, __fdiv_rn(1.0f, rounded)};
 }
 

@@ -195,8 +195,10 @@ def cast_from_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
 
 
 def _round_up_to_power_of_two(scales: Tensor) -> Tensor:
-    """The smallest power of two that is not below each (positive, normal) scale: bit arithmetic, so exact."""
-    bits = scales.contiguous().view(torch.int32)
+    """The smallest power of two that is not below each (positive, normal) scale: bit arithmetic, so exact. A NaN
+    becomes an infinity.
+    """
+    bits = scales.nan_to_num(nan=torch.inf, posinf=torch.inf).contiguous().view(torch.int32)
     exponent = (bits + 0x7FFFFF) & 0x7F800000
     return exponent.view(torch.float32)
 
@@ -235,12 +237,16 @@ def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
     """
     _check("packed", packed, (torch.int32,))
     require_int("num_scales", num_scales, minimum=0, maximum=SCALES_PER_WORD * packed.shape[-1])
-    exponents = packed.contiguous().view(torch.uint8)[..., :num_scales].to(torch.int32)
+    # Not contiguous(): a dimension of one word would keep its stride, which a view as bytes does not take.
+    words = packed.clone(memory_format=torch.contiguous_format)
+    exponents = words.view(torch.uint8)[..., :num_scales].to(torch.int32)
     return (exponents << 23).view(torch.float32)
 
 
 def global_scale_of(x: Tensor) -> Tensor:
     """Returns ``[1]`` float32: 448 × 6 / amax, the largest that `cast_to_nvfp4` can take for `x`; 1 for zeros.
+
+    Values that are not finite do not count.
 
     Args:
         x: of a floating-point dtype and any shape.
@@ -254,8 +260,9 @@ def global_scale_of(x: Tensor) -> Tensor:
     """
     if not (isinstance(x, Tensor) and x.dim() == 0):
         _check("x", x, ())
-    amax = x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
-    return torch.where(amax > 0, E4M3_MAX * E2M1_MAX / amax, 1.0)
+    magnitudes = x.float().abs().nan_to_num(nan=0.0, posinf=0.0)
+    amax = magnitudes.amax().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
+    return torch.where(amax > 0, (E4M3_MAX * E2M1_MAX / amax).clamp_max(torch.finfo(torch.float32).max), 1.0)
 
 
 def cast_to_nvfp4(

@@ -18,6 +18,7 @@ from hybrid_ep.core.quantize import (
     Nvfp4Format,
     RowFormat,
     block_scales_of,
+    cast_from_fp8,
     cast_to_fp8,
     cast_to_nvfp4,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "check_overlapping_batches",
     "check_too_many_rows",
     "check_unreceived",
+    "check_values_that_are_not_finite",
 ]
 
 FORMATS: dict[str, RowFormat | None] = {
@@ -242,6 +244,32 @@ def _check_packed(case: Case, copies: list[list[Copy]], sent: list, received: ob
             begin, count = divmod(int(handle[1][e, src]), 1 << 32)
             assert [c.src_rank for c in rows[begin : begin + count]] == [src] * count
             assert count == sum(c.src_rank == src for c in rows)
+
+
+def check_values_that_are_not_finite(format_name: str, device: str = "cpu") -> None:
+    """A NaN or an infinity spoils its block of channels, as `cast_to_fp8` has it, and no other block."""
+    case = Case("not_finite", dist.get_world_size(), 3)
+    fmt = FORMATS[format_name]
+    assert isinstance(fmt, Fp8Format)
+
+    def sent_by(rank: int) -> Tensor:
+        x = case.inputs(rank).x
+        x[0, 5], x[1, 140], x[2, 7] = torch.nan, torch.inf, -torch.inf
+        return x
+
+    rank = dist.get_rank()
+    inputs = on(device, case.inputs(rank)._replace(x=sent_by(rank)))
+    with make_buffer(case, low_latency_mode=True) as buffer:
+        received, _, _, _, _ = buffer.low_latency_dispatch(
+            inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, **arguments_of(fmt, device)
+        )
+        assert isinstance(received, tuple)
+        for e, copies in enumerate(expert_copies(case, rank)):
+            rows = cast_from_fp8(*(part[e, : len(copies)].cpu() for part in received))
+            for row, c in zip(rows, copies, strict=True):
+                want = cast_from_fp8(*cast_to_fp8(sent_by(c.src_rank)[c.token], fmt))
+                assert torch.equal(row.isnan(), want.isnan()), f"NaNs of token {c.token}"
+                assert torch.equal(row.nan_to_num(), want.nan_to_num()), f"channels of token {c.token}"
 
 
 def check_overlapping_batches(case: Case, device: str = "cpu") -> None:

@@ -122,6 +122,11 @@ def test_cleaned_low_latency_buffers_forget(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_cleaned", Case("cleaned", 4, 12))
 
 
+@pytest.mark.parametrize("format_name", ["fp8", "fp8_rounded", "fp8_ue8m0"])
+def test_low_latency_values_that_are_not_finite(run_emulated: RunEmulated, format_name: str) -> None:
+    run_emulated(2, "battery.low_latency.check_values_that_are_not_finite", format_name)
+
+
 @pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank", "check_too_many_rows"])
 def test_low_latency_misuse_and_delay(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.low_latency.{check}")

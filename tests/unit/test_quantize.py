@@ -63,12 +63,30 @@ def test_zeros_stay_zeros() -> None:
     assert not bool(cast_from_fp8(data, scales).any())
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("fmt", [Fp8Format(), Fp8Format(round_scale=True), Fp8Format(round_scale=True, ue8m0=True)])
+def test_values_that_are_not_finite_spoil_their_block(fmt: Fp8Format, value: float) -> None:
+    x = torch.ones(2, 256)
+    x[1, 130] = value
+    back = cast_from_fp8(*cast_to_fp8(x, fmt))
+    assert bool(back[1, 128:].isnan().all())
+    assert bool((back[1, :128] == 1).all())
+    assert bool((back[0] == 1).all())
+
+
 @given(st.integers(1, 13))
 def test_packing_is_reversible(num_scales: int) -> None:
     scales = 2.0 ** torch.randint(-20, 20, (5, num_scales)).float()
     packed = pack_ue8m0(scales)
     assert packed.shape == (5, -(-num_scales // 4))
     assert torch.equal(unpack_ue8m0(packed, num_scales), scales)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_packed_scales_that_are_column_major(num_rows: int) -> None:
+    """As low-latency calls return them; here of one word in a row."""
+    packed = pack_ue8m0(torch.full((num_rows, 2), 4.0)).as_strided((num_rows, 1), (1, 6))
+    assert unpack_ue8m0(packed, 2).tolist() == [[4.0, 4.0]] * num_rows
 
 
 def test_lowest_channel_lies_in_the_lowest_byte() -> None:
@@ -122,6 +140,22 @@ def test_nvfp4_of_values_that_are_not_finite(ue8m0: bool) -> None:
     assert bool((back[3] - 1).abs().max() <= 1 / 6)
     tiny = torch.full((1, 16), 1e-40)
     assert not bool(cast_from_nvfp4(*cast_to_nvfp4(tiny, torch.tensor(16.0), Nvfp4Format(ue8m0))).any())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_leave_the_global_scale(value: float) -> None:
+    x = torch.full((1, 32), 1e-3)
+    x[0, 3] = value
+    back = cast_from_nvfp4(*cast_to_nvfp4(x))
+    assert bool((back[0, 16:] - 1e-3).abs().max() < 1e-4)
+
+
+def test_the_global_scale_of_tiny_values_is_finite() -> None:
+    x = torch.zeros(1, 32)
+    x[0, :16] = 1e-37
+    back = cast_from_nvfp4(*cast_to_nvfp4(x), torch.float32)
+    assert bool((back[0, :16] - 1e-37).abs().max() < 1e-38)
+    assert not bool(back[0, 16:].any())
 
 
 def test_ue8m0_scales_of_blocks_are_rounded_up() -> None:
