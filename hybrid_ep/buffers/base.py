@@ -416,7 +416,10 @@ def check_bias(
 
 
 def as_words(scales: Tensor) -> Tensor:
-    """Scales of one byte each, of NVFP4 rows, four to a word."""
+    """Scales of one byte each, of NVFP4 rows, four to a word. Copied where rows do not begin at a word."""
+    word = torch.int32.itemsize
+    if scales.storage_offset() % word or scales.stride(0) % word:
+        scales = scales.clone(memory_format=torch.contiguous_format)
     return scales.contiguous().view(torch.int32)
 
 

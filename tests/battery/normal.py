@@ -249,7 +249,7 @@ def check_fp8(case: Case, device: str = "cpu") -> None:
 
 
 def check_nvfp4(case: Case, device: str = "cpu") -> None:
-    """NVFP4 rows with e4m3 and UE8M0 scales of blocks, row- and column-major; along a handle; bounded."""
+    """NVFP4 rows with e4m3 and UE8M0 scales of blocks, row- and column-major, at any byte; along a handle; bounded."""
     rank = dist.get_rank()
     reference, inputs = case.reference(), on(device, case.inputs(rank))
     rows = reference.received(rank)
@@ -261,7 +261,10 @@ def check_nvfp4(case: Case, device: str = "cpu") -> None:
             data, scales, scale = (part.to(device) for part in sources[rank])
             want = gather_rows(case, rows, [source[0] for source in sources])
             want_scales = gather_rows(case, rows, [source[1].view(torch.uint8) for source in sources])
-            for given in (scales, scales.view(torch.uint8).t().contiguous().t().view(scales.dtype)):
+            as_bytes = scales.view(torch.uint8)
+            column_major = as_bytes.t().contiguous().t().view(scales.dtype)
+            not_at_a_word = torch.cat([as_bytes.new_zeros(1), as_bytes.flatten()])[1:].view(scales.shape)
+            for given in (scales, column_major, not_at_a_word.view(scales.dtype)):
                 x = data, given, scale
                 received, recv_idx, _, _, handle, _ = dispatch(buffer, case, inputs, x=x)
                 equal(recv_idx, reference.received_topk(rank), "recv_topk_idx")
