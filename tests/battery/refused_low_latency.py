@@ -6,7 +6,6 @@ Each runs on every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,9 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, on
+from tests.battery.refused_calls import MOST_S, errors_of, told_to_all
 
 __all__ = [
     "CHECKS",
@@ -27,38 +26,6 @@ __all__ = [
     "check_refused_dispatches",
     "check_refused_first_dispatch",
 ]
-
-_MOST_S = 25.0  # below half of the timeout of these buffers
-
-
-def _errors_of(calls: Iterable[Callable[[], object]], device: str) -> list[str]:
-    """Makes the calls, one after the other at all ranks, and returns what the ConfigErrors say."""
-    told = []
-    for call in calls:
-        try:
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-        except hybrid_ep.ConfigError as error:
-            told.append(str(error))
-        dist.barrier()
-    return told
-
-
-def _told_to_all(wrong: Callable[[], object], right: Callable[[], object], device: str) -> str:
-    """The last rank makes a wrong call, the others a right one; returns the error, which is the same at all ranks."""
-    num_ranks = dist.get_world_size()
-    begin = time.monotonic()
-    # What a call finds is raised by itself or by the next: all make the same number of calls.
-    told = _errors_of([wrong if dist.get_rank() == num_ranks - 1 else right, right, right], device)
-    seconds = time.monotonic() - begin
-    told_at: list[list[str]] = [[] for _ in range(num_ranks)]
-    dist.all_gather_object(told_at, told)
-    assert told_at == [told_at[0]] * num_ranks, told_at
-    assert len(told) == 1, told
-    assert f" at rank {num_ranks - 1}; allowed: " in told[0], told
-    assert seconds < _MOST_S
-    return told[0]
 
 
 class _Calls:
@@ -122,10 +89,10 @@ def check_refused_combines(device: str = "cpu") -> None:
         for hooked in (False, True):
             right = partial(calls.combine, rows, handle, hooked)
             for wrong, name in wrongs:
-                told = _told_to_all(partial(calls.combine, **{"x": rows, "handle": handle} | wrong), right, device)
+                told = told_to_all(partial(calls.combine, **{"x": rows, "handle": handle} | wrong), right, device)
                 assert told.startswith(name), told
         *_, unreceived, _, hook = calls.dispatch(True)
-        told = _told_to_all(partial(calls.combine, rows, unreceived), partial(calls.combine, rows, handle), device)
+        told = told_to_all(partial(calls.combine, rows, unreceived), partial(calls.combine, rows, handle), device)
         assert told.startswith("handle is of a dispatch whose hook has not been called"), told
         hook()
         equal(calls.combine(rows, handle), want.cpu(), "after refused combines")
@@ -151,10 +118,10 @@ def check_refused_dispatches(device: str = "cpu") -> None:
         for hooked in (False, True):
             right = partial(_dispatch_and_receive, calls, hooked)
             for wrong, name in wrongs:
-                told = _told_to_all(partial(_dispatch_and_receive, calls, **wrong), right, device)
+                told = told_to_all(partial(_dispatch_and_receive, calls, **wrong), right, device)
                 assert told.startswith(name), told
         grown = partial(_dispatch_and_receive, calls, num_max_dispatch_tokens_per_rank=8 * most)
-        told = _told_to_all(partial(_dispatch_and_receive, calls, x=x.float()), grown, device)
+        told = told_to_all(partial(_dispatch_and_receive, calls, x=x.float()), grown, device)
         assert told.startswith("x.dtype is torch.float32"), told
         rows, count, *_ = calls.dispatch()
         assert count.tolist() == want_counts
@@ -167,7 +134,7 @@ def check_refused_first_dispatch(device: str = "cpu") -> None:
     calls = _Calls(device, "refused_first")
     with calls.buffer:
         right = partial(_dispatch_and_receive, calls)
-        told = _told_to_all(partial(_dispatch_and_receive, calls, x=calls.inputs.x.float()), right, device)
+        told = told_to_all(partial(_dispatch_and_receive, calls, x=calls.inputs.x.float()), right, device)
         assert told.startswith("x.dtype is torch.float32"), told
 
 
@@ -182,11 +149,11 @@ def check_refused_at_every_rank(device: str = "cpu") -> None:
         for _ in range(3):
             begin = time.monotonic()
             wrong = [partial(calls.combine, rows.float(), handle), partial(calls.dispatch, x=calls.inputs.x.float())]
-            told = _errors_of(wrong, device)
+            told = errors_of(wrong, device)
             assert told == [f"x.dtype is torch.float32 at rank {rank}; allowed: torch.bfloat16"] * 2, told
-            told = _errors_of([partial(calls.combine, rows, handle), calls.dispatch], device)
+            told = errors_of([partial(calls.combine, rows, handle), calls.dispatch], device)
             assert told == []
-            assert time.monotonic() - begin < _MOST_S
+            assert time.monotonic() - begin < MOST_S
         equal(calls.combine(rows, handle), want.cpu(), "after refused calls")
         assert calls.dispatch()[1].tolist() == want_counts
 
@@ -208,7 +175,7 @@ def check_handle_of_a_larger_buffer(device: str = "cpu") -> None:
             topk_weights=large.topk_weights,
         )
         for hooked in (False, True):
-            told = _told_to_all(wrong, partial(calls.combine, rows, handle, hooked), device)
+            told = told_to_all(wrong, partial(calls.combine, rows, handle, hooked), device)
             assert told.startswith("handle is of a dispatch that needs "), told
         equal(calls.combine(rows, handle), want.cpu(), "after the handle of a larger buffer")
 
@@ -228,7 +195,7 @@ def check_memory_of_a_graph(timeout_s: float) -> None:
         for call in (calls.dispatch, partial(calls.combine, rows, handle)):
             if rank == last:
                 low_latency._regions.reverse()
-            told = _errors_of([call], "cpu")
+            told = errors_of([call], "cpu")
             if rank == last:
                 low_latency._regions.reverse()
             numbers = (1, 2) if rank == last else (2, 1)
