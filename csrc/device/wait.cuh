@@ -42,9 +42,19 @@ __device__ inline void report_other_call(FaultRecord* record, KernelName kernel,
   report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
 }
 
-// The same for word 0 or 1 of ControlBlock::ready, which ranks compare before anything is sent.
-__device__ inline void report_other_ready(FaultRecord* record, KernelName kernel, int rank, int peer, int word,
-                                          uint32_t mine, uint32_t theirs) {
+// The same for the words of ControlBlock::ready, which ranks compare before anything is sent. The first that differs is
+// reported, or that the peer refuses the call. A rank that refuses it reports nothing: its host raises.
+__device__ inline void report_other_ready(FaultRecord* record, KernelName kernel, int rank, int peer,
+                                          const uint32_t (&my_call)[kNumReadyWords],
+                                          const uint32_t (&their_call)[kNumReadyWords]) {
+  if (my_call[0] == kRefusesCall) return;
+  if (their_call[0] == kRefusesCall) {
+    report_fault(record, FaultKind::kRefused, kernel, WaitTag::kReady, rank, peer, 0, their_call[1]);
+    return;
+  }
+  // NOTE: no index that depends on the word: arrays that are indexed so are kept in local memory.
+  const int word = my_call[0] == their_call[0] ? 1 : 0;
+  uint32_t mine = word == 0 ? my_call[0] : my_call[1], theirs = word == 0 ? their_call[0] : their_call[1];
   CallField field = CallField::kHandle;
   const auto kind_of = [](uint32_t value) {
     return static_cast<uint32_t>((value & kCopiesExperts) != 0 ? CallKind::kCopyOfExperts : CallKind::kCombine);

@@ -45,6 +45,9 @@ struct alignas(32) ReportQueue {
 // rank sends. Stored with release, loaded with acquire, at system scope.
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8, kArenaShift = 24;
 constexpr uint32_t kCopiesExperts = 1u << 31, kArenaBits = kCopiesExperts - (1u << kArenaShift);
+// The first word of a rank that refuses its call; the second one is the number of the refusal. No call has a hidden of
+// 0.
+constexpr uint32_t kRefusesCall = 1;
 
 // The number of the arena in the first of these words, modulo what fits there.
 inline uint32_t arena_bits(int arena) { return static_cast<uint32_t>(arena) << kArenaShift & kArenaBits; }

@@ -17,7 +17,7 @@ enum class FaultKind : int32_t {
   kTooManyTokens = 6,
   kTransport = 7,
   kNoSignal = 8,  // experts of a rank have not signalled in time that their rows are written
-  kRefused = 9    // a rank has refused its low-latency combine; the number of the refusal is seen
+  kRefused = 9    // a rank has refused its call; the number of the refusal is seen
 };
 enum class KernelName : int32_t {
   kDispatch = 0,

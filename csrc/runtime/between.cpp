@@ -120,9 +120,7 @@ void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors&
   params.num_topk = plan.num_topk;
   params.num_weights = plan.num_weights;
   params.row_bytes = static_cast<int>(plan.widths.rows);
-  params.call[0] = arena_bits(params.between.domain.arena_number) |
-                   static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits | plan.num_weights;
-  params.call[1] = static_cast<uint32_t>(handle);
+  write_call(params.call, plan, params.between.domain.arena_number, handle);
   const bool sends_over_nvlink = link_.is_mapped || grid_.ranks_per_domain > 1;
   params.window_bytes = sends_over_nvlink ? domain_.most_bytes_on_wire() : 0;
   params.record = record_of(plan);

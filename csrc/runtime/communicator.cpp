@@ -296,9 +296,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.num_rows = plan.num_rows;
   params.row_bytes = static_cast<int>(plan.widths.rows);
   params.num_weights = plan.num_weights;
-  params.call[0] = arena_bits(domain_.arena_number) | static_cast<uint32_t>(params.row_bytes / 2) << kNumWeightsBits |
-                   plan.num_weights;
-  params.call[1] = static_cast<uint32_t>(handle);
+  write_call(params.call, plan, domain_.arena_number, handle);
   params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
   params.window_bytes = most_bytes_on_wire();

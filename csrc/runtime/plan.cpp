@@ -32,7 +32,10 @@ DispatchCall call_of(const DispatchRequest& request) {
   call.num_slots = request.num_slots.value_or(kAbsent);
   call.most_tokens = request.max_tokens.value_or(kAbsent);
   call.max_tokens = std::min(request.max_tokens.value_or(kMaxTokens), kMaxTokens);
-  if (request.num_tokens > call.max_tokens) {
+  if (request.refusal) {
+    call.refusal = FaultKind::kRefused;
+    call.refused_value = *request.refusal;
+  } else if (request.num_tokens > call.max_tokens) {
     call.refusal = FaultKind::kTooManyTokens;
     call.refused_value = request.num_tokens;
     call.allowed = call.max_tokens;
@@ -108,6 +111,17 @@ void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& 
   write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);
   write(CallField::kPadMultiple, pad_multiple);
   write(CallField::kHandle, handle);
+}
+
+void write_call(uint32_t (&call)[kNumReadyWords], const CombinePlan& plan, int arena, int handle) {
+  if (plan.refusal) {
+    call[0] = kRefusesCall;
+    call[1] = static_cast<uint32_t>(*plan.refusal);
+    return;
+  }
+  const auto hidden = static_cast<uint32_t>(plan.widths.rows / 2);
+  call[0] = arena_bits(arena) | hidden << kNumWeightsBits | static_cast<uint32_t>(plan.num_weights);
+  call[1] = static_cast<uint32_t>(handle);
 }
 
 }  // namespace hybrid_ep

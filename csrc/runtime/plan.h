@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "layout/call_fields.h"
+#include "layout/control_block.h"
 #include "layout/fault.h"
 #include "layout/route_layout.h"
 #include "layout/slot_layout.h"
@@ -48,6 +49,7 @@ struct DispatchRequest {
   std::optional<ExpertRange> expert_range;
   int pad_multiple;
   std::optional<int> bound, common_bound, num_sms, max_tokens, num_slots;
+  std::optional<int> refusal;
 };
 
 // What ranks publish of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
@@ -127,7 +129,11 @@ struct CombinePlan {
   int num_sms;                         // 0: the default
   std::optional<int> num_expert_rows;  // of experts; they are first summed to the rows
   int num_expert_sms;                  // 0: the default
+  std::optional<int> refusal;          // number of the refusal of this rank; then no rank sends
 };
+
+// Writes the words that ranks must agree on. `arena`: its number. `handle`: that of the handle's dispatch.
+void write_call(uint32_t (&call)[kNumReadyWords], const CombinePlan& plan, int arena, int handle);
 
 // The addresses of one combine; nullptr for what the call does not have.
 struct CombineTensors {

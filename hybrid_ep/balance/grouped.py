@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.balance.online import OnlinePlan
+from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
 from hybrid_ep.core.checks import require
@@ -41,6 +42,7 @@ class GroupedRows(NamedTuple):
     handle: PermutedHandle
 
 
+@collective("dispatch_with_permute")
 def dispatch_online(
     buffer: HybridEPBuffer,
     x: Tensor,
@@ -64,7 +66,7 @@ def dispatch_online(
         pad_multiple: the rows of every slot are padded with zeros to a multiple of it.
 
     Raises:
-        ConfigError: an argument does not fit.
+        ConfigError: an argument does not fit at any rank.
         OverflowError: more rows than P arrived, in a later call of the buffer.
         TimeoutError, TransportError: a rank was lost.
     """

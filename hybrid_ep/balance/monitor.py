@@ -28,6 +28,7 @@ from hybrid_ep.core.checks import (
     require_seconds,
     require_tensor,
 )
+from hybrid_ep.engine.refusals import at_rank
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_json_input
 
@@ -133,32 +134,48 @@ class LoadMonitor:
                 after that, while the sum is made, the group raises its own error after its own timeout.
 
         Raises:
-            ConfigError: ranks have monitors of different layers or experts, or `timeout_s` is no number of seconds.
+            ConfigError: ranks have monitors of different layers or experts, or `timeout_s` of a rank is no number of
+                seconds.
             TimeoutError: a rank has not come in time.
             TransportError: the store of the process group cannot be reached.
         """
-        timeout_s = env.TIMEOUT_S.get() if timeout_s is None else require_seconds("timeout_s", timeout_s)
+        refusal, limit_s = None, env.TIMEOUT_S.get()
+        try:
+            limit_s = limit_s if timeout_s is None else require_seconds("timeout_s", timeout_s)
+        except ConfigError as error:
+            refusal = error
         total = self.local_loads()
         if dist.is_initialized():
             group = dist.group.WORLD if group is None else group
             assert group is not None
-            self._meet(group, timeout_s)
+            self._meet(group, limit_s, refusal)
             dist.all_reduce(total, group=group)
+        elif refusal is not None:
+            raise refusal
         return total
 
-    def _meet(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Waits for the other ranks, up to a deadline. A sum would wait for a lost rank for ever."""
+    def _meet(self, group: dist.ProcessGroup, timeout_s: float, refusal: ConfigError | None) -> None:
+        """Waits for the other ranks, up to a deadline. A sum would wait for a lost rank for ever.
+
+        All ranks raise the refusal of any.
+        """
         rank, what = dist.get_rank(group), "sum of loads"
-        shapes, _ = rendezvous_all(
+        mine = list(self._shape) if refusal is None else at_rank(refusal, rank)
+        texts, _ = rendezvous_all(
             Board.of(group),
             what,
             rank,
             dist.get_world_size(group),
-            str(list(self._shape)),
+            json.dumps(mine),
             timeout_s=timeout_s,
             where=what,
             missed="it has not called loads",
         )
+        shapes = [json.loads(text) for text in texts]
+        # A rank that refuses the call raises its own error.
+        for shape in (shapes[rank], *shapes):
+            if isinstance(shape, str):
+                raise ConfigError(shape)
         for other, shape in enumerate(shapes):
             if shape != shapes[rank]:
                 raise ConfigError(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.buffers.allocator import BufferAllocator
+from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.elastic_calls import (
     CombineResult,
     DispatchOptions,
@@ -23,7 +24,6 @@ from hybrid_ep.buffers.elastic_calls import (
     Event,
 )
 from hybrid_ep.buffers.elastic_handle import EPHandle
-from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, require, require_int, unsupported
 from hybrid_ep.core.event import EventOverlap
 
@@ -136,7 +136,7 @@ class ElasticBuffer(ElasticCalls):
             timeout_s=timeout_s,
         )
 
-    @plain_tensors
+    @collective("dispatch")
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -231,7 +231,7 @@ class ElasticBuffer(ElasticCalls):
             ),
         )
 
-    @plain_tensors
+    @collective("combine")
     def combine(
         self,
         x: Tensor,
@@ -264,7 +264,7 @@ class ElasticBuffer(ElasticCalls):
             combined_x ``[T, H]`` bf16, combined_topk_weights ``[T, K]`` float32 or None, and the event.
 
         Raises:
-            ConfigError: an argument does not fit the handle, or ranks differ.
+            ConfigError: an argument does not fit the handle at any rank, or ranks differ.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         return self._combine(
@@ -358,7 +358,7 @@ class EPBuffer(ElasticCalls):
             default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             plan.materialize(self.engine.device or default)
 
-    @plain_tensors
+    @collective("dispatch")
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -419,7 +419,7 @@ class EPBuffer(ElasticCalls):
         )
         return _deferred(result[-1], result[:-1]) if defer_epilogue else result
 
-    @plain_tensors
+    @collective("combine")
     def combine(
         self,
         x: Tensor,

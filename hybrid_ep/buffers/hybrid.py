@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.buffers.base import check_rows, check_weights
+from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid_arguments import HybridArguments
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
-from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_bool, require_int, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
@@ -194,7 +194,7 @@ class HybridEPBuffer(HybridArguments):
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are compiled ahead of time, so there is no cache."""
 
-    @plain_tensors
+    @collective("dispatch")
     def dispatch(
         self,
         hidden: Tensor,
@@ -294,7 +294,7 @@ class HybridEPBuffer(HybridArguments):
         made = HybridHandle(known, received_experts, result.handle, self._sizes(0))
         return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
 
-    @plain_tensors
+    @collective("combine")
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -309,7 +309,7 @@ class HybridEPBuffer(HybridArguments):
             hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
 
         Raises:
-            ConfigError: an argument does not fit the handle, or ranks differ.
+            ConfigError: an argument does not fit the handle at any rank, or ranks differ.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         engine = self.engine
@@ -334,7 +334,7 @@ class HybridEPBuffer(HybridArguments):
         # Columns of the same expert have the same value.
         return combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
 
-    @plain_tensors
+    @collective("dispatch_with_permute")
     def dispatch_with_permute(
         self,
         *,
@@ -389,7 +389,7 @@ class HybridEPBuffer(HybridArguments):
             `non_blocking` asks for it); the handle, whose last entry is the overflow flag ``[1]`` int32.
 
         Raises:
-            ConfigError: an argument does not fit.
+            ConfigError: an argument does not fit at any rank, or ranks differ.
             OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
             TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
                 from a later call.
@@ -492,7 +492,7 @@ class HybridEPBuffer(HybridArguments):
         made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
         return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
-    @plain_tensors
+    @collective("combine")
     def combine_with_unpermute(
         self,
         *,
@@ -517,7 +517,7 @@ class HybridEPBuffer(HybridArguments):
             hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
 
         Raises:
-            ConfigError: an argument does not fit the handle, or ranks differ.
+            ConfigError: an argument does not fit the handle at any rank, or ranks differ.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         engine = self.engine

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.expert_moves import add_gradients, copy_weights, route_replicas
 from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
@@ -18,6 +19,7 @@ __all__ = ["LoadBalanceCalls"]
 class LoadBalanceCalls(BaseBuffer):
     """The calls; a part of `Buffer`, `ElasticBuffer` and `EPBuffer`."""
 
+    @collective("copy of experts")
     def lb_prefetch_weights(
         self,
         redundant_expert_weights: Tensor | Sequence[Tensor],
@@ -55,6 +57,7 @@ class LoadBalanceCalls(BaseBuffer):
         copy_weights(self, mapping, spare, experts, self.grid.domain.start, num_sms or None)
         return EventOverlap(EventHandle())
 
+    @collective("dispatch")
     def lb_reduce_grads(
         self,
         redundant_expert_grads: Tensor | Sequence[Tensor],

@@ -188,7 +188,7 @@ class LowLatencyCalls(LowLatencyArguments):
                     self._passed.add(given)  # no value has been looked at
             self._check_return(async_finish, return_recv_hook)
         except ConfigError as error:
-            engine.refuse_low_latency("low_latency_dispatch", error)
+            engine.refuse("low_latency_dispatch", error)
             raise
 
         with self._comm_stream.scope(None, async_finish):
@@ -330,7 +330,7 @@ class LowLatencyCalls(LowLatencyArguments):
                     handle, x.device, src_signals, src_signal_expect_value, comp_signal, block_m, threshold, num_sms
                 )
         except ConfigError as error:
-            engine.refuse_low_latency("low_latency_combine", error)
+            engine.refuse("low_latency_combine", error)
             raise
         if out is None:
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=x.dtype, device=x.device)

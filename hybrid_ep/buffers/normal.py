@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybrid_ep import env
 from hybrid_ep.buffers.base import as_biases
+from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, parts_of
@@ -380,7 +381,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult: ...
 
-    @plain_tensors
+    @collective("dispatch")
     def dispatch(
         self,
         x: Tokens,
@@ -433,7 +434,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             undefined, and their recv_topk_idx is −1.
 
         Raises:
-            ConfigError: an argument does not fit, or differs from another rank's where it must not. With
+            ConfigError: an argument does not fit at any rank, or differs from another rank's where it must not. With
                 `num_worst_tokens` or `handle` on the cuda engine, what the GPU finds is raised by a later call.
             OverflowError: more than `num_worst_tokens` rows, at any rank; on the cuda engine from a later call.
             TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
@@ -524,7 +525,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]: ...
 
-    @plain_tensors
+    @collective("combine")
     def combine(
         self,
         x: Tensor,
@@ -556,7 +557,7 @@ class Buffer(NormalArguments, LoadBalanceCalls, LowLatencyCalls):
             combined_x ``[T, H]`` bf16, combined_topk_weights ``[T, K]`` float32 or None, and the event.
 
         Raises:
-            ConfigError: an argument does not fit the handle, or ranks differ.
+            ConfigError: an argument does not fit the handle at any rank, or ranks differ.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
 
         Example:

@@ -105,6 +105,7 @@ class Engine(abc.ABC):
         grid: geometry of the group.
         device: where tensors must be; None = anywhere.
         traffic: bytes sent.
+        num_calls: collective calls in which this rank has taken part, low-latency ones excepted.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Engine(abc.ABC):
     def __init__(self) -> None:
         self.busy = threading.RLock()  # held by the thread that is in a call
         self.lost: set[int] = set()  # ranks that errors of this rank's calls have named
+        self.num_calls = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -282,17 +284,19 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
-        """Takes part in a low-latency call whose arguments do not fit at this rank: the other ranks raise that, too.
+    def refuse(self, call: str, error: ConfigError) -> None:
+        """Takes part in a call whose arguments do not fit at this rank: the other ranks raise that, too.
 
-        It takes the place of the call at this rank, and sends no rows. Returns where no other rank waits for this one.
+        It takes the place of the call at this rank, and sends no rows. Returns where no other rank waits for this one,
+        and while a CUDA graph is captured, which can tell nobody.
 
         Args:
-            call: low_latency_dispatch or low_latency_combine.
+            call: one of `agreement.CALLS`.
             error: of this rank's arguments.
 
         Raises:
             ConfigError: the error that every rank raises: it names this rank.
+            TimeoutError, TransportError: an earlier call has lost a rank.
         """
 
     def allow_masks(self, *, only_masks_lost: bool) -> None:

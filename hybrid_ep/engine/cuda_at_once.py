@@ -98,8 +98,8 @@ class BoundDispatch:
         if piece is None or made is None:
             routing = Routing(topk_idx, topk_weights, *self._of_routing)
             return engine.dispatch(DispatchRequest(Rows(data, scales), routing, *self._of_request))
-        engine._num_dispatches += 1
-        number = dispatch_number(engine._number, engine._num_dispatches)
+        engine.num_calls += 1
+        number = dispatch_number(engine._number, engine.num_calls)
         engine._end()
         rows, experts, weights, received_scales, rank_prefix, _, _ = made
         assert experts is not None

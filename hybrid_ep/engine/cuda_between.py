@@ -56,8 +56,10 @@ from hybrid_ep.engine.cuda_plan import (
     shape_along,
     shape_of,
 )
+from hybrid_ep.engine.cuda_refuse import refuse_between
 from hybrid_ep.engine.cuda_route import HostCounts, RouteMemory, address, aligned, aligned_rows
 from hybrid_ep.engine.losses import Losses
+from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory, map_peers_of
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -136,7 +138,8 @@ class CudaBetween(TorchEngine):
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
         # Dispatches are numbered among calls of every kind: after ranks have made different ones, numbers agree again.
-        self._number, self._num_calls = number, 0
+        self._number, self._num_launches = number, 0
+        self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
         self._blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
@@ -224,7 +227,7 @@ class CudaBetween(TorchEngine):
                 held_capacity = max(held_capacity, int(host_counts.max_held * _GROWTH))
                 self._held_capacity = max(self._held_capacity, held_capacity)
                 lease = self._arena.lease(stream)
-            number = dispatch_number(self._number, self._num_calls)
+            number = dispatch_number(self._number, self._num_launches)
             if bound is not None:
                 route = BetweenRoute(chunk, base, sizes, held_capacity, bound, max_rows, max_rows, (0, 0), number)
             else:
@@ -316,7 +319,7 @@ class CudaBetween(TorchEngine):
             slot_idx=lease.slot_idx,
             stream=stream,
         )
-        self._num_calls += 1
+        self._count_launch()
         if counts_epoch == 0 or plan.is_refused:
             return None
         return self._wait_for_counts(counts_epoch, stream, reported)
@@ -356,7 +359,7 @@ class CudaBetween(TorchEngine):
             handle=route.number,
             stream=stream,
         )
-        self._num_calls += 1
+        self._count_launch()
         self._end_launch()
         return Combined(out, out_weights)
 
@@ -364,23 +367,31 @@ class CudaBetween(TorchEngine):
         no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=self.device)
 
         def launch() -> None:
-            self._between.combine(
-                plan=plan_combine(shape.compared()),
-                rows=0,
-                weights=0,
-                bias=[],
-                out=0,
-                out_weights=0,
-                own_sums=0,
-                own_weights=0,
-                route=no_rows.data_ptr(),
-                held_capacity=0,
-                handle=route.number,
-                stream=stream,
-            )
-            self._num_calls += 1
+            self._combine_without_rows(plan_combine(shape.compared()), no_rows, route.number, stream)
 
         compare_calls(self.device, self._begin_launch, self._take_fault, launch)
+
+    def _combine_without_rows(self, plan: _cuda.CombinePlan, no_rows: Tensor, handle: int, stream: int) -> None:
+        """Launches a combine that only publishes its call; `no_rows` is a route of zeros."""
+        self._between.combine(
+            plan=plan,
+            rows=0,
+            weights=0,
+            bias=[],
+            out=0,
+            out_weights=0,
+            own_sums=0,
+            own_weights=0,
+            route=no_rows.data_ptr(),
+            held_capacity=0,
+            handle=handle,
+            stream=stream,
+        )
+        self._count_launch()
+
+    def _count_launch(self) -> None:
+        self._num_launches += 1
+        self.num_calls += 1
 
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         kernels = self._low_latency_kernels
@@ -396,13 +407,20 @@ class CudaBetween(TorchEngine):
             return super().low_latency_combine(request, handle)
         return kernels.combine(request, handle)
 
-    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
-        kernels = self._low_latency_kernels
-        # The arguments do not tell which engine the other ranks call: most likely that of the call before.
-        if kernels is None or self._calls_kernels is False:
-            super().refuse_low_latency(call, error)
-        else:
-            kernels.refuse(call, error)
+    def refuse(self, call: str, error: ConfigError) -> None:
+        if call.startswith("low_latency"):
+            kernels = self._low_latency_kernels
+            # The arguments do not tell which engine the other ranks call: most likely that of the call before.
+            if kernels is None or self._calls_kernels is False:
+                super().refuse(call, error)
+            else:
+                kernels.refuse(call, error)
+            return
+        if is_capturing(self._index):
+            return
+        number, told = self._refused.tell(error)
+        refuse_between(self, call, number)
+        raise told from error
 
     def allow_masks(self, *, only_masks_lost: bool) -> None:
         super().allow_masks(only_masks_lost=only_masks_lost)
@@ -581,7 +599,11 @@ class CudaBetween(TorchEngine):
 
     def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
         """The error for a fault of a call that is not one of low latency."""
-        error = as_error(fault, self.grid) if fault.kind != _cuda.FaultKind.TRANSPORT else self._transport_error(fault)
+        error = (
+            as_error(fault, self.grid, self._refused)
+            if fault.kind != _cuda.FaultKind.TRANSPORT
+            else self._transport_error(fault)
+        )
         if not isinstance(error, TransportError) or error.peer is None:
             return error
         others = [rank_of(peer, self.grid) for peer in fault.missed]

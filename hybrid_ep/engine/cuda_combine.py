@@ -89,6 +89,7 @@ def _combine(
         route.number,
         stream,
     )
+    engine.num_calls += 1
     if route.num_from_away:
         engine.traffic.within_domain += route.num_from_away * plan.record_bytes
     engine._end()

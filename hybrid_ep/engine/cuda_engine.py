@@ -54,6 +54,7 @@ from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import DispatchPlan, plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda_refuse import refuse_within
 from hybrid_ep.engine.cuda_route import (
     HostCounts,
     PermuteState,
@@ -63,6 +64,7 @@ from hybrid_ep.engine.cuda_route import (
     aligned_rows,
 )
 from hybrid_ep.engine.losses import Losses
+from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch_engine import TorchEngine
@@ -127,10 +129,11 @@ class CudaEngine(Engine):
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
-        self._number, self._num_dispatches = number, 0
+        self._number = number
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         board = None if group is None else Board.of(group).at(f"buffer {number}")
+        self._refusals = Refusals(None if board is None else board.at("refused calls"), grid.rank)
         self._low_latency = CudaLowLatency(
             roll_call,
             grid,
@@ -140,7 +143,7 @@ class CudaEngine(Engine):
             Losses(board, grid.rank),
             number=number,
             board=None if board is None else board.at("low latency"),
-            error_of=functools.partial(as_error, grid=grid),
+            error_of=functools.partial(as_error, grid=grid, refusals=self._refusals),
             timeout_s=timeout_s,
         )
         self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
@@ -173,6 +176,7 @@ class CudaEngine(Engine):
             self, planned, route.num_recv, tensors, route.chunk, route.address, route.number, stream
         )
         if made is not None:
+            self.num_calls += 1
             self._count_sent(route, planned.native)
             self._end()
             return _as_sent(rows, made[0], made[3])
@@ -240,6 +244,7 @@ class CudaEngine(Engine):
         self._arena.ensure(num_bytes, lambda: self._compare(lambda: launch(only_compares=True)))
         self._arena.note_use(stream)
         launch(only_compares=False)
+        self.num_calls += 1
         self._end()
         return True
 
@@ -275,8 +280,15 @@ class CudaEngine(Engine):
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         return self._low_latency.combine(request, handle)
 
-    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
-        self._low_latency.refuse(call, error)
+    def refuse(self, call: str, error: ConfigError) -> None:
+        if call.startswith("low_latency"):
+            self._low_latency.refuse(call, error)
+            return
+        if self.grid.num_ranks == 1 or is_capturing(self._index):
+            return
+        number, told = self._refusals.tell(error)
+        refuse_within(self, call, number)
+        raise told from error
 
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
         ranks = set(ranks)
@@ -352,6 +364,7 @@ class CudaEngine(Engine):
         self._raise_late()
 
     def _compare(self, launch: Callable[[], object]) -> None:
+        self.num_calls += 1
         compare_calls(self.device, self._begin, self._low_latency.take_fault, launch)
 
     def _raise_late(self) -> None:
@@ -383,7 +396,7 @@ class CudaEngine(Engine):
             )
             if planned.refusal is not None:
                 raise ConfigError(planned.refusal)
-            number = dispatch_number(self._number, self._num_dispatches)
+            number = dispatch_number(self._number, self.num_calls)
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
@@ -450,8 +463,7 @@ class CudaEngine(Engine):
                     lease.slots_wanted,
                     stream,
                 )
-                if handle == ABSENT:
-                    self._num_dispatches += 1
+                self.num_calls += 1
                 if counts_epoch == 0 or plan.is_refused:
                     return lease, None, None
                 # Allocated before the wait: after it, the host's work delays the result.

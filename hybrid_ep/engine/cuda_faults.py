@@ -7,6 +7,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import ABSENT, CALLS, disagreement
 from hybrid_ep.engine.calls import missing_signal
 from hybrid_ep.engine.cuda_plan import refusal_of
+from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
 
 __all__ = ["as_error", "dispatch_number", "low_latency_counter", "rank_of"]
@@ -32,11 +33,13 @@ def low_latency_counter(buffer: int, region: int, period: tuple[int, int]) -> in
     return (buffer & 0x7F) << _COUNTER_BITS | (region & 0x1F) << 20 | (num_cleanings & 0xFF) << 12 | barrier & 0xFFF
 
 
-def as_error(fault: _cuda.Fault, grid: RankGrid) -> HybridEPError:
+def as_error(fault: _cuda.Fault, grid: RankGrid, refusals: Refusals) -> HybridEPError:
     """Returns the error for a fault, in the same words at every rank that has found the same."""
     rank, peer = grid.rank, rank_of(fault.peer, grid)
     if fault.kind == _cuda.FaultKind.OTHER_CALL:
         return _other_call(fault, rank, peer)
+    if fault.kind == _cuda.FaultKind.REFUSED:
+        return refusals.read(peer, fault.seen)
     if fault.kind == _cuda.FaultKind.OVERFLOW:
         return OverflowError(
             f"{fault.kernel}: {fault.tag}: {fault.seen} at rank {peer}; allowed by the bound: {fault.expected}"

@@ -133,7 +133,7 @@ class LowLatencyFaults(abc.ABC):
         if fault.kind == _cuda.FaultKind.REFUSED:
             return self._refusals.read(fault.peer, fault.seen)
         if fault.tag != "shape":
-            return as_error(fault, self._numbering)
+            return as_error(fault, self._numbering, self._refusals)
         mine, theirs = (_cuda.low_latency_call_fields(value) for value in (fault.expected, fault.seen))
         if theirs["refusal"]:
             return self._refusals.read(fault.peer, theirs["refusal"])

@@ -78,6 +78,7 @@ class DispatchShape(NamedTuple):
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
         num_slots: as in `DispatchRequest`.
+        refusal: number of the refusal of this rank, which then sends nothing; None = the call is not refused.
     """
 
     shape: torch.Size
@@ -94,6 +95,7 @@ class DispatchShape(NamedTuple):
     num_sms: int | None
     max_tokens: int | None
     num_slots: int | None = None
+    refusal: int | None = None
 
     # As the kernels' plans take them.
 
@@ -236,6 +238,7 @@ class CombineShape(NamedTuple):
         num_sms: SMs to use; None = the default.
         num_expert_rows: of experts, which are first summed to the rows that are sent; None = those are given.
         num_expert_sms: SMs that do that; None = the default.
+        refusal: as in `DispatchShape`.
     """
 
     num_tokens: int
@@ -248,6 +251,7 @@ class CombineShape(NamedTuple):
     num_sms: int | None = None
     num_expert_rows: int | None = None
     num_expert_sms: int | None = None
+    refusal: int | None = None
 
     @property
     def row_bytes(self) -> int:

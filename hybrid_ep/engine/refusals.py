@@ -11,9 +11,15 @@ import contextlib
 from hybrid_ep.core.board import Board, StoreLostError
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Refusals"]
+__all__ = ["Refusals", "at_rank"]
 
 _ALLOWED = "; allowed"  # in the text of a ConfigError: what was given is before it
+
+
+def at_rank(error: ConfigError, rank: int) -> str:
+    """Returns what every rank says of an error of one rank's arguments."""
+    given, allowed, rest = str(error).partition(_ALLOWED)
+    return f"{given} at rank {rank}{allowed}{rest}"
 
 
 class Refusals:
@@ -34,8 +40,7 @@ class Refusals:
             The number of the refusal, ≥ 1, and the error that every rank raises.
         """
         self._num_told += 1
-        given, allowed, rest = str(error).partition(_ALLOWED)
-        text = f"{given} at rank {self._rank}{allowed}{rest}"
+        text = at_rank(error, self._rank)
         if self._board is not None:
             with contextlib.suppress(StoreLostError):
                 self._board.write(f"{self._rank}.{self._num_told}", text)

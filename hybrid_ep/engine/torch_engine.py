@@ -285,7 +285,8 @@ class TorchEngine(Engine):
         return functools.partial(self._receive, self._low_latency.combine(request, handle))
 
     @one_at_a_time
-    def refuse_low_latency(self, call: str, error: ConfigError) -> None:
+    def refuse(self, call: str, error: ConfigError) -> None:
+        self.num_calls += 1
         self._exchange.refuse(call, error)
 
     @one_at_a_time
@@ -333,6 +334,7 @@ class TorchEngine(Engine):
     def _begin(
         self, call: str, device: torch.device, same: dict[str, int], counts: Tensor | None = None
     ) -> tuple[int, Tensor]:
+        self.num_calls += 1
         return self._exchange.begin(call, list(range(self.grid.num_ranks)), device, same, counts=counts)
 
     def _columns(self, rows: Rows, topk_idx: Tensor, weights: Tensor | None) -> list[Tensor]:

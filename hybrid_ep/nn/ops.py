@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_ep.buffers.base import check_rows
+from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.checks import packed, require, require_tensor
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
+    Combined,
     CombineRequest,
     DispatchHandle,
     DispatchRequest,
@@ -126,7 +128,13 @@ def _dispatch(
 def _dispatch_grouped(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mover = _buffer(buffer)
+    return _permuted(_buffer(buffer), x, topk_idx, topk_weights, num_experts, num_rows)
+
+
+@collective("dispatch_with_permute")
+def _permuted(
+    mover: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     engine = mover.engine
     check_rows("x", x, None, device=engine.device)
     mover._check_topk(topk_idx, topk_weights, num_experts, x.device)
@@ -148,15 +156,20 @@ def _combine(
 ) -> tuple[Tensor, Tensor]:
     mover, held = _buffer(buffer), handle_of(handle)
     if isinstance(held, PermuteHandle):
-        engine = mover.engine
-        check_rows("x", x, None, device=engine.device)
-        mover._check_geometry(held.dispatch.grid)
-        require(x.shape[0] == held.num_permuted, "rows of x", x.shape[0], f"{held.num_permuted}, as received")
-        request = CombineRequest(x.contiguous(), packed(weights), num_sms=Buffer._num_sms_without_config)
-        combined, summed = engine.combine_permuted(request, held)
+        combined, summed = _unpermuted(mover, x, weights, held)
     else:
         combined, summed, _ = mover.combine(x, held, topk_weights=weights)
     return combined, x.new_empty(num_tokens, 0, dtype=torch.float32) if summed is None else summed
+
+
+@collective("combine")
+def _unpermuted(mover: Buffer, x: Tensor, weights: Tensor | None, held: PermuteHandle) -> Combined:
+    engine = mover.engine
+    check_rows("x", x, None, device=engine.device)
+    mover._check_geometry(held.dispatch.grid)
+    require(x.shape[0] == held.num_permuted, "rows of x", x.shape[0], f"{held.num_permuted}, as received")
+    request = CombineRequest(x.contiguous(), packed(weights), num_sms=Buffer._num_sms_without_config)
+    return engine.combine_permuted(request, held)
 
 
 def _redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:

@@ -23,6 +23,7 @@ __all__ = [
     "check_combine_along_other_low_latency_handles",
     "check_combines_that_grow_memory",
     "check_dispatch_beside_combine",
+    "check_dispatch_beside_one_along_a_handle",
     "check_low_latency_calls_that_grow_memory",
     "check_other_calls",
     "check_other_global_scales",
@@ -100,6 +101,26 @@ def check_other_calls(device: str = "cpu") -> None:
         _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, same.num_experts)
         want = inputs.x.float() * in_rank.sum(1, keepdim=True)
         equal(combined, want.to(torch.bfloat16).cpu(), "after other calls")
+
+
+def check_dispatch_beside_one_along_a_handle(device: str = "cpu") -> None:
+    """One rank dispatches along a handle, the others make a route: all are told, and number later dispatches alike."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    case = _case()
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as buffer:
+        received, *_, handle, _ = dispatch(buffer, case, inputs)
+        want = buffer.combine(received, handle)[0].clone()
+        for _ in range(2):  # the second is one call of C++
+
+            def call() -> object:
+                if rank == last:
+                    return buffer.dispatch(inputs.x, handle)
+                return dispatch(buffer, case, inputs, num_worst_tokens=64)
+
+            _is_refused(buffer, call, device)
+        received, *_, handle, _ = dispatch(buffer, case, inputs)
+        equal(buffer.combine(received, handle)[0], want.cpu(), "after dispatches of two kinds")
 
 
 def check_refused_combines_in_a_row(device: str = "cpu") -> None:

@@ -225,6 +225,7 @@ class Rank(End):
             num_sms=_NUM_SMS,
             max_tokens=None,
             num_slots=None,
+            refusal=None,
         )
         plan = native.DispatchShape(planned, rank, shape.num_ranks)
         rows, topk_idx, weights = self.inputs(seed)
@@ -268,6 +269,7 @@ class Rank(End):
                 num_sms=_NUM_SMS,
                 num_expert_rows=None,
                 num_expert_sms=None,
+                refusal=None,
             )
         )
         returned = Memory(2 * shape.hidden * max(num_recv, 1))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid_ep.testing.cluster import RankError
+from tests.battery import refused_normal
 from tests.battery.cases import Case
 from tests.emulation.conftest import RunEmulated
 from tests.emulation.engine import run
@@ -200,6 +201,12 @@ def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
 def test_two_buffers(run_emulated: RunEmulated, check: str) -> None:
     case = Case("two_buffers", 4, 20, num_ranks_per_domain=2)
     run_emulated(4, f"battery.{check}.check_two_buffers", case)
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in refused_normal.CHECKS_OF_KERNELS])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_one_rank_refuses_all_are_told(run_emulated: RunEmulated, check: str, size: int) -> None:
+    run_emulated(2 * size, "emulation.domains.check_in_domains", size, f"battery.refused_normal.{check}")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.battery import refused_low_latency
+from tests.battery import refused_low_latency, refused_normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
 from tests.emulation.conftest import RunEmulated
 
@@ -201,6 +201,7 @@ def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
     "check",
     [
         "check_other_calls",
+        "check_dispatch_beside_one_along_a_handle",
         "check_other_low_latency_calls",
         "check_other_global_scales",
         "check_other_logfmt",
@@ -215,6 +216,11 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
 @pytest.mark.parametrize("check", [check.__name__ for check in refused_low_latency.CHECKS])
 def test_what_one_rank_refuses_all_are_told(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(3, f"battery.refused_low_latency.{check}")
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in refused_normal.CHECKS_OF_KERNELS])
+def test_what_one_rank_refuses_of_normal_calls_all_are_told(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(3, f"battery.refused_normal.{check}")
 
 
 def test_ranks_compare_the_low_latency_memory_that_they_use(run_emulated: RunEmulated) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_ep.testing.cluster import VirtualCluster
-from tests.battery import hybrid, normal, other_calls, refused_low_latency
+from tests.battery import hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.emulation.small_slots import check_with_small_slots
@@ -93,6 +93,8 @@ def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         other_calls.check_refused_calls_leave_nothing_to_do,
         other_calls.check_refused_combines_in_a_row,
         *refused_low_latency.CHECKS,
+        *refused_normal.CHECKS,
+        refused_normal.check_refused_rows_of_kernels,
     ],
 )
 def test_ranks_that_disagree_are_told_so(run_gpus: RunGpus, check: Callable[[str], None]) -> None:

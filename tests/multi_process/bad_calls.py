@@ -22,6 +22,41 @@ _HEAD = """# Bad calls
 This page lists the errors of calls whose arguments do not fit. `python -m tests.multi_process.bad_calls` writes it:
 it makes every call on the torch engine. A test compares. After each of these errors the buffer can be used again.
 
+## What other ranks see
+
+If arguments of a collective call do not fit at one rank, every rank raises `ConfigError`, with the value, what is
+allowed, and ` at rank ` with that rank's number. No row is sent. The call counts as a call of every rank. A rank whose
+own arguments do not fit raises its own error.
+
+| the other ranks | raise it in |
+|---|---|
+| torch engine | this call |
+| cuda engine, where the host waits for counts | this call |
+| cuda engine, where no host waits: a bound, a handle, a combine, a hook | the next call, or `raise_pending` |
+
+The cuda engine tells this in words that ranks exchange in every call. So a right call costs nothing more.
+
+Other ranks are not told of these mistakes:
+
+| mistake of one rank | the other ranks |
+|---|---|
+| in a local call, as `get_dispatch_layout` | see nothing, and do not wait |
+| in a call while a CUDA graph is captured | raise `TimeoutError` in replays, after `timeout_s` |
+| a closed buffer, or one of a forked child | raise `TransportError`, or `TimeoutError` after `timeout_s` |
+| a call while another thread is in a call | raise `TimeoutError` after `timeout_s` |
+
+On the cuda engine, these calls are several launches, and no host waits between them:
+
+- `HybridEPBuffer.dispatch` with a map of more than 32 experts, and with a number of rows or a handle;
+- `HybridEPBuffer.combine` along such a map, with `probs` of more than 128 experts;
+- `lb_reduce_grads`, and between domains `lb_prefetch_weights`, if the experts take more than one dispatch.
+
+A rank that refuses such a call takes part in its first launch only. The other ranks raise its error, but their further
+launches meet the next call of that rank. Then ranks raise `ConfigError`, because their calls differ, or `TimeoutError`
+after `timeout_s`.
+
+## Calls
+
 NaN and Inf in weights, probabilities and rows are sent like other values. A sum with one of them is NaN or Inf.
 
 """

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.battery import hybrid, low_latency, normal, other_calls, refused_low_latency, signals
+from tests.battery import hybrid, low_latency, normal, other_calls, refused_low_latency, refused_normal, signals
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.conftest import RunRanks
+from tests.emulation.domains import check_in_domains
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 LOGFMT_CASES = [case for case in LOW_LATENCY_CASES if case.hidden % 128 == 0]
@@ -34,6 +35,7 @@ def test_two_buffers(run_ranks: RunRanks) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        other_calls.check_dispatch_beside_one_along_a_handle,
         other_calls.check_other_calls,
         other_calls.check_other_low_latency_calls,
         other_calls.check_other_global_scales,
@@ -57,6 +59,23 @@ def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: Callable[[]
 )
 def test_what_one_rank_refuses_all_are_told(run_ranks: RunRanks, check: Callable[[], None]) -> None:
     run_ranks(3, check)
+
+
+@pytest.mark.parametrize("check", [*refused_normal.CHECKS, refused_normal.check_refused_sum_of_loads])
+def test_what_one_rank_refuses_of_normal_calls_all_are_told(run_ranks: RunRanks, check: Callable[[], None]) -> None:
+    run_ranks(3, check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        refused_normal.check_refused_combines,
+        refused_normal.check_refused_dispatches,
+        refused_normal.check_refused_moves_of_experts,
+    ],
+)
+def test_ranks_of_all_domains_are_told(run_ranks: RunRanks, check: Callable[[], None]) -> None:
+    run_ranks(4, check_in_domains, 2, f"battery.refused_normal.{check.__name__}")
 
 
 @every_case

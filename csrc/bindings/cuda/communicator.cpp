@@ -43,6 +43,7 @@ DispatchRequest request_of(const py::object& shape) {
   request.num_sms = fields.optional("num_sms");
   request.max_tokens = fields.optional("max_tokens");
   request.num_slots = fields.optional("num_slots");
+  request.refusal = fields.optional("refusal");
   return request;
 }
 
@@ -68,6 +69,7 @@ CombinePlan combine_plan_of(const py::object& shape) {
   plan.num_sms = fields.optional("num_sms").value_or(0);
   plan.num_expert_rows = fields.optional("num_expert_rows");
   plan.num_expert_sms = fields.optional("num_expert_sms").value_or(0);
+  plan.refusal = fields.optional("refusal");
   plan.widths.rows = fields.integer("row_bytes");
   plan.widths.weights = static_cast<int64_t>(plan.num_weights) * sizeof(float);
   return plan;

@@ -191,13 +191,10 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
     ok &= stream.send(0, kCombineHeaderBytes, 1);
   }
   const auto compare = [&](const uint32_t (&call)[kNumReadyWords], int rank) {
-    for (int word = 0; word < kNumReadyWords; ++word) {
-      const uint32_t mine = params.call[word], theirs = call[word];
-      if (theirs == mine) continue;
-      same = false;
-      report_other_ready(domain.fault, KernelName::kCombineBetween, domain.rank, kRankElsewhere + rank, word, mine,
-                         theirs);
-    }
+    if (call[0] == params.call[0] && call[1] == params.call[1]) return;
+    same = false;
+    report_other_ready(domain.fault, KernelName::kCombineBetween, domain.rank, kRankElsewhere + rank, params.call,
+                       call);
   };
   for (int i = 1 + warp; i < grid.num_domains && lane == 0; i += num_warps) {
     const int d = (grid.domain_idx() + i) % grid.num_domains;

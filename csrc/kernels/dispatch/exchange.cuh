@@ -110,8 +110,10 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
   const int column = routes.other_column[r], refusal = routes.call[r][CountRow::kRefusal];
   const bool is_same = column == CountRow::kNumCallColumns;
   if (is_same && refusal == 0) return true;
-  if (blockIdx.x != 0) return false;
-  if (!is_same) {
+  // A rank that refuses the call publishes nothing else of it, and its own host raises.
+  constexpr int kRefused = static_cast<int>(FaultKind::kRefused);
+  if (blockIdx.x != 0 || params.call[CountRow::kRefusal] == kRefused) return false;
+  if (!is_same && refusal != kRefused) {
     const uint64_t word = ptx::load_relaxed_system(&domain.control[domain.rank]->counts[r].words[column]);
     report_other_call(domain.fault, KernelName::kDispatch, static_cast<CallField>(column - CountRow::kFirstField),
                       domain.rank, r, params.call[column], static_cast<int32_t>(word >> 32));

@@ -172,11 +172,12 @@ __device__ int named(const Grid& grid, int rank) {
   return is_here ? rank % grid.ranks_per_domain : kRankElsewhere + rank;
 }
 
-// Whether a source has not refused its call; the first CTA reports a refusal.
+// Whether a source has not refused its call; the first CTA reports a refusal, unless this rank refuses the call.
 __device__ bool accepts_call(const DispatchBetweenParams& params, const int* header, int source) {
   const BetweenDomain& between = params.between;
   const auto refusal = static_cast<FaultKind>(header[CallHeader::kRefusal]);
   if (refusal == FaultKind::kNone) return true;
+  if (params.refusal == FaultKind::kRefused) return false;
   // This rank's host has reported its own refusal.
   if (blockIdx.x == 0 && (source != between.grid.rank || refusal == FaultKind::kBadExpert)) {
     report_refusal(between.domain.fault, KernelName::kDispatchBetween, refusal, between.domain.rank,
@@ -198,8 +199,11 @@ __device__ bool makes_same_call(const DispatchBetweenParams& params, const int* 
     }
     return false;
   };
-  // What comes from another kind of call has the kind and nothing else.
+  // A rank that refuses its call compares nothing: its host raises.
+  if (params.refusal == FaultKind::kRefused) return true;
+  // What comes from another kind of call has the kind and nothing else, and of a refused call the refusal.
   if (!is_same(CallField::kCall, static_cast<int>(CallKind::kDispatch), header[CallHeader::kKind])) return false;
+  if (static_cast<FaultKind>(header[CallHeader::kRefusal]) == FaultKind::kRefused) return true;
 #pragma unroll
   for (int i = 0; i < kNumDispatchFields; ++i) {
     if (!is_same(static_cast<CallField>(i), params.call[i], header[CallHeader::kFirstField + i])) return false;
