@@ -9,12 +9,22 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.engine.base import Engine
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["collective"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def _refuse(engine: Engine, name: str, error: ConfigError) -> None:
+    """Refuses a call, unless another thread is in one: ranks could not agree on the order of the two."""
+    if engine.busy.acquire(blocking=False):
+        try:
+            engine.refuse(name, error)
+        finally:
+            engine.busy.release()
 
 
 def collective(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -39,7 +49,7 @@ def collective(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                     return call(*args, **kwargs)
             except ConfigError as error:
                 if engine is not None and engine.num_calls == num_calls:
-                    engine.refuse(name, error)
+                    _refuse(engine, name, error)
                 raise
 
         return wrapped

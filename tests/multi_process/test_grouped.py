@@ -66,7 +66,7 @@ def _mix(num_spare: int, pad_multiple: int) -> tuple[int, int, int]:
             want = dense_moe(x, topk_idx, weights, lambda expert, rows: rows * float(factors[expert]))
             assert torch.equal(out.double(), want)
         one = plan_online(counts[:1], num_ranks_per_domain=1, num_spare=num_spare)
-        with pytest.raises(ConfigError, match=f"ranks of plan is 1; allowed: {NUM_RANKS}"):
+        with pytest.raises(ConfigError, match=f"ranks of plan is 1 at rank {rank}; allowed: {NUM_RANKS}"):
             dispatch_online(buffer, x, slots, weights, one, num_rows=num_rows)
     return int(plan.loads.max()), int((plan.spare >= 0).sum()), overflow
 
