@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -18,6 +18,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def _never(*_: object, **__: object) -> bool:
+    return False
+
+
 def _refuse(engine: Engine, name: str, error: ConfigError) -> None:
     """Refuses a call, unless another thread is in one: ranks could not agree on the order of the two."""
     if engine.busy.acquire(blocking=False):
@@ -27,7 +31,7 @@ def _refuse(engine: Engine, name: str, error: ConfigError) -> None:
             engine.busy.release()
 
 
-def collective(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def collective(name: str, *, is_local: Callable[..., bool] = _never) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a call tell the other ranks what is wrong with the arguments of this one: they would wait for this rank.
 
     Until the engine takes part in a call, only this rank knows of an error. Then the engine refuses the call, and every
@@ -35,12 +39,14 @@ def collective(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
     Args:
         name: of the call, one of `engine.agreement.CALLS`. Its first argument is the buffer.
+        is_local: takes the arguments of the call, of which any may be wrong; returns whether no rank sends anything.
     """
 
     def decorate(call: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(call)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            engine = cast("BaseBuffer", args[0])._engine
+            buffer: BaseBuffer = args[0]  # type: ignore[assignment]
+            engine = buffer._engine
             num_calls = 0 if engine is None else engine.num_calls
             try:
                 if not torch._C._is_torch_function_mode_enabled():
@@ -48,8 +54,9 @@ def collective(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 with torch._C.DisableTorchFunction():
                     return call(*args, **kwargs)
             except ConfigError as error:
-                if engine is not None and engine.num_calls == num_calls:
-                    _refuse(engine, name, error)
+                is_known = engine is None or engine.num_calls > num_calls
+                if not is_known and not is_local(*args, **kwargs):
+                    _refuse(buffer.engine, name, error)  # a closed one raises
                 raise
 
         return wrapped

@@ -15,11 +15,47 @@ from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
 __all__ = ["LoadBalanceCalls"]
 
+_MAPPING_DTYPES = (torch.int32, torch.int64)
+
+
+def _are_none(*given: object) -> bool:
+    return all(isinstance(tensors, Sequence) and not tensors for tensors in given)
+
+
+def _copies_nothing(
+    buffer: BaseBuffer,
+    redundant_expert_weights: object,
+    expert_weights: object,
+    redundancy_mapping: object,
+    num_sms: object = 0,
+    previous_event: object = None,
+) -> bool:
+    """Whether no rank sends weights for such arguments, of which any may be wrong."""
+    return _are_none(redundant_expert_weights, expert_weights)
+
+
+def _sums_nothing(
+    buffer: BaseBuffer,
+    redundant_expert_grads: object,
+    expert_grads: object,
+    redundancy_mapping: object,
+    num_sms: object = 0,
+    previous_event: object = None,
+) -> bool:
+    """Whether no rank sends gradients for such arguments: see `add_gradients`."""
+    mapping = redundancy_mapping
+    if _are_none(redundant_expert_grads, expert_grads):
+        return True
+    if not isinstance(mapping, Tensor) or mapping.is_meta or mapping.dtype not in _MAPPING_DTYPES:
+        return False
+    has_all_ranks = mapping.dim() == 2 and mapping.shape[0] == buffer.group_size
+    return has_all_ranks and not bool((mapping >= 0).any())
+
 
 class LoadBalanceCalls(BaseBuffer):
     """The calls; a part of `Buffer`, `ElasticBuffer` and `EPBuffer`."""
 
-    @collective("copy of experts")
+    @collective("copy of experts", is_local=_copies_nothing)
     def lb_prefetch_weights(
         self,
         redundant_expert_weights: Tensor | Sequence[Tensor],
@@ -57,7 +93,7 @@ class LoadBalanceCalls(BaseBuffer):
         copy_weights(self, mapping, spare, experts, self.grid.domain.start, num_sms or None)
         return EventOverlap(EventHandle())
 
-    @collective("dispatch")
+    @collective("dispatch", is_local=_sums_nothing)
     def lb_reduce_grads(
         self,
         redundant_expert_grads: Tensor | Sequence[Tensor],
@@ -108,7 +144,7 @@ class LoadBalanceCalls(BaseBuffer):
         """Checks what both calls share, waits for the event, and returns the mapping as int64 beside the tensors."""
         require(len(spare) == len(homes), "tensors of spare slots", len(spare), f"{len(homes)}, as of the experts")
         shape = (self.grid.num_ranks_per_domain, spare[0].shape[0] if spare else None)
-        require_tensor("redundancy_mapping", mapping, dtypes=(torch.int32, torch.int64), shape=shape)
+        require_tensor("redundancy_mapping", mapping, dtypes=_MAPPING_DTYPES, shape=shape)
         num_experts = self.grid.num_ranks_per_domain * (homes[0].shape[0] if homes else 0)
         require_expert_indices(mapping, num_experts, name="redundancy_mapping")
         require_int("num_sms", num_sms, minimum=0)

@@ -67,6 +67,15 @@ def _refuse(call: Callable[..., Any], right: dict[str, Any], wrongs: _Wrongs, de
         assert told.startswith(name), told
 
 
+def _refuse_alone(call: Callable[..., Any], right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """The last rank makes a call with wrong arguments, which only it is told."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        call(**right)
+        return
+    with pytest.raises(hybrid_ep.ConfigError, match=r"^num_sms is -1; allowed: "):
+        call(**right | wrong)
+
+
 class _Calls:
     """A Buffer, the arguments of its calls, and what they return."""
 
@@ -412,7 +421,19 @@ def check_refused_moves_of_experts(device: str = "cpu") -> None:
         buffer.lb_reduce_grads(**given)
         total = float(buffer.grid.num_ranks_per_domain) if rank in buffer.grid.domain[:1] else 0.0
         equal(sums[0], torch.full((8, 16), total), "sums of gradients")
+        # Where nothing moves, no rank waits for another, and the error is that rank's alone.
+        without_replicas = given | {"redundancy_mapping": torch.full_like(mapping, -1)}
+        without_tensors = {
+            "redundant_expert_weights": [],
+            "expert_weights": [],
+            "redundancy_mapping": torch.full_like(mapping, -1),
+        }
+        if buffer.grid.num_domains == 1:
+            _refuse_alone(buffer.lb_reduce_grads, without_replicas, {"num_sms": -1})
+        _refuse_alone(buffer.lb_prefetch_weights, without_tensors, {"num_sms": -1})
         equal(calls.round_trip()[1], want.cpu(), "after refused moves of experts")
+        buffer.lb_prefetch_weights(spare, experts, mapping)
+        equal(calls.round_trip()[1], want.cpu(), "after moves of experts")
 
 
 def check_refused_online_dispatch(device: str = "cpu") -> None:
