@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.k8s.claims import with_claims
 from hybrid_ep.k8s.manifest import Manifest, MissingToolError, find_sources, json_path, load
 from hybrid_ep.k8s.problem import Level, Problem
 from hybrid_ep.k8s.rules import RULES, check_rules
@@ -123,7 +124,7 @@ def _check_build(build: list[Manifest], kubernetes: str) -> Iterator[Problem]:
         found += problems
         if all(problem.level is not Level.ERROR for problem in problems):
             sound.append(manifest)
-    found += check_rules(sound, is_whole=all(problem.level is not Level.ERROR for problem in found))
+    found += check_rules(with_claims(sound), is_whole=all(problem.level is not Level.ERROR for problem in found))
     reasons = {}
     for manifest in build:
         reasons[manifest.name] = _reasons(manifest)

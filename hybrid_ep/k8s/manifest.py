@@ -16,7 +16,8 @@ import yaml
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import read_input
 
-__all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "find_sources", "json_path", "load"]
+__all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "Requests", "claim_of", "find_sources", "json_path"]
+__all__ += ["load"]
 
 STDIN = Path("-")
 _KUSTOMIZATION = ("kustomization.yaml", "kustomization.yml", "Kustomization")
@@ -66,6 +67,9 @@ class MissingToolError(HybridEPError):
     """A program or package that a check needs is not installed; the message says which."""
 
 
+Requests = Mapping[str, Mapping[str, int]]  # of a claim: name of a request → device class → number
+
+
 class PodTemplate(NamedTuple):
     """A Pod template inside a manifest.
 
@@ -74,12 +78,14 @@ class PodTemplate(NamedTuple):
         role: ``Launcher`` or ``Worker`` in an MPIJob, otherwise the manifest's kind.
         content: with ``metadata`` and ``spec``.
         num_pods: how many Pods are made of it; None where that depends on the cluster.
+        claims: the Pod's name for a claim → what it asks for, where the build has the claim.
     """
 
     path: str
     role: str
     content: dict[str, Any]
     num_pods: int | None = None
+    claims: Mapping[str, Requests] = {}
 
 
 @dataclass(frozen=True)
@@ -91,12 +97,14 @@ class Manifest:
         content: its tree.
         lines: JSON path → line of the file, counted from 1; empty for what kustomize built.
         duplicates: JSON paths of mapping keys that are given twice.
+        claims: kind and name → requests, of every claim and claim template of the build (`with_claims`).
     """
 
     source: Path
     content: dict[str, Any]
     lines: Mapping[str, int] = field(default_factory=dict)
     duplicates: tuple[str, ...] = ()
+    claims: Mapping[tuple[str, str], Requests] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -139,7 +147,12 @@ class Manifest:
         for parts, content in places if self.kind in _TEMPLATES else _find_shapes(self.content, []):
             if _mapping(content, "spec"):
                 role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
-                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts))
+                claims = {
+                    str(claim.get("name")): self.claims[key]
+                    for claim in content["spec"].get("resourceClaims") or ()
+                    if (key := claim_of(claim)) in self.claims
+                }
+                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts), claims)
 
     def _places(self, pattern: str) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
         return _find(self.content, pattern.split(".") if pattern else [])
@@ -164,6 +177,13 @@ class Manifest:
         if self.kind in ("Deployment", "StatefulSet", "ReplicaSet", "ReplicationController"):
             return _count(spec, "replicas")
         return None
+
+
+def claim_of(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Kind and name of the object that an entry of a Pod's resourceClaims names."""
+    if "resourceClaimName" in entry:
+        return "ResourceClaim", str(entry["resourceClaimName"])
+    return "ResourceClaimTemplate", str(entry.get("resourceClaimTemplateName"))
 
 
 def json_path(root: str, parts: Any) -> str:

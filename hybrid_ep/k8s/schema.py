@@ -161,6 +161,8 @@ def _formats(definitions: dict[str, Any]) -> None:
     }
     for name, field in (("ContainerPort", "containerPort"), ("ContainerPort", "hostPort"), ("ServicePort", "port")):
         definitions[f"io.k8s.api.core.v1.{name}"]["properties"][field].update(minimum=1, maximum=65535)
+    # The API server takes True where a condition's status is missing.
+    definitions["io.k8s.api.batch.v1.PodFailurePolicyOnPodConditionsPattern"]["required"] = ["type"]
     metadata = definitions["io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"]["properties"]
     selector = definitions["io.k8s.api.core.v1.PodSpec"]["properties"]["nodeSelector"]
     for labels in (metadata["labels"], selector):
@@ -178,6 +180,7 @@ _EXAMPLES = {
     "resource of a container": "limits or requests of cpu, memory, ephemeral-storage or huge pages, e.g. limits.cpu",
     "name of an object": "lower-case letters, digits, - and . between them",
     "name of a label": "up to 63 letters, digits and -_. between them, after a domain and / or not",
+    "name with a domain": "a domain, / and a name, e.g. kueue.x-k8s.io/multikueue",
     "name of a port": "up to 15 lower-case letters, digits and single - between them, with a letter",
     "quantity": "a number with m, k, M, G, T, Ki, Mi, Gi, Ti or nothing, and no space, e.g. 64Gi",
     "label": "up to 63 letters, digits and -_. between them",

@@ -333,7 +333,8 @@ def test_strategic_merge_that_drops_half_a_container_is_found(tmp_path: Path) ->
     patch["spec"] = {"mpiReplicaSpecs": {"Worker": {"template": {"spec": {"containers": [container]}}}}}
     overlay = {"resources": ["k8s/overlays/cpu"], "patches": [{"patch": yaml.safe_dump(patch)}]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    assert {problem.rule for problem in check([tmp_path]).problems} == {"mpijob-probe", "shared-memory"}
+    found = {problem.rule for problem in check([tmp_path]).problems}
+    assert found == {"mpijob-probe", "shared-memory", "volume-unused"}
 
 
 def test_name_of_the_nic_resource_is_written_once(tmp_path: Path) -> None:

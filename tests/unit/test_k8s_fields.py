@@ -386,7 +386,7 @@ EXAMPLES = [
     Example("data-keys", "$.data['a b']", held("ConfigMap", "data: {a b: x}"), held("ConfigMap", "data: {a_b.c: x}")),
     Example("data-keys", "$.data.k", held("Secret", "data: {k: plain!}"), held("Secret", "stringData: {k: plain!}")),
     Example(
-        "mpijob-gang",
+        "gang",
         "$.spec.runPolicy.schedulingPolicy.minAvailable",
         mpi(MPIRUN.format(8), scheduling="{minAvailable: 4}"),
         mpi(MPIRUN.format(8), scheduling="{minAvailable: 3}"),
@@ -431,6 +431,9 @@ def build(text: str) -> str:
         spec |= yaml.safe_load(more) or {}
     else:
         spec |= yaml.safe_load(text)
+    mounts = [{"name": each["name"], "mountPath": f"/mounted/{each['name']}"} for each in spec.get("volumes") or []]
+    if mounts:
+        container.setdefault("volumeMounts", mounts)
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
     return yaml.safe_dump(pod)
 

@@ -20,13 +20,41 @@ POD = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  -
         ("{name: a}\nspec", "{name: a, annotations: {built: 2026-01-02}}\nspec"),
         ("{name: a}\nspec", "{name: a, labels: {built: 2026-01-02}}\nspec"),
         ("[x]", "[--time, 1:30:00]"),
-        ("spec:\n", "spec:\n  volumes: [{name: c, configMap: {name: c, optional: true, defaultMode: 0o400}}]\n"),
+        (
+            "args: [x]}",
+            "volumeMounts: [{name: c, mountPath: /c}]}\n"
+            "  volumes: [{name: c, configMap: {name: c, optional: true, defaultMode: 0o400}}]",
+        ),
     ],
 )
 def test_words_are_read_as_kubectl_does(old: str, new: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(POD.replace(old, new))
     assert check([file]).problems == []
+
+
+def test_line_ends_of_windows_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(b"\xef\xbb\xbf" + POD.replace("\n", "\r\n").encode())
+    assert check([file]).problems == []
+
+
+V1_MPIJOB = """apiVersion: kubeflow.org/v1
+kind: MPIJob
+metadata: {name: a}
+spec:
+  slotsPerWorker: 1
+  mpiReplicaSpecs:
+    Launcher: {replicas: 1, template: {spec: {containers: [{name: mpi, image: 'a:1', command: [mpirun, -np, '2', x]}]}}}
+    Worker: {replicas: 2, template: {spec: {containers: [{name: mpi, image: 'a:1'}]}}}
+"""
+
+
+def test_rules_for_ssh_are_not_those_of_the_older_mpijob(tmp_path: Path) -> None:
+    """The training operator's MPIJob starts its ranks without sshd."""
+    file = tmp_path / "a.yaml"
+    file.write_text(V1_MPIJOB)
+    assert {problem.rule for problem in check([file]).problems} == {"unknown-kind", "shared-memory"}
 
 
 def test_lists_of_lists_and_lists_of_a_kind_are_opened(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def queued(how: str) -> str:
 
 
 def claimed(request: str) -> str:
-    devices = "{requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, count: 8}}]}"
+    devices = "{requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}"
     template = (
         "{apiVersion: resource.k8s.io/v1, kind: ResourceClaimTemplate, metadata: {name: t}, "
         f"spec: {{spec: {{devices: {devices}}}}}}}"

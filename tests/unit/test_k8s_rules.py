@@ -23,6 +23,7 @@ from hybrid_ep.k8s.schema import kubernetes_versions
 from tests.unit.test_k8s_check import BREAKS, OVERLAYS, built
 from tests.unit.test_k8s_fields import EXAMPLES
 from tests.unit.test_k8s_ranks import EXAMPLES as OF_RANKS
+from tests.unit.test_k8s_sites import OF_SITES
 
 SOUND = (Path(__file__).resolve().parents[1] / "data" / "manifests" / "sound.yaml").read_text()
 J = "$.spec.template.spec"
@@ -192,7 +193,7 @@ def test_each_mistake_is_found_by_its_rule_alone(case: Broken, tmp_path: Path) -
 
 
 def test_every_rule_has_a_failing_example() -> None:
-    assert {rule.id for rule in RULES} <= {case.rule for case in (*BREAKS, *CASES, *EXAMPLES, *OF_RANKS)}
+    assert {rule.id for rule in RULES} <= OF_SITES | {case.rule for case in (*BREAKS, *CASES, *EXAMPLES, *OF_RANKS)}
 
 
 def template(kind: str, pod: dict[str, Any]) -> tuple[dict[str, Any], str]:

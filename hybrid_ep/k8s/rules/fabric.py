@@ -16,8 +16,8 @@ _OURS = {variable.name: variable for variable in VARIABLES}
 _BYTE = r"\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5]"
 _PRIORITY = r"\d|1[0-5]"
 _NIC = r"[\w.-]+"
-# What the other two take: name → pattern, and the same for people. Sources: the pages of environment variables in
-# NCCL's user guide and NVSHMEM's API reference.
+# What the others take: name → pattern, and the same for people. Sources: the pages of environment variables in NCCL's
+# user guide, NVSHMEM's API reference and UCX's documentation.
 _TAKEN = {
     "NCCL_IB_DISABLE": (r"[01]", "0 or 1"),
     "NCCL_IB_HCA": (rf"\^?=?{_NIC}(:\d+)?(,{_NIC}(:\d+)?)*", "names of NICs, separated by commas"),
@@ -26,6 +26,15 @@ _TAKEN = {
     "NCCL_IB_SL": (_PRIORITY, "0 to 15"),
     "NCCL_CROSS_NIC": (r"[0-2]", "0, 1 or 2"),
     "NCCL_NET_GDR_LEVEL": (r"LOC|PIX|PXB|PHB|SYS|[0-5]", "LOC, PIX, PXB, PHB or SYS"),
+    "NCCL_DEBUG": (r"(?i)VERSION|WARN|INFO|TRACE|ABORT|NONE", "VERSION, WARN, INFO or TRACE"),
+    "NCCL_P2P_LEVEL": (r"LOC|NVL|PIX|PXB|PHB|SYS|[0-5]", "LOC, NVL, PIX, PXB, PHB or SYS"),
+    "NCCL_SOCKET_IFNAME": (r"\^?=?[\w.:-]+(,[\w.:-]+)*", "names of network interfaces, separated by commas"),
+    # A device of UCX is a NIC with its port, or a network interface.
+    "UCX_NET_DEVICES": (
+        r"\^?(?!(mlx5|bnxt_re|irdma|ibp\w*)_?\w*(,|$))[\w.-]+(:\d+)?(,(?!(mlx5|bnxt_re)_?\w*(,|$))[\w.-]+(:\d+)?)*",
+        "entries NIC:PORT or network interfaces, separated by commas",
+    ),
+    "UCX_TLS": (r"\^?[\w-]+(,[\w-]+)*", "names of transports, separated by commas"),
     "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
     "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
     "NVSHMEM_IB_GID_INDEX": (_BYTE, "0 to 255"),
@@ -50,9 +59,9 @@ class _Setting(NamedTuple):
 
 @build_rule("fabric-settings", Level.WARNING)
 def _fabric_settings(build: Build) -> BuildFound:
-    """NCCL, NVSHMEM and hybrid_ep get values that they take. All three get one GID index, one traffic class and one
-    service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and as many for each GPU. A Pod
-    with RDMA NICs does not switch them off.
+    """NCCL, UCX, NVSHMEM and hybrid_ep get values that they take. All get one GID index, one traffic class and one
+    service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and spread evenly over its GPUs.
+    A Pod with RDMA NICs does not switch them off.
     """
     for manifest in build:
         for template in manifest.pod_templates():
@@ -79,15 +88,18 @@ def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterat
     for i, variable in enumerate(items(container, "env")):
         if "valueFrom" not in variable or str(variable.get("name")) not in given:
             given[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
+    runs_alone = re.search(r"(^|/)(mpirun|mpiexec)$", next(iter(words(container)), ""))
     for key in ("command", "args"):
         for name, value in re.findall(r"(?:^|\s)-x\s+(\w+)=(\S+)", "\n".join(words({key: container.get(key)}))):
-            given[name] = _Setting(value, manifest, f"{path}.{key}")
+            # A shell takes the quotes away; mpirun as a container's own command gets them.
+            taken = value if runs_alone else value.strip("\"'")
+            given[name] = _Setting(taken, manifest, f"{path}.{key}")
     yield from given.items()
     script = given["RANK_SETTINGS"].value if "RANK_SETTINGS" in given else ""
     if held := mounted_file(template, main(template)[1], script, build):
         text = held[0].content["data"][held[1]]
         for name, value in re.findall(r"(?m)^\s*(?:export\s+)?([A-Z]\w*)=(\S*)\s*$", text):
-            yield name, _Setting(value, held[0], f"$.data['{held[1]}']")
+            yield name, _Setting(value.strip("\"'"), held[0], f"$.data['{held[1]}']")
 
 
 def _given_by_maps(container: dict[str, Any], build: Build) -> dict[str, _Setting]:
@@ -136,7 +148,7 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
     """(name, message) where NICs are named that do not fit each other, the Pod's NICs or its GPUs."""
     named = {name: found for name, each in settings.items() if (found := _named(name, each.value))}
     of_nccl = named.get("NCCL_IB_HCA", [])
-    num_gpus = sum(amount(number) for _, each in containers(template) for number in gpus(each).values())
+    num_gpus = sum(amount(number) for _, each in containers(template) for number in gpus(template, each).values())
     # One NIC is what a plugin for shared NICs hands out.
     num_nics = max((amount(number) for number in nics(template).values() if amount(number) > 1), default=0)
     for name, found in named.items():
@@ -144,7 +156,7 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
             yield name, f"{name} has {', '.join(strange)}; allowed: NICs of NCCL_IB_HCA"
         if num_nics and len(set(found)) > num_nics:
             yield name, f"{name} names {len(set(found))} NICs; allowed: the Pod's {num_nics:g}"
-        if num_gpus and len(set(found)) % num_gpus:
+        if num_gpus and max(num_gpus, len(set(found))) % min(num_gpus, len(set(found))):
             yield name, f"{name} names {len(set(found))} NICs; allowed: as many for each of {num_gpus:g} GPUs"
     disabled = settings.get("NCCL_IB_DISABLE")
     rdma = [nic for nic in nics(template) if not nic.endswith("/efa")]  # EFA has a plugin of its own

@@ -114,10 +114,14 @@ def _expressions(template: PodTemplate) -> Iterator[tuple[str, dict[str, Any]]]:
 @rule("probe", Level.ERROR)
 def _probe(manifest: Manifest) -> Found:
     """A probe has one handler. The successThreshold of a livenessProbe and a startupProbe is 1. An init container has
-    probes only as a sidecar, with restartPolicy `Always`.
+    probes and a lifecycle only as a sidecar, with restartPolicy `Always`.
     """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
+            runs_to_end = ".initContainers[" in path and container.get("restartPolicy") != "Always"
+            if runs_to_end and container.get("lifecycle"):
+                message = "of a container that runs to its end; allowed: with restartPolicy Always"
+                yield Finding(f"{path}.lifecycle", message)
             for name in ("livenessProbe", "readinessProbe", "startupProbe"):
                 probe = container.get(name)
                 if not isinstance(probe, dict):
@@ -128,7 +132,7 @@ def _probe(manifest: Manifest) -> Found:
                     yield Finding(f"{path}.{name}", f"{found}; allowed: one of {', '.join(_HANDLERS)}")
                 if name != "readinessProbe" and probe.get("successThreshold") not in (None, 0, 1):
                     yield Finding(f"{path}.{name}.successThreshold", f"{probe['successThreshold']}; allowed: 1")
-                if ".initContainers[" in path and container.get("restartPolicy") != "Always":
+                if runs_to_end:
                     message = "of a container that runs to its end; allowed: with restartPolicy Always"
                     yield Finding(f"{path}.{name}", message)
 
@@ -261,8 +265,14 @@ def _dns_policy(manifest: Manifest) -> Found:
 @rule("pod-annotation", Level.WARNING)
 def _pod_annotation(manifest: Manifest) -> Found:
     """Networks and Kueue's topology stand in the annotations of the Pod template, and Kueue's queue is a label of the
-    workload: elsewhere they have no effect.
+    workload: elsewhere they have no effect. Of Kueue's topologies a Pod asks for one.
     """
+    for template in manifest.pod_templates():
+        given = (template.content.get("metadata") or {}).get("annotations") or {}
+        kueue = [name for name in given if re.fullmatch(r"kueue\.x-k8s\.io/podset-(\w+)-topology", name)]
+        if len(kueue) > 1:
+            path = json_path(f"{template.path}.metadata.annotations", [kueue[1]])
+            yield Finding(path, f"beside {kueue[0]}; allowed: one of them")
     for name, value in (manifest.metadata.get("annotations") or {}).items():
         where = json_path("$.metadata.annotations", [name])
         of_pods = name in (*NETWORKS, "networking.gke.io/default-interface") or name.startswith(
@@ -287,6 +297,32 @@ def _variable_reference(manifest: Manifest) -> Found:
                     if place.get(name, -1) >= i:
                         message = f"$({name}) stands before {name}, in env[{place[name]}]; allowed: behind it"
                         yield Finding(f"{path}.env[{i}].value", message)
+
+
+@rule("rollout", Level.ERROR)
+def _rollout(manifest: Manifest) -> Found:
+    """A rolling update may take a Pod away or add one: not both maxUnavailable and maxSurge are 0. Only the strategy
+    `RollingUpdate` has such fields. A PodDisruptionBudget has minAvailable or maxUnavailable, and not both.
+    """
+    spec = manifest.spec
+    if manifest.kind == "PodDisruptionBudget":
+        if None not in (spec.get("minAvailable"), spec.get("maxUnavailable")):
+            yield Finding("$.spec", "minAvailable and maxUnavailable; allowed: one of them")
+        return
+    strategy, fields = {
+        "Deployment": ("strategy", "rollingUpdate"),
+        "DaemonSet": ("updateStrategy", "rollingUpdate"),
+        "LeaderWorkerSet": ("rolloutStrategy", "rollingUpdateConfiguration"),
+    }.get(manifest.kind, ("", ""))
+    chosen = spec.get(strategy) or {}
+    limits = chosen.get(fields) or {}
+    if limits and chosen.get("type", "RollingUpdate") != "RollingUpdate":
+        yield Finding(f"$.spec.{strategy}.{fields}", f"with {chosen['type']}; allowed: with RollingUpdate")
+    # A Deployment's surge is a quarter where none is given.
+    surge = limits.get("maxSurge", "25%" if manifest.kind == "Deployment" else 0)
+    if {str(limits.get("maxUnavailable")), str(surge)} <= {"0", "0%"}:
+        where = f"$.spec.{strategy}.{fields}.maxUnavailable"
+        yield Finding(where, "0 with maxSurge 0; allowed: one of them above 0")
 
 
 @rule("schedule", Level.ERROR)

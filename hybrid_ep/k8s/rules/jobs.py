@@ -1,4 +1,4 @@
-"""Rules for jobs that torchrun joins."""
+"""Rules for jobs: those that torchrun joins, engines of inference, and the fields of Jobs, JobSets and gangs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 @rule("job-indexed", Level.ERROR)
 def _indexed(manifest: Manifest) -> Found:
-    """A Job that runs torchrun has a deadline. One of several Pods is Indexed, runs all of them at once, and restarts
-    none: ranks are found by index, wait for each other, and cannot be restarted alone.
+    """A Job that runs torchrun has a deadline. One of several Pods, also within a JobSet, is Indexed, runs all of them
+    at once, and restarts none: ranks are found by index, wait for each other, and cannot be restarted alone.
     """
     for template in manifest.pod_templates():
-        if manifest.kind != "Job" or not runs(main(template)[1], "torchrun"):
+        if manifest.kind not in ("Job", "JobSet") or not runs(main(template)[1], "torchrun"):
             continue
-        spec = manifest.spec
-        pods, said = template.num_pods or 1, " ".join(words(main(template)[1]))
+        path, spec = _job_of(manifest, template)
+        mode = "Indexed" if manifest.kind == "JobSet" else "NonIndexed"  # where none is given
+        pods, said = int(spec.get("completions") or 1), " ".join(words(main(template)[1]))
         by_index = "JOB_COMPLETION_INDEX" in said or "rdzv" not in said
         together = (
-            ("$.spec.completionMode", spec.get("completionMode", "NonIndexed"), "Indexed", by_index),
-            ("$.spec.parallelism", spec.get("parallelism", 1), pods, True),
+            (f"{path}.completionMode", spec.get("completionMode", mode), "Indexed", by_index),
+            (f"{path}.parallelism", spec.get("parallelism", 1), pods, True),
         )
-        for path, seen, allowed, asked in together if pods > 1 else ():
+        for where, seen, allowed, asked in together if pods > 1 else ():
             if asked and seen != allowed:
-                yield Finding(path, f"{seen!r}; allowed with torchrun: {allowed!r}")
+                yield Finding(where, f"{seen!r}; allowed with torchrun: {allowed!r}")
+        if manifest.kind == "JobSet":  # it has its own deadline and names
+            continue
         alone = (
             ("$.spec.backoffLimit", spec.get("backoffLimit", 6), 0),
             (f"{template.path}.spec.restartPolicy", spec_of(template).get("restartPolicy"), "Never"),
         )
-        for path, seen, allowed in alone if pods > 1 else ():
+        for where, seen, allowed in alone if pods > 1 else ():
             if seen != allowed:
-                yield Finding(path, f"{seen!r}; allowed with torchrun: {allowed!r}", Level.WARNING)
+                yield Finding(where, f"{seen!r}; allowed with torchrun: {allowed!r}", Level.WARNING)
         if "activeDeadlineSeconds" not in spec:
             yield Finding("$.spec.activeDeadlineSeconds", "missing; allowed: a value of your own", Level.WARNING)
         if pods > 1 and not spec_of(template).get("subdomain") and not spec_of(template).get("hostNetwork"):
@@ -45,8 +48,8 @@ def _indexed(manifest: Manifest) -> Found:
 
 @rule("torchrun-size", Level.ERROR)
 def _torchrun_size(manifest: Manifest) -> Found:
-    """Torchrun's `--nnodes` is the number of the job's Pods, and `--nproc-per-node` that of their GPUs: with more,
-    ranks wait for ever.
+    """Torchrun's `--nnodes` is the number of the job's Pods, and `--nproc-per-node` that of their GPUs, also where a
+    PyTorchJob or a TrainJob gives it: with more, ranks wait for ever, and with fewer, GPUs have no rank.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
@@ -55,18 +58,106 @@ def _torchrun_size(manifest: Manifest) -> Found:
         nodes, ranks = option(container, "nnodes"), option(container, "nproc-per-node")
         pods = _pods_of(manifest, template)
         where = f"{path}.{'args' if any('nnodes' in str(word) for word in container.get('args') or []) else 'command'}"
-        if nodes and nodes.isdigit() and pods and int(nodes) not in pods:
-            allowed = " or ".join(map(str, pods))
+        allowed = " or ".join(map(str, pods))
+        least = re.fullmatch(r"(\d+):\d+", nodes or "")
+        if pods and least and int(least[1]) > max(pods):
+            yield Finding(where, f"--nnodes={nodes} with {allowed} Pods; allowed: from {allowed} on")
+        elif pods and nodes and nodes.isdigit() and int(nodes) not in pods:
             yield Finding(where, f"--nnodes={nodes} with {allowed} Pods; allowed: {allowed}")
-        for name, number in gpus(container).items():
-            if ranks and ranks.isdigit() and amount(ranks) > amount(number):
-                yield Finding(where, f"--nproc-per-node={ranks} with {number} × {name}; allowed: up to {number}")
+        given = manifest.spec.get("nprocPerNode") if manifest.kind == "PyTorchJob" and not ranks else None
+        yield from _ranks("$.spec.nprocPerNode" if given else where, given or ranks, gpus(template, container))
+    if manifest.kind == "TrainJob":
+        trainer = manifest.spec.get("trainer") or {}
+        found = gpus(PodTemplate("", "", {}), {"resources": trainer.get("resourcesPerNode")})
+        yield from _ranks("$.spec.trainer.numProcPerNode", trainer.get("numProcPerNode"), found)
+
+
+def _ranks(where: str, ranks: object, found: dict[str, Any]) -> Found:
+    """Whether there are as many ranks as GPUs. One rank may use several GPUs."""
+    name = "--nproc-per-node" if where.endswith(("args", "command")) else where.rpartition(".")[2]
+    for gpu, number in found.items():
+        if str(ranks).isdigit() and amount(ranks) > amount(number):
+            yield Finding(where, f"{name}={ranks} with {number} × {gpu}; allowed: up to {number}")
+        elif str(ranks).isdigit() and 1 < amount(ranks) <= amount(number) - 1:
+            yield Finding(where, f"{name}={ranks} with {number} × {gpu}; allowed: {number}", Level.WARNING)
+
+
+# Options by which vLLM and SGLang split a model over GPUs.
+_SPLITS = (("tensor-parallel-size", "tp-size", "tp", "-tp"), ("pipeline-parallel-size", "pp-size", "pp", "-pp"))
+
+
+@rule("engine-size", Level.ERROR)
+def _engine_size(manifest: Manifest) -> Found:
+    """Engines (vLLM, SGLang) split a model over no more GPUs than their Pods have, in a LeaderWorkerSet those of one
+    group: with more they end, or wait for ever.
+    """
+    groups = list(manifest.pod_templates())
+    for template in groups:
+        path, container = main(template)
+        if not any(runs(container, name) or name in str(container.get("image")) for name in ("vllm", "sglang")):
+            continue
+        sizes = [next((found for name in names if (found := option(container, name))), "1") for names in _SPLITS]
+        has = _gpus_of_group(manifest, groups, template)
+        if not has or not all(map(str.isdigit, sizes)):
+            continue
+        split = int(sizes[0]) * int(sizes[1])
+        if split > has:
+            message = f"{sizes[0]} × {sizes[1]} GPUs of {has:g}; allowed: up to {has:g}"
+            yield Finding(f"{path}.{'args' if container.get('args') else 'command'}", message)
+
+
+def _gpus_of_group(manifest: Manifest, templates: list[PodTemplate], template: PodTemplate) -> float:
+    """GPUs of the Pods that an engine runs on; 0 where that is not known."""
+
+    def of_pod(each: PodTemplate) -> float:
+        return sum(amount(number) for number in gpus(each, main(each)[1]).values())
+
+    if manifest.kind == "LeaderWorkerSet":
+        size = int((manifest.spec.get("leaderWorkerTemplate") or {}).get("size", 1))
+        return of_pod(templates[0]) + (size - 1) * of_pod(templates[-1])
+    container = main(template)[1]
+    nodes = option(container, "nnodes") or "1"
+    known = nodes.isdigit() and "ray" not in " ".join(words(container))
+    return of_pod(template) * int(nodes) if known else 0
+
+
+@rule("pytorchjob", Level.ERROR)
+def _pytorchjob(manifest: Manifest) -> Found:
+    """A Pod of a PyTorchJob has a container `pytorch`, which the operator wires up, and there is one master: the
+    operator refuses others.
+    """
+    for template in manifest.pod_templates() if manifest.kind == "PyTorchJob" else ():
+        names = [str(each.get("name")) for each in items(spec_of(template), "containers")]
+        if "pytorch" not in names:
+            yield Finding(f"{template.path}.spec.containers", f"{', '.join(names)}; allowed: with one called pytorch")
+        if template.role == "Master" and template.num_pods != 1:
+            where = f"{template.path.removesuffix('.template')}.replicas"
+            yield Finding(where, f"{template.num_pods} masters; allowed: 1")
+
+
+@rule("gang", Level.ERROR)
+def _gang(manifest: Manifest) -> Found:
+    """The gang scheduler waits for no more Pods than the job has: for an MPIJob these are its workers and the launcher,
+    for a job of Volcano those of its tasks.
+    """
+    if manifest.kind in ("MPIJob", "PyTorchJob"):
+        path = "$.spec.runPolicy.schedulingPolicy.minAvailable"
+        least = ((manifest.spec.get("runPolicy") or {}).get("schedulingPolicy") or {}).get("minAvailable")
+        pods = sum(template.num_pods or 0 for template in manifest.pod_templates())
+    elif manifest.api_version.startswith("batch.volcano.sh/"):
+        path, least = "$.spec.minAvailable", manifest.spec.get("minAvailable")
+        pods = sum(int(task.get("replicas", 1)) for task in items(manifest.spec, "tasks"))
+    else:
+        return
+    if isinstance(least, int) and least > pods:
+        yield Finding(path, f"{least}, and the job has {pods} Pods; allowed: up to {pods}")
 
 
 @rule("job-fields", Level.ERROR)
 def _job_fields(manifest: Manifest) -> Found:
     """A Job chooses its own selector. Limits and success by index need completionMode `Indexed`, which needs
-    completions. With a podFailurePolicy no container is restarted.
+    completions, and name indexes below that. With a podFailurePolicy no container is restarted, and a Pod is replaced
+    when it has failed.
     """
     for template in manifest.pod_templates() if manifest.kind in ("Job", "CronJob", "JobSet") else ():
         path, spec = _job_of(manifest, template)
@@ -81,11 +172,48 @@ def _job_fields(manifest: Manifest) -> Found:
         if spec.get("podFailurePolicy") and spec_of(template).get("restartPolicy") != "Never":
             seen = spec_of(template).get("restartPolicy")
             yield Finding(f"{template.path}.spec.restartPolicy", f"{seen!r} with podFailurePolicy; allowed: 'Never'")
+        if spec.get("podFailurePolicy") and spec.get("podReplacementPolicy", "Failed") != "Failed":
+            seen = spec["podReplacementPolicy"]
+            yield Finding(f"{path}.podReplacementPolicy", f"{seen!r} with podFailurePolicy; allowed: 'Failed'")
+        if spec.get("maxFailedIndexes") is not None and spec.get("backoffLimitPerIndex") is None:
+            yield Finding(f"{path}.maxFailedIndexes", "without backoffLimitPerIndex; allowed: with it")
+        for i, each in enumerate(items(spec.get("successPolicy"), "rules")):
+            last = max(map(int, re.findall(r"\d+", str(each.get("succeededIndexes") or ""))), default=-1)
+            if last >= int(spec.get("completions") or 1):
+                where = f"{path}.successPolicy.rules[{i}].succeededIndexes"
+                yield Finding(where, f"{last} of {spec.get('completions')} completions; allowed: indexes below that")
+
+
+@rule("pod-failure-policy", Level.ERROR)
+def _pod_failure_policy(manifest: Manifest) -> Found:
+    """A rule of a podFailurePolicy asks for exit codes or for conditions. Exit codes are of a container of the Pod, in
+    ascending order, and without 0 where they are those that match. FailIndex needs backoffLimitPerIndex.
+    """
+    for template in manifest.pod_templates() if manifest.kind in ("Job", "CronJob", "JobSet") else ():
+        path, spec = _job_of(manifest, template)
+        names = [each.get("name") for key in ("initContainers", "containers") for each in items(spec_of(template), key)]
+        for i, each in enumerate(items(spec.get("podFailurePolicy"), "rules")):
+            where, codes = f"{path}.podFailurePolicy.rules[{i}]", each.get("onExitCodes") or {}
+            if bool(codes) == bool(each.get("onPodConditions")):
+                found = "both" if codes else "neither"
+                yield Finding(where, f"{found}; allowed: onExitCodes or onPodConditions")
+            values = codes.get("values") or []
+            if values != sorted(set(values)) or (codes.get("operator") == "In" and 0 in values):
+                yield Finding(
+                    f"{where}.onExitCodes.values", f"{values}; allowed: in ascending order, and with In not 0"
+                )
+            if codes.get("containerName") not in (None, *names):
+                message = f"{codes['containerName']!r}; allowed: {', '.join(map(str, names))}"
+                yield Finding(f"{where}.onExitCodes.containerName", message)
+            if each.get("action") == "FailIndex" and spec.get("backoffLimitPerIndex") is None:
+                yield Finding(f"{where}.action", "'FailIndex' without backoffLimitPerIndex; allowed: with it")
 
 
 @rule("jobset-names", Level.ERROR)
 def _jobset_names(manifest: Manifest) -> Found:
-    """Policies and dependencies of a JobSet name its own replicatedJobs: it would wait for ever for any other."""
+    """Policies, dependencies and coordinator of a JobSet name its own replicatedJobs: it would wait for ever for any
+    other. Each of these has a name of its own, and the Pods' names are labels of DNS.
+    """
     if manifest.kind != "JobSet":
         return
     spec = manifest.spec
@@ -99,6 +227,18 @@ def _jobset_names(manifest: Manifest) -> Found:
     for i, job in enumerate(jobs):
         needed = [each.get("name") for each in items(job, "dependsOn")]
         asked.append((f"$.spec.replicatedJobs[{i}].dependsOn", needed))
+    if spec.get("coordinator"):
+        asked.append(("$.spec.coordinator.replicatedJob", [spec["coordinator"].get("replicatedJob")]))
+    for i, job in enumerate(jobs):
+        of_job = (job.get("template") or {}).get("spec") or {}
+        last = f"{int(job.get('replicas', 1)) - 1}-{int(of_job.get('completions') or 1) - 1}"
+        # The Job's controller adds a dash and five letters.
+        pod = f"{manifest.metadata.get('name', '')}-{names[i]}-{last}-abcde"
+        if names[i] in names[:i]:
+            yield Finding(f"$.spec.replicatedJobs[{i}].name", f"{names[i]!r} is taken; allowed: a name of its own")
+        if len(pod) > 63:
+            message = f"Pods are called {pod}, of {len(pod)} characters; allowed: up to 63"
+            yield Finding(f"$.spec.replicatedJobs[{i}].name", message)
     for path, given in asked:
         for name in given or []:
             if name not in names:

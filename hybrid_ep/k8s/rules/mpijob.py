@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, mounted_file, runs, security, words
+from hybrid_ep.k8s.rules.parts import (
+    amount,
+    containers,
+    environment,
+    gpus,
+    items,
+    main,
+    mounted_file,
+    runs,
+    security,
+    spec_of,
+    words,
+)
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
 
 _ROOT_SSH = "/root/.ssh"
@@ -27,8 +39,8 @@ class _Job(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Job | None:
-        if manifest.kind != "MPIJob":
-            return None
+        if manifest.kind != "MPIJob" or manifest.api_version != "kubeflow.org/v2beta1":
+            return None  # that of v1 starts its ranks without sshd
         templates = {template.role: template for template in manifest.pod_templates()}
         if not {"Launcher", "Worker"} <= templates.keys():
             return None
@@ -125,7 +137,7 @@ def _environment(manifest: Manifest) -> Found:
         for i, variable in enumerate(items(container, "env")) if passes else ():
             name = str(variable.get("name"))
             used = ("-x", name) in pairwise(said) or re.search(
-                rf"-x\s+{re.escape(name)}\b|\$\{{?{re.escape(name)}\b", text
+                rf"-x\s+{re.escape(name)}\b|\$\{{?{re.escape(name)}\b|\$\(\([^)]*\b{re.escape(name)}\b", text
             )
             if not used and not _OF_MPIRUN.match(name):
                 message = f"{name} reaches no rank; allowed: together with the arguments -x {name}"
@@ -186,20 +198,50 @@ def _ssh(build: Build) -> BuildFound:
             continue
         path, container = main(job.worker)
         config = _sshd_config(job.worker, container, build)
-        given = re.findall(r"(?:^|\s)-p\s*(\d+)", " ".join(words(container)))
-        ports = given or re.findall(r"(?im)^\s*Port\s+(\d+)", config or "")
-        if not ports and config is None and "-f" in words(container):
+        ports = _sshd_ports(container, config)
+        if not ports:
             continue  # a file of the image says it
         asked = ((container.get("readinessProbe") or {}).get("tcpSocket") or {}).get("port")
         asked = next((port["containerPort"] for port in items(container, "ports") if port.get("name") == asked), asked)
-        if asked is not None and str(asked) not in (ports or ["22"]):
-            message = f"{asked}, and sshd listens on {' and '.join(ports or ['22'])}; allowed: sshd's port"
+        if asked is not None and str(asked) not in ports:
+            message = f"{asked}, and sshd listens on {' and '.join(ports)}; allowed: sshd's port"
             yield manifest, Finding(f"{path}.readinessProbe.tcpSocket.port", message)
         where = job.spec.get("sshAuthMountPath")
         for name, file in re.findall(r"(?im)^\s*(HostKey|AuthorizedKeysFile)\s+(\S*/\.ssh/\S+)", config or ""):
             if where and not file.startswith(f"{where}/"):
                 message = f"{where!r}, and sshd's {name} is {file}; allowed: the folder of that file"
                 yield manifest, Finding("$.spec.sshAuthMountPath", message)
+
+
+def _sshd_ports(container: dict[str, Any], config: str | None) -> list[str]:
+    """The ports of sshd, by its command, its configuration or its default; none where a file of the image says it."""
+    given = re.findall(r"(?:^|\s)-p\s*(\d+)", " ".join(words(container)))
+    ports = given or re.findall(r"(?im)^\s*Port\s+(\d+)", config or "")
+    return ports or ([] if config is None and "-f" in words(container) else ["22"])
+
+
+@build_rule("mpijob-ssh-port", Level.WARNING)
+def _ssh_port(build: Build) -> BuildFound:
+    """Under hostNetwork, sshd listens on another port than 22, which the node's own sshd has. A launcher of the
+    operator's workers asks for the port that their command gives to sshd.
+    """
+    for manifest in build:
+        job = _Job.of(manifest)
+        if not job or not runs(main(job.worker)[1], "sshd"):
+            continue
+        path, container = main(job.worker)
+        ports = _sshd_ports(container, _sshd_config(job.worker, container, build))
+        if spec_of(job.worker).get("hostNetwork") and "22" in ports:
+            message = "sshd listens on 22 with hostNetwork, as the node's own; allowed: another port, e.g. -p 2222"
+            yield manifest, Finding(f"{path}.{'args' if 'args' in container else 'command'}", message)
+        launcher, asker = main(job.launcher)
+        said = " ".join([*words(asker), *environment(asker).values()])
+        port = next(iter(re.findall(r"(?:^|\s)-p\s*(\d+)", " ".join(words(container)))), "22")
+        if port != "22" and runs(asker, "mpirun") and port not in said and not items(asker, "volumeMounts"):
+            message = (
+                f"mpirun's ssh asks for port 22, and sshd listens on {port}; allowed: --mca plm_rsh_args '-p {port}'"
+            )
+            yield manifest, Finding(f"{launcher}.{'args' if 'args' in asker else 'command'}", message)
 
 
 def _sshd_config(worker: PodTemplate, container: dict[str, Any], build: Build) -> str | None:
@@ -220,37 +262,65 @@ def _launcher_gpus(manifest: Manifest) -> Found:
     job = _Job.of(manifest)
     if job and not job.spec.get("runLauncherAsWorker"):
         for path, container in containers(job.launcher):
-            for name in gpus(container):
+            for name in gpus(job.launcher, container):
                 where = json_path(f"{path}.resources.limits", [name])
                 yield Finding(where, "GPUs that no rank uses; allowed: none")
 
 
 @rule("mpijob-slots", Level.WARNING)
 def _slots(manifest: Manifest) -> Found:
-    """A worker has as many slots as GPUs: a rank takes one GPU."""
+    """A worker has as many slots as GPUs: a rank takes one GPU, and one of nccl-tests as many as `-g` says."""
     if job := _Job.of(manifest):
         slots = job.spec.get("slotsPerWorker", 1)
-        for name, number in gpus(main(job.worker)[1]).items():
-            if amount(number) != amount(slots):
+        of_rank = re.search(r"_perf\s(?:[^;|&]*\s)?(?:-g|--ngpus)[\s=](\d+)", " ".join(words(main(job.launcher)[1])))
+        for name, number in gpus(job.worker, main(job.worker)[1]).items():
+            if amount(number) != amount(slots) * int(of_rank[1] if of_rank else 1):
                 yield Finding("$.spec.slotsPerWorker", f"{slots} with {number} × {name}; allowed: {number}")
 
 
 @rule("mpijob-ranks", Level.ERROR)
 def _ranks(manifest: Manifest) -> Found:
-    """Open MPI's mpirun gets no more ranks than the workers have slots: it refuses more, unless it is told to
-    oversubscribe.
+    """Open MPI's mpirun gets no more ranks than the workers have slots, in all and on each: it refuses more, unless it
+    is told to oversubscribe.
     """
     job = _Job.of(manifest)
     if not job or not job.is_open_mpi:
         return
     path, container = main(job.launcher)
-    text = "\n".join(words(container))
-    asked = _num_ranks(text)
+    mpirun = _Mpirun.of(container)
+    if not mpirun or "oversubscribe" in "\n".join(words(container)).lower():
+        return
+    where = f"{path}.{'args' if 'args' in container else 'command'}"
+    of_worker = int(job.spec.get("slotsPerWorker", 1))
     workers = (job.worker.num_pods or 0) + bool(job.spec.get("runLauncherAsWorker"))
-    slots = workers * int(job.spec.get("slotsPerWorker", 1))
-    if asked and asked > slots and "oversubscribe" not in text.lower():
-        message = f"{asked} ranks, and {workers} workers have {slots} slots; allowed: up to {slots}"
-        yield Finding(f"{path}.{'args' if 'args' in container else 'command'}", message)
+    asked, of_each = mpirun.number("n", "np", "c"), mpirun.number("N", "npernode")
+    if asked and asked > workers * of_worker:
+        slots = workers * of_worker
+        yield Finding(where, f"{asked} ranks, and {workers} workers have {slots} slots; allowed: up to {slots}")
+    elif of_each and of_each > of_worker:
+        yield Finding(where, f"{of_each} ranks a worker, and each has {of_worker} slots; allowed: up to {of_worker}")
+
+
+@rule("mpirun-options", Level.ERROR)
+def _mpirun_options(manifest: Manifest) -> Found:
+    """Each option of Open MPI's mpirun and each value is a word of its own, and `-x` hands on one variable: mpirun
+    refuses others, or takes them for its program.
+    """
+    job = _Job.of(manifest)
+    mpirun = _Mpirun.of(main(job.launcher)[1]) if job and job.is_open_mpi else None
+    if not job or not mpirun:
+        return
+    path, container = main(job.launcher)
+    where = f"{path}.{'args' if 'args' in container else 'command'}"
+    for name, values in mpirun.options:
+        if re.search(r"\s", name):
+            yield Finding(where, f"{'-' + name!r} is one word; allowed: a word each")
+        if name == "x" and "," in values[0].partition("=")[0]:
+            yield Finding(where, f"-x {values[0]}; allowed: -x for each variable")
+    last, values = mpirun.options[-1] if mpirun.options else ("", [""])
+    if last == "x" and "=" not in values[0] and mpirun.program[1:] and re.match("-x$|--?mca$", mpirun.program[1]):
+        said = f"-x {values[0]} {mpirun.program[0]}"
+        yield Finding(where, f"{said}: {mpirun.program[0]} is taken for the program; allowed: -x {values[0]}=VALUE")
 
 
 # mpirun's options by how many words follow them; of all others that begin with a dash, none is taken to follow.
@@ -280,28 +350,33 @@ _VALUES = {
 }
 
 
-def _num_ranks(text: str) -> int | None:
-    """The number that mpirun's own option -n, -np or -c gives; options behind its program are the program's."""
-    words_of_mpirun = re.search(
-        r"(?:^|[\s/;&|(])(?:mpirun|mpiexec|orterun|prterun)\s([^;|&]*)", text.replace("\\\n", " ")
-    )
-    rest = iter(words_of_mpirun[1].split() if words_of_mpirun else ())
-    for word in rest:
-        if not word.startswith("-"):
-            return None
-        name, _, value = word.lstrip("-").partition("=")
-        values = [value] if value else [next(rest, "") for _ in range(_VALUES.get(name, 0))]
-        if name in ("n", "np", "c") and values[0].isdigit():
-            return int(values[0])
-    return None
+class _Mpirun(NamedTuple):
+    """A command line of mpirun: its own options with their values, then the program's words."""
 
+    options: list[tuple[str, list[str]]]
+    program: list[str]
 
-@rule("mpijob-gang", Level.ERROR)
-def _gang(manifest: Manifest) -> Found:
-    """The gang scheduler waits for no more Pods than the job has, its workers and the launcher."""
-    if job := _Job.of(manifest):
-        policy = (job.spec.get("runPolicy") or {}).get("schedulingPolicy") or {}
-        pods, least = (job.worker.num_pods or 0) + 1, policy.get("minAvailable")
-        if least is not None and least > pods:
-            path = "$.spec.runPolicy.schedulingPolicy.minAvailable"
-            yield Finding(path, f"{least}, and the job has {pods} Pods; allowed: up to {pods}")
+    @classmethod
+    def of(cls, container: dict[str, Any]) -> _Mpirun | None:
+        """The first of a container, as words or inside a script; None where there is none."""
+        names, said = r"(?:mpirun|mpiexec|orterun|prterun)", words(container)
+        if said and re.fullmatch(rf"(\S*/)?{names}", said[0]):
+            rest = iter(said[1:])
+        else:
+            text = "\n".join(said).replace("\\\n", " ")
+            found = re.search(rf"(?:^|[\s/;&|(]){names}\s([^;|&]*)", text)
+            if not found:
+                return None
+            rest = iter(found[1].split())
+        options: list[tuple[str, list[str]]] = []
+        for word in rest:
+            if not word.startswith("-"):
+                return cls(options, [word, *rest])
+            name, _, value = word.lstrip("-").partition("=")
+            options.append((name, [value] if value else [next(rest, "") for _ in range(_VALUES.get(name, 0))]))
+        return cls(options, [])
+
+    def number(self, *names: str) -> int | None:
+        """The value of the first of these options that is a number."""
+        found = (values[0] for name, values in self.options if name in names)
+        return next((int(value) for value in found if value.isdigit()), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from hybrid_ep.k8s.rules.parts import (
     NETWORKS,
     added_capabilities,
     amount,
+    amounts,
     containers,
     gpus,
     is_nic,
@@ -22,7 +24,7 @@ from hybrid_ep.k8s.rules.parts import (
     security,
     spec_of,
 )
-from hybrid_ep.k8s.rules.registry import Finding, Found, rule
+from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
 
 
 @rule("ipc-lock", Level.WARNING)
@@ -74,7 +76,7 @@ def _nic_count(manifest: Manifest) -> Found:
     """
     for template in manifest.pod_templates():
         path, container = main(template)
-        devices = sum(amount(number) for number in gpus(container).values())
+        devices = sum(amount(number) for number in gpus(template, container).values())
         of_pod = nics(template)
         for name, number in of_pod.items():
             count = amount(number)
@@ -89,6 +91,40 @@ def _nic_count(manifest: Manifest) -> Found:
             at = json_path(f"{template.path}.metadata.annotations", [NETWORKS[0]])
             listed = ", ".join(f"{number} × {name}" for name, number in of_pod.items())
             yield Finding(at, f"{len(networks)} networks with {listed}; allowed: {total:g}")
+
+
+_RESOURCE_OF_NETWORK = "k8s.v1.cni.cncf.io/resourceName"
+
+
+@build_rule("network-attachment", Level.ERROR)
+def _network_attachment(build: Build) -> BuildFound:
+    """The configuration of a NetworkAttachmentDefinition is JSON. A network that a Pod names is not nearly one of the
+    build, and its Pods ask for the device that it needs, unless the cluster injects that.
+    """
+    given: dict[str, Manifest] = {}
+    for manifest in build:
+        if manifest.kind == "NetworkAttachmentDefinition":
+            given[str(manifest.metadata.get("name"))] = manifest
+            try:
+                json.loads(str(manifest.spec.get("config") or "{}"))
+            except ValueError as error:
+                yield (
+                    manifest,
+                    Finding("$.spec.config", f"is no JSON: {error}; allowed: a configuration of CNI as JSON"),
+                )
+    for manifest in build:
+        for template in manifest.pod_templates():
+            where = json_path(f"{template.path}.metadata.annotations", [NETWORKS[0]])
+            asked = {name for _, container in containers(template) for name in amounts(container, "limits")}
+            for network in _networks(template).get(NETWORKS[0], []):
+                name = network.rpartition("/")[2].partition("@")[0]
+                if name in given:
+                    needed = (given[name].metadata.get("annotations") or {}).get(_RESOURCE_OF_NETWORK)
+                    if needed and needed not in asked:
+                        message = f"{name} needs {needed}, and no container has it; allowed: in limits of one"
+                        yield manifest, Finding(where, message, Level.WARNING)
+                elif close := difflib.get_close_matches(name, given, 1, 0.75):
+                    yield manifest, Finding(where, f"{name!r}; allowed: {close[0]!r}, which the build has")
 
 
 def _networks(template: PodTemplate) -> dict[str, list[str]]:

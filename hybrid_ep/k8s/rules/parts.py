@@ -14,6 +14,7 @@ __all__ += ["items", "main", "mounted_file", "nics", "nics_of", "option", "runs"
 
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
+_GPU_CLASS = re.compile(r"gpu|^mig\.")  # DRA's classes: gpu.nvidia.com, mig.nvidia.com, gpu.amd.com …
 # Annotations that give a Pod networks of its own, by the plugins Multus and GKE's.
 NETWORKS = ("k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces")
 # Names under which device plugins offer NICs: rdma/ib, nvidia.com/hostdev, nvidia.com/roce_vf, vpc.amazonaws.com/efa …
@@ -47,7 +48,7 @@ def main(template: PodTemplate) -> tuple[str, dict[str, Any]]:
     """The container of the ranks: the first, which an operator wires up; elsewhere the first with GPUs, if any has."""
     found = list(containers(template)) or [(f"{template.path}.spec.containers", {})]
     wired = template.role in ("Launcher", "Worker", "Master")
-    return found[0] if wired else next((each for each in found if gpus(each[1])), found[0])
+    return found[0] if wired else next((each for each in found if gpus(template, each[1])), found[0])
 
 
 def words(container: dict[str, Any]) -> list[str]:
@@ -103,10 +104,17 @@ def amount(value: Any) -> float:
     return float(text.removesuffix(unit)) * _FACTORS[unit]
 
 
-def gpus(container: dict[str, Any]) -> dict[str, Any]:
-    """GPU resources and how many of each."""
+def gpus(template: PodTemplate, container: dict[str, Any]) -> dict[str, Any]:
+    """GPU resources and device classes of GPUs, and how many of each."""
     asked = amounts(container, "requests") | amounts(container, "limits")
-    return {name: number for name, number in asked.items() if _GPU.fullmatch(name)}
+    found = {name: number for name, number in asked.items() if _GPU.fullmatch(name)}
+    for claim in items(container.get("resources"), "claims"):
+        for request, devices in template.claims.get(str(claim.get("name")), {}).items():
+            if str(claim.get("request") or request).partition("/")[0] == request:
+                for name, number in devices.items():
+                    if _GPU_CLASS.search(name):
+                        found[name] = found.get(name, 0) + number
+    return found
 
 
 def is_nic(name: str) -> bool:

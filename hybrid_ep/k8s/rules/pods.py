@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.k8s.manifest import Manifest, json_path
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import (
     NETWORKS,
@@ -24,7 +23,6 @@ from hybrid_ep.k8s.rules.parts import (
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 _SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
-_ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
 # An MPIJob's workers are named after it, with -worker-N added, in one label of DNS.
 _LONGEST_NAME = {"CronJob": 52, "Job": 63, "Namespace": 63, "Service": 63, "MPIJob": 51}
 _RESTART = {
@@ -32,7 +30,8 @@ _RESTART = {
     "Never or OnFailure": ("Job", "CronJob", "JobSet"),
 }
 
-_OWN_RESOURCE = r"cpu|memory|ephemeral-storage|hugepages-\w+"
+_OWN_RESOURCE = r"cpu|memory|ephemeral-storage|hugepages-[1-9]\d*[KMG]i"
+_MIG = r"nvidia\.com/mig-\d+c?\.?\d*g\.\d+gb(\.me|\.me\.all|\.gfx|-me)?"
 # A resource → spellings of it that are seen, in small letters and without dots, dashes and a last s.
 _RESOURCES = {
     "nvidia.com/gpu": ("gpu", "nvidiagpu", "nvidia/gpu", "nvidiacom/gpu"),
@@ -63,7 +62,7 @@ def _name(manifest: Manifest) -> Found:
     refuses others.
     """
     name = manifest.metadata.get("name")
-    if "generateName" in manifest.metadata or manifest.api_version.startswith("rbac.authorization.k8s.io/"):
+    if manifest.metadata.get("generateName") or manifest.api_version.startswith("rbac.authorization.k8s.io/"):
         return
     longest = _LONGEST_NAME.get(manifest.kind, 253)
     if not isinstance(name, str) or not re.fullmatch(_SUBDOMAIN, name):
@@ -74,18 +73,26 @@ def _name(manifest: Manifest) -> Found:
 
 @rule("annotation-json", Level.ERROR)
 def _annotation_json(manifest: Manifest) -> Found:
-    """An annotation that lists networks as JSON is a list in JSON: the network plugin fails the Pod otherwise."""
+    """An annotation that lists networks as JSON is a list in JSON, and no two have one interface: the network plugin
+    fails the Pod otherwise.
+    """
     for template in manifest.pod_templates():
         for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
             if name in NETWORKS and str(value).lstrip().startswith(("[", "{")):
                 path = json_path(f"{template.path}.metadata.annotations", [name])
                 try:
-                    is_list = isinstance(json.loads(value), list)
+                    listed = json.loads(value)
                 except ValueError as error:
                     yield Finding(path, f"is no JSON: {error}; allowed: a list of networks as JSON")
-                else:
-                    if not is_list:
-                        yield Finding(path, "is a single network; allowed: a list of networks, also of one, as JSON")
+                    continue
+                if not isinstance(listed, list):
+                    yield Finding(path, "is a single network; allowed: a list of networks, also of one, as JSON")
+                    continue
+                named = [
+                    each.get("interfaceName") or each.get("interface") for each in listed if isinstance(each, dict)
+                ]
+                for interface in sorted({str(each) for each in named if each and named.count(each) > 1}):
+                    yield Finding(path, f"{interface!r} is given twice; allowed: an interface each")
 
 
 @rule("volume-mount", Level.ERROR)
@@ -117,14 +124,46 @@ def _volume_mount(manifest: Manifest) -> Found:
                     yield Finding(f"{path}.volumeMounts[{i}].subPath", f"{inside!r}; allowed: a path without '..'")
 
 
+@rule("volume-unused", Level.WARNING)
+def _volume_unused(manifest: Manifest) -> Found:
+    """A container mounts every volume of its Pod: otherwise the mount was forgotten, or the volume is left over."""
+    for template in manifest.pod_templates():
+        uses = [
+            str(use.get("name"))
+            for _, container in containers(template, init=True)
+            for key in ("volumeMounts", "volumeDevices")
+            for use in items(container, key)
+        ]
+        volumes = items(spec_of(template), "volumes")
+        is_misspelt = not {str(volume.get("name")) for volume in volumes}.issuperset(uses)  # a finding of volume-mount
+        for i, volume in enumerate(volumes):
+            in_memory = (volume.get("emptyDir") or {}).get("medium") == "Memory"  # of interest to shared-memory
+            if str(volume.get("name")) not in uses and not is_misspelt and not in_memory:
+                message = f"{volume.get('name')!r} is mounted by no container; allowed: with a volumeMount, or none"
+                yield Finding(f"{template.path}.spec.volumes[{i}].name", message)
+
+
+@rule("init-container", Level.ERROR)
+def _init_container(manifest: Manifest) -> Found:
+    """An init container ends, unless it is a sidecar with restartPolicy `Always`: the others start after it."""
+    for template in manifest.pod_templates():
+        for path, container in containers(template, init=True):
+            said = " ".join(str(word) for key in ("command", "args") for word in container.get(key) or [])
+            endless = re.search(r"\bsleep (infinity|inf)\b|\btail -f /dev/null\b", said)
+            if ".initContainers[" in path and container.get("restartPolicy") != "Always" and endless:
+                yield Finding(path, f"{endless[0]!r} never ends; allowed: a command that ends, or restartPolicy Always")
+
+
 @rule("unique-name", Level.ERROR)
 def _unique_name(manifest: Manifest) -> Found:
-    """Containers and volumes of a Pod, and ports of a container, each have a name of their own."""
+    """Containers, volumes and scheduling gates of a Pod, and ports of a container, each have a name of their own."""
     for template in manifest.pod_templates():
         named = [(f"{path}.name", container) for path, container in containers(template, init=True)]
         yield from _taken(named)
         volumes = items(spec_of(template), "volumes")
         yield from _taken([(f"{template.path}.spec.volumes[{i}].name", volume) for i, volume in enumerate(volumes)])
+        gates = items(spec_of(template), "schedulingGates")
+        yield from _taken([(f"{template.path}.spec.schedulingGates[{i}].name", gate) for i, gate in enumerate(gates)])
         for path, container in containers(template, init=True):
             ports = items(container, "ports")
             yield from _taken([(f"{path}.ports[{i}].name", port) for i, port in enumerate(ports) if "name" in port])
@@ -154,7 +193,8 @@ def _environment_twice(manifest: Manifest) -> Found:
 @rule("command-words", Level.ERROR)
 def _command_words(manifest: Manifest) -> Found:
     """A command is a list of words, of which the first is the program alone. A shell's script, after `-c`, is one word:
-    more words are lost unless the script asks for them (`$1`, `$@`).
+    more words are lost unless the script asks for them (`$1`, `$@`). A backslash that continues a line is its last
+    character.
     """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
@@ -164,6 +204,11 @@ def _command_words(manifest: Manifest) -> Found:
                 yield Finding(f"{path}.command[0]", message)
             said = command + args
             shell = said[:1] and re.fullmatch(r"(/\S*/)?(ba|da|z|k)?sh", said[0])
+            for key in ("command", "args") if shell else ():
+                for i, word in enumerate(map(str, container.get(key) or [])):
+                    if broken := re.search(r"[^\n]*\\[ \t]+(?=\n)", word):
+                        message = f"{broken[0].strip()[-40:]!r} has spaces behind its backslash; allowed: none"
+                        yield Finding(f"{path}.{key}[{i}]", message)
             at = next((i for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None) if shell else None
             if at and len(said) > at + 2 and not re.search(r"\$\{?[@*#0-9]", said[at + 1]):
                 lost = at + 2
@@ -249,6 +294,8 @@ def _resource_name(manifest: Manifest) -> Found:
                     meant = next((known for known, spellings in _RESOURCES.items() if spelt in spellings), None)
                     if meant and name != meant:
                         yield Finding(where, f"{name!r}; allowed: {meant!r}")
+                    elif name.startswith("nvidia.com/mig-") and not re.fullmatch(_MIG, name):
+                        yield Finding(where, f"{name!r}; allowed: as nvidia.com/mig-1g.10gb")
                     elif "/" not in name and not re.fullmatch(_OWN_RESOURCE, name):
                         allowed = "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain"
                         yield Finding(where, f"{name!r}; allowed: {allowed}, e.g. nvidia.com/gpu")
@@ -313,38 +360,21 @@ def _run_as_root(manifest: Manifest) -> Found:
 
 @rule("privileged", Level.ERROR)
 def _privileged(manifest: Manifest) -> Found:
-    """A privileged container does not forbid itself more privileges: the API server refuses it."""
+    """A privileged container does not forbid itself more privileges, and only such a one hands its mounts to the host
+    (`Bidirectional`): the API server refuses others.
+    """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
             context = container.get("securityContext") or {}
             if context.get("privileged") and context.get("allowPrivilegeEscalation") is False:
                 where = f"{path}.securityContext.allowPrivilegeEscalation"
                 yield Finding(where, "false with privileged; allowed: true, or none")
-
-
-@rule("architecture", Level.ERROR)
-def _architecture(manifest: Manifest) -> Found:
-    """A Pod asks for an architecture by Go's name for it: no node has the label `aarch64` or `x86_64`."""
-    for template in manifest.pod_templates():
-        for path, value in _asked_of_nodes(template, ("kubernetes.io/arch", "beta.kubernetes.io/arch")):
-            if value not in _ARCHITECTURES:
-                yield Finding(path, f"{value!r}; allowed: {', '.join(_ARCHITECTURES[:5])}")
-
-
-def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(JSON path, value) of every value that the Pod asks of a node's label."""
-    spec = spec_of(template)
-    for name, value in (spec.get("nodeSelector") or {}).items():
-        if name in labels:
-            yield json_path(f"{template.path}.spec.nodeSelector", [name]), str(value)
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
-    for i, term in enumerate(items(affinity.get(required), "nodeSelectorTerms")):
-        for j, expression in enumerate(items(term, "matchExpressions")):
-            if expression.get("key") in labels:
-                path = f"{template.path}.spec.affinity.nodeAffinity.{required}.nodeSelectorTerms[{i}]"
-                for value in expression.get("values") or []:
-                    yield f"{path}.matchExpressions[{j}].values", str(value)
+            for i, mount in enumerate(items(container, "volumeMounts")):
+                if mount.get("mountPropagation") == "Bidirectional" and not context.get("privileged"):
+                    where = f"{path}.volumeMounts[{i}].mountPropagation"
+                    yield Finding(
+                        where, "'Bidirectional' without privileged; allowed: 'HostToContainer', or privileged"
+                    )
 
 
 @rule("restart-policy", Level.ERROR)
@@ -397,34 +427,6 @@ def _selector(manifest: Manifest) -> Found:
                 yield Finding(path, f"{value!r}, and the Pods have {labels.get(name)!r}; allowed: the Pods' own")
 
 
-@rule("claims", Level.ERROR)
-def _claims(manifest: Manifest) -> Found:
-    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used. A claim of the Pod
-    names a ResourceClaim or a template, and not both.
-    """
-    for template in manifest.pod_templates():
-        for i, claim in enumerate(items(spec_of(template), "resourceClaims")):
-            sources = [name for name in ("resourceClaimName", "resourceClaimTemplateName") if claim.get(name)]
-            if len(sources) != 1:
-                message = (
-                    f"{' and '.join(sources) or 'no source'}; allowed: resourceClaimName or resourceClaimTemplateName"
-                )
-                yield Finding(f"{template.path}.spec.resourceClaims[{i}]", message)
-        given = {str(claim.get("name")) for claim in items(spec_of(template), "resourceClaims")}
-        used = set()
-        for path, container in containers(template, init=True):
-            for i, claim in enumerate(items(container.get("resources"), "claims")):
-                used.add(str(claim.get("name")))
-                if str(claim.get("name")) not in given:
-                    allowed = ", ".join(sorted(given)) or "none, as the Pod has none"
-                    yield Finding(f"{path}.resources.claims[{i}]", f"{claim.get('name')!r}; allowed: {allowed}")
-        for name in sorted(given - used):
-            message = (
-                f"no container uses the claim {name!r}, so none gets the device; allowed: in resources.claims of one"
-            )
-            yield Finding(f"{template.path}.spec.resourceClaims", message)
-
-
 @rule("image-pinned", Level.WARNING)
 def _image_pinned(manifest: Manifest) -> Found:
     """Every image has a digest or a tag other than `latest`: otherwise nodes may run different images."""
@@ -443,7 +445,7 @@ def _shared_memory(manifest: Manifest) -> Found:
     """
     for template in manifest.pod_templates():
         path, container = main(template)
-        ranks = template.role == "Worker" or sum(map(amount, gpus(container).values())) > 1
+        ranks = template.role == "Worker" or sum(map(amount, gpus(template, container).values())) > 1
         ranks = ranks or any(runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang"))
         if not ranks or template.role in ("DaemonSet", "Launcher") or spec_of(template).get("hostIPC"):
             continue
@@ -456,7 +458,7 @@ def _shared_memory(manifest: Manifest) -> Found:
             continue
         empty_dir = volume.get("emptyDir") or {}
         if empty_dir.get("medium") != "Memory":
-            level = None if gpus(container) else Level.HINT
+            level = None if gpus(template, container) else Level.HINT
             message = "no /dev/shm from an emptyDir of medium Memory, so it has 64 MiB; allowed: one"
             yield Finding(f"{path}.volumeMounts", message, level)
             continue

@@ -7,12 +7,13 @@ nearly that name.
 from __future__ import annotations
 
 import difflib
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from hybrid_ep.k8s.manifest import Manifest, PodTemplate
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import containers, items, main, option, runs, spec_of
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, build_rule
@@ -23,18 +24,31 @@ _OF_CONTROLLERS = ("kubernetes.io/", "kubeflow.org/", "sigs.k8s.io/", "x-k8s.io/
 
 @build_rule("reference", Level.HINT)
 def _reference(build: Build) -> BuildFound:
-    """ConfigMaps, Secrets, service accounts, claims and claim templates that a Pod names are in the same build, or
-    already in the cluster. A name that is nearly one of the build's is a mistake.
+    """ConfigMaps, Secrets, service accounts, claims and claim templates that a Pod names are in the same build and
+    namespace, or already in the cluster. A name that is nearly one of the build's is a mistake, also of a queue, a
+    flavor or topology of Kueue, an admission policy, or what is scaled.
     """
-    given: dict[str, set[str]] = defaultdict(set)
+    given: dict[str, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))  # kind → name → namespaces
     for manifest in build:
-        given[manifest.kind].add(str(manifest.metadata.get("name")))
+        namespace = manifest.metadata.get("namespace")
+        given[manifest.kind][str(manifest.metadata.get("name"))].add(namespace)
         if manifest.kind == "ComputeDomain":
             channel = manifest.spec.get("channel") or {}
-            given["ResourceClaimTemplate"].add(str((channel.get("resourceClaimTemplate") or {}).get("name")))
+            made = str((channel.get("resourceClaimTemplate") or {}).get("name"))
+            given["ResourceClaimTemplate"][made].add(namespace)
     for manifest in build:
+        for path, kind, name in _named_by(manifest):
+            close = difflib.get_close_matches(name, given[kind], 1, 0.75)
+            if close and name not in given[kind]:
+                message = f"there is no {kind} {name!r}; allowed: {close[0]!r}, which the build has"
+                yield manifest, Finding(path, message, Level.ERROR)
+        namespace = manifest.metadata.get("namespace")
         for template in manifest.pod_templates():
             for path, kind, name in _named(template):
+                elsewhere = given[kind].get(name, set())
+                if namespace and elsewhere and not {namespace, None} & elsewhere:
+                    message = f"{kind} {name!r} is in {', '.join(sorted(elsewhere))}; allowed: one in {namespace}"
+                    yield manifest, Finding(path, message, Level.ERROR)
                 if name not in given[kind]:
                     close = difflib.get_close_matches(name, given[kind], 1, 0.75)
                     if close:
@@ -43,6 +57,28 @@ def _reference(build: Build) -> BuildFound:
                     else:
                         message = f"no {kind} {name!r} in the build; allowed: one that is in the cluster before"
                         yield manifest, Finding(path, message)
+
+
+_QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+def _named_by(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """(JSON path, kind, name) of objects that others than Pods name, and that are mostly in the cluster before."""
+    spec = manifest.spec
+    named = [
+        (json_path("$.metadata.labels", [_QUEUE]), "LocalQueue", (manifest.metadata.get("labels") or {}).get(_QUEUE)),
+        ("$.spec.clusterQueue", "ClusterQueue", spec.get("clusterQueue") if manifest.kind == "LocalQueue" else None),
+        ("$.spec.topologyName", "Topology", spec.get("topologyName") if manifest.kind == "ResourceFlavor" else None),
+    ]
+    if manifest.kind.startswith(policy := "ValidatingAdmissionPolicy"):
+        named.append(("$.spec.policyName", policy, spec.get("policyName")))
+    target = spec.get("scaleTargetRef") or {}
+    named.append(("$.spec.scaleTargetRef.name", str(target.get("kind")), target.get("name")))
+    for i, group in enumerate(items(spec, "resourceGroups") if manifest.kind == "ClusterQueue" else ()):
+        for j, flavor in enumerate(items(group, "flavors")):
+            path = f"$.spec.resourceGroups[{i}].flavors[{j}].name"
+            named.append((path, "ResourceFlavor", flavor.get("name")))
+    return ((path, kind, str(name)) for path, kind, name in named if name)
 
 
 def _named(template: PodTemplate) -> Iterator[tuple[str, str, str]]:
@@ -84,6 +120,26 @@ def _named(template: PodTemplate) -> Iterator[tuple[str, str, str]]:
                 yield f"{root}.resourceClaims[{i}].{field}", kind, str(name)
     for i, secret in enumerate(items(spec, "imagePullSecrets")):
         yield f"{root}.imagePullSecrets[{i}]", "Secret", str(secret.get("name"))
+
+
+@build_rule("volume-access", Level.WARNING)
+def _volume_access(build: Build) -> BuildFound:
+    """A PersistentVolumeClaim of the build that several Pods mount has an access mode for many nodes: with
+    ReadWriteOnce only the Pods of one node start, and with ReadWriteOncePod one Pod.
+    """
+    modes = {
+        str(each.metadata.get("name")): set(each.spec.get("accessModes") or ())
+        for each in build
+        if each.kind == "PersistentVolumeClaim"
+    }
+    for manifest in build:
+        for template in manifest.pod_templates():
+            for i, volume in enumerate(items(spec_of(template), "volumes")):
+                found = modes.get(str((volume.get("persistentVolumeClaim") or {}).get("claimName")), set())
+                if found and found <= {"ReadWriteOnce", "ReadWriteOncePod"} and (template.num_pods or 1) > 1:
+                    path = f"{template.path}.spec.volumes[{i}].persistentVolumeClaim.claimName"
+                    message = f"{', '.join(sorted(found))} for {template.num_pods} Pods; allowed: ReadWriteMany"
+                    yield manifest, Finding(path, message)
 
 
 @build_rule("reference-key", Level.ERROR)
@@ -141,37 +197,11 @@ def _object_twice(build: Build) -> BuildFound:
         seen.add(of)
 
 
-@build_rule("claim-request", Level.ERROR)
-def _claim_request(build: Build) -> BuildFound:
-    """A request that a container names of a claim is one of the claim's, where the build has the claim: the API server
-    takes any, and the Pod is never scheduled.
-    """
-    given: dict[tuple[str, str], list[str]] = {}
-    for manifest in build:
-        if manifest.kind in ("ResourceClaimTemplate", "ResourceClaim"):
-            spec = manifest.spec
-            spec = spec.get("spec") or {} if manifest.kind == "ResourceClaimTemplate" else spec
-            names = [str(request.get("name")) for request in items(spec.get("devices"), "requests")]
-            given[manifest.kind, str(manifest.metadata.get("name"))] = names
-    for manifest in build:
-        for template in manifest.pod_templates():
-            of_pod = {}
-            for claim in items(spec_of(template), "resourceClaims"):
-                kind = "ResourceClaim" if "resourceClaimName" in claim else "ResourceClaimTemplate"
-                of_pod[claim.get("name")] = kind, str(claim.get(f"r{kind[1:]}Name"))
-            for path, container in containers(template, init=True):
-                for i, claim in enumerate(items(container.get("resources"), "claims")):
-                    names = given.get(of_pod.get(claim.get("name"), ("", "")), [])
-                    asked = str(claim.get("request") or "")
-                    if names and asked and asked.partition("/")[0] not in names:
-                        where = f"{path}.resources.claims[{i}].request"
-                        yield manifest, Finding(where, f"{asked!r}; allowed: {', '.join(names)}")
-
-
 @build_rule("service", Level.ERROR)
 def _service(build: Build) -> BuildFound:
     """A Pod's subdomain and a StatefulSet's serviceName are a headless Service, and a Service's selector fits Pods of
-    its build: their names cannot be resolved otherwise.
+    its build: their names cannot be resolved otherwise. So does that of a PodDisruptionBudget, which protects none
+    otherwise.
     """
     services = {str(manifest.metadata.get("name")): manifest for manifest in build if manifest.kind == "Service"}
     pods = [(manifest, template) for manifest in build for template in manifest.pod_templates()]
@@ -191,6 +221,11 @@ def _service(build: Build) -> BuildFound:
         elif not _fits(service.spec.get("selector") or {}, template):
             message = f"does not fit the Pods of {manifest.name}, whose subdomain it is; allowed: their labels"
             yield service, Finding("$.spec.selector", message)
+    for budget in build if pods else ():
+        wanted = (budget.spec.get("selector") or {}).get("matchLabels") or {}
+        if budget.kind == "PodDisruptionBudget" and wanted and not any(_fits(wanted, each) for _, each in pods):
+            message = f"{wanted} fits no Pod of the build; allowed: labels that some have"
+            yield budget, Finding("$.spec.selector", message, Level.WARNING)
     for service in services.values() if pods else ():
         selector = service.spec.get("selector") or {}
         used = any(_subdomain(*pod)[0] == service.metadata.get("name") for pod in pods)
@@ -276,25 +311,37 @@ def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, s
 
 @build_rule("rank-address", Level.ERROR)
 def _rank_address(build: Build) -> BuildFound:
-    """A `--master-addr` of torchrun that looks like a Pod of the job is the name of one, with its domain: ranks wait
-    for ever for a name that no Pod has.
+    """An address that ranks are given (`--master-addr` and `--rdzv-endpoint` of torchrun, MASTER_ADDR) and that looks
+    like a Pod of the job is the name of one, with its domain: ranks wait for ever for a name that no Pod has.
     """
     for manifest in build:
         for template in manifest.pod_templates():
             hosts, domain = _hosts(manifest, template)
             path, container = main(template)
-            address = option(container, "master-addr")
-            if not hosts or not address or not runs(container, "torchrun"):
+            name, where, address = _address(path, container)
+            if not hosts or not address:
                 continue
             host, _, rest = address.partition(".")
-            in_args = any("master-addr" in str(word) for word in container.get("args") or [])
-            where = f"{path}.{'args' if in_args else 'command'}"
             allowed = f"{hosts[0]}.{domain}"
             if host in hosts:
                 if rest.partition(".")[0] != domain:
-                    yield manifest, Finding(where, f"--master-addr={address}; allowed: {allowed}")
+                    yield manifest, Finding(where, f"{name}={address}; allowed: {allowed}")
             elif host.startswith(f"{manifest.metadata.get('name')}-"):
-                yield manifest, Finding(where, f"--master-addr={address}, which no Pod is called; allowed: {allowed}")
+                yield manifest, Finding(where, f"{name}={address}, which no Pod is called; allowed: {allowed}")
+
+
+def _address(path: str, container: dict[str, Any]) -> tuple[str, str, str]:
+    """Where ranks find the first: name of the option or variable, JSON path, and host; empty where none is given."""
+    for name in ("master-addr", "rdzv-endpoint") if runs(container, "torchrun") else ():
+        if address := option(container, name):
+            spelt = re.compile("[-_]".join(name.split("-")))
+            in_args = any(spelt.search(str(word)) for word in container.get("args") or [])
+            return f"--{name}", f"{path}.{'args' if in_args else 'command'}", address.rpartition(":")[0] or address
+    for i, variable in enumerate(items(container, "env")):
+        value = str(variable.get("value") or "")
+        if variable.get("name") == "MASTER_ADDR" and "$" not in value:
+            return "MASTER_ADDR", f"{path}.env[{i}].value", value
+    return "", "", ""
 
 
 def _hosts(manifest: Manifest, template: PodTemplate) -> tuple[list[str], str]:
@@ -336,30 +383,3 @@ def _pod_affinity(build: Build) -> BuildFound:
                 if wanted and not any(_fits(wanted, other) for other in everyone):
                     path = f"{template.path}.spec.affinity.podAffinity.{required}[{i}].labelSelector"
                     yield manifest, Finding(path, f"{wanted} fits no Pod of the build; allowed: labels that some have")
-
-
-@build_rule("compute-domain", Level.ERROR)
-def _compute_domain(build: Build) -> BuildFound:
-    """A ComputeDomain's numNodes is 0 or the number of Pods that claim its channel: the driver waits for that many."""
-    for domain in build:
-        if domain.kind != "ComputeDomain":
-            continue
-        channel = (domain.spec.get("channel") or {}).get("resourceClaimTemplate") or {}
-        counts = [
-            template.num_pods
-            for manifest in build
-            for template in manifest.pod_templates()
-            if any(
-                c.get("resourceClaimTemplateName") == channel.get("name")
-                for c in items(spec_of(template), "resourceClaims")
-            )
-        ]
-        wanted = domain.spec.get("numNodes")
-        known = [count for count in counts if count is not None]
-        if wanted and known and len(known) == len(counts) and sum(known) != wanted:
-            yield (
-                domain,
-                Finding(
-                    "$.spec.numNodes", f"{wanted}, and {sum(known)} Pods claim the channel; allowed: {sum(known)} or 0"
-                ),
-            )
