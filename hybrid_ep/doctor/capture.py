@@ -64,7 +64,7 @@ _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdr
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
 _LOG_WORDS = (
     *("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core"),
-    *("EDAC MC", "Memory failure:", "[Hardware Error]"),
+    *("EDAC MC", "Memory failure:", "[Hardware Error]", "mce: Uncorrected", "pciehp:"),
 )
 _LOG_LINES_KEPT = 400
 _ASKED_BY_TOPOLOGY = (

@@ -33,6 +33,7 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "uuid": pynvml.nvmlDeviceGetUUID,
     "pci_address": lambda gpu: pynvml.nvmlDeviceGetPciInfo(gpu).busId,
     "memory_bytes": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    "bar1_bytes": lambda gpu: pynvml.nvmlDeviceGetBAR1MemoryInfo(gpu).bar1Total,
     "ecc_mode": lambda gpu: pynvml.nvmlDeviceGetEccMode(gpu)[0],
     "ecc_mode_pending": lambda gpu: pynvml.nvmlDeviceGetEccMode(gpu)[1],
     "ecc_errors.1.0": lambda gpu: pynvml.nvmlDeviceGetTotalEccErrors(
@@ -128,6 +129,9 @@ class Nvml:
         self._answers: dict[str, list[str]] = {}
         self._handles: dict[int, Any] = {}
         watch("NVML")
+        self._start()
+
+    def _start(self) -> None:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:

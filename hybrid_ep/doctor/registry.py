@@ -9,6 +9,7 @@ A function that returns counters instead (`@counters`) is called twice, and the 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable
 
 from hybrid_ep.doctor.model import Check, Examine, Sample, Severity
@@ -64,7 +65,7 @@ def _add(item: Check) -> None:
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Every check, by group in the order of `GROUPS`, then as its file lists them."""
-    for group in GROUPS:
-        importlib.import_module(f"hybrid_ep.doctor.checks.{group}")
+    """Every check, by group in the order of `GROUPS`, then by file and as the file lists them."""
+    for file in pkgutil.iter_modules(importlib.import_module("hybrid_ep.doctor.checks").__path__):
+        importlib.import_module(f"hybrid_ep.doctor.checks.{file.name}")
     return tuple(item for group in GROUPS for item in _checks.values() if item.group == group)

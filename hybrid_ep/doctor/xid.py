@@ -31,6 +31,9 @@ _XID = re.compile(
     r"\bXid \((?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.[0-9a-fA-F])?\): (\d{1,4})\b(.*)"
 )
 _SXID = re.compile(r"\bSXid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d{1,6}), Fatal")
+_NOT_STARTED = re.compile(
+    r"\bNVRM: (?:The NVIDIA )?GPU ([0-9a-fA-F:]+)\.[0-7].*?(RmInitAdapter failed|fallen off the bus)"
+)
 _TOLD = re.compile(r"changed from .*? to 0x[0-9a-fA-F]+ \(([^)]*)\)")
 _DRIVER_LOADED = re.compile(r"\bNVRM: loading NVIDIA UNIX")
 
@@ -40,7 +43,7 @@ class Incident:
     """One kind of event on one device since it was last reset.
 
     Attributes:
-        name: ``Xid 79`` or ``SXid 20034``.
+        name: ``Xid 79``, ``SXid 20034``, or the driver's words where it cannot start a GPU.
         device: PCI address of the GPU or NVSwitch.
         what: what it means; empty where the catalogue has no such number.
         action: what to do; empty for an event that is no fault.
@@ -82,6 +85,9 @@ def read_incidents(lines: Iterable[LogLine], overrides: Mapping[int, str]) -> li
             found.clear()
         elif sxid := _SXID.search(line.message):
             _note(found, Incident(f"fatal SXid {sxid[2]}", sxid[1], "NVSwitch", ACTIONS["by_severity"]), line.seconds)
+        elif lost := _NOT_STARTED.search(line.message):
+            incident = Incident(lost[2], lost[1].lower()[-10:], "the driver cannot start the GPU", ACTIONS["reboot"])
+            _note(found, incident, line.seconds)
         elif xid := _XID.search(line.message):
             device, number, text = xid[1].lower()[-10:], int(xid[2]), xid[3]
             entry = catalogue().get(number, {"what": "not in the catalogue", "action": "ignore"})

@@ -1,1 +1,1 @@
-"""Simulated nodes: platforms.py builds a healthy one, scenarios.yaml breaks it, the doctor must find exactly that."""
+"""Simulated nodes: platforms.py builds a healthy one, scenarios/*.yaml break it, the doctor must find exactly that."""

@@ -2,7 +2,7 @@
 
     python -m tests.sim.cluster DIR --hosts 1000 --rounds 30
 
-Nodes are copies of one healthy HGX H200 under other names; some have a fault of scenarios.yaml, one cannot be reached,
+Nodes are copies of one healthy HGX H200 under other names; some have a fault of the scenarios, one cannot be reached,
 one left nothing and one an unreadable file. Figures of the test jobs are made up, with one slow host.
 """
 

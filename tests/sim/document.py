@@ -1,4 +1,4 @@
-"""Writes docs/doctor_scenarios.md from scenarios.yaml: ``python -m tests.sim.document > docs/doctor_scenarios.md``."""
+"""Writes docs/doctor_scenarios.md from the scenarios: ``python -m tests.sim.document > docs/doctor_scenarios.md``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["document"]
 
 _INTRODUCTION = """# Which fault is found by which check
 
-<!-- Written by `python -m tests.sim.document`; a test compares. Change tests/sim/scenarios.yaml, not this page. -->
+<!-- Written by `python -m tests.sim.document`; a test compares. Change tests/sim/scenarios, not this page. -->
 
 Each row is a simulated node: a sound platform with one thing changed. A test examines it. The doctor must report what
 the row has, and nothing else. So a fault raises no second alarm, and a sound node raises none. Every check fails in

@@ -236,6 +236,11 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t* memory) 
   return get_number(&memory->total, "gpu.%d.memory_bytes", index_of(device));
 }
 
+nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Memory_t* memory) {
+  memset(memory, 0, sizeof *memory);
+  return get_number(&memory->bar1Total, "gpu.%d.bar1_bytes", index_of(device));
+}
+
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t* memory) {
   return get_number(&memory->total, "gpu.%d.memory_bytes", index_of(device));
 }

@@ -384,6 +384,7 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         f"{gpu}.uuid": f"GPU-00000000-0000-0000-0000-{idx:012d}",
         f"{gpu}.pci_address": gpu_address(platform, idx),
         f"{gpu}.memory_bytes": str(int(platform.memory_gib * 2**30)),
+        f"{gpu}.bar1_bytes": str(2**30 << (int(platform.memory_gib) - 1).bit_length()),  # the next power of two
         f"{gpu}.memory_used_bytes": str(560 << 20),
         f"{gpu}.num_processes": "0",
         f"{gpu}.mig_mode": "0",

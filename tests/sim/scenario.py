@@ -23,11 +23,13 @@ import yaml
 
 from hybrid_ep.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
 from hybrid_ep.doctor.capture import capture
+from hybrid_ep.doctor.registry import GROUPS
 from hybrid_ep.doctor.rises import Memory
 from hybrid_ep.topology.recording import Recording, decode
 from tests.sim.platforms import PLATFORMS, bridge_config, healthy, nic_config, profile_of
 
 ROOT = Path(__file__).resolve().parents[2]
+SCENARIOS = Path(__file__).parent / "scenarios"  # a file for each group of checks, and one for sound nodes
 RECORDINGS = Path(__file__).parent / "recordings"  # of real nodes, written by `hybrid-ep doctor --record`
 SITE_PROFILES = ROOT / "docs" / "profiles"  # one for each recording, under its name
 HEALTHY = (*PLATFORMS, "cpu")
@@ -37,7 +39,22 @@ _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 @dataclass(frozen=True)
 class Scenario:
-    """One entry of scenarios.yaml; see the head of that file. `acs_on` is a bridge's configuration space."""
+    """A healthy platform with something broken: one entry of a file in ``scenarios``.
+
+    The doctor must report `finds`, and nothing else, as failed (or `unknown`), with `seen` and `remedy` in its words.
+
+    Attributes:
+        nvml: key → value in the stub's language: "7+5" rises by 5 at each reading, "!15" is an error; null removes.
+        files: path → content; null removes.
+        later: path → content when counters are read again.
+        devices, facts, links: path or key → value.
+        remove: every file, link and device below these paths.
+        acs_on: a bridge's configuration space.
+        nic_config: path → settings of a NIC's configuration space.
+        driver: False: NVML does not start.
+        remembered: counters of the last run, see `memory`.
+        site: a profile of the site that extends the platform's.
+    """
 
     name: str
     platform: str
@@ -100,8 +117,9 @@ class Scenario:
 
 
 def load_scenarios() -> list[Scenario]:
-    """The scenarios of scenarios.yaml, faults and unknowns."""
-    return [Scenario(**entry) for entry in yaml.safe_load((Path(__file__).parent / "scenarios.yaml").read_text())]
+    """All scenarios: those of sound nodes last, the others in the order of the checks' groups."""
+    files = [SCENARIOS / f"{name}.yaml" for name in (*GROUPS, "sound")]
+    return [Scenario(**entry) for file in files if file.exists() for entry in yaml.safe_load(file.read_text())]
 
 
 def run(scenario: Scenario, root: Path) -> Report:

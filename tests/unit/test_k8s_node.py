@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from hybrid_ep import env
@@ -34,6 +33,7 @@ from hybrid_ep.k8s.kernel_log import keep_kernel_log
 from hybrid_ep.k8s.metrics import Metrics, serve
 from hybrid_ep.k8s.node import CONDITION, LABEL, MEMORY, UNDER_LOAD, Marking, fault_type, mark_node
 from tests.prerequisites import require_programs
+from tests.sim.scenario import load_scenarios
 
 NOON = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.timezone.utc)
 MERGE = "application/strategic-merge-patch+json"
@@ -354,11 +354,10 @@ def test_kernel_log_is_kept_for_a_doctor_that_may_not_read_it(tmp_path: Path) ->
 
 def test_every_line_that_is_a_fault_is_kept(tmp_path: Path) -> None:
     """Scenarios have a line for each kind of fault."""
-    scenarios = yaml.safe_load((Path(__file__).parents[1] / "sim" / "scenarios.yaml").read_text())
     logs = [
-        each["files"]["/dev/kmsg"]
-        for each in scenarios
-        if "/dev/kmsg" in each.get("files", {}) and each.get("finds") in ("gpu.xid", "host.kernel_log")
+        each.files["/dev/kmsg"] or ""
+        for each in load_scenarios()
+        if "/dev/kmsg" in each.files and each.finds in ("gpu.xid", "host.kernel_log")
     ]
     lines = [line.partition(";")[2] for log in logs for line in log.splitlines()[1:]]
     (tmp_path / "dev").mkdir()

@@ -150,6 +150,32 @@ def gpu_model(node: Node, profile: Profile) -> Finding:
 
 
 @check(
+    "gpu.bar1",
+    title="BAR1, through which NICs and other GPUs reach the memory over PCIe",
+    source="NVML DeviceGetBAR1MemoryInfo, DeviceGetMemoryInfo",
+    expectation="as large as the GPU's memory, where NICs or other GPUs use PCIe to reach it",
+    remedy="BIOS: above-4G decoding and Resizable BAR on. Virtual machine: give it enough 64-bit MMIO space (QEMU: "
+    "pci-hole64-size, or OVMF's X-PciMmio64Mb). Some boards have a mode to choose: displaymodeselector. A small BAR1 "
+    "lets NICs register little of the memory.",
+    wants="gpu.bar1",
+)
+def gpu_bar1(node: Node, profile: Profile) -> Finding:
+    if profile["nic.count"] == 0 and profile["nvlink.switch"]:
+        return Finding(Status.PASS, "not needed: no NIC, and NVLink joins the GPUs")
+    sizes: set[float] = set()
+
+    def fault(gpu_idx: int) -> str | None:
+        size, memory = _has(node, gpu_idx, "bar1_bytes"), int(node.nvml.gpu(gpu_idx, "memory_bytes"))
+        if not size:  # where CPU and GPU share memory, there may be none
+            return None
+        sizes.add(int(size) / 2**30)
+        return f"{int(size) >> 20} MiB for {memory / 2**30:.1f} GiB" if int(size) < memory else None
+
+    found = survey(node.nvml.gpus, _name, fault, "not reported")
+    return Finding(Status.PASS, f"{min(sizes):g} GiB") if found.status is Status.PASS and sizes else found
+
+
+@check(
     "gpu.ecc_mode",
     title="ECC mode",
     source="NVML DeviceGetEccMode (current and pending)",
@@ -235,7 +261,7 @@ def gpu_recovery_action(node: Node, profile: Profile) -> Finding:
 
 @check(
     "gpu.xid",
-    title="Xid and SXid since the boot or the last reset",
+    title="Xid, SXid and GPUs that the driver could not start, since the boot or the last reset",
     source="kernel log (/dev/kmsg; journalctl where that cannot be read or no longer reaches back to the boot)",
     expectation="none that wants a reset, a reboot or service by NVIDIA's catalogue; {gpu.xid_actions} overrides it",
     remedy="Do what stands behind the Xid. One that comes back after a reset: have the GPU (NVLink: baseboard, "
@@ -418,8 +444,9 @@ def gpu_memory_use(node: Node, profile: Profile) -> Finding:
     "gpu.firmware",
     title="VBIOS and InfoROM",
     source="NVML DeviceGetVbiosVersion, DeviceGetInforomImageVersion",
-    expectation="one version of each on all GPUs",
-    remedy="Bring all GPUs to one firmware with the vendor's update (for HGX the whole baseboard).",
+    expectation="one version of each on all GPUs, and no InfoROM that is corrupted",
+    remedy="Bring all GPUs to one firmware with the vendor's update (for HGX the whole baseboard). A GPU whose InfoROM "
+    "is corrupted keeps no record of its faults: have it serviced.",
     wants="gpu.count",
     severity=Severity.WARNING,
 )
@@ -428,7 +455,14 @@ def gpu_firmware(node: Node, profile: Profile) -> Finding:
     for what, key in (("VBIOS", "vbios"), ("InfoROM", "inforom")):
         versions: dict[str, list[int]] = {}
         for gpu_idx in node.nvml.gpus:
-            if (version := _has(node, gpu_idx, key)) is not None:
+            try:
+                version = _has(node, gpu_idx, key)
+            except Unreadable as error:
+                if error.nvml_code != pynvml.NVML_ERROR_CORRUPTED_INFOROM:
+                    raise
+                faults.append(f"GPU {gpu_idx}: its InfoROM is corrupted")
+                continue
+            if version is not None:
                 versions.setdefault(str(version), []).append(gpu_idx)
         listed = "; ".join(f"{what} {version} on GPUs {gpus}" for version, gpus in versions.items())
         faults += [listed] if len(versions) > 1 else []

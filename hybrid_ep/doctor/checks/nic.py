@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from hybrid_ep.doctor.checks.gpu import gpus_are_missing, sees_few
 from hybrid_ep.doctor.model import Counters, Finding, Severity, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.pcie import bandwidth_gbps, link_faults, links_above
+from hybrid_ep.doctor.ports import INFINIBAND, members_of, netdev_of, port_folder, port_name
 from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check, counters
 from hybrid_ep.doctor.roles import (
@@ -24,12 +23,17 @@ from hybrid_ep.doctor.survey import survey
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Nic
 
-_CLASS = "/sys/class/infiniband"
 # The kernel takes these headers off the network interface's MTU and rounds down to a power of two (iboe_get_mtu).
 _ROCE_HEADERS_BYTES = 96
-_GIDS_SHOWN = 16  # of up to 256 entries of a port's table
 # Counters that only rise when something is lost; drivers have different ones, and Soft-RoCE has only hardware counters.
-_LOSSES = ("link_downed", "symbol_error", "link_error_recovery", "port_rcv_errors")
+_LOSSES = (
+    "link_downed",
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
 _HW_LOSSES = (
     "link_downed",
     "local_ack_timeout_err",
@@ -39,31 +43,18 @@ _HW_LOSSES = (
     "roce_adp_retrans_to",
     "retry_exceeded_err",
     "rcvd_seq_err",
+    "rx_icrc_encapsulated",
 )
 
 
-def _nic_name(nic: Nic) -> str:
+def _name(nic: Nic) -> str:
     return nic.name
-
-
-def _port_name(port: Port) -> str:
-    return f"{port[0].name}/{port[1].port}"
-
-
-def _port_folder(port: Port) -> str:
-    return f"{_CLASS}/{port[0].name}/ports/{port[1].port}"
-
-
-def _members(node: Node, netdev: str) -> list[str]:
-    """The interfaces below a bond or a VLAN; the interface itself where none is."""
-    there = node.names_or_none(f"/sys/class/net/{netdev}")
-    return [name.removeprefix("lower_") for name in there if name.startswith("lower_")] or [netdev]
 
 
 @check(
     "nic.count",
     title="number of RDMA NICs",
-    source=_CLASS,
+    source=INFINIBAND,
     expectation="{nic.count} for the GPUs: within {affinity.max_distance} of one, of the profile's rate and link "
     "layer, named {nic.devices}",
     remedy="Compare with lspci: a NIC on the bus without a device needs its driver (mlx5_ib, bnxt_re, irdma, efa); one "
@@ -92,7 +83,7 @@ def nic_count(node: Node, profile: Profile) -> Finding:
 @check(
     "nic.state",
     title="port state",
-    source=f"{_CLASS}/*/ports/*/state, phys_state, sm_lid; of a bond, /sys/class/net/*/lower_*/operstate",
+    source=f"{INFINIBAND}/*/ports/*/state, phys_state, sm_lid; of a bond, /sys/class/net/*/lower_*/operstate",
     expectation="ACTIVE, LinkUp; on InfiniBand a subnet manager; every interface of a bond is up",
     remedy="Polling, Disabled, or an interface of a bond that is down: cable, transceiver or switch port. INIT on "
     "InfiniBand: no subnet manager answers.",
@@ -103,7 +94,7 @@ def nic_state(node: Node, profile: Profile) -> Finding:
         it = port[1]
         for name, value in (("state", it.state), ("phys_state", it.phys_state)):
             if not value:
-                raise Unreadable(f"{_port_folder(port)}/{name} cannot be read")
+                raise Unreadable(f"{port_folder(port)}/{name} cannot be read")
         if it.state != "ACTIVE" or it.phys_state != "LinkUp":
             return f"{it.state}, {it.phys_state}"
         if it.link_layer == "Ethernet":
@@ -111,14 +102,14 @@ def nic_state(node: Node, profile: Profile) -> Finding:
         return "no subnet manager (sm_lid 0)" if it.link_layer == "InfiniBand" and it.sm_lid == 0 else None
 
     ports = judged_ports(node, profile)
-    return survey(ports, _port_name, fault, f"{len(ports)} ports ACTIVE, LinkUp")
+    return survey(ports, port_name, fault, f"{len(ports)} ports ACTIVE, LinkUp")
 
 
 def _bond_fault(node: Node, port: Port) -> str | None:
     """Which interfaces of a bond are down: the bond's port stays active, and is slower."""
     try:
-        netdev = _netdev(node, port)
-        members = [name for name in _members(node, netdev) if name != netdev]
+        netdev = netdev_of(node, port)
+        members = [name for name in members_of(node, netdev) if name != netdev]
         states = {name: node.read(f"/sys/class/net/{netdev}/lower_{name}/operstate") for name in members}
     except Unreadable:  # of a Pod with a network of its own
         return None
@@ -129,7 +120,7 @@ def _bond_fault(node: Node, port: Port) -> str | None:
 @check(
     "nic.rate",
     title="port rate",
-    source=f"{_CLASS}/*/ports/*/rate",
+    source=f"{INFINIBAND}/*/ports/*/rate",
     expectation="{nic.rate_gbps} Gb/s on every port that is up",
     remedy="Check cable, transceiver, lanes and the switch port's speed; auto-negotiation may have fallen back.",
     wants="nic.count nic.rate_gbps",
@@ -139,16 +130,16 @@ def nic_rate(node: Node, profile: Profile) -> Finding:
 
     def fault(port: Port) -> str | None:
         if not port[1].rate_gbps:
-            raise Unreadable(f"{_port_folder(port)}/rate cannot be read")
+            raise Unreadable(f"{port_folder(port)}/rate cannot be read")
         return None if port[1].rate_gbps == want else f"{port[1].rate_gbps:g} Gb/s"
 
-    return survey(active_ports(node, profile), _port_name, fault, f"{want} Gb/s")
+    return survey(active_ports(node, profile), port_name, fault, f"{want} Gb/s")
 
 
 @check(
     "nic.link_layer",
     title="link layer",
-    source=f"{_CLASS}/*/ports/*/link_layer",
+    source=f"{INFINIBAND}/*/ports/*/link_layer",
     expectation="{nic.link_layer}, the same on every port",
     remedy="mlxconfig -d DEVICE set LINK_TYPE_P1=1 (InfiniBand) or 2 (Ethernet), then reset the NIC.",
     wants="nic.count nic.link_layer",
@@ -158,7 +149,7 @@ def nic_link_layer(node: Node, profile: Profile) -> Finding:
     layers = sorted({port.link_layer for _, port in ports if port.link_layer})
     faults = [f"{layer} is not allowed" for layer in layers if layer not in profile["nic.link_layer"]]
     faults += [f"mixed: {', '.join(layers)}"] if len(layers) > 1 else []
-    silent = [_port_name(port) for port in ports if not port[1].link_layer]
+    silent = [port_name(port) for port in ports if not port[1].link_layer]
     if silent and not faults:
         return Finding(Status.UNKNOWN, f"cannot be read of {', '.join(silent)}")
     return Finding.judge(faults, ", ".join(layers))
@@ -175,64 +166,23 @@ def nic_link_layer(node: Node, profile: Profile) -> Finding:
 )
 def nic_mtu(node: Node, profile: Profile) -> Finding:
     def fault(port: Port) -> str | None:
-        mtu = port[1].active_mtu_bytes or _mtu_of_netdev(node, port)
+        mtu = port[1].active_mtu_bytes or _mtu_ofnetdev_of(node, port)
         return None if mtu == profile["nic.mtu"] else f"{mtu} bytes"
 
-    return survey(active_ports(node, profile), _port_name, fault, f"{profile['nic.mtu']} bytes")
+    return survey(active_ports(node, profile), port_name, fault, f"{profile['nic.mtu']} bytes")
 
 
-def _mtu_of_netdev(node: Node, port: Port) -> int:
+def _mtu_ofnetdev_of(node: Node, port: Port) -> int:
     if port[1].link_layer != "Ethernet":
         raise Unreadable("active MTU of InfiniBand needs libibverbs")
-    payload_bytes = node.read_int(f"/sys/class/net/{_netdev(node, port)}/mtu") - _ROCE_HEADERS_BYTES
+    payload_bytes = node.read_int(f"/sys/class/net/{netdev_of(node, port)}/mtu") - _ROCE_HEADERS_BYTES
     return max((size for size in (256, 512, 1024, 2048, 4096) if size <= payload_bytes), default=0)
-
-
-def _netdev(node: Node, port: Port) -> str:
-    """The network interface of a port: that of its first GID, else the first of its PCI function."""
-    try:
-        return node.read(f"{_port_folder(port)}/gid_attrs/ndevs/0")
-    except Unreadable:
-        if port[0].netdevs:
-            return port[0].netdevs[0]
-        raise
-
-
-@check(
-    "nic.gid",
-    title="RoCE v2 GID at the configured index",
-    source=f"{_CLASS}/*/ports/*/gids, gid_attrs/types",
-    expectation="index {nic.roce_gid_index} is a RoCE v2 GID (Ethernet ports only)",
-    remedy="Give the network interface an address, or set NCCL_IB_GID_INDEX and the profile to the index that "
-    "`show_gids` lists as v2.",
-    wants="nic.count nic.roce_gid_index",
-)
-def nic_gid(node: Node, profile: Profile) -> Finding:
-    index = profile["nic.roce_gid_index"]
-
-    def fault(port: Port) -> str | None:
-        folder = _port_folder(port)
-        if (kind := _gid_kind(node, folder, index)) == "RoCE v2":
-            return None
-        others = [i for i in range(_GIDS_SHOWN) if _is_there(node, f"{folder}/gids/{i}")]
-        usable = [str(i) for i in others if _gid_kind(node, folder, i) == "RoCE v2"]
-        return f"GID {index} is {kind or 'empty'}; RoCE v2 at {', '.join(usable) or 'no index'}"
-
-    ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "Ethernet"]
-    return survey(ports, _port_name, fault, f"RoCE v2 at index {index}", if_none="no Ethernet port")
-
-
-def _gid_kind(node: Node, folder: str, index: int) -> str:
-    """The type of an entry of a port's table; empty for an unused entry, whose type the kernel refuses."""
-    if node.read(f"{folder}/gids/{index}").strip("0:") == "":
-        return ""
-    return node.read(f"{folder}/gid_attrs/types/{index}")
 
 
 @check(
     "nic.firmware",
     title="firmware",
-    source=f"{_CLASS}/*/fw_ver",
+    source=f"{INFINIBAND}/*/fw_ver",
     expectation="one version on all NICs of a model; of those that are allowed: {nic.firmware}",
     remedy="Update the firmware (mlxfwmanager or the vendor's tool) and reset the NIC.",
     wants="nic.count",
@@ -247,17 +197,17 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
 
     def fault(nic: Nic) -> str | None:
         if not nic.firmware and nic.pci_address:  # a device that is software has none
-            raise Unreadable(f"{_CLASS}/{nic.name}/fw_ver cannot be read")
+            raise Unreadable(f"{INFINIBAND}/{nic.name}/fw_ver cannot be read")
         return None if not allowed or not nic.firmware or nic.firmware in allowed else nic.firmware
 
-    found = survey(nics, _nic_name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
+    found = survey(nics, _name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
     return Finding(Status.FAIL, f"mixed: {'; '.join(mixed)}") if mixed and found.status is not Status.FAIL else found
 
 
 @check(
     "nic.guid",
     title="GUIDs of the NICs",
-    source=f"{_CLASS}/*/node_guid",
+    source=f"{INFINIBAND}/*/node_guid",
     expectation="each NIC has its own; zero, as of a virtual function that was given none, counts as none",
     remedy="Virtual functions: give each its own (ip link set DEVICE vf N node_guid GUID); a cloned VM needs new ones. "
     "Cards: flint -d DEVICE query shows what the firmware has; burn each card's own GUIDs.",
@@ -272,11 +222,11 @@ def nic_guid(node: Node, profile: Profile) -> Finding:
 
     def fault(nic: Nic) -> str | None:
         if not nic.node_guid:
-            raise Unreadable(f"{_CLASS}/{nic.name}/node_guid cannot be read")
+            raise Unreadable(f"{INFINIBAND}/{nic.name}/node_guid cannot be read")
         others = [name for name in owners.get(nic.node_guid, []) if name != nic.name]
         return f"{nic.node_guid}, as {', '.join(others)}" if others else None
 
-    return survey(nics, _nic_name, fault, f"{len(owners)} GUIDs")
+    return survey(nics, _name, fault, f"{len(owners)} GUIDs")
 
 
 @check(
@@ -313,7 +263,7 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
         return ", ".join(faults) or None
 
     nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
-    return survey(nics, _nic_name, fault, "full width and speed", if_none="no NIC on PCIe")
+    return survey(nics, _name, fault, "full width and speed", if_none="no NIC on PCIe")
 
 
 @check(
@@ -341,7 +291,7 @@ def nic_pcie_settings(node: Node, profile: Profile) -> Finding:
         return ", ".join(faults) or None
 
     nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
-    return survey(nics, _nic_name, fault, "large requests, relaxed ordering", if_none="no NIC on PCIe")
+    return survey(nics, _name, fault, "large requests, relaxed ordering", if_none="no NIC on PCIe")
 
 
 def _device_control(config: bytes) -> int:
@@ -356,58 +306,10 @@ def _device_control(config: bytes) -> int:
     raise Unreadable("configuration space has no PCI Express capability")
 
 
-@check(
-    "nic.qos",
-    title="RoCE quality of service",
-    source="DCB netlink (IEEE PFC and application table); /sys/class/net/*/ecn; counters np_cnp_sent, rp_cnp_handled",
-    expectation="Ethernet: packets are sorted by DSCP, PFC and ECN are on for priority {nic.roce_priority}",
-    remedy="DSCP and PFC: mlnx_qos -i IFACE --trust dscp --pfc with a 1 at the priority, or dcb app and dcb pfc. ECN: "
-    "/sys/class/net/IFACE/ecn/roce_{np,rp}/enable/PRIORITY. Set the same on the switches.",
-    wants="nic.count nic.roce_priority",
-)
-def nic_qos(node: Node, profile: Profile) -> Finding:
-    priority = profile["nic.roce_priority"]
-
-    def fault(port: Port) -> str | None:
-        netdev = _netdev(node, port)
-        faults = []
-        for member in _members(node, netdev):
-            of = "" if member == netdev else f" ({member})"
-            dcb = node.dcb(member)
-            faults += [] if dcb.sorts_by_dscp else [f"trusts no DSCP{of}"]
-            faults += [] if dcb.pfc_priorities & 1 << priority else [f"no PFC for priority {priority}{of}"]
-            for side in ("roce_np", "roce_rp"):
-                # Only NVIDIA's own driver package shows this file; without it, the firmware's default (on) holds.
-                folder = f"/sys/class/net/{member}/ecn/{side}/enable"
-                if _is_there(node, folder) and node.read(f"{folder}/{priority}") == "0":
-                    faults.append(f"no ECN ({side}){of}")
-        return ", ".join(faults) or None
-
-    ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "Ethernet"]
-    sent, handled = (_sum(node, ports, name) for name in ("np_cnp_sent", "rp_cnp_handled"))
-    good = f"DSCP, PFC and ECN for priority {priority}; CNPs sent {sent}, handled {handled}"
-    return survey(ports, _port_name, fault, good, if_none="no Ethernet port")
-
-
-def _is_there(node: Node, path: str) -> bool:
-    try:
-        return node.exists(path)
-    except Unreadable:
-        return False
-
-
-def _sum(node: Node, ports: Iterable[Port], counter: str) -> int:
-    total = 0
-    for port in ports:
-        path = f"{_port_folder(port)}/hw_counters/{counter}"
-        total += node.read_int(path) if _is_there(node, path) else 0
-    return total
-
-
 @counters(
     "nic.errors",
     title="link and transport error counters, read twice",
-    source=f"{_CLASS}/*/ports/*/counters, hw_counters",
+    source=f"{INFINIBAND}/*/ports/*/counters, hw_counters",
     expectation="no counter rises, but for these and so much an hour on one port: {nic.error_rise_per_h}",
     remedy="Clean or replace cable and transceiver; on Ethernet check PFC and ECN from host to switch.",
     wants="nic.count",
@@ -415,14 +317,14 @@ def _sum(node: Node, ports: Iterable[Port], counter: str) -> int:
 )
 def nic_errors(node: Node, profile: Profile) -> Counters:
     found: dict[tuple[str, str], int] = {}
-    reason = f"no error counters below {_CLASS}/*/ports/*"
+    reason = f"no error counters below {INFINIBAND}/*/ports/*"
     for port in judged_ports(node, profile):
         for folder, names in (("counters", _LOSSES), ("hw_counters", _HW_LOSSES)):
-            place = f"{_port_folder(port)}/{folder}"
+            place = f"{port_folder(port)}/{folder}"
             there = node.names_or_none(place)
             for name in (name for name in names if name in there):
                 try:
-                    found[_port_name(port), name] = node.read_int(f"{place}/{name}")
+                    found[port_name(port), name] = node.read_int(f"{place}/{name}")
                 except Unreadable as error:  # a virtual function refuses some; the others count all the same
                     reason = str(error)
     if not found:
@@ -452,7 +354,7 @@ def nic_uverbs(node: Node, profile: Profile) -> Finding:
         return None if there else f"no /dev/infiniband/{name}"
 
     nics = required_nics(node, profile)
-    return survey(nics, _nic_name, fault, f"{len(nics)} devices")
+    return survey(nics, _name, fault, f"{len(nics)} devices")
 
 
 @check(
@@ -479,4 +381,4 @@ def nic_umad(node: Node, profile: Profile) -> Finding:
         return None if there else f"no /dev/infiniband/{name}"
 
     ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "InfiniBand"]
-    return survey(ports, _port_name, fault, f"{len(ports)} devices", if_none="no InfiniBand port")
+    return survey(ports, port_name, fault, f"{len(ports)} devices", if_none="no InfiniBand port")
