@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -22,6 +23,7 @@ from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile, load_profile, propose_profile, shipped_profiles
 from hybrid_ep.doctor.registry import GROUPS
 from hybrid_ep.doctor.render import render, to_junit
+from hybrid_ep.doctor.replay import ReplayedNode
 from hybrid_ep.doctor.rises import Memory
 from hybrid_ep.doctor.runner import Selection, examine
 from hybrid_ep.doctor.unreadable import Unreadable
@@ -29,6 +31,7 @@ from hybrid_ep.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import read_json_input
 from hybrid_ep.outputs import OutputFile, RegularFile
+from hybrid_ep.topology.recording import Recording
 
 __all__ = ["doctor"]
 
@@ -65,6 +68,11 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
     help="Read /sys, /proc and /dev below this folder: a recorded or simulated node.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of the table.")
+@click.option(
+    "--replay",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Judge a recording that --record wrote, of this node or another, in place of this node.",
+)
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.option("--record", type=_FILE, help="Also write everything that was read, so that it can be replayed.")
 @click.option(
@@ -89,6 +97,7 @@ def doctor(
     profile: str | None,
     sysroot: Path,
     as_json: bool,
+    replay: Path | None,
     junit: Path | None,
     record: Path | None,
     state: Path | None,
@@ -105,6 +114,13 @@ def doctor(
     """
     if context.invoked_subcommand is not None:
         return
+    if replay is not None:
+        live = {"--record": record, "--state": state, "--kernel-log": kernel_log, "--asked-at": asked_at}
+        live |= {"--active": active or None, "--sysroot": None if sysroot == Path("/") else sysroot}
+        if given := [name for name, value in live.items() if value is not None]:
+            raise click.UsageError(f"--replay with {', '.join(given)}, which need a live node; allowed: without")
+        report = _replayed(replay, profile, Selection(groups, ids, quick))
+        _show(context, report, as_json, {junit: to_junit(report)}, accept_unknown=accept_unknown)
     exchange = {"asked_s": asked_at, "started_s": round(time.time(), 3)} if asked_at is not None else {}
     selection = Selection(groups, ids, quick)
     memory = Memory.load(state) if state is not None else None
@@ -137,6 +153,27 @@ def compare_command(context: click.Context, files: tuple[Path, ...], as_json: bo
     """Compare the JSON reports of several nodes: versions, cliques, complete domains, clocks."""
     report = compare([_load(path) for path in files])
     _show(context, report, as_json, {junit: to_junit(report)})
+
+
+def _replayed(file: Path, profile: str | None, selection: Selection) -> Report:
+    """The report of a recorded node.
+
+    Raises:
+        ConfigError: the file is no recording, or the profile is none.
+    """
+    recording = Recording.load(file)
+    given = load_profile(profile) if profile else None
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        try:
+            recording.write(root)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is not a recording of a node: {error}") from error
+        open_node = functools.partial(ReplayedNode, recorded=recording.nvml)
+        with closing(WatchedNode(root, open_node=open_node)) as node:
+            name, source = (given.name, "given") if given else propose(node)
+            # Two readings are as far apart as those of the recorded node.
+            return examine(node, given or load_profile(name), source, selection, wait=lambda since: 1.0)
 
 
 def _with_active(report: Report, profile: Profile, sysroot: Path, seconds: float) -> Report:

@@ -32,6 +32,7 @@ hybrid-ep doctor --group nic --check gpu.count   # only these groups and these s
 hybrid-ep doctor --profile site.yaml --json --junit doctor.xml
 hybrid-ep doctor --state /var/lib/hybrid_ep/doctor.json   # keep counters, and judge their rise since the last run
 hybrid-ep doctor --record node.json              # write everything that was read, for a report of a wrong result
+hybrid-ep doctor --replay node.json              # judge such a recording, on any machine, also by another profile
 hybrid-ep doctor --sysroot DIR                   # read /sys, /proc and /dev below DIR, as the tests do
 hybrid-ep doctor --accept-unknown                # exit 0 if only unknown is left, as in a Pod
 hybrid-ep doctor --active                        # minutes: bandwidth, burn and memory test of idle GPUs
@@ -78,6 +79,17 @@ their rise per hour (`error_rise_per_h` of the profile). Keep the file on the no
 
 If the file is lost or damaged, the counters start over; that is no fault. A counter that is lower than before was
 reset by the driver and counts from 0.
+
+## Recordings
+
+`--record FILE` writes what the checks read. A recording has no host keys, no environment and no serial numbers.
+Unlike a report, it can be judged again: `hybrid-ep doctor --replay FILE` does that without the node, without GPUs and
+without a driver. So a node can be recorded once and held to another profile, or to the checks of a newer version.
+
+- A recording has no configuration space of PCIe. `host.acs` and `nic.pcie_settings` are `unknown`.
+- Counters have the rise that the recorded run saw.
+- What a newer check reads is not in an older recording. The check is then `unknown`, or passes as not supported.
+- `--active`, `--record`, `--state`, `--kernel-log`, `--asked-at` and `--sysroot` need a live node.
 
 ## Active checks
 

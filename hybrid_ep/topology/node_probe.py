@@ -18,10 +18,21 @@ from hybrid_ep.topology.verbs_readers import VerbsDevice, VerbsPort, read_verbs
 __all__ = ["probe"]
 
 
-def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda source: None) -> Topology:
+def _live_nvml() -> dict[str, Any]:
+    found: dict[str, Any] = importlib.import_module("hybrid_ep._nvml").probe()
+    return found
+
+
+def probe(
+    sysroot: str | Path = "/",
+    *,
+    before: Callable[[str], None] = lambda source: None,
+    ask_nvml: Callable[[], dict[str, Any]] = _live_nvml,
+) -> Topology:
     """Reads a node.
 
     Args:
+        ask_nvml: reads NVML; of a replayed node from its recording.
         before: is called with the next source; what it raises for NVML or libibverbs is the reason in `missing`.
         sysroot: /sys is read below this folder. NVML comes from whichever ``libnvidia-ml.so.1`` the loader finds; of
             any root but ``/`` the verbs part comes from the recording's facts.
@@ -32,7 +43,7 @@ def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda s
     before("/sys")
     raw = _C.scan_sysfs(sysroot=str(root))
     missing: dict[str, str] = {}
-    nvml = _ask_nvml(missing, before)
+    nvml = _ask_nvml(ask_nvml, missing, before)
     verbs_reader, verbs = _ask_verbs(root, missing, before)
     pci = tuple(
         PciDevice(**{**device, "path": tuple(device["path"]), "link": PciLink(**device["link"])})
@@ -61,11 +72,13 @@ def probe(sysroot: str | Path = "/", *, before: Callable[[str], None] = lambda s
     )
 
 
-def _ask_nvml(missing: dict[str, str], before: Callable[[str], None]) -> dict[str, Any]:
-    """What `_nvml` says, or nothing and the reason in `missing`."""
+def _ask_nvml(
+    ask: Callable[[], dict[str, Any]], missing: dict[str, str], before: Callable[[str], None]
+) -> dict[str, Any]:
+    """What NVML says, or nothing and the reason in `missing`."""
     try:
         before("NVML")
-        found: dict[str, Any] = importlib.import_module("hybrid_ep._nvml").probe()
+        found = ask()
     except ModuleNotFoundError:
         missing["nvml"] = "hybrid_ep._nvml was not built (see `hybrid-ep info`)"
     except Exception as error:  # `before` may refuse in its caller's words

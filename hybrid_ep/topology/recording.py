@@ -89,9 +89,39 @@ class Recording:
             ConfigError: the file is no recording.
         """
         try:
-            return cls(**read_json_input(path))
+            recording = cls(**read_json_input(path))
+            recording._require_sound()
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{path} is not a recording of a node: {error}") from error
+        return recording
+
+    def _require_sound(self) -> None:
+        """Refuses what is no table of texts, and paths that lead out of the folder it is laid out in."""
+        for name in ("files", "links", "devices", "nvml"):
+            table = getattr(self, name)
+            if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+                raise ValueError(f"{name} is no table of texts")
+        if not isinstance(self.facts, dict) or not isinstance(self.folders, list):
+            raise ValueError("facts is no table, or folders no list")
+        targets = [f"{os.path.dirname(path)}/{target}" for path, target in self.links.items()]
+        for path in (*self.files, *self.links, *self.devices, *self.folders):
+            if not str(path).startswith("/") or ".." in str(path).split("/"):
+                raise ValueError(f"{path!r}; allowed: an absolute path without '..'")
+        for path, target in zip(self.links, targets, strict=True):
+            if self.links[path].startswith("/") or _leads_out(target):
+                raise ValueError(
+                    f"{path!r} is a link to {self.links[path]!r}; allowed: one that stays in the recording"
+                )
+
+
+def _leads_out(path: str) -> bool:
+    """Whether a path climbs above its root."""
+    depth = 0
+    for part in path.strip("/").split("/"):
+        depth += -1 if part == ".." else part not in ("", ".")
+        if depth < 0:
+            return True
+    return False
 
 
 def encode(content: bytes) -> str:

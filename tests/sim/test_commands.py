@@ -11,7 +11,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 
+from hybrid_ep.cli import main
 from hybrid_ep.doctor import Profile, load_profile
 from tests.sim.platforms import healthy
 from tests.sim.scenario import ROOT, build_stub, stub_environment
@@ -48,6 +50,55 @@ def test_doctor_on_a_healthy_node(stub: Path, node: Path, tmp_path: Path) -> Non
     assert (report["status"], report["profile"]) == ("pass", "hgx-h200")
     assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
     assert json.loads(record.read_text())["nvml"]["gpu_count"] == "8"
+
+
+def test_recording_is_judged_without_the_node(stub: Path, node: Path, tmp_path: Path) -> None:
+    record = tmp_path / "node.json"
+    live = _hybrid_ep(stub, node, "doctor", "--sysroot", str(node), "--json", "--record", str(record))
+    nowhere = stub_environment(tmp_path)  # no NVML at all
+    command = [sys.executable, "-c", "from hybrid_ep.cli import main; main()", "doctor", "--replay", str(record)]
+    done = subprocess.run([*command, "--json"], env=nowhere, capture_output=True, text=True, cwd=ROOT, check=False)
+    there, again = (
+        {each["id"]: each["seen"] for each in json.loads(text)["results"]} for text in (live.stdout, done.stdout)
+    )
+    assert again.pop("host.acs") != there.pop("host.acs")  # a recording has no configuration space
+    assert again.pop("nic.pcie_settings") != there.pop("nic.pcie_settings")
+    assert again == there
+    broken = json.loads(record.read_text())
+    broken["nvml"]["gpu.3.link.7.state"] = "0"
+    record.write_text(json.dumps(broken))
+    words = [*command, "--profile", "hgx-h200", "--check", "nvlink.links"]
+    done = subprocess.run(words, env=nowhere, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, "17 of 18 links up" in done.stdout) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"files": {"/../outside": "x"}}, "an absolute path without '..'"),
+        ({"files": {"relative": "x"}}, "an absolute path without '..'"),
+        ({"links": {"/sys/a": "/etc"}}, "one that stays in the recording"),
+        ({"links": {"/sys/a": "../../etc"}}, "one that stays in the recording"),
+        ({"files": {"/sys/a": 1}}, "files is no table of texts"),
+        ({"files": {"/sys/a": "x", "/sys/a/b": "y"}}, "is not a recording of a node"),
+        ({"more": {}}, "is not a recording of a node"),
+    ],
+    ids=str,
+)
+def test_damaged_recording_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.json"
+    file.write_text(json.dumps(change))
+    done = CliRunner().invoke(main, ["doctor", "--replay", str(file)])
+    assert done.exit_code == 2
+    assert says in str(done.exception) + done.output
+
+
+@pytest.mark.parametrize("words", [["--active"], ["--record", "x"], ["--state", "x"], ["--sysroot", "/tmp"]], ids=str)
+def test_replay_refuses_what_needs_a_live_node(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "node.json"
+    file.write_text("{}")
+    done = CliRunner().invoke(main, ["doctor", "--replay", str(file), *words])
+    assert (done.exit_code, f"--replay with {words[0]}" in done.output) == (2, True)
 
 
 def test_doctor_names_fault_and_remedy(stub: Path, node: Path) -> None:

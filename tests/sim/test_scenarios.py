@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_ep.doctor import Report, Status
+from hybrid_ep.doctor import Report, Status, examine, load_profile
 from hybrid_ep.doctor.registry import all_checks
+from hybrid_ep.doctor.replay import ReplayedNode
 from tests.sim.document import document
 from tests.sim.platforms import profile_of
 from tests.sim.scenario import HEALTHY, ROOT, Scenario, build_stub, load_scenarios, run_all
+from tests.sim.scenario import SCENARIOS as SCENARIO_FILES
 
 SCENARIOS = load_scenarios()
 Reports = dict[str, Report]
@@ -46,6 +50,26 @@ def test_recording_says_what_the_node_said(reports: Reports, name: str) -> None:
         assert again.pop(check_id)[0] is Status.UNKNOWN
         seen.pop(check_id)
     assert again == seen
+
+
+REPLAYED = [Scenario(name, name) for name in HEALTHY]
+REPLAYED += [each for each in SCENARIOS if each.driver and not (each.later or each.remembered or each.site)]
+
+
+@pytest.mark.parametrize("scenario", REPLAYED, ids=lambda scenario: scenario.name.replace(" ", "-"))
+def test_replay_without_a_driver_says_what_nvml_said(reports: Reports, scenario: Scenario, tmp_path: Path) -> None:
+    """The stub stands for a driver; a replay reads the same answers by itself."""
+    recording, report = scenario.build(), reports[scenario.name]
+    recording.write(tmp_path)
+    with closing(ReplayedNode(tmp_path, recorded=recording.nvml)) as node:
+        again = examine(node, load_profile(report.profile), report.profile_source, wait=lambda since: 1.0)
+    seen, expected = (
+        # A function of the driver gives several of these counters at once, so the stub lets them rise more often.
+        [(each.id, each.status, "" if each.id == "gpu.errors" else each.seen) for each in results]
+        for results in (again.results, report.results)
+    )
+    assert seen == expected
+    assert {**again.facts, "unix_time_s": 0} == {**report.facts, "unix_time_s": 0}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name.replace(" ", "-"))
@@ -89,6 +113,13 @@ def test_page_shows_the_real_report(reports: Reports) -> None:
 def test_page_of_scenarios_is_not_stale() -> None:
     """Run `python -m tests.sim.document > docs/doctor_scenarios.md` when this fails."""
     assert (ROOT / "docs" / "doctor_scenarios.md").read_text() == document()
+
+
+def test_each_scenario_stands_in_the_file_of_its_first_check() -> None:
+    for file in SCENARIO_FILES.glob("*.yaml"):
+        for entry in yaml.safe_load(file.read_text()):
+            first = next(iter(Scenario(**entry).expected), "sound.")
+            assert (file.stem, entry["name"]) == (first.partition(".")[0], entry["name"])
 
 
 def test_there_are_many_sound_nodes(reports: Reports) -> None:
