@@ -318,7 +318,13 @@ def _mpirun_options(manifest: Manifest) -> Found:
         if name == "x" and "," in values[0].partition("=")[0]:
             yield Finding(where, f"-x {values[0]}; allowed: -x for each variable")
     last, values = mpirun.options[-1] if mpirun.options else ("", [""])
-    if last == "x" and "=" not in values[0] and mpirun.program[1:] and re.match("-x$|--?mca$", mpirun.program[1]):
+    if (
+        last == "x"
+        and "=" not in values[0]
+        and mpirun.program[1:]
+        and re.match("-x$|--?mca$", mpirun.program[1])
+        and not re.search(r"[/.]", mpirun.program[0])
+    ):
         said = f"-x {values[0]} {mpirun.program[0]}"
         yield Finding(where, f"{said}: {mpirun.program[0]} is taken for the program; allowed: -x {values[0]}=VALUE")
 

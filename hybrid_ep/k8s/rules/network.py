@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from typing import Any
@@ -19,6 +18,7 @@ from hybrid_ep.k8s.rules.parts import (
     is_nic,
     items,
     main,
+    nearly,
     nics,
     nics_of,
     security,
@@ -123,8 +123,8 @@ def _network_attachment(build: Build) -> BuildFound:
                     if needed and needed not in asked:
                         message = f"{name} needs {needed}, and no container has it; allowed: in limits of one"
                         yield manifest, Finding(where, message, Level.WARNING)
-                elif close := difflib.get_close_matches(name, given, 1, 0.75):
-                    yield manifest, Finding(where, f"{name!r}; allowed: {close[0]!r}, which the build has")
+                elif close := nearly(name, given):
+                    yield manifest, Finding(where, f"{name!r}; allowed: {close!r}, which the build has")
 
 
 def _networks(template: PodTemplate) -> dict[str, list[str]]:

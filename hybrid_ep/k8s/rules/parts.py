@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.schema import QUANTITY
 
 __all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "environment", "gpus", "is_nic"]
-__all__ += ["items", "main", "mounted_file", "nics", "nics_of", "option", "runs", "security", "spec_of", "words"]
+__all__ += [
+    "items",
+    "main",
+    "mounted_file",
+    "nearly",
+    "nics",
+    "nics_of",
+    "option",
+    "runs",
+    "security",
+    "spec_of",
+    "words",
+]
 
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
@@ -30,6 +43,18 @@ def spec_of(template: PodTemplate) -> dict[str, Any]:
     """The Pod's spec."""
     spec = template.content.get("spec")
     return spec if isinstance(spec, dict) else {}
+
+
+def nearly(name: str, given: Iterable[str]) -> str | None:
+    """The given name that this one is a misspelling of. Names that differ in a number or a single letter only, as
+    ``rdma-0`` and ``rdma-1``, are siblings.
+    """
+
+    def shape(text: str) -> str:
+        return re.sub(r"\d+|(?<![A-Za-z])[a-z](?![A-Za-z])", "#", text)
+
+    others = [other for other in given if shape(other) != shape(name)]
+    return next(iter(difflib.get_close_matches(name, others, 1, 0.75)), None)
 
 
 def items(tree: Any, key: str) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ nearly that name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import containers, items, main, option, runs, spec_of
+from hybrid_ep.k8s.rules.parts import containers, items, main, nearly, option, runs, spec_of
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, build_rule
 
 # Labels that controllers give Pods; a selector may ask for them though no template has them.
@@ -38,9 +37,9 @@ def _reference(build: Build) -> BuildFound:
             given["ResourceClaimTemplate"][made].add(namespace)
     for manifest in build:
         for path, kind, name in _named_by(manifest):
-            close = difflib.get_close_matches(name, given[kind], 1, 0.75)
+            close = nearly(name, given[kind])
             if close and name not in given[kind]:
-                message = f"there is no {kind} {name!r}; allowed: {close[0]!r}, which the build has"
+                message = f"there is no {kind} {name!r}; allowed: {close!r}, which the build has"
                 yield manifest, Finding(path, message, Level.ERROR)
         namespace = manifest.metadata.get("namespace")
         for template in manifest.pod_templates():
@@ -50,9 +49,9 @@ def _reference(build: Build) -> BuildFound:
                     message = f"{kind} {name!r} is in {', '.join(sorted(elsewhere))}; allowed: one in {namespace}"
                     yield manifest, Finding(path, message, Level.ERROR)
                 if name not in given[kind]:
-                    close = difflib.get_close_matches(name, given[kind], 1, 0.75)
+                    close = nearly(name, given[kind])
                     if close:
-                        message = f"there is no {kind} {name!r}; allowed: {close[0]!r}, which the build has"
+                        message = f"there is no {kind} {name!r}; allowed: {close!r}, which the build has"
                         yield manifest, Finding(path, message, Level.ERROR)
                     else:
                         message = f"no {kind} {name!r} in the build; allowed: one that is in the cluster before"
@@ -211,8 +210,8 @@ def _service(build: Build) -> BuildFound:
             continue
         service = services.get(subdomain)
         if service is None:
-            close = difflib.get_close_matches(subdomain, services, 1, 0.75)
-            allowed = f"{close[0]!r}, which the build has" if close else "one that is in the cluster before"
+            close = nearly(subdomain, services)
+            allowed = f"{close!r}, which the build has" if close else "one that is in the cluster before"
             level = Level.ERROR if close else Level.HINT
             yield manifest, Finding(path, f"no Service {subdomain!r} in the build; allowed: {allowed}", level)
         elif service.spec.get("clusterIP") != "None":
@@ -292,9 +291,9 @@ def _role_binding(build: Build) -> BuildFound:
             continue
         role = manifest.content.get("roleRef") or {}
         kind, name = str(role.get("kind")), str(role.get("name"))
-        close = difflib.get_close_matches(name, [given for of, given in roles if of == kind], 1, 0.75)
-        if close and close[0] != name:
-            message = f"there is no {kind} {name!r}; allowed: {close[0]!r}, which the build has"
+        close = nearly(name, [given for of, given in roles if of == kind])
+        if close and (kind, name) not in roles:
+            message = f"there is no {kind} {name!r}; allowed: {close!r}, which the build has"
             yield manifest, Finding("$.roleRef.name", message)
         for i, subject in enumerate(items(manifest.content, "subjects")):
             there = accounts.get(str(subject.get("name")))
