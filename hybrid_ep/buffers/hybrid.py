@@ -1,13 +1,12 @@
-"""`HybridEPBuffer`: dispatch and combine with the interface of Hybrid-EP, plain or fused with the permutation by
-expert.
+"""`HybridEPBuffer`: dispatch and combine with the interface of Hybrid-EP.
 
-Callers pass top-k indices or a dense map. A map becomes top-k indices here, and decides only the form of the results.
+The calls that permute are in `hybrid_permuted`. Callers pass top-k indices or a dense map. A map becomes top-k indices
+here, and decides only the form of the results.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -16,26 +15,23 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import check_rows, check_weights
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.hybrid_arguments import HybridArguments
+from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, as_given, check_made_with, own
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
-from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
+from hybrid_ep.buffers.hybrid_handles import HybridHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
-from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_bool, require_int, require_tensor
-from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
+from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor
 from hybrid_ep.core.layout import (
     experts_of_columns,
     indices_to_map,
     weights_to_probs,
-    widest_token,
 )
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-_MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 
-
-class HybridEPBuffer(HybridArguments):
+class HybridEPBuffer(PermutedCalls):
     """Dispatch and combine with Hybrid-EP's interface.
 
     Every call runs on the current stream. Which calls are collective, what may be overwritten, and how long results
@@ -180,16 +176,10 @@ class HybridEPBuffer(HybridArguments):
             ConfigError: a size is not an integer in its range, or a setting does not exist.
         """
         self._grow(hidden_dim, num_of_tokens_per_rank, num_local_experts)
-        pad = 0 if pad_multiple is None else require_int("pad_multiple", pad_multiple, minimum=0, maximum=_MAX_PAD)
+        pad = 0 if pad_multiple is None else require_int("pad_multiple", pad_multiple, minimum=0, maximum=MAX_PAD)
         made = dataclasses.replace(self._sizes(pad))
         made.set(**kwargs)
         return made
-
-    def _sizes(self, pad_multiple: int) -> HybridEpConfigInstance:
-        """The sizes in force, shared by all handles that are made with them."""
-        sizes = self.configurer.buffer_config
-        most = sizes.max_num_of_tokens_per_rank
-        return _sizes_of(sizes.hidden_dim, most, sizes.num_of_experts_per_rank, self.grid, pad_multiple)
 
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are compiled ahead of time, so there is no cache."""
@@ -251,7 +241,7 @@ class HybridEPBuffer(HybridArguments):
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
             self._check_handle(handle.dispatch, rows)
             num_experts = handle.dispatch.num_experts
-            _check_made_with(
+            check_made_with(
                 ("num_of_experts", num_of_experts, num_experts),
                 ("num_dispatched_tokens", num_dispatched_tokens, handle.dispatch.num_recv),
             )
@@ -267,7 +257,7 @@ class HybridEPBuffer(HybridArguments):
                     rows, handle.routing, weights, handle.dispatch, expert_range=experts, num_sms=num_sms
                 )
                 received, received_probs = again.rows, _probs_of(again, experts)
-            return _given(received.data, as_bytes), received_probs, received.scales, handle
+            return as_given(received.data, as_bytes), received_probs, received.scales, handle
         rows, as_bytes, routing = self._rows_and_routing(
             hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
         )
@@ -282,17 +272,17 @@ class HybridEPBuffer(HybridArguments):
         common_bound = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
         result = engine.dispatch(DispatchRequest(rows, routing, bound, num_sms, experts, common_bound))
         if routing.has_topk:
-            known = _own(routing.topk_idx, topk_idx)
+            known = own(routing.topk_idx, topk_idx)
             received_experts, received_probs = result.topk_idx, _probs_of(result, experts)
         else:
             assert routing_map is not None
-            known = _own(routing_map.contiguous(), routing_map)
+            known = own(routing_map.contiguous(), routing_map)
             sent_probs = None if probs is None else torch.where(known, probs, 0.0)
             received_map, received_probs = send_along(engine, result.handle, experts, known, sent_probs, num_sms)
             assert received_map is not None
             received_experts = received_map
         made = HybridHandle(known, received_experts, result.handle, self._sizes(0))
-        return _given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
+        return as_given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
 
     @collective("combine")
     def combine(
@@ -334,259 +324,14 @@ class HybridEPBuffer(HybridArguments):
         # Columns of the same expert have the same value.
         return combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
 
-    @collective("dispatch_with_permute")
-    def dispatch_with_permute(
-        self,
-        *,
-        hidden: Tensor,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        num_of_experts_per_rank: int | None = None,
-        num_of_experts: int | None = None,
-        use_fp8: bool | None = None,
-        routing_map: Tensor | None = None,
-        probs: Tensor | None = None,
-        scaling_factor: Tensor | None = None,
-        num_permuted_tokens: int | Tensor | None = None,
-        pad_multiple: int | None = None,
-        handle: PermutedHandle | None = None,
-        non_blocking: bool = False,
-        fuse_permute_dispatch: bool = False,
-        num_dispatched_tokens: int | None = None,
-        use_host_meta: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
-        """Dispatches and groups the rows by local expert, one copy for each expert of a token. Collective.
-
-        Args:
-            hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
-            topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
-            topk_weights: ``[T, K]`` float32, with `topk_idx`.
-            num_of_experts_per_rank: LE; None = that of `num_of_experts`, else of the map, else of the buffer.
-            num_of_experts: E, a multiple of the ranks; None = that of `num_of_experts_per_rank`, else of the map, else
-                of the buffer.
-            use_fp8: whether `hidden` is e4m3; None = not checked.
-            routing_map: ``[T, E]`` bool. A token with more than 32 experts travels as several rows, each for the next
-                32 of them in ascending order: it may reach a rank more than once, and combine rounds the sum of each.
-            probs: ``[T, E]`` float32, with `routing_map`.
-            scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
-            num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
-                beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
-                otherwise it waits and raises. If fewer arrive, rows after the last expert's are undefined, and their
-                probs are 0. With `handle`, checked against it.
-            pad_multiple: every expert's block is padded with zero rows to a multiple of it, at most 65536; None or 0
-                = 1. With `handle`, checked.
-            handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
-                a routing is given again, it must be the handle's; that is compared on a CPU only.
-            non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
-            fuse_permute_dispatch: accepted for compatibility, and without effect.
-            use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
-            num_dispatched_tokens: accepted for compatibility; not needed.
-
-        Returns:
-            hidden ``[P, H]`` by local expert, then source rank and token; probs ``[P]`` float32 (None without weights);
-            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` int64, padding included (on the
-            host; with `non_blocking` on the device; with `handle` where the handle has them, or on the device if
-            `non_blocking` asks for it); the handle, whose last entry is the overflow flag ``[1]`` int32.
-
-        Raises:
-            ConfigError: an argument does not fit at any rank, or ranks differ.
-            OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
-            TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
-                from a later call.
-
-        Example:
-            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
-            >>> with hybrid_ep.HybridEPBuffer(None, 128, 2, num_local_experts=2) as buffer:
-            ...     rows, _, _, counts, handle = buffer.dispatch_with_permute(
-            ...         hidden=x, topk_idx=topk_idx, num_permuted_tokens=8, pad_multiple=4, non_blocking=True)
-            >>> rows[:, 0].tolist(), counts.tolist(), handle[-1].item()
-            ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
-        """
-        engine = self.engine
-        require_bool("non_blocking", non_blocking)
-        if use_host_meta is not None:
-            non_blocking = not require_bool("use_host_meta", use_host_meta)
-        require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
-                "a number of rows, with non_blocking=True")  # fmt: skip
-        bound: int | None = None
-        if num_permuted_tokens is not None:
-            is_one = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1
-            given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
-            bound = require_int("num_permuted_tokens", given, minimum=0)
-        pad = 1
-        if pad_multiple is not None:
-            pad = require_int("pad_multiple", pad_multiple, minimum=0, maximum=_MAX_PAD) or 1
-        if use_fp8 is not None and isinstance(hidden, Tensor):
-            is_fp8 = hidden.dtype != torch.bfloat16
-            require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
-        if handle is not None:
-            rows, as_bytes = self._rows(hidden, scaling_factor)
-            require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
-            permute = handle.permute
-            self._check_handle(permute.dispatch, rows, handle.num_parts)
-            rows = _in_parts(rows, handle.num_parts)
-            num_experts = permute.dispatch.num_experts
-            _check_made_with(
-                ("num_permuted_tokens", bound, permute.num_permuted),
-                ("pad_multiple", pad_multiple or None, permute.pad_multiple),
-                ("num_of_experts", num_of_experts, num_experts),
-                ("num_of_experts_per_rank", num_of_experts_per_rank, num_experts // self.group_size),
-            )
-            tokens_per_expert = handle.tokens_per_expert
-            if non_blocking:
-                tokens_per_expert = tokens_per_expert.to(hidden.device, non_blocking=True)
-            weights = self._weights_along(
-                handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map, handle.num_parts
-            )
-            if weights is None:
-                cached = engine.dispatch_permuted_cached(
-                    CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute), permute
-                )
-                return _given(cached.data, as_bytes), None, cached.scales, tokens_per_expert, handle
-            again = engine.dispatch_permuted_again(
-                rows,
-                handle.topk_idx,
-                weights,
-                permute,
-                num_sms=self._num_sms_dispatch,
-                num_expert_sms=self._num_sms_permute,
-            )
-            return _given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
-        if num_of_experts is None and num_of_experts_per_rank is not None:
-            per_rank = require_int("num_of_experts_per_rank", num_of_experts_per_rank, minimum=1)
-            num_of_experts = per_rank * self.group_size
-        rows, as_bytes, routing = self._rows_and_routing(
-            hidden,
-            scaling_factor,
-            topk_idx,
-            topk_weights,
-            num_of_experts,
-            probs,
-            routing_map,
-            no_sync=non_blocking,
-            in_parts=True,
-        )
-        num_tokens = rows.data.shape[0]
-        num_parts = routing.topk_idx.shape[0] // num_tokens if num_tokens else 1
-        rows = _in_parts(rows, num_parts)
-        if num_of_experts_per_rank is not None:
-            num_local = routing.num_experts // self.group_size
-            require(
-                num_of_experts_per_rank == num_local,
-                "num_of_experts_per_rank",
-                num_of_experts_per_rank,
-                f"{num_local}, as {routing.num_experts} experts on {self.group_size} ranks are",
-            )
-        request = DispatchRequest(
-            rows, routing, bound, self._num_sms_dispatch, pad_multiple=pad, num_expert_sms=self._num_sms_permute
-        )
-        result = engine.dispatch_permuted(request)
-        tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
-        if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
-            # Reports a token with more experts than `max_experts_per_token` by the overflow flag.
-            result.handle.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
-        if not non_blocking:
-            tokens_per_expert = tokens_per_expert.to("cpu")
-            engine.raise_on_overflow(result.handle)
-        known = _own(routing.topk_idx, topk_idx)
-        made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
-        return _given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
-
-    @collective("combine")
-    def combine_with_unpermute(
-        self,
-        *,
-        hidden: Tensor,
-        probs: Tensor | None = None,
-        handle: PermutedHandle | None = None,
-        pad_multiple: int | None = None,
-        fuse_unpermute_combine: bool = False,
-        num_dispatched_tokens: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Brings permuted rows back and sums the rows of each token, without weighting. Collective.
-
-        Args:
-            hidden: ``[P, H]`` bf16, in the order of `dispatch_with_permute`.
-            probs: ``[P]`` float32.
-            handle: of the dispatch; required.
-            pad_multiple: checked against the handle.
-            fuse_unpermute_combine: accepted for compatibility, and without effect.
-            num_dispatched_tokens: accepted for compatibility; not needed.
-
-        Returns:
-            hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
-
-        Raises:
-            ConfigError: an argument does not fit the handle at any rank, or ranks differ.
-            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
-        """
-        engine = self.engine
-        require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
-        assert handle is not None
-        permute = handle.permute
-        self._check_geometry(permute.dispatch.grid)
-        check_rows("hidden", hidden, None, device=engine.device)
-        num_permuted = permute.num_permuted
-        require(hidden.shape[0] == num_permuted, "rows of hidden", hidden.shape[0], f"{num_permuted}, as received")
-        if pad_multiple:
-            made_with = permute.pad_multiple
-            require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
-        if probs is not None:
-            check_weights("probs", probs, (num_permuted,), hidden.device)
-        request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
-        combined = engine.combine_permuted(request, permute)
-        data, num_parts = combined.data, handle.num_parts
-        if num_parts > 1:
-            data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
-        if combined.weights is None:
-            return data, None
-        dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
-        return data, _sum_of_parts(dense, num_parts)
-
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
         """(first, end) of the experts that a plain dispatch reports."""
         num_local = num_experts // self.group_size
         return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
 
 
-@functools.lru_cache
-def _sizes_of(hidden: int, tokens: int, num_local: int, grid: RankGrid, pad_multiple: int) -> HybridEpConfigInstance:
-    return HybridEpConfigInstance(
-        hidden, tokens, num_local, grid.num_ranks_per_domain, grid.num_domains, pad_multiple=pad_multiple
-    )
-
-
-def _own(routing: Tensor, given: Tensor | None) -> Tensor:
-    """A routing for a handle: the caller may overwrite the one that it has given."""
-    return routing.clone() if routing is given else routing
-
-
 def _num_sms(name: str, value: int | None) -> int | None:
     return None if value is None else require_int(name, value, minimum=1)
-
-
-def _check_made_with(*given: tuple[str, int | None, int]) -> None:
-    """Checks that arguments passed again with a handle equal those of its dispatch."""
-    for name, value, made_with in given:
-        if value is not None and value != made_with:
-            require(False, name, value, f"{made_with}, as with this handle")
-
-
-def _in_parts(rows: Rows, num_parts: int) -> Rows:
-    """Repeats each row, the copies one after the other."""
-    if num_parts == 1:
-        return rows
-    data = rows.data.view(torch.uint8).repeat_interleave(num_parts, 0).view(rows.data.dtype)
-    return Rows(data, None if rows.scales is None else rows.scales.repeat_interleave(num_parts, 0))
-
-
-def _sum_of_parts(rows: Tensor, num_parts: int) -> Tensor:
-    """``[T×S, N]`` → ``[T, N]``, added in order."""
-    first, *others = rows.view(-1, num_parts, rows.shape[1]).unbind(1)
-    total = first
-    for part in others:
-        total = total + part
-    return total
 
 
 def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
@@ -595,8 +340,3 @@ def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
         return None
     first, end = experts
     return weights_to_probs(received.topk_idx, received.topk_weights, end - first)
-
-
-def _given(data: Tensor, as_bytes: bool) -> Any:
-    """Returns e4m3 rows in the dtype in which the caller passed them."""
-    return data.view(torch.uint8) if as_bytes else data

@@ -5,12 +5,15 @@ Routings are top-k indices or maps, with or without a handle. The checks remembe
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows, check_weights
-from hybrid_ep.buffers.hybrid_config import Configurer
+from hybrid_ep.buffers.hybrid_config import Configurer, HybridEpConfigInstance
 from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     indices_to_map,
     map_to_indices,
@@ -21,8 +24,9 @@ from hybrid_ep.core.layout import (
 from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["HybridArguments"]
+__all__ = ["MAX_PAD", "HybridArguments", "as_given", "check_made_with", "own"]
 
+MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 _TOKENS_MULTIPLE = 16  # as the peer grows
 
 
@@ -45,6 +49,12 @@ class HybridArguments(BaseBuffer):
         if num_local_experts is not None:
             num_local = require_int("num_local_experts", num_local_experts, minimum=1)
             config.num_of_experts_per_rank = max(config.num_of_experts_per_rank, num_local)
+
+    def _sizes(self, pad_multiple: int) -> HybridEpConfigInstance:
+        """The sizes in force, shared by all handles that are made with them."""
+        sizes = self.configurer.buffer_config
+        most = sizes.max_num_of_tokens_per_rank
+        return _sizes_of(sizes.hidden_dim, most, sizes.num_of_experts_per_rank, self.grid, pad_multiple)
 
     def _rows_and_routing(
         self,
@@ -230,3 +240,27 @@ def _as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Ten
         return hidden, None, False
     as_bytes = scaling_factor is not None and dtype == torch.uint8
     return hidden.view(torch.float8_e4m3fn) if as_bytes else hidden, scaling_factor, as_bytes
+
+
+def check_made_with(*given: tuple[str, int | None, int]) -> None:
+    """Checks that arguments passed again with a handle equal those of its dispatch."""
+    for name, value, made_with in given:
+        if value is not None and value != made_with:
+            require(False, name, value, f"{made_with}, as with this handle")
+
+
+def own(routing: Tensor, given: Tensor | None) -> Tensor:
+    """A routing for a handle: the caller may overwrite the one that it has given."""
+    return routing.clone() if routing is given else routing
+
+
+def as_given(data: Tensor, as_bytes: bool) -> Tensor:
+    """Returns e4m3 rows in the dtype in which the caller passed them."""
+    return data.view(torch.uint8) if as_bytes else data
+
+
+@functools.lru_cache
+def _sizes_of(hidden: int, tokens: int, num_local: int, grid: RankGrid, pad_multiple: int) -> HybridEpConfigInstance:
+    return HybridEpConfigInstance(
+        hidden, tokens, num_local, grid.num_ranks_per_domain, grid.num_domains, pad_multiple=pad_multiple
+    )
