@@ -27,37 +27,41 @@ COMMANDS = {
     "bench": (
         "hybrid_ep.bench.command",
         "bench",
-        "Check, then time, dispatch and combine on whichever engine is there.",
+        "Check dispatch and combine, then time them.",
     ),
-    "model": ("hybrid_ep.model.command", "model", "Predict dispatch and combine on any grid of ranks."),
-    "balance": ("hybrid_ep.balance.command", "balance", "Judge placements of experts by a trace of their loads."),
+    "model": ("hybrid_ep.model.command", "model", "Predict time, bytes and memory of dispatch and combine."),
+    "balance": ("hybrid_ep.balance.command", "balance", "Compare placements of experts on a trace of their loads."),
     "doctor": (
         "hybrid_ep.doctor.command",
         "doctor",
         "Check this node: driver, GPUs, NVLink, NICs, GPUDirect, host limits.",
     ),
-    "topology": ("hybrid_ep.doctor.topology_command", "topology", "Print and draw which GPU sits next to which NIC."),
+    "topology": (
+        "hybrid_ep.doctor.topology_command",
+        "topology",
+        "Print or draw how GPUs, NICs and NVLink are connected.",
+    ),
     "k8s": (
         "hybrid_ep.k8s.command",
         "k8s",
-        "Check Kubernetes manifests; report the doctor as a condition of the node.",
+        "Check Kubernetes manifests; write the doctor's findings to the node.",
     ),
     "validation": (
         "hybrid_ep.validation.command",
         "validation",
-        "Validate a cluster: rounds of pairs, hosts that are fit, the report.",
+        "Plan the test jobs of a cluster, and write its report.",
     ),
-    "info": ("hybrid_ep.info", "info", "Show versions, what was built, and which engine is chosen and why."),
-    "env": ("hybrid_ep.info", "env_table", "Show every environment variable that is read, its value and effect."),
+    "info": ("hybrid_ep.info", "info", "Show versions, built modules, and the chosen engine."),
+    "env": ("hybrid_ep.info", "env_table", "Show every environment variable, its value and effect."),
 }
 
 
 # What to do first, below the list of commands.
 FIRST_STEPS = (
-    ("hybrid-ep info", "what was built, and which engine is chosen"),
-    ("hybrid-ep demo", "dispatch and combine on this machine, checked; no GPU needed"),
-    ("hybrid-ep doctor", "whether this node is fit for GPU work"),
-    ("hybrid-ep bench", "times of dispatch and combine, here"),
+    ("hybrid-ep info", "which modules are built, and which engine is chosen"),
+    ("hybrid-ep demo", "runs and checks dispatch and combine; needs no GPU"),
+    ("hybrid-ep doctor", "checks the GPUs, network and limits of this node"),
+    ("hybrid-ep bench", "times dispatch and combine on this machine"),
 )
 
 
@@ -127,5 +131,5 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hybrid-ep")
 def main() -> None:
-    """Expert-parallel dispatch and combine: try it, measure it, check the node it runs on."""
+    """Dispatch and combine for Mixture-of-Experts models: run them, time them, check the machines."""
     logging.basicConfig(level=env.LOG_LEVEL.get(), format="%(levelname)s %(name)s: %(message)s")

@@ -168,64 +168,63 @@ ENGINE = Variable(
     "auto",
     _choice("auto", "torch", "cuda"),
     "auto, torch or cuda",
-    "The engine that moves tokens. `auto` takes cuda if it is built, all ranks have capable GPUs, and each domain is "
-    "one host; several domains also need a transport. Otherwise it takes torch. "
-    "`cuda` says that NVLink joins the hosts.",
+    "The engine that moves tokens. `auto` takes cuda if it is built, all ranks have Hopper or newer GPUs, and each "
+    "domain is one host; several domains also need a transport. Otherwise it takes torch. "
+    "`cuda` makes all ranks one domain, unless the size of a domain is given.",
 )
 TIMEOUT_S = Variable(
     "HYBRID_EP_TIMEOUT_S",
     100.0,
     _seconds,
     "a number of seconds > 0 and ≤ 10000000",
-    "How long a rank waits for another before it raises TimeoutError; a buffer's `timeout_s` overrides it.",
+    "How long a rank waits for another one before it raises TimeoutError. A buffer's `timeout_s` overrides it.",
 )
 LOST_RANKS = Variable(
     "HYBRID_EP_LOST_RANKS",
     "raise",
     _choice("raise", "mask"),
     "raise or mask",
-    "What a low-latency call of a buffer with `enable_shrink` does when it loses a rank, which it masks in any case: "
-    "`raise` an error, or only `mask`, for callers that ask `low_latency_query_mask_buffer`. A buffer's `lost_ranks` "
-    "overrides it.",
+    "Low-latency calls of a buffer with `enable_shrink` mask a rank that they lose. With `raise` such a call also "
+    "raises an error. With `mask` it does not, and the caller asks `low_latency_query_mask_buffer`. A buffer's "
+    "`lost_ranks` overrides it.",
 )
 LOW_LATENCY_BETWEEN = Variable(
     "HYBRID_EP_LOW_LATENCY_BETWEEN",
     "cuda",
     _choice("torch", "cuda"),
     "torch or cuda",
-    "What serves low-latency calls of several domains where the cuda engine serves the others: `cuda` kernels, or "
-    "`torch`. The same on every rank.",
+    "The engine of low-latency calls between domains, for a buffer of the cuda engine. The same on every rank.",
 )
 NUM_RANKS_PER_DOMAIN: Variable[int | None] = Variable(
     "HYBRID_EP_NUM_RANKS_PER_DOMAIN",
     None,
     _positive_int,
     "an integer ≥ 1 that divides the number of ranks",
-    "Forces the size of a domain, the ranks that NVLink joins. Unset, these are the ranks of a host, or all where the "
-    "cuda engine is asked for by name.",
+    "The size of a domain, the ranks that NVLink joins. Unset, a domain is the ranks of a host, or all ranks if "
+    "the cuda engine is asked for by name.",
 )
 POOL_SLOTS = Variable(
     "HYBRID_EP_POOL_SLOTS",
     64,
     _natural,
     "an integer ≥ 0",
-    "Cuda engine: most results of dispatch that can be alive at a time without a copy. The receive pool begins with 2 "
-    "slots and grows as results are held. With 0 every result is copied to memory of torch's own allocator.",
+    "Cuda engine: how many results of dispatch can be alive at once without a copy. The receive pool begins with 2 "
+    "slots and grows while results are alive. With 0 every result is copied to memory of torch's allocator.",
 )
 ELASTIC_BUFFER = Variable(
     "HYBRID_EP_ELASTIC_BUFFER",
     "off",
     _choice("on", "off"),
     "on or off",
-    "`on` makes `deep_ep`, where it is hybrid_ep, offer `ElasticBuffer`, `EPBuffer`, `EPHandle` and `BufferAllocator`. "
-    "Callers that find them may leave `Buffer` alone.",
+    "`on` adds `ElasticBuffer`, `EPBuffer`, `EPHandle` and `BufferAllocator` to the `deep_ep` of this project. "
+    "Programs that find them may stop using `Buffer`.",
 )
 LOG_LEVEL = Variable(
     "HYBRID_EP_LOG_LEVEL",
     "WARNING",
     _choice("DEBUG", "INFO", "WARNING", "ERROR"),
     "DEBUG, INFO, WARNING or ERROR",
-    "How much the `hybrid-ep` command logs to stderr.",
+    "Least level of the messages that the `hybrid-ep` command logs to stderr.",
 )
 
 TRANSPORT = Variable(
@@ -233,15 +232,15 @@ TRANSPORT = Variable(
     "auto",
     _choice("auto", "verbs", "tcp", "loopback", "nvshmem"),
     "auto, verbs, tcp, loopback or nvshmem",
-    "What joins domains of the cuda engine. `auto` takes loopback where all ranks are on one host, else verbs where "
-    "every rank has an active RDMA device, else tcp. nvshmem is taken only where it is asked for.",
+    "The transport between domains of the cuda engine. `auto` takes loopback where all ranks are on one host, "
+    "else verbs where every rank has an active RDMA device, else tcp. nvshmem is taken only where it is asked for.",
 )
 GID_INDEX = Variable(
     "HYBRID_EP_GID_INDEX",
     -1,
     _integer(-1, 255),
     "-1 or an index into the port's GID table",
-    "verbs: the address of RDMA devices; -1 takes RoCE v2 over IPv4, else RoCE v2, else the first.",
+    "verbs: the GID index of RDMA ports. -1 takes RoCE v2 over IPv4, else RoCE v2, else the first.",
 )
 SERVICE_LEVEL = Variable(
     "HYBRID_EP_SERVICE_LEVEL",
@@ -255,14 +254,14 @@ TRAFFIC_CLASS = Variable(
     0,
     _integer(0, 255),
     "an integer from 0 to 255",
-    "verbs: the traffic class of packets (DSCP × 4 on RoCE v2), as the switches' flow control wants it.",
+    "verbs: the traffic class of packets (DSCP × 4 on RoCE v2), as the switches' flow control needs it.",
 )
 RDMA_MTU = Variable(
     "HYBRID_EP_RDMA_MTU",
     0,
     _integer(0, 4096),
     "0, 256, 512, 1024, 2048 or 4096 bytes",
-    "verbs: the largest packet; 0 takes what both ports have.",
+    "verbs: the MTU of a path. 0 takes the largest that both ports allow.",
 )
 QUEUE_PAIRS = Variable(
     "HYBRID_EP_QUEUE_PAIRS",
@@ -276,14 +275,14 @@ RELAXED_ORDERING = Variable(
     "1",
     _choice("0", "1"),
     "0 or 1",
-    "verbs: whether the PCIe writes of rows may pass each other; flags never do.",
+    "verbs: whether PCIe writes of rows may be reordered. Writes of flags never are.",
 )
 TCP_ADDRESS = Variable(
     "HYBRID_EP_TCP_ADDRESS",
     "",
     str,
     "a numeric IPv4 or IPv6 address of this host",
-    "tcp: where peers reach this rank; unset, the address of the way to rank 0's host.",
+    "tcp: the address at which peers reach this rank. Unset, it is the local address of the route to rank 0's host.",
 )
 TCP_CONNECTIONS = Variable(
     "HYBRID_EP_TCP_CONNECTIONS",
@@ -304,7 +303,8 @@ NICS: Variable[tuple[str, ...] | None] = Variable(
     None,
     _names,
     "names of RDMA devices, separated by commas",
-    "The NICs of each GPU, by gpu_idx, starting over at the end, several of one GPU joined by `+`; unset, the nearest.",
+    "The NICs of each GPU, in the order of gpu_idx. `+` joins NICs of one GPU. A list shorter than the GPUs is "
+    "repeated. Unset, each GPU has its nearest.",
 )
 NVML_STUB = Variable(
     "HYBRID_EP_NVML_STUB",
@@ -360,7 +360,7 @@ MULTINODE = Variable(
     "0",
     _choice("0", "1"),
     "0 or 1",
-    "1 makes a missing libibverbs an error, so that the `_verbs` module is sure to be there.",
+    "The `_verbs` module: 1 makes a missing libibverbs an error.",
     "build",
 )
 RDMA_CORE_HOME = Variable(
@@ -384,7 +384,7 @@ TARGET_ROOT = Variable(
     "",
     str,
     "a folder with usr/include and usr/lib",
-    "Headers of Python and libibverbs of the machine that is cross-compiled for (csrc/cmake/aarch64-linux.cmake).",
+    "Cross-compilation: Python's and libibverbs' headers for the target (csrc/cmake/aarch64-linux.cmake).",
     "build",
 )
 CMAKE_ARGS = Variable("CMAKE_ARGS", "", str, "arguments of cmake", "Added to those that setup.py gives.", "build")

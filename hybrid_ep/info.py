@@ -157,9 +157,9 @@ def _nvshmem_version() -> str | None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
 @click.pass_context
 def info(ctx: click.Context, as_json: bool) -> None:
-    """Show versions, what was built, and which engine and transport are chosen and why.
+    """Show versions, built modules, and which engine and transport are chosen and why.
 
-    Exits with 1 if the engine that HYBRID_EP_ENGINE asks for cannot run here, or HYBRID_EP_TRANSPORT's transport.
+    Exits with 1 if the engine of HYBRID_EP_ENGINE or the transport of HYBRID_EP_TRANSPORT cannot run here.
     """
     found = _collect_in_time()
     if as_json:
@@ -184,7 +184,7 @@ def _render(found: Info) -> Table:
     table.add_row("GPUs", escape(", ".join(found.gpus)) or "[dim]none visible[/]")
     table.add_section()
     for name, version in found.versions.items():
-        table.add_row(name, escape(version) if version else "[dim]not there[/]")
+        table.add_row(name, escape(version) if version else "[dim]not installed[/]")
     table.add_section()
     table.add_row("interpreter", escape(found.python))
     table.add_row("package", escape(found.package))
@@ -194,7 +194,7 @@ def _render(found: Info) -> Table:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
 def env_table(as_json: bool) -> None:
-    """Show every environment variable that is read: its value here, its default, what it takes and what it does.
+    """Show every environment variable: its value here, its default, the allowed values and the effect.
 
     Exits with 1 if a value is not allowed.
     """

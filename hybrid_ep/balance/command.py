@@ -18,16 +18,20 @@ __all__ = ["balance"]
 
 @click.command(context_settings={"show_default": True})
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--ranks", required=True, type=int, help="Ranks that the experts are spread over.")
+@click.option("--ranks", required=True, type=int, help="Ranks that hold the experts.")
 @click.option(
-    "--replicas", type=int, help="Slots of all ranks together in a layer; without it, one more for each rank."
+    "--replicas",
+    type=int,
+    help="Slots of all ranks together in a layer; default: the experts, and one more for each rank.",
 )
-@click.option("--ranks-per-domain", type=int, help="Ranks of an NVLink domain; without it, all ranks.")
+@click.option("--ranks-per-domain", type=int, help="Ranks of an NVLink domain; default: all ranks.")
 @click.option("--groups", default=1, help="Groups of experts, for the hierarchical policy.")
-@click.option("--max-moves", default=8, help="Expert weights that the policy of few moves may load in a layer.")
+@click.option(
+    "--max-moves", default=8, help="Experts whose weights may be loaded in a layer, for the policy of few moves."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-@click.option("--save", type=OutputFile(), help="Write the most balanced placement here.")
-@click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html here.")
+@click.option("--save", type=OutputFile(), help="Write the most balanced placement to this file.")
+@click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html to this folder.")
 def balance(
     trace: Path,
     ranks: int,
@@ -39,10 +43,10 @@ def balance(
     save: Path | None,
     out: Path | None,
 ) -> None:
-    """Judge placements of experts by a trace of their loads.
+    """Compare placements of experts on a trace of their loads.
 
-    TRACE is JSON as `hybrid_ep.balance.save_trace` writes it: loads of windows × layers × experts. A window is judged
-    with the placement made from the loads of the one before.
+    TRACE is JSON as `hybrid_ep.balance.save_trace` writes it: the loads of each window, layer and expert. A placement
+    is made from the loads of one window and judged by those of the next.
     """
     loads = load_trace(trace)
     question = Question(

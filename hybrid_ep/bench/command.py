@@ -32,63 +32,71 @@ _DEFAULT_CHUNKS = 1000
 
 
 @click.command()
-@click.option("--ranks", type=int, help="Processes to start; default: all GPUs, or 4 on a CPU. Not under a launcher.")
+@click.option(
+    "--ranks", type=int, help="Ranks to start; default: one for each GPU, or 4 on a CPU. Not under a launcher."
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where the tensors are; auto: on GPUs if there are any.",
+    help="Device of the tensors; auto: GPUs if there are any.",
 )
 @click.option(
     "--mode",
     type=click.Choice([*MODES, LINK]),
     default="normal",
     show_default=True,
-    help="link: a link between domains alone, with chunks of 16 rows and no kernels; --runs is then how many chunks.",
+    help="Calls to measure. balance: under skewed routers, with and without balance. link: only a link between "
+    "domains, without kernels; --runs is then the number of chunks.",
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Of dispatched tokens.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Data type of dispatched tokens."
+)
 @click.option(
     "--routing",
     type=click.Choice(ROUTINGS),
     default="uniform",
     show_default=True,
-    help="How tokens choose experts. skewed: some are popular; hot: one expert gets 30 % of the tokens.",
+    help="How tokens choose experts. skewed: some experts are popular; hot: one expert gets 30 % of the tokens.",
 )
 @click.option(
     "--tokens",
-    help="Tokens of each rank, several separated by commas; default: 4096 on GPUs, 256 on a CPU; low-latency: 128, 32.",
+    help="Tokens of each rank, or several numbers separated by commas; default: 4096 on GPUs, 256 on a CPU; "
+    "low-latency: 128, 32.",
 )
-@click.option("--hidden", type=int, help="Size of a token; default: 7168 on GPUs, 1024 on a CPU.")
+@click.option("--hidden", type=int, help="Hidden size; default: 7168 on GPUs, 1024 on a CPU.")
 @click.option("--topk", type=int, help="Experts of each token; default: 8 on GPUs, 4 on a CPU.")
 @click.option("--experts", type=int, help="Experts of all ranks together; default: 256 on GPUs, 32 on a CPU.")
 @click.option(
     "--skew",
     default=",".join(map(str, range(11))),
     show_default=True,
-    help="In mode balance: skews of the router; the r-th most popular expert is chosen ∝ r^(−skew/5). --routing hot "
-    "measures that routing instead, beside the uniform one.",
+    help="Mode balance: skews of the router. The r-th most popular expert is chosen with probability ∝ r^(−skew/5). "
+    "With --routing hot, the hot and the uniform routing are measured instead.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of tokens and routing.")
+@click.option("--seed", default=0, show_default=True, help="Seed of tokens and routing.")
 @click.option(
     "--impl",
     "implementations",
     multiple=True,
     default=("hybrid_ep",),
     show_default=True,
-    help=f"hybrid_ep, {BASELINE} (plain all_to_all_single; gloo on a CPU), or a module with DeepEP's or Hybrid-EP's "
-    "interface. Give it several times for a comparison.",
+    help=f"Implementation: hybrid_ep, {BASELINE} (all_to_all_single of torch; gloo on a CPU), or a module with the "
+    "interface of DeepEP or Hybrid-EP. May be repeated.",
 )
-@click.option("--num-sms", help="SMs to use, separated by commas, e.g. 8,16,24; default: each one's own choice.")
-@click.option("--no-sync", is_flag=True, help="Give upper bounds of received rows, so that the host waits in no call.")
-@click.option("--wire/--no-wire", default=True, show_default=True, help="Measure the wire's limit beside it, on GPUs.")
 @click.option(
-    "--hold", default=4, show_default=True, help="Also time dispatch while this many results are kept alive; 0: do not."
+    "--num-sms", help="SMs of a call, or several numbers separated by commas; default: the implementation's choice."
 )
-@click.option("--warmups", default=3, show_default=True, help="Calls before timing.")
+@click.option("--no-sync", is_flag=True, help="Give bounds of received rows, so that the host does not wait.")
+@click.option("--wire/--no-wire", default=True, show_default=True, help="Also measure the limit of the link, on GPUs.")
+@click.option(
+    "--hold", default=4, show_default=True, help="Also time dispatch while so many results are alive; 0: do not."
+)
+@click.option("--warmups", default=3, show_default=True, help="Calls before the timed ones.")
 @click.option("--runs", type=int, help="Timed calls; default: 30 on GPUs, 10 on a CPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
-@click.option("--out", type=OutputFolder(), help="Write JSON, Markdown and a picture here.")
+@click.option("--out", type=OutputFolder(), help="Write JSON, Markdown and pictures to this folder.")
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -113,12 +121,12 @@ def bench(
     as_json: bool,
     out: Path | None,
 ) -> None:
-    """Check, then time, dispatch and combine on whichever engine is there.
+    """Check dispatch and combine, then time them.
 
-    Started by hand it starts its own ranks; under torchrun or mpirun it joins theirs. Every implementation gets the
-    same tensors and the same timer, and is timed only if every row arrived and came back right.
+    It starts its own ranks. Under torchrun or mpirun it uses the launcher's ranks. Every implementation gets the same
+    tensors and the same timer. An implementation is timed only if every row is correct.
 
-    Exits with 1 if a row did not.
+    Exits with 1 if a row is wrong.
     """
     try:
         launcher = find_launcher()

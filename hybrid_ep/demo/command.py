@@ -20,18 +20,20 @@ __all__ = ["demo"]
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--ranks", default=Settings.num_ranks, help="Processes.")
-@click.option("--domains", default=Settings.num_domains, help="Virtual NVLink domains that the ranks are split into.")
+@click.option("--ranks", default=Settings.num_ranks, help="Ranks, each a process.")
+@click.option("--domains", default=Settings.num_domains, help="Simulated NVLink domains, of equal size.")
 @click.option("--tokens", default=Settings.num_tokens, help="Tokens of each rank.")
-@click.option("--hidden", default=Settings.hidden, help="Size of a token, a multiple of 128.")
+@click.option("--hidden", default=Settings.hidden, help="Hidden size, a multiple of 128.")
 @click.option("--topk", default=Settings.num_topk, help="Experts of each token.")
 @click.option("--experts", default=Settings.num_experts, help="Experts of all ranks together.")
 @click.option("--steps", default=Settings.num_steps, help="Training steps of the small MoE layer.")
-@click.option("--seed", default=Settings.seed, help="Of tokens, routing and weights.")
-@click.option("--skew", is_flag=True, help="Also run a skewed router without balance, with a placement, and online.")
-@click.option("--lose-rank", is_flag=True, help="Also kill a rank, and go on without it.")
+@click.option("--seed", default=Settings.seed, help="Seed of tokens, routing and weights.")
+@click.option(
+    "--skew", is_flag=True, help="Also compare no balance, a placement and the online plan under a skewed router."
+)
+@click.option("--lose-rank", is_flag=True, help="Also kill a rank, and recover without it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html here.")
+@click.option("--out", type=OutputFolder(), help="Write pictures, result.json and index.html to this folder.")
 @click.pass_context
 def demo(
     ctx: click.Context,
@@ -50,11 +52,11 @@ def demo(
 ) -> None:
     """Run dispatch → experts → combine on a virtual cluster of processes; no GPU is needed.
 
-    Every rank checks its result against a dense float64 reference, for bf16 and fp8 tokens, for each way through the
-    library, under a skewed and a uniform routing. The bytes on the wire are set beside those of a plain all-to-all and
-    of an all-gather, and a small MoE layer is trained through the same calls.
+    Every rank compares its results with a dense float64 reference: in bf16 and fp8, for each kind of calls, under a
+    skewed and a uniform routing. The bytes sent are compared with those of an all-to-all and of an all-gather. Then a
+    small MoE layer is trained.
 
-    Exits with 1 if any check fails.
+    Exits with 1 if a check fails.
     """
     try:
         settings = Settings(ranks, domains, tokens, hidden, topk, experts, steps, seed, skew, lose_rank)

@@ -57,15 +57,28 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.group(invoke_without_command=True)
-@click.option("--quick", is_flag=True, help="Leave out what needs a second reading or another program.")
-@click.option("--group", "groups", multiple=True, metavar="GROUP", help=f"Only this group: {', '.join(GROUPS)}.")
-@click.option("--check", "ids", multiple=True, metavar="ID", help="Only this check, e.g. gpu.count; adds to --group.")
-@click.option("--profile", metavar="NAME|FILE", help=f"{', '.join(shipped_profiles())}, a YAML file, or - (stdin).")
+@click.option("--quick", is_flag=True, help="Leave out checks that read twice or start a program.")
+@click.option(
+    "--group", "groups", multiple=True, metavar="GROUP", help=f"Only this group: {', '.join(GROUPS)}. May be repeated."
+)
+@click.option(
+    "--check",
+    "ids",
+    multiple=True,
+    metavar="ID",
+    help="Only this check, e.g. gpu.count; with --group, in addition to it. May be repeated.",
+)
+@click.option(
+    "--profile",
+    metavar="NAME|FILE",
+    help=f"What the node must have: {', '.join(shipped_profiles())}, a YAML file, or - (standard input); default: the "
+    "profile that fits.",
+)
 @click.option(
     "--sysroot",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path("/"),
-    help="Read /sys, /proc and /dev below this folder: a recorded or simulated node.",
+    help="Check a recorded or simulated node: read /sys, /proc and /dev below this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of the table.")
 @click.option(
@@ -74,19 +87,31 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
     help="Judge a recording that --record wrote, of this node or another, in place of this node.",
 )
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
-@click.option("--record", type=_FILE, help="Also write everything that was read, so that it can be replayed.")
+@click.option("--record", type=_FILE, help="Also write everything that was read, for a replay.")
 @click.option(
-    "--state", type=RegularFile(), help="Remember counters in this file, to judge what rose since the last run."
+    "--state", type=RegularFile(), help="Keep counters in this file, to find those that rose since the last run."
 )
 @click.option(
     "--kernel-log",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Read this file in place of /dev/kmsg: what `hybrid-ep k8s kernel-log` keeps.",
+    help="Read this file of `hybrid-ep k8s kernel-log` instead of /dev/kmsg.",
 )
-@click.option("--asked-at", type=float, metavar="SECONDS", help="The caller's Unix time, to measure this node's clock.")
-@click.option("--active", is_flag=True, help="Also load the GPUs and measure them: minutes, for idle nodes.")
-@click.option("--burn-seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="With --active.")
-@click.option("--accept-unknown", is_flag=True, help="Exit with 0 where only unreadable things are left, as in a Pod.")
+@click.option(
+    "--asked-at", type=float, metavar="SECONDS", help="Unix time of the caller, to compare this node's clock with."
+)
+@click.option("--active", is_flag=True, help="Also measure the GPUs under load. Takes minutes; the node must be idle.")
+@click.option(
+    "--burn-seconds",
+    type=click.FloatRange(1, 3600),
+    default=30.0,
+    show_default=True,
+    help="With --active: time under load.",
+)
+@click.option(
+    "--accept-unknown",
+    is_flag=True,
+    help="Exit with 0 if no fault is found, although something could not be read, as in a Pod.",
+)
 @click.pass_context
 @_never_a_verdict
 def doctor(
@@ -150,7 +175,7 @@ def doctor(
 @click.pass_context
 @_never_a_verdict
 def compare_command(context: click.Context, files: tuple[Path, ...], as_json: bool, junit: Path | None) -> None:
-    """Compare the JSON reports of several nodes: versions, cliques, complete domains, clocks."""
+    """Compare the JSON reports of several nodes: versions, NVLink domains and clocks."""
     report = compare([_load(path) for path in files])
     _show(context, report, as_json, {junit: to_junit(report)})
 

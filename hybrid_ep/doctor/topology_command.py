@@ -23,19 +23,19 @@ __all__ = ["topology"]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tree and the matrix.")
-@click.option("--svg", type=OutputFile(), help="Draw the node into this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the tree and the matrix.")
+@click.option("--svg", type=OutputFile(), help="Draw the node into this SVG file.")
 @click.option("--nccl", type=OutputFile(), help="Write an NCCL topology file (XML).")
 @click.option(
     "--sysroot",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path("/"),
-    help="Read /sys below this folder: a recorded or simulated node.",
+    help="Show a recorded or simulated node: read /sys below this folder.",
 )
 def topology(as_json: bool, svg: Path | None, nccl: Path | None, sysroot: Path) -> None:
-    """Print which GPU sits next to which NIC, and what NVLink joins.
+    """Print or draw how GPUs, NICs and NVLink are connected.
 
-    A node without GPUs, NICs or drivers is a normal answer: what could not be asked is listed with the reason.
+    It also runs on a node without GPUs, NICs or drivers. What cannot be read is listed with the reason.
     """
     with closing(WatchedNode(sysroot)) as node:
         try:

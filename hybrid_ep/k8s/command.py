@@ -30,10 +30,10 @@ _UNDER_LOAD_S = 1800.0  # for the active checks of one node
 
 @click.group()
 def k8s() -> None:
-    """Check Kubernetes manifests, or report the doctor's findings as a condition of the node."""
+    """Check Kubernetes manifests, or write the doctor's findings to the node."""
 
 
-@k8s.command("check")
+@k8s.command("check", short_help="Check manifests.")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, allow_dash=True, path_type=Path))
 @click.option(
     "--format",
@@ -41,7 +41,7 @@ def k8s() -> None:
     type=click.Choice(["text", "json", "sarif", "junit"]),
     default="text",
     show_default=True,
-    help="What to print.",
+    help="Format of the output.",
 )
 @click.option("--json", "form", flag_value="json", help="The same as --format json.")
 @click.option("--rule", "rules", multiple=True, metavar="ID", help="Report only this rule; may be repeated.")
@@ -51,9 +51,9 @@ def k8s() -> None:
     type=click.Choice([level.value for level in Level]),
     default="error",
     show_default=True,
-    help="Exit with 1 for a problem of this level or a worse one.",
+    help="Least level of a problem that makes the exit status 1.",
 )
-@click.option("--kubernetes", default=KUBERNETES_VERSION, show_default=True, help="Version of the schemas.")
+@click.option("--kubernetes", default=KUBERNETES_VERSION, show_default=True, help="Kubernetes version of the schemas.")
 @click.pass_context
 def check_command(
     ctx: click.Context,
@@ -66,10 +66,10 @@ def check_command(
 ) -> None:
     """Check YAML files and folders; `-` reads standard input.
 
-    A folder is built by kustomize, or searched for folders with a kustomization.yaml; without any, its YAML files are
-    one build. Objects must fit the schemas of Kubernetes and of operators, without unknown fields. Then rules find
-    what the schemas accept and a node refuses, what hangs, and what falls back to something slower. An object's
-    annotation ignore.hybrid-ep/RULE: REASON silences a rule there.
+    kustomize builds a folder with a kustomization.yaml, or all such folders below it. If there is none, the YAML files
+    of the folder are one build. Objects must fit the schemas of Kubernetes and its operators, without unknown fields.
+    Rules then find what the schemas accept but a node refuses, what would hang, and what would be slow. The annotation
+    ignore.hybrid-ep/RULE: REASON turns off a rule for an object.
 
     Exits with 1 if anything is wrong, with 2 if something could not be checked.
     """
@@ -110,16 +110,24 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-@k8s.command("mark-node", context_settings={"ignore_unknown_options": True})
-@click.option("--every", type=click.FloatRange(min=1), help="Repeat, with so many seconds between; default: once.")
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="With --every: answer Prometheus on this port.")
+@k8s.command(
+    "mark-node",
+    short_help="Write the doctor's findings to the node.",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option("--every", type=click.FloatRange(min=1), help="Repeat after so many seconds; default: run once.")
+@click.option(
+    "--metrics-port", type=click.IntRange(0, 65535), help="With --every: serve Prometheus metrics on this port."
+)
 @click.option(
     "--taint",
     type=click.Choice(["NoSchedule", "PreferNoSchedule", "NoExecute"]),
-    help="Taint a node that fails with hybrid-ep/doctor=fail, and take the taint away when it passes.",
+    help="Effect of the taint hybrid-ep/doctor=fail, which a node has while it fails; default: no taint.",
 )
 @click.option("--remember", is_flag=True, help="Keep the doctor's counters in an annotation of the node.")
-@click.option("--under-load", is_flag=True, help="Run the doctor's active checks, and write a condition of their own.")
+@click.option(
+    "--under-load", is_flag=True, help="Run the active checks of the doctor, which have a condition of their own."
+)
 @click.argument("doctor_options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def mark_node_command(
@@ -133,11 +141,11 @@ def mark_node_command(
 ) -> None:
     """Run the doctor and write its findings to this Pod's node: conditions, a label, events.
 
-    The condition HybridEPFit sums up, and each fault has a condition of its own. A doctor that gives no report makes
-    the node unknown. With --under-load a fault ends with 1, for a job that goes on only where there is none.
+    The condition HybridEPFit is the verdict. Each fault has a condition of its own. If the doctor gives no report, the
+    verdict is unknown. With --under-load a fault makes the exit status 1, so that a job can stop there.
 
-    Takes the doctor's options, too, e.g. --profile hgx-h100. Needs NODE_NAME and a service account that may get and
-    patch nodes and create events.
+    The options of `hybrid-ep doctor` are taken too, e.g. --profile hgx-h100. NODE_NAME must be set, and the service
+    account must be allowed to get and patch nodes and to create events.
     """
     # The doctor's modules are loaded only here: a check of manifests needs none.
     from hybrid_ep import env
@@ -209,13 +217,13 @@ def _mark_once(
     return condition
 
 
-@k8s.command("kernel-log")
-@click.option("--every", type=click.FloatRange(min=1), help="Repeat, with so many seconds between; default: once.")
+@k8s.command("kernel-log", short_help="Keep kernel messages about GPUs and NICs.")
+@click.option("--every", type=click.FloatRange(min=1), help="Repeat after so many seconds; default: run once.")
 @click.argument("place", type=click.Path(dir_okay=False, path_type=Path))
 def kernel_log_command(every: float | None, place: Path) -> None:
-    """Keep the kernel log's lines on GPUs and NICs in the file PLACE, for `hybrid-ep doctor --kernel-log PLACE`.
+    """Keep kernel messages about GPUs and NICs in the file PLACE, for `hybrid-ep doctor --kernel-log PLACE`.
 
-    For a container of its own beside the doctor's: only this one needs to read /dev/kmsg.
+    Run it in a container beside the doctor's. Then only this container reads /dev/kmsg.
     """
     from hybrid_ep.doctor.node import Node, Unreadable
     from hybrid_ep.k8s.api import NodeError

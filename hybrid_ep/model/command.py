@@ -23,26 +23,39 @@ _MACHINE = Machine()
 
 @click.command(context_settings={"show_default": True})
 @click.option("--domains", default=2, help="NVLink domains.")
-@click.option("--ranks-per-domain", default=8, help="Ranks of a domain.")
+@click.option("--ranks-per-domain", default=8, help="Ranks of each domain.")
 @click.option("--mode", type=click.Choice(MODES), default="normal", help="Kind of calls.")
-@click.option("--tokens", type=int, help="Tokens of each rank; without it 4096, low-latency 128.")
-@click.option("--hidden", default=7168, help="Channels of a token.")
-@click.option("--topk", default=8, help="Experts of a token.")
-@click.option("--experts", type=int, help="Experts of all ranks; without it 256, or one a rank if those are more.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", help="Of dispatched rows.")
-@click.option("--routing", type=click.Choice(ROUTINGS), default="uniform", help="As in hybrid-ep bench.")
-@click.option("--skew", type=float, help="Of a skewed routing: 5 is Zipf's law, without it 3.")
-@click.option("--seed", default=0, help="Which experts are popular.")
-@click.option("--num-sms", default=16, help="SMs of a normal call.")
-@click.option("--cached", is_flag=True, help="The dispatch repeats an earlier route.")
-@click.option("--nic", default=_MACHINE.nic_gbits, help="Gbit/s of a rank's port in each direction.")
-@click.option("--nic-latency", default=_MACHINE.nic_latency_us, help="µs of a small write to the peer.")
-@click.option("--nvlink", default=_MACHINE.nvlink, help="GB/s of a GPU in each direction, as sold.")
-@click.option("--simulate", default=0, help="Runs of the simulation between domains, for the tail; 0: none.")
-@click.option("--straggler", default=1.0, help="How many times slower one rank of the simulation is.")
+@click.option("--tokens", type=int, help="Tokens of each rank; default: 4096, low-latency: 128.")
+@click.option("--hidden", default=7168, help="Hidden size.")
+@click.option("--topk", default=8, help="Experts of each token.")
+@click.option(
+    "--experts",
+    type=int,
+    help="Experts of all ranks together; default: 256, or one for each rank if there are more ranks.",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", help="Data type of dispatched tokens.")
+@click.option(
+    "--routing",
+    type=click.Choice(ROUTINGS),
+    default="uniform",
+    help="How tokens choose experts, as in `hybrid-ep bench`.",
+)
+@click.option("--skew", type=float, help="Skew of the skewed routing: 5 is Zipf's law; default: 3.")
+@click.option("--seed", default=0, help="Seed of the popular experts.")
+@click.option("--num-sms", default=16, help="SMs of a call, but for low-latency ones.")
+@click.option("--cached", is_flag=True, help="Dispatch with the handle of an earlier dispatch.")
+@click.option("--nic", default=_MACHINE.nic_gbits, help="Bandwidth of a rank's NIC in each direction, Gbit/s.")
+@click.option("--nic-latency", default=_MACHINE.nic_latency_us, help="Latency of a small write to the peer, µs.")
+@click.option(
+    "--nvlink", default=_MACHINE.nvlink, help="NVLink bandwidth of a GPU in each direction by its data sheet, GB/s."
+)
+@click.option(
+    "--simulate", default=0, help="Runs of the simulation between domains, which give the tail of the times; 0: none."
+)
+@click.option("--straggler", default=1.0, help="Factor by which one simulated rank is slower.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--svg", type=OutputFile(), help="Draw time over domains into this file.")
-@click.option("--png", type=OutputFile(), help="The same as PNG.")
+@click.option("--svg", type=OutputFile(), help="Draw the time by number of domains into this SVG file.")
+@click.option("--png", type=OutputFile(), help="Draw the same into this PNG file.")
 def model(
     domains: int,
     ranks_per_domain: int,

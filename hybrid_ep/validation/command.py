@@ -21,9 +21,9 @@ _RESULTS = click.argument("results", type=click.Path(exists=True, file_okay=Fals
 
 @click.group()
 def validation() -> None:
-    """Validate a cluster: rounds of pairs, hosts that are fit for test jobs, the report.
+    """Plan the test jobs of a cluster, and write its report.
 
-    RESULTS is the folder that the playbooks fill; docs/validation.md says what is in it.
+    The playbooks call these commands. RESULTS is the folder that they fill; docs/validation.md describes it.
     """
 
 
@@ -31,15 +31,17 @@ for command in COMMANDS:
     validation.add_command(command)
 
 
-@validation.command("rounds")
+@validation.command("rounds", short_help="Print rounds of pairs of hosts.")
 @click.argument("hosts", nargs=-1, required=True)
-@click.option("--rounds", "limit", type=click.IntRange(min=1), help="Only so many rounds, evenly spread.")
+@click.option(
+    "--rounds", "limit", type=click.IntRange(min=1), help="Print at most so many rounds, evenly spread over all."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a line for each round.")
 def rounds_command(hosts: tuple[str, ...], limit: int | None, as_json: bool) -> None:
-    """Print rounds of pairs: no host is twice in a round, and no pair comes twice.
+    """Print rounds of pairs: a host is in one pair of a round, and no pair occurs twice.
 
-    Without --rounds every pair meets once: n − 1 rounds of n hosts. With an odd number one host rests in each round.
-    One host alone has no rounds.
+    Without --rounds, all pairs occur: n − 1 rounds of n hosts. With an odd number, one host rests in each round. One
+    host alone has no rounds.
     """
     try:
         tournament = rounds(hosts, limit)
@@ -57,14 +59,14 @@ def rounds_command(hosts: tuple[str, ...], limit: int | None, as_json: bool) -> 
     click.echo("]}")
 
 
-@validation.command("healthy")
+@validation.command("healthy", short_help="Print the hosts that are fit for test jobs.")
 @_RESULTS
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; excluded hosts come with their reason.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the other hosts and the reasons.")
 def healthy_command(results: Path, as_json: bool) -> None:
-    """Print the hosts that are fit for test jobs; for the others, on standard error, why not.
+    """Print the hosts that are fit for test jobs.
 
-    A host is fit when the doctor reported from it and confirmed no fault, and when the test jobs so far do not speak
-    against it. Exits with 0 also if no host is fit.
+    A host is fit if its doctor has sent a report without a fault, and if no test job so far has failed because of it.
+    Standard error has the other hosts, with the reason. Exits with 0 even if no host is fit.
     """
     try:
         nodes = load_cluster(results).nodes
@@ -87,12 +89,12 @@ def healthy_command(results: Path, as_json: bool) -> None:
         click.echo(f"excluded {item['host']}: {item['reason']}: {item['remedy']}", err=True)
 
 
-@validation.command("report")
+@validation.command("report", short_help="Write the report of a cluster.")
 @_RESULTS
 @click.option(
     "--out",
     type=OutputFolder(),
-    help="Where report.html, report.md, report.json and junit.xml go; default: RESULTS/report.",
+    help="Folder of report.html, report.md, report.json and junit.xml; default: RESULTS/report.",
 )
 @click.pass_context
 def report_command(context: click.Context, results: Path, out: Path | None) -> None:

@@ -19,25 +19,25 @@ _NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-@click.command("begin")
+@click.command("begin", short_help="Begin a validation.")
 @click.argument("results", type=_NEW_FOLDER)
 def begin_command(results: Path) -> None:
-    """Begin a validation: check the inventory (JSON on standard input), write it, remove earlier results."""
+    """Begin a validation: check the inventory (JSON on standard input), write it and remove earlier results."""
     from hybrid_ep.validation.begin import Inventory, begin_validation
 
     begin_validation(results, Inventory.from_json(sys.stdin.read()))
 
 
-@click.command("begin-jobs")
+@click.command("begin-jobs", short_help="Remove results of earlier test jobs.")
 @click.argument("results", type=_FOLDER)
 def begin_jobs_command(results: Path) -> None:
-    """Begin the test jobs: remove results of earlier ones, so that only this run speaks against a host."""
+    """Remove results of earlier test jobs, so that only those of this run exclude a host."""
     from hybrid_ep.validation.record import remove_jobs
 
     click.echo(f"removed {remove_jobs(results)} earlier jobs")
 
 
-@click.command("compare")
+@click.command("compare", short_help="Compare the nodes' reports.")
 @click.argument("results", type=_FOLDER)
 def compare_command(results: Path) -> None:
     """Compare the nodes' reports with each other, and write compare.json."""
@@ -47,7 +47,7 @@ def compare_command(results: Path) -> None:
     click.echo("fewer than two reports: nothing to compare" if compared is None else compared.status.value)
 
 
-@click.command("domains")
+@click.command("domains", short_help="Compare NVLink domains with the inventory.")
 @click.argument("results", type=_FOLDER)
 def domains_command(results: Path) -> None:
     """Compare the inventory's NVLink domains with the cliques of the GPUs."""
@@ -57,12 +57,12 @@ def domains_command(results: Path) -> None:
         click.echo(f"{result.name}: {result.status} {result.reason}".rstrip())
 
 
-@click.command("record")
+@click.command("record", short_help="Write the result of a test job.")
 @click.argument("results", type=_FOLDER)
 @click.argument("name")
-@click.option("--kind", type=click.Choice(KINDS), required=True)
-@click.option("--host", "hosts", multiple=True, required=True, help="Where it ran; once for each host.")
-@click.option("--exit-code", type=int, required=True, help="Of the job, or of what launched it.")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the job.")
+@click.option("--host", "hosts", multiple=True, required=True, help="Host on which the job ran; may be repeated.")
+@click.option("--exit-code", type=int, required=True, help="Exit status of the job or its launcher.")
 def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int) -> None:
     """Write jobs/NAME.json, and jobs/NAME.log from what the job printed (on standard input)."""
     from hybrid_ep.validation.record import record
@@ -71,16 +71,18 @@ def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], 
     click.echo(f"{name}: {job.status} {job.reason}".rstrip())
 
 
-@click.command("judge")
-@click.option("--result", type=click.Path(path_type=Path), required=True, help="A file of what the job printed.")
-@click.option("--profile", default="", help="As the doctor's; default: the one that fits this node.")
-@click.option("--hosts", "num_hosts", type=click.IntRange(min=1), required=True, help="How many the job ran on.")
-@click.option("--kind", type=click.Choice(KINDS), help="Default: pair on two hosts, else group.")
+@click.command("judge", short_help="Judge a test job without a results folder.")
+@click.option("--result", type=click.Path(path_type=Path), required=True, help="File with what the job printed.")
+@click.option("--profile", default="", help="Profile, as of `hybrid-ep doctor`; default: the one that fits this node.")
+@click.option(
+    "--hosts", "num_hosts", type=click.IntRange(min=1), required=True, help="Number of hosts on which the job ran."
+)
+@click.option("--kind", type=click.Choice(KINDS), help="Kind of the job; default: pair on two hosts, else group.")
 @click.pass_context
 def judge_command(ctx: click.Context, result: Path, profile: str, num_hosts: int, kind: str | None) -> None:
-    """Judge one job that ended with 0, without a results folder.
+    """Judge a test job that has ended with 0, without a results folder.
 
-    Exit status: 0 = passed, 1 = too slow or wrong, 2 = it left no result, or the profile cannot be used.
+    Exit status: 0 = passed, 1 = too slow or wrong, 2 = the job has left no result, or the profile cannot be used.
     """
     from hybrid_ep.doctor import WatchedNode
     from hybrid_ep.doctor.command import propose
@@ -104,28 +106,38 @@ def judge_command(ctx: click.Context, result: Path, profile: str, num_hosts: int
     ctx.exit({"pass": 0, "skipped": 0, "fail": 1, "unknown": 2}[job.status])
 
 
-@click.command("record-node")
+@click.command("record-node", short_help="Write the doctor's report of a node.")
 @click.argument("results", type=_FOLDER)
 @click.argument("host")
 def record_node_command(results: Path, host: str) -> None:
-    """Write nodes/HOST.json from what `hybrid-ep doctor --json` printed there (standard input), or why it did not."""
+    """Write nodes/HOST.json from standard input: what `hybrid-ep doctor --json` has printed on HOST.
+
+    If that is no report, the file says why.
+    """
     from hybrid_ep.validation.record import record_node
 
     click.echo(f"{host}: {record_node(results, host, sys.stdin.read())}")
 
 
-@click.command("nic-bandwidth")
-@click.option("--gid-index", type=click.IntRange(min=0), help="Of Ethernet ports; default: perftest's choice.")
-@click.option("--limit-s", type=click.FloatRange(min=1), default=30.0, show_default=True, help="For each NIC.")
+@click.command("nic-bandwidth", short_help="Measure the NICs of two nodes.")
+@click.option(
+    "--gid-index", type=click.IntRange(min=0), help="GID index of Ethernet ports; default: perftest's choice."
+)
+@click.option(
+    "--limit-s", type=click.FloatRange(min=1), default=30.0, show_default=True, help="Time limit for each NIC, seconds."
+)
 @click.option(
     "--sysroot",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path("/"),
-    help="As the doctor's.",
+    help="Read /sys below this folder, as of `hybrid-ep doctor`.",
 )
 @click.pass_context
 def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: float, sysroot: Path) -> None:
-    """Measure each NIC against the other node's; as two ranks of mpirun or srun, one on each node. Prints JSON."""
+    """Measure the bandwidth from each NIC to the other node's NIC, and print JSON.
+
+    It runs as two ranks of mpirun or srun, one on each node.
+    """
     from datetime import timedelta
 
     from torch._C._distributed_c10d import TCPStore
