@@ -231,14 +231,14 @@ STEPS = [
         _PEER,
         "epoch_ == first_epoch_",
         "epoch_ == 1",
-        _by_kernels(2, _IN_DOMAINS, 1, "battery.low_latency.check_late_rank_comes_back", 8.0),
+        _by_kernels(2, _IN_DOMAINS, 1, "battery.low_latency_masks.check_late_rank_comes_back", 8.0),
     ),
     Step(
         "ranks that NVLink joins",
         _PEER,
         "!peers.is_near(d)",
         "d != peers.grid.domain_idx()",
-        _by_kernels(4, "battery.low_latency.check_masked", _TWO_BY_TWO, "bf16", (1,)),
+        _by_kernels(4, "battery.low_latency_masks.check_masked", _TWO_BY_TWO, "bf16", (1,)),
     ),
     Step(
         "own memory is free again",

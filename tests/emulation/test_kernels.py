@@ -127,9 +127,12 @@ def test_low_latency_values_that_are_not_finite(run_emulated: RunEmulated, forma
     run_emulated(2, "battery.low_latency.check_values_that_are_not_finite", format_name)
 
 
-@pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank", "check_too_many_rows"])
+@pytest.mark.parametrize(
+    "check",
+    ["low_latency.check_unreceived", "low_latency_masks.check_late_rank", "low_latency.check_too_many_rows"],
+)
 def test_low_latency_misuse_and_delay(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(2, f"battery.low_latency.{check}")
+    run_emulated(2, f"battery.{check}")
 
 
 def test_low_latency_calls_begin_once(run_emulated: RunEmulated) -> None:
@@ -143,16 +146,16 @@ def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated, check: st
 
 @pytest.mark.parametrize(("fp8", "hooked"), [(False, False), (True, False), (False, True)])
 def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked: bool) -> None:
-    run_emulated(2, "multi_gpu.low_latency.check_masks_by_hand", fp8, hooked)
+    run_emulated(2, "multi_gpu.low_latency_losses.check_masks_by_hand", fp8, hooked)
 
 
 def test_low_latency_masks_that_the_device_tells_late(run_emulated: RunEmulated) -> None:
-    run_emulated(2, "multi_gpu.low_latency.check_an_answer_that_comes_late")
+    run_emulated(2, "multi_gpu.low_latency_losses.check_an_answer_that_comes_late")
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
 def test_low_latency_masks(run_emulated: RunEmulated, format_name: str) -> None:
-    run_emulated(4, "battery.low_latency.check_masked", Case("masks", 4, 40), format_name, (0, 2))
+    run_emulated(4, "battery.low_latency_masks.check_masked", Case("masks", 4, 40), format_name, (0, 2))
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
@@ -165,7 +168,7 @@ def test_low_latency_rows_of_a_rank_that_was_given_up(run_emulated: RunEmulated)
 
 
 def test_low_latency_masks_that_differ_for_a_call(run_emulated: RunEmulated) -> None:
-    run_emulated(3, "battery.low_latency.check_masks_that_differ", 8.0)
+    run_emulated(3, "battery.low_latency_masks.check_masks_that_differ", 8.0)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_low_latency_masks_that_differ_for_a_call(run_emulated: RunEmulated) -> 
     ],
 )
 def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(2, f"multi_gpu.low_latency.{check}", 8.0)
+    run_emulated(2, f"multi_gpu.low_latency_losses.{check}", 8.0)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_a_signal_of_experts_that_does_not_come(run_emulated: RunEmulated) -> No
 
 
 def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
-    run_emulated(3, "battery.low_latency.check_late_rank_comes_back", 8.0)
+    run_emulated(3, "battery.low_latency_masks.check_late_rank_comes_back", 8.0)
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,12 @@ def test_many_cleanings(run_by_kernels: RunEmulated) -> None:
     run_by_kernels(2, "battery.low_latency.check_cleaned_often", Case("cleaned", 2, 12, num_ranks_per_domain=1))
 
 
-@pytest.mark.parametrize("check", ["check_unreceived", "check_late_rank", "check_too_many_rows"])
+@pytest.mark.parametrize(
+    "check",
+    ["low_latency.check_unreceived", "low_latency_masks.check_late_rank", "low_latency.check_too_many_rows"],
+)
 def test_misuse_and_delay(run_by_kernels: RunEmulated, check: str) -> None:
-    run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.low_latency.{check}")
+    run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.{check}")
 
 
 @pytest.mark.parametrize("transport", ["loopback", pytest.param("tcp", marks=pytest.mark.slow), "nvshmem"])
@@ -260,7 +263,7 @@ def test_the_torch_engine_serves_rows_that_the_kernels_do_not_move(run_emulated:
 @pytest.mark.parametrize(("case_id", "format_name", "lost"), MASKED)
 def test_masks(run_by_kernels: RunEmulated, case_id: str, format_name: str, lost: tuple[int, ...]) -> None:
     case = _BY_ID[case_id]
-    run_by_kernels(case.num_ranks, "battery.low_latency.check_masked", case, format_name, lost)
+    run_by_kernels(case.num_ranks, "battery.low_latency_masks.check_masked", case, format_name, lost)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ def test_masks(run_by_kernels: RunEmulated, case_id: str, format_name: str, lost
 def test_masks_over_a_transport(
     run_by_kernels: RunEmulated, transport: str, case_id: str, lost: tuple[int, ...]
 ) -> None:
-    case, check = _BY_ID[case_id], "battery.low_latency.check_masked"
+    case, check = _BY_ID[case_id], "battery.low_latency_masks.check_masked"
     run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, "fp8", lost)
 
 
@@ -283,7 +286,7 @@ def test_masks_over_a_transport(
 def test_masks_where_chunks_overtake_each_other(
     run_by_kernels: RunEmulated, case_id: str, lost: tuple[int, ...]
 ) -> None:
-    case, check = _BY_ID[case_id], "battery.low_latency.check_masked"
+    case, check = _BY_ID[case_id], "battery.low_latency_masks.check_masked"
     slow = "emulation.faulty_links.check_on_slow_link"
     run_by_kernels(case.num_ranks, slow, check, 1, case, "bf16", lost, seed=1)
 
@@ -291,24 +294,24 @@ def test_masks_where_chunks_overtake_each_other(
 @pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
 def test_masks_of_the_torch_engine(run_emulated: RunEmulated, format_name: str) -> None:
     """By the same check: the engines give the same bits."""
-    case, check = _BY_ID["3x2_duplicates"], "battery.low_latency.check_masked"
+    case, check = _BY_ID["3x2_duplicates"], "battery.low_latency_masks.check_masked"
     run_emulated(6, "emulation.domains.check_torch_asked_for", check, case, format_name, (1, 4))
 
 
 def test_masks_of_rows_that_the_kernels_do_not_move(run_emulated: RunEmulated) -> None:
-    case, check = Case("hidden_12", 4, 36, hidden=12, num_ranks_per_domain=2), "battery.low_latency.check_masked"
+    case, check = Case("hidden_12", 4, 36, hidden=12, num_ranks_per_domain=2), "battery.low_latency_masks.check_masked"
     run_emulated(4, "emulation.domains.check_by_torch", check, case, "bf16", (2,))
 
 
 @pytest.mark.parametrize(("num_ranks", "size"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)])
 def test_a_late_rank_comes_back(run_by_kernels: RunEmulated, num_ranks: int, size: int) -> None:
-    check = "battery.low_latency.check_late_rank_comes_back"
+    check = "battery.low_latency_masks.check_late_rank_comes_back"
     run_by_kernels(num_ranks, "emulation.domains.check_in_domains", size, check, 8.0)
 
 
 @pytest.mark.parametrize("transport", ["loopback", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_masks_that_differ_for_a_call(run_by_kernels: RunEmulated, transport: str) -> None:
-    in_domains, check = "emulation.domains.check_in_domains", "battery.low_latency.check_masks_that_differ"
+    in_domains, check = "emulation.domains.check_in_domains", "battery.low_latency_masks.check_masks_that_differ"
     run_by_kernels(4, "emulation.domains.check_over", transport, in_domains, 2, check, 8.0)
 
 
@@ -323,7 +326,7 @@ def test_masks_that_differ_for_a_call(run_by_kernels: RunEmulated, transport: st
     ],
 )
 def test_ranks_that_do_not_come(run_by_kernels: RunEmulated, check: str) -> None:
-    run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"multi_gpu.low_latency.{check}", 8.0)
+    run_by_kernels(2, "emulation.domains.check_in_domains", 1, f"multi_gpu.low_latency_losses.{check}", 8.0)
 
 
 def test_ranks_that_differ_in_whether_they_shrink(run_emulated: RunEmulated) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency as battery
-from tests.battery import signals
+from tests.battery import low_latency_masks, signals
 from tests.battery.cases import LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
-from tests.multi_gpu import low_latency
+from tests.multi_gpu import low_latency, low_latency_losses
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -62,7 +62,7 @@ def test_what_is_not_received(run_gpus: RunGpus) -> None:
 
 @needs_peer
 def test_a_late_rank_is_waited_for(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, battery.check_late_rank, "cuda")
+    run_gpus(NUM_GPUS, low_latency_masks.check_late_rank, "cuda")
 
 
 @every_case
@@ -106,18 +106,18 @@ def test_replays(run_gpus: RunGpus) -> None:
 @needs_peer
 @every_kind
 def test_masks_by_hand(run_gpus: RunGpus, fp8: bool, hooked: bool) -> None:
-    run_gpus(NUM_GPUS, low_latency.check_masks_by_hand, fp8, hooked)
+    run_gpus(NUM_GPUS, low_latency_losses.check_masks_by_hand, fp8, hooked)
 
 
 @needs_peer
 @pytest.mark.parametrize(
     "check",
     [
-        low_latency.check_given_up_on_the_device,
-        low_latency.check_pending_loss,
-        low_latency.check_named_at_close,
-        low_latency.check_told_at_close,
-        low_latency.check_told_once,
+        low_latency_losses.check_given_up_on_the_device,
+        low_latency_losses.check_pending_loss,
+        low_latency_losses.check_named_at_close,
+        low_latency_losses.check_told_at_close,
+        low_latency_losses.check_told_once,
     ],
 )
 def test_ranks_that_do_not_come(run_gpus: RunGpus, check: Callable[[float], None]) -> None:
@@ -126,7 +126,7 @@ def test_ranks_that_do_not_come(run_gpus: RunGpus, check: Callable[[float], None
 
 @needs_peer
 def test_a_late_rank_comes_back(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, battery.check_late_rank_comes_back, 2.0, "cuda")
+    run_gpus(NUM_GPUS, low_latency_masks.check_late_rank_comes_back, 2.0, "cuda")
 
 
 def test_too_many_rows(run_gpus: RunGpus) -> None:
@@ -135,7 +135,7 @@ def test_too_many_rows(run_gpus: RunGpus) -> None:
 
 @needs_peer
 def test_masks_of_old_graphs(run_gpus: RunGpus) -> None:
-    run_gpus(NUM_GPUS, low_latency.check_masks_of_old_graphs)
+    run_gpus(NUM_GPUS, low_latency_losses.check_masks_of_old_graphs)
 
 
 def _without_the_last(function: Callable[..., object], *args: object) -> list[object]:
@@ -153,20 +153,20 @@ def _without_the_last(function: Callable[..., object], *args: object) -> list[ob
 @every_kind
 def test_killed_rank(fp8: bool, hooked: bool) -> None:
     """Every survivor names the rank that died, and the calls after that succeed without it."""
-    assert _without_the_last(low_latency.lose_a_rank, fp8, hooked) == [NUM_GPUS - 1] * (NUM_GPUS - 1)
+    assert _without_the_last(low_latency_losses.lose_a_rank, fp8, hooked) == [NUM_GPUS - 1] * (NUM_GPUS - 1)
 
 
 @needs_peer
 def test_killed_rank_between_replays() -> None:
     """No call tells the survivors; they ask."""
     masks = [0] * (NUM_GPUS - 1) + [1]
-    assert _without_the_last(low_latency.lose_a_rank_between_replays) == [masks] * (NUM_GPUS - 1)
+    assert _without_the_last(low_latency_losses.lose_a_rank_between_replays) == [masks] * (NUM_GPUS - 1)
 
 
 @needs_peer
 def test_a_rank_that_gave_another_up_is_not_given_up() -> None:
     """A combine in which a rank is lost ends for all, each names it, and the calls after that succeed without it."""
     with VirtualCluster(3, device="cuda", ranks_share_gpus=True) as cluster:
-        first, second, _ = cluster.run(low_latency.lose_a_rank_between_its_flags, 4.0, limit_s=60)
+        first, second, _ = cluster.run(low_latency_losses.lose_a_rank_between_its_flags, 4.0, limit_s=60)
     assert first.startswith("low_latency_combine: partial rows: rank 0")
     assert second.startswith("low_latency_combine: weights: rank 1")

@@ -13,7 +13,7 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
 from tests.emulation.domains import check_by_kernels, check_in_domains
-from tests.multi_gpu import lost_ranks, low_latency
+from tests.multi_gpu import lost_ranks, low_latency_losses
 from tests.multi_gpu.transports import TRANSPORTS
 from tests.rank_pool import RankPool
 
@@ -78,7 +78,7 @@ def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
     ("check", "args"),
     [
         ("battery.low_latency.check_unreceived", ("cuda",)),
-        ("battery.low_latency.check_late_rank", ("cuda",)),
+        ("battery.low_latency_masks.check_late_rank", ("cuda",)),
         ("battery.low_latency.check_too_many_rows", ("cuda",)),
         ("battery.other_calls.check_other_low_latency_calls", ("cuda",)),
         ("battery.other_calls.check_other_global_scales", ("cuda",)),
@@ -99,13 +99,13 @@ def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
         ("multi_gpu.low_latency.check_other_number_of_tokens", ()),
         ("multi_gpu.low_latency.check_refused_launch", ()),
         ("multi_gpu.low_latency.check_replays", (NUM_REPLAYS,)),
-        ("battery.low_latency.check_late_rank_comes_back", (4.0, "cuda")),
-        ("multi_gpu.low_latency.check_given_up_on_the_device", (4.0,)),
-        ("multi_gpu.low_latency.check_masks_of_old_graphs", ()),
-        ("multi_gpu.low_latency.check_named_at_close", (4.0,)),
-        ("multi_gpu.low_latency.check_pending_loss", (4.0,)),
-        ("multi_gpu.low_latency.check_told_at_close", (4.0,)),
-        ("multi_gpu.low_latency.check_told_once", (4.0,)),
+        ("battery.low_latency_masks.check_late_rank_comes_back", (4.0, "cuda")),
+        ("multi_gpu.low_latency_losses.check_given_up_on_the_device", (4.0,)),
+        ("multi_gpu.low_latency_losses.check_masks_of_old_graphs", ()),
+        ("multi_gpu.low_latency_losses.check_named_at_close", (4.0,)),
+        ("multi_gpu.low_latency_losses.check_pending_loss", (4.0,)),
+        ("multi_gpu.low_latency_losses.check_told_at_close", (4.0,)),
+        ("multi_gpu.low_latency_losses.check_told_once", (4.0,)),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "_".join(map(str, value)),
 )
@@ -124,11 +124,13 @@ def test_behaviour(run_ranks: RunRanks, check: str, args: tuple[object, ...]) ->
 )
 def test_masks(run_ranks: RunRanks, case_id: str, format_name: str, lost: tuple[int, ...]) -> None:
     case = next(case for case in CASES if case.id == case_id)
-    run_ranks(case.num_ranks, check_by_kernels, "battery.low_latency.check_masked", case, format_name, lost, "cuda")
+    run_ranks(
+        case.num_ranks, check_by_kernels, "battery.low_latency_masks.check_masked", case, format_name, lost, "cuda"
+    )
 
 
 def test_masks_that_differ_for_a_call(run_ranks: RunRanks) -> None:
-    check = "emulation.domains.check_by_kernels", "battery.low_latency.check_masks_that_differ"
+    check = "emulation.domains.check_by_kernels", "battery.low_latency_masks.check_masks_that_differ"
     run_ranks(4, check_in_domains, 2, *check, 4.0, "cuda")
 
 
@@ -146,13 +148,13 @@ def _without_the_last(transport: str, function: Callable[..., object], *args: ob
 @pytest.mark.parametrize(("fp8", "hooked"), [(False, False), (True, True)])
 def test_calls_after_a_rank_was_killed(transport: str, fp8: bool, hooked: bool) -> None:
     """Every survivor names it, and the calls after that succeed without it."""
-    assert _without_the_last(transport, low_latency.lose_a_rank, 3, 6.0, fp8, hooked) == [3] * 3
+    assert _without_the_last(transport, low_latency_losses.lose_a_rank, 3, 6.0, fp8, hooked) == [3] * 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_replays_after_a_rank_was_killed(transport: str) -> None:
     """No call tells the survivors; they ask."""
-    assert _without_the_last(transport, low_latency.lose_a_rank_between_replays, 3, 6.0) == [[0, 0, 0, 1]] * 3
+    assert _without_the_last(transport, low_latency_losses.lose_a_rank_between_replays, 3, 6.0) == [[0, 0, 0, 1]] * 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -167,6 +169,6 @@ def test_killed_rank(transport: str) -> None:
     """The peer is killed between two calls; the survivor names it within its time."""
     variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
     with VirtualCluster(2, device="cuda", ranks_share_gpus=NUM_GPUS < 2, variables=variables) as cluster:
-        cluster.run(low_latency.make_shared_buffer, 4.0, limit_s=60)
+        cluster.run(low_latency_losses.make_shared_buffer, 4.0, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
-        assert cluster.run(low_latency.use_without_peer, 4.0, ranks=[0], limit_s=60) == [1]
+        assert cluster.run(low_latency_losses.use_without_peer, 4.0, ranks=[0], limit_s=60) == [1]

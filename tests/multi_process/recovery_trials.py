@@ -38,7 +38,6 @@ __all__ = ["Job", "Outcome", "Trial", "run", "step"]
 TIMEOUT_S = 5.0
 _GPU_TIMEOUT_S = 10.0  # ranks that share a GPU take turns of milliseconds
 _GPU_VARIABLES = {env.ENGINE.name: "cuda", env.TRANSPORT.name: "tcp", env.TCP_ADDRESS.name: "127.0.0.1"}
-MAX_RECOVERY_S = 2.0  # from the moment in which the last survivor was told, on a machine that is not busy
 _LIMIT_S = 90.0
 _NUM_STEPS_AFTER = 2
 _HIDDEN, _TOPK, _TOKENS = 128, 2, 6

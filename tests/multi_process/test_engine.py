@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.battery import hybrid, low_latency, normal, other_calls, refused_low_latency, refused_normal, signals
+from tests.battery import (
+    hybrid,
+    low_latency,
+    low_latency_masks,
+    normal,
+    other_calls,
+    refused_low_latency,
+    refused_normal,
+    signals,
+)
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.conftest import RunRanks
 from tests.emulation.domains import check_in_domains
@@ -154,14 +163,14 @@ def test_cleaned_low_latency_buffers_forget(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [low_latency.check_unreceived, low_latency.check_late_rank, low_latency.check_too_many_rows]
+    "check", [low_latency.check_unreceived, low_latency_masks.check_late_rank, low_latency.check_too_many_rows]
 )
 def test_low_latency_misuse_and_delay(run_ranks: RunRanks, check: Callable[[], None]) -> None:
     run_ranks(2, check)
 
 
 def test_a_late_rank_comes_back(run_ranks: RunRanks) -> None:
-    run_ranks(3, low_latency.check_late_rank_comes_back, 3.0)
+    run_ranks(3, low_latency_masks.check_late_rank_comes_back, 3.0)
 
 
 @pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
