@@ -28,7 +28,7 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns what stands in sys.modules, so both paths give one module.
+        # The import system returns what is in sys.modules, so both paths give one module.
         sys.modules[module.__name__] = importlib.import_module(MOVED[module.__name__])
 
 

@@ -155,7 +155,7 @@ class LoadMonitor:
         return total
 
     def _meet(self, group: dist.ProcessGroup, timeout_s: float, refusal: ConfigError | None) -> None:
-        """Waits for the other ranks, up to a deadline. A sum would wait for a lost rank for ever.
+        """Waits for the other ranks, up to a deadline. A sum would wait for a lost rank forever.
 
         All ranks raise the refusal of any.
         """

@@ -133,7 +133,7 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
     """Maps this rank's copies to slots: home and spare slots of a rank in a row. Local, and without a host sync.
 
     Copies stay on their own rank as far as its quota goes. The rest of each expert's copies, in the order of ranks and
-    tokens, is handed out to the rest of the quotas, in the order of ranks.
+    tokens, is distributed over the rest of the quotas, in the order of ranks.
 
     On a GPU this is one kernel. There an index that is no expert becomes an index that is no slot, and the dispatch
     reports it.

@@ -1,6 +1,6 @@
 """A link between domains alone: the chunks of a dispatch, with their flags and credits, and no kernels.
 
-A thread of the host gives the commands that kernels would give, so the rings lie in host memory. Chunks are compared
+A thread of the host gives the commands that kernels would give, so the rings are in host memory. Chunks are compared
 once, then timed: to every peer and from every peer at once.
 """
 

@@ -44,7 +44,7 @@ Event = EventOverlap | EventHandle
 DispatchResult = tuple["Tensor | tuple[Tensor, Tensor]", "Tensor | None", "Tensor | None", EPHandle, EventOverlap]
 CombineResult = tuple[Tensor, "Tensor | None", EventOverlap]
 
-_BUFFER_ALIGNMENT_BYTES = 2 << 20  # as the peer's hints are
+_BUFFER_ALIGNMENT_BYTES = 2 << 20  # as DeepEP's size hints
 _CHANNELS_PER_SCALE = 32  # the most scales that a peer's hint reckons with
 _SCALES_PER_TMA_COLUMN = 4  # 16 bytes
 _DEFAULT_GPU_TIMEOUT_S = 100

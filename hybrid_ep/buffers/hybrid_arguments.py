@@ -27,7 +27,7 @@ from hybrid_ep.errors import ConfigError
 __all__ = ["MAX_PAD", "HybridArguments", "as_given", "check_made_with", "own"]
 
 MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
-_TOKENS_MULTIPLE = 16  # as the peer grows
+_TOKENS_MULTIPLE = 16  # as Hybrid-EP grows
 
 
 class HybridArguments(BaseBuffer):

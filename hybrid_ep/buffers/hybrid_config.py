@@ -26,14 +26,14 @@ class BufferConfig:
 
 @dataclass
 class Configurer:
-    """Holds the buffer's configuration where the peer's callers look for it."""
+    """Holds the buffer's configuration where callers of Hybrid-EP look for it."""
 
     buffer_config: BufferConfig
 
 
 @dataclass
 class HybridEpConfigInstance:
-    """The sizes of one call, and settings of the peer's kernels that nothing here depends on.
+    """The sizes of one call, and settings of Hybrid-EP's kernels that have no effect here.
 
     Attributes:
         hidden_dim: as in `BufferConfig`.

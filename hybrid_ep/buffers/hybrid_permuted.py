@@ -1,4 +1,4 @@
-"""The calls of `HybridEPBuffer` that permute: rows lie by local expert, one copy for each expert of a token."""
+"""The calls of `HybridEPBuffer` that permute: rows are sorted by local expert, one copy for each expert of a token."""
 
 from __future__ import annotations
 

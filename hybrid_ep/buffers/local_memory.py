@@ -1,4 +1,4 @@
-"""`Buffer.get_local_buffer_tensor`: memory that DeepEP's callers take from the buffer."""
+"""`Buffer.get_local_buffer_tensor`: memory of the buffer for the caller, as DeepEP gives it."""
 
 from __future__ import annotations
 

@@ -547,7 +547,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         num_worst_tokens: int,
         event: EventOverlap,
     ) -> DispatchResult:
-        """The result in the peer's order."""
+        """The result in DeepEP's order."""
         aligned: list[int] = []
         if num_worst_tokens == 0:
             assert counts is not None

@@ -103,7 +103,7 @@ class NormalArguments(BaseBuffer):
     def _check_received(
         self, x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], handle: DispatchHandle
     ) -> None:
-        """Checks what a combine takes; skipped likewise."""
+        """Checks the arguments of a combine; skipped if arguments with the same traits have passed before."""
         num_rows, num_tokens, num_topk = handle.num_recv, handle.num_tokens, handle.num_topk
         given = "received", traits(x, topk_weights, *biases), num_rows, num_tokens, num_topk
         if given in self._passed:

@@ -1,4 +1,4 @@
-"""`Config`: tuning knobs in the shape that DeepEP's callers pass them."""
+"""`Config`: tuning parameters in the form of DeepEP."""
 
 from __future__ import annotations
 

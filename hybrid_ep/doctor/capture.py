@@ -274,7 +274,7 @@ def _facts(node: Node) -> dict[str, Any]:
 
 
 def _bonds(node: Node) -> list[str]:
-    """Network interfaces of RDMA ports that stand on others, as bonds do."""
+    """Network interfaces of RDMA ports that are built on other interfaces, such as bonds."""
     found = set()
     for path in _glob(node, "/sys/class/infiniband/*/ports/*/gid_attrs/ndevs/0"):
         _quietly(lambda path=path: found.add(node.read(path)))  # type: ignore[misc]

@@ -95,7 +95,7 @@ class Node:
 
     Args:
         sysroot: ``/`` for this node, or the folder of a recorded one.
-        kernel_log: read in place of /dev/kmsg; a file that is no longer renewed is not believed.
+        kernel_log: read in place of /dev/kmsg; a file that is not renewed is ignored.
 
     Attributes:
         listed: folders that were looked into, so that a recording can say that the rest was not there.

@@ -72,7 +72,7 @@ def catalogue() -> dict[int, dict[str, Any]]:
 def read_incidents(lines: Iterable[LogLine], overrides: Mapping[int, str]) -> list[Incident]:
     """Reads the log.
 
-    A GPU's events are forgotten when the driver says that it needs no recovery any more (Xid 154, "None"), and all
+    A GPU's events are forgotten when the driver says that it needs no further recovery (Xid 154, "None"), and all
     events when the driver is loaded again.
 
     Args:

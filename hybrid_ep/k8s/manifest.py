@@ -300,7 +300,7 @@ def _walk(node: yaml.Node, path: str, lines: dict[str, int], duplicates: list[st
 
 
 def _opened(manifest: Manifest) -> Iterator[Manifest]:
-    """The objects of a List, also of one in another; items of a ``PodList`` are Pods, though they may not say so."""
+    """The objects of a List, also of one in another; items of a ``PodList`` are Pods, even without their own `kind`."""
     items = manifest.content.get("items")
     if not manifest.kind.endswith("List") or not isinstance(items, list):
         yield manifest

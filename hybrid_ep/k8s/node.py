@@ -1,7 +1,7 @@
 """Writes the doctor's findings to the node's object: conditions, a label, events, and a taint if asked for.
 
 `kubectl describe node` then shows which check failed and its remedy, and a job can avoid such nodes by the label. A
-doctor that gives no report is a finding, too: its last report no longer holds, so the node becomes unknown.
+doctor that gives no report is a finding, too: the node becomes unknown, whatever its last report was.
 
 The node's conditions hold the last report: an event is sent when one of them changes. The counters that the doctor
 keeps between runs are an annotation of the node, so that no Pod needs a disk.

@@ -12,7 +12,7 @@ class Level(str, Enum):
     """How bad it is.
 
     ``error``: the API server refuses it, or it cannot work. ``warning``: it works on some clusters, or until something
-    goes wrong. ``hint``: it may be meant, or the answer lies in the cluster.
+    goes wrong. ``hint``: it may be intended, or only the cluster can tell.
     """
 
     ERROR = "error"

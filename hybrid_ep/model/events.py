@@ -2,7 +2,7 @@
 
 A process is a generator. It yields a number of µs to sleep, or a `Gate` to wait for: then it runs again when somebody
 opens the gate, and looks itself whether what it waits for has come. If nothing is left to happen while processes wait,
-they wait for ever: that is a deadlock, and is raised.
+they wait forever: that is a deadlock, and is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DeadlockError(Exception):
     """
 
     def __init__(self, waits: list[str]) -> None:
-        super().__init__(f"{len(waits)} processes wait for ever: {'; '.join(waits[:6])}")
+        super().__init__(f"{len(waits)} processes wait forever: {'; '.join(waits[:6])}")
         self.waits = waits
 
 

@@ -51,11 +51,11 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Stop:
-    """What no longer scales.
+    """Something that becomes worse from a number of domains on.
 
     Attributes:
-        num_domains: from which on.
-        what: happens there.
+        num_domains: the least number of domains.
+        what: becomes worse.
     """
 
     num_domains: int

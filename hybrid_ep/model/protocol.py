@@ -209,7 +209,7 @@ class Protocol:
             ``[2 × batches, D]`` the time of each call at each rank.
 
         Raises:
-            DeadlockError: ranks wait for ever.
+            DeadlockError: ranks wait forever.
             ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
         """
         calls = [_Batch(goes) for goes in batches]

@@ -32,7 +32,7 @@ class ModelReport:
         memory: bytes of the fullest rank by part.
         excesses: sizes beyond a limit.
         sweep: the same workload on 1, 2, 4, … domains.
-        stops: what no longer scales along the sweep.
+        stops: what becomes worse along the sweep.
         tails: simulated times of the ranks; empty without --simulate.
     """
 

@@ -1,4 +1,4 @@
-"""Two uses of the simulation between domains: whether ranks can wait for ever, and how long the slowest rank takes.
+"""Two uses of the simulation between domains: whether ranks can wait forever, and how long the slowest rank takes.
 
 `check_seed` runs a small grid with small rings. Delays, order of arrivals, counts, and late or slow ranks are random.
 `simulate_tail` runs the grid of a question with the engine's rings and the model's rates.
@@ -50,7 +50,7 @@ def check_seed(seed: int, faults: Faults | None = None) -> int:
     """Runs two dispatches and two combines of a small random grid; returns the number of events.
 
     Raises:
-        DeadlockError: ranks wait for ever.
+        DeadlockError: ranks wait forever.
         ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
     """
     random = np.random.default_rng(seed)

@@ -83,7 +83,7 @@ class Page:
         self._parts.append(f"<h2>{escape(heading)}</h2>" + "".join(f"<p>{_inline(text)}</p>" for text in paragraphs))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], *, num_text_columns: int = 1) -> None:
-        """A table; columns after the first `num_text_columns` hold numbers and stand at the right."""
+        """A table; columns after the first `num_text_columns` hold numbers and are aligned to the right."""
         sides = ["" if i < num_text_columns else "num" for i in range(len(columns))]
         head = "".join(f'<th class="{side}">{escape(name)}</th>' for side, name in zip(sides, columns, strict=True))
         body = ""

@@ -139,7 +139,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _place_in_rack(topology: Topology) -> str:
-    """Rack, slot and tray, where the platform names a rack and all GPUs agree; an HGX board stands in none."""
+    """Rack, slot and tray, where the platform names a rack and all GPUs agree; an HGX board is in none."""
     places = {
         f", rack {gpu.platform.chassis_serial} slot {gpu.platform.slot} compute tray {gpu.platform.tray}"
         for gpu in topology.gpus

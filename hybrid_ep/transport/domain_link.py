@@ -38,7 +38,7 @@ class Ring:
     Attributes:
         slot_bytes: of a chunk at most; a multiple of 128.
         num_slots: the most chunks in flight to a peer.
-        slots_per_credit: chunks that the receiver reads before it says so; divides `num_slots`.
+        slots_per_credit: chunks that the receiver reads before it returns a credit; divides `num_slots`.
     """
 
     slot_bytes: int

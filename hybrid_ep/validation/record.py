@@ -105,7 +105,7 @@ def _objects(output: str) -> Iterator[dict[str, Any]]:
 def _reason(document: dict[str, Any]) -> str:
     outcomes = document.get("outcomes", [])
     problems = [problem for outcome in outcomes for problem in outcome["problems"]]
-    # Rows between domains without the kernels: whoever reads their bandwidth shall know.
+    # Rows crossed between domains without the kernels; readers of their bandwidth must know.
     problems += [
         f"between domains by engine {outcome['engine']}"
         for outcome in outcomes

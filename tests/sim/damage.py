@@ -257,7 +257,7 @@ class Tally:
 
 
 def _silence_nvml(root: Path) -> str:
-    """For a node that is read by a child: another one would wait for ever."""
+    """For a node that is read by a child: another one would wait forever."""
     with (root / "hybrid_ep" / "nvml.conf").open("a") as file:
         file.write("hang 1\n")
     return "silent NVML"

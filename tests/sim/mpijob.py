@@ -6,7 +6,7 @@ Every Pod is a host of tests/sim/hosts.py, so sshd, mpirun and the ranks are rea
 operator (kubeflow.org/v2beta1, pkg/controller of kubeflow/mpi-operator) adds is added here: one key pair for the job
 under `sshAuthMountPath`, the hostfile, its environment variables, the launcher's retries, deadline and clean-up. What
 the operator does not do is not done either: a worker that never gets ready does not end a job. Where the operator would
-wait for ever, the runner gives up and says so.
+wait forever, the runner gives up and says so.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class MPIJobRun:
                 result.reason = "WorkersNotReady"
                 result.message = "\n".join(
                     f"worker {pod.name} is {pod.phase} and not ready, so there is no launcher, and on a cluster "
-                    f"the job would wait for ever; its last lines:\n{pod.last_lines()}"
+                    f"the job would wait forever; its last lines:\n{pod.last_lines()}"
                     for pod in blamed
                 )
                 return

@@ -1,4 +1,4 @@
-"""The simulation between domains: no rank waits for ever, no chunk is lost, and each mistake on purpose is noticed."""
+"""The simulation between domains: no rank waits forever, no chunk is lost, and each mistake on purpose is noticed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_clock_runs_processes_in_order_and_finds_who_waits_for_ever() -> Non
     clock.run()
     assert seen == [("early", 1.0), ("late", 1.0), ("end", 3.0)]
     clock.start(late())
-    with pytest.raises(DeadlockError, match="1 processes wait for ever: a word"):
+    with pytest.raises(DeadlockError, match="1 processes wait forever: a word"):
         clock.run()
 
 

@@ -1,6 +1,6 @@
 """GPUDirect RDMA by the verbs transport: chunks from one GPU's memory into another's, where perftest has no CUDA.
 
-A thread of the host gives the commands that kernels would give, so flags and credits lie in host memory. The chunks lie
+A thread of the host gives the commands that kernels would give, so flags and credits are in host memory. The chunks are
 in GPU memory that the NIC has registered, by dma-buf or nvidia-peermem. Host memory is never used instead: if a NIC
 takes no GPU memory, the measurement ends with the reason.
 

@@ -49,7 +49,7 @@ def _indexed(manifest: Manifest) -> Found:
 @rule("torchrun-size", Level.ERROR)
 def _torchrun_size(manifest: Manifest) -> Found:
     """Torchrun's `--nnodes` is the number of the job's Pods, and `--nproc-per-node` that of their GPUs, also where a
-    PyTorchJob or a TrainJob gives it: with more, ranks wait for ever, and with fewer, GPUs have no rank.
+    PyTorchJob or a TrainJob gives it: with more, ranks wait forever, and with fewer, GPUs have no rank.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
@@ -89,7 +89,7 @@ _SPLITS = (("tensor-parallel-size", "tp-size", "tp", "-tp"), ("pipeline-parallel
 @rule("engine-size", Level.ERROR)
 def _engine_size(manifest: Manifest) -> Found:
     """Engines (vLLM, SGLang) split a model over no more GPUs than their Pods have, in a LeaderWorkerSet those of one
-    group: with more they end, or wait for ever.
+    group: with more they end, or wait forever.
     """
     groups = list(manifest.pod_templates())
     for template in groups:
@@ -211,7 +211,7 @@ def _pod_failure_policy(manifest: Manifest) -> Found:
 
 @rule("jobset-names", Level.ERROR)
 def _jobset_names(manifest: Manifest) -> Found:
-    """Policies, dependencies and coordinator of a JobSet name its own replicatedJobs: it would wait for ever for any
+    """Policies, dependencies and coordinator of a JobSet name its own replicatedJobs: it would wait forever for any
     other. Each of these has a name of its own, and the Pods' names are labels of DNS.
     """
     if manifest.kind != "JobSet":

@@ -97,7 +97,7 @@ def _init(manifest: Manifest) -> Found:
         for path, container in containers(job.worker, init=True):
             if ".initContainers[" in path and container.get("restartPolicy") != "Always":
                 name = container.get("name")
-                yield Finding(path, f"{name!r} can leave the job waiting for ever; allowed: a step of the launcher")
+                yield Finding(path, f"{name!r} can leave the job waiting forever; allowed: a step of the launcher")
 
 
 @rule("mpijob-first-container", Level.ERROR)

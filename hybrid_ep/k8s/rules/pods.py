@@ -186,7 +186,7 @@ def _environment_twice(manifest: Manifest) -> Found:
             for i, variable in enumerate(items(container, "env")):
                 name = str(variable.get("name"))
                 if name in seen:
-                    yield Finding(f"{path}.env[{i}]", f"{name} stands in env[{seen[name]}], too; allowed: once")
+                    yield Finding(f"{path}.env[{i}]", f"{name} is also in env[{seen[name]}]; allowed: once")
                 seen[name] = i
 
 

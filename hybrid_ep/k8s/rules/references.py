@@ -236,7 +236,7 @@ def _service(build: Build) -> BuildFound:
 @build_rule("rank-readiness", Level.WARNING)
 def _rank_readiness(build: Build) -> BuildFound:
     """Ranks of torchrun with a readinessProbe can find each other before they are ready: their Service publishes
-    addresses that are not ready, and a StatefulSet starts its Pods in parallel. Otherwise they may wait for ever.
+    addresses that are not ready, and a StatefulSet starts its Pods in parallel. Otherwise they may wait forever.
     """
     services = {str(manifest.metadata.get("name")): manifest for manifest in build if manifest.kind == "Service"}
     for manifest in build:
@@ -311,7 +311,7 @@ def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, s
 @build_rule("rank-address", Level.ERROR)
 def _rank_address(build: Build) -> BuildFound:
     """An address that ranks are given (`--master-addr` and `--rdzv-endpoint` of torchrun, MASTER_ADDR) and that looks
-    like a Pod of the job is the name of one, with its domain: ranks wait for ever for a name that no Pod has.
+    like a Pod of the job is the name of one, with its domain: ranks wait forever for a name that no Pod has.
     """
     for manifest in build:
         for template in manifest.pod_templates():
