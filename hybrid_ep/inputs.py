@@ -34,7 +34,7 @@ def read_json_input(path: Path) -> Any:
 
     Raises:
         OSError: as `read_input`.
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     try:
         return json.loads(read_input(path))

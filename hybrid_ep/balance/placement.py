@@ -337,7 +337,7 @@ def _table(name: str, rows: Any, source: str) -> tuple[tuple[int, ...], ...]:
     """Returns a list of lists of integers as tuples."""
     is_table = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows)
     if not (is_table and all(type(value) is int for row in rows for value in row)):
-        raise ConfigError(f"{name} of {source} is no list of lists of integers; allowed: one list for each layer")
+        raise ConfigError(f"{name} of {source} is not a list of lists of integers; allowed: one list for each layer")
     return tuple(map(tuple, rows))
 
 

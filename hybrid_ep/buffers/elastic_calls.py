@@ -78,7 +78,7 @@ class _Absent:
         name = self._name
 
         def absent(*args: Any, **kwargs: Any) -> NoReturn:
-            raise NotImplementedError(f"{name} is not there; allowed: dispatch, combine, barrier and lb_*")
+            raise NotImplementedError(f"{name} is not supported; allowed: dispatch, combine, barrier and lb_*")
 
         return absent
 

@@ -17,23 +17,23 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
     """Returns the HTML document."""
     page = Page(
         "hybrid_ep demo",
-        "Mixture-of-experts layers send each token to a few experts that live on other ranks (*dispatch*), and bring "
-        "the experts' outputs back and sum them (*combine*). This page shows both at work on a virtual cluster: "
+        "A Mixture-of-Experts layer sends each token to a few experts on other ranks (*dispatch*), brings the experts' "
+        "outputs back and sums them (*combine*). This page shows both on a virtual cluster: "
         f"{describe_cluster(result)}.".replace("*", ""),
     )
     page.cards(_cards(result))
     page.section(
-        "Is it right?",
-        "Every rank compares its output with a dense float64 computation that dispatches nothing. The allowed error "
-        "is derived from the dtype: each place where a row is rounded to bf16 on its way may cost 2⁻⁸ of the "
-        "magnitudes that add up to a value. `of allowed` is the worst value of all, as a share of that. fp8 tokens are "
-        "held to the same bound after quantisation; the quantisation itself may move the whole output by "
+        "Correctness",
+        "Every rank compares its output with a dense float64 computation without dispatch. The bound of the error "
+        "is derived from the dtype: each rounding of a row to bf16 may cost 2⁻⁸ of the magnitudes that add up to a "
+        "value. `of allowed` is the largest error as a share of its bound. For fp8 tokens the same bound holds after "
+        "quantisation; quantisation itself may change the whole output by "
         f"{FP8_ALLOWED_RMS:.1%} (rms).",
     )
     for problem in result.problems:
         page.section("Failed", problem)
     page.table(
-        ["through", "tokens", "routing", "max error", "of allowed", "rms", "verdict"],
+        ["calls", "tokens", "routing", "max error", "of allowed", "rms", "verdict"],
         [
             [
                 row.path.title,
@@ -49,12 +49,12 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
         num_text_columns=3,
     )
     page.section(
-        "What crosses the wire",
-        "A token with several experts in one remote domain crosses the network once and is spread inside that domain; "
-        "partial sums come back the same way. The bars of hybrid_ep are bytes that were counted as they were sent, "
-        "metadata included. The other two are computed from the same routing and count bare rows: one copy for each "
-        "expert straight to its rank, and every token to every rank at the fewest crossings possible.",
-        "What is saved between domains is paid for within them, where links are several times faster.",
+        "Bytes sent",
+        "A token with several experts in one remote domain crosses the network once and is spread inside that domain. "
+        "Partial sums come back the same way. The bytes of hybrid_ep are counted as they are sent, with metadata. The "
+        "other two are computed from the same routing, for rows only: one copy for each expert straight to its rank, "
+        "and every token to every rank with as few crossings as possible.",
+        "hybrid_ep sends fewer bytes between domains and more within them, where links are several times faster.",
     )
     _add(page, pictures, "wire")
     page.table(
@@ -64,20 +64,20 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
     )
     page.section(
         "Load of the experts",
-        "The skewed routing looks like that of a trained router: the popularity of experts falls off as in Zipf's law "
-        "(exponent 0.6), and every token has its own noise on top.",
+        "The skewed routing resembles that of a trained router: the popularity of experts falls off as in Zipf's law "
+        "with exponent 0.6, and each token adds its own noise.",
     )
     _add(page, pictures, "load")
     page.section(
-        "Where the time goes",
-        "All ranks share the CPU cores of one machine, and experts compute in float64 so that every error above was "
-        "made on the wire. Read this as proportions of the demo; it says nothing about a GPU.",
+        "Time",
+        "All ranks share the CPU cores of one machine. Experts compute in float64, so that every error above comes "
+        "from sending. These times say nothing about a GPU.",
     )
     _add(page, pictures, "time")
     if result.skew:
         page.section(
             "A skewed router",
-            "All tokens lean towards one direction, so that some experts are chosen by most of them. The placement was "
+            "All tokens share a direction, so that most of them choose the same experts. The placement was "
             "made from the loads of this batch. Online, each rank has two spare slots, and replicas are planned "
             "from the counts of this batch before it is sent. The ranks are one domain here.",
         )

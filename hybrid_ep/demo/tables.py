@@ -49,9 +49,9 @@ def describe_cluster(result: DemoResult) -> str:
 
 def _skew(result: DemoResult) -> Table:
     table = _table(
-        "A skewed router  copies that ranks compute, all ranks in one domain",
-        "fullest: copies of the fullest rank over the mean · experts: CPU time of the slowest rank · rms: of the whole "
-        f"output against float64 (allowed: {ALLOWED_RMS:.1%})",
+        "How does balance help?  copies that ranks compute under a skewed router, all ranks in one domain",
+        "fullest: copies of the most loaded rank over the mean · experts: CPU time of the slowest rank · rms: error of "
+        f"the whole output against float64 (allowed: {ALLOWED_RMS:.1%})",
     )
     table.add_column("balance", overflow="fold")
     for name in ("most copies", "fewest", "fullest", "experts", "rms"):
@@ -73,11 +73,11 @@ def _table(title: str, caption: str) -> Table:
 
 def _checks(result: DemoResult) -> Table:
     table = _table(
-        "Is it right?  every rank's output against a dense float64 reference",
-        "max error: largest difference of any value · of allowed: the worst value, as a share of what rounding to bf16 "
-        f"on the way may cost it · rms: of the whole output (allowed for fp8: {FP8_ALLOWED_RMS:.1%})",
+        "Are the results right?  output of every rank against a dense float64 reference",
+        "max error: largest difference of a value · of allowed: largest difference as a share of its bound, which "
+        f"follows from rounding to bf16 · rms: error of the whole output (allowed for fp8: {FP8_ALLOWED_RMS:.1%})",
     )
-    for name in ("through", "tokens", "routing"):
+    for name in ("calls", "tokens", "routing"):
         table.add_column(name, overflow="fold")
     for name in ("max error", "of allowed", "rms"):
         table.add_column(name, justify="right", overflow="fold")
@@ -94,9 +94,9 @@ def _mark(row: PathResult) -> Text:
 
 def _wire(result: DemoResult) -> Table:
     table = _table(
-        "What crosses the wire?  bytes of all ranks together",
-        "hybrid_ep is measured with all metadata, the other ways count bare rows · all-to-all: a copy of a token for "
-        "each of its experts · all-gather: every token to every rank, once to each domain",
+        "How many bytes are sent?  all ranks together",
+        "hybrid_ep: counted as sent, with metadata · the others: computed, rows only · all-to-all: a copy of a token "
+        "for each of its experts · all-gather: every token once to each domain, then to every rank",
     )
     for name in ("", "domains"):
         table.add_column(name, overflow="fold")
@@ -119,10 +119,10 @@ def _wire(result: DemoResult) -> Table:
 
 def _times(result: DemoResult) -> Table:
     table = _table(
-        f"Where does the time go?  median of {result.settings.num_ranks} processes that share this machine's cores",
-        "skewed routing · experts compute in float64 · proportions of the demo, nothing to do with a GPU",
+        f"How long does it take?  median of {result.settings.num_ranks} processes that share this machine's cores",
+        "skewed routing · experts compute in float64 · these times say nothing about a GPU",
     )
-    for name in ("through", "tokens"):
+    for name in ("calls", "tokens"):
         table.add_column(name, overflow="fold")
     phases = ("dispatch", "experts", "combine")
     for name in phases:

@@ -241,7 +241,7 @@ def _load(path: Path) -> Report:
     try:
         return Report.from_json(read_json_input(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no report of `hybrid-ep doctor --json`: {error!r}") from error
+        raise ConfigError(f"{path} is not a report of `hybrid-ep doctor --json`: {error!r}") from error
 
 
 def _show(

@@ -192,7 +192,7 @@ class Report:
         """Reads what `to_json` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no report of this version.
+            KeyError, TypeError, ValueError: it is not a report of this version.
         """
         fields = {name: tree[name] for name in cls.__dataclass_fields__}
         fields["results"] = tuple(

@@ -137,7 +137,7 @@ def recover(
     require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(_KINDS))
     group, rank = buffer.group, buffer.rank
     if group is None or buffer.group_size == 1:
-        raise ConfigError("the ranks of the buffer are 1; allowed: ≥ 2, so that one can be left")
+        raise ConfigError("the buffer has 1 rank; allowed: ≥ 2, so that one may be lost")
     require(isinstance(placement, ExpertPlacement), "placement", type(placement).__name__, "an ExpertPlacement")
     found, wanted = placement.num_ranks, buffer.group_size
     require(found == wanted, "ranks of placement", found, f"{wanted}, as of the buffer")

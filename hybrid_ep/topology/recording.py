@@ -146,7 +146,7 @@ def read_facts(root: Path) -> dict[str, Any]:
         bare tree.
 
     Raises:
-        ConfigError: the file is there and is no JSON object.
+        ConfigError: the file is there and is not JSON object.
     """
     try:
         facts = json.loads((root / "hybrid_ep" / "facts.json").read_text())

@@ -200,7 +200,7 @@ def _load(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 def _legible(tree: Any) -> Any:
@@ -213,7 +213,7 @@ def _legible(tree: Any) -> Any:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number that JSON knows")
+    raise ValueError(f"{constant} is not a number in JSON")
 
 
 def _validate(tree: Any, kind: str, path: Path) -> None:

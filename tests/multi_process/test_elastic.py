@@ -350,7 +350,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 def _refuse() -> None:
-    with pytest.raises(ConfigError, match="ranks of the buffer are 1; allowed: ≥ 2"):
+    with pytest.raises(ConfigError, match="the buffer has 1 rank; allowed: ≥ 2"):
         recover(Buffer(dist.new_group([dist.get_rank()], use_local_synchronization=True)), PLACEMENT)
     buffer = Buffer()
     with pytest.raises(ConfigError, match="placement is NoneType; allowed: an ExpertPlacement"):

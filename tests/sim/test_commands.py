@@ -335,4 +335,4 @@ def test_compare(stub: Path, node: Path, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{}")
     done = _hybrid_ep(stub, node, "doctor", "compare", str(files[0]), str(tmp_path / "c.json"))
     assert done.returncode == 2
-    assert "is no report of" in done.stderr
+    assert "is not a report of" in done.stderr

@@ -127,7 +127,7 @@ def test_a_file_gives_the_same_placement(tmp_path: Path) -> None:
         ({"num_ranks": 7}, "num_ranks is 7"),
         ({"num_ranks": "8"}, "num_ranks is '8'"),
         ({"experts": [[0, 1], [0]]}, "slots of a layer is 2"),
-        ({"experts": 5}, "experts of .* is no list of lists"),
+        ({"experts": 5}, "experts of .* is not a list of lists"),
         ({"experts": []}, "layers of experts is 0"),
         ({"version": -1}, "version is -1"),
     ],

@@ -134,9 +134,9 @@ def test_unreachable_host_failed_with_its_reason(results: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "seen"),
     [
-        ("{", "nodes/b.json is no JSON"),
-        ("[" * 100_000, "nodes/b.json is no JSON"),
-        ('{"duration_s": NaN}', "nodes/b.json is no JSON: NaN is no number"),
+        ("{", "nodes/b.json is not JSON"),
+        ("[" * 100_000, "nodes/b.json is not JSON"),
+        ('{"duration_s": NaN}', "nodes/b.json is not JSON: NaN is not a number"),
         ("[]", "nodes/b.json: the document: [] is not of type 'object'"),
         ('{"unreachable": 7}', "nodes/b.json: unreachable: 7 is not of type 'string'"),
         ('{"results": []}', "nodes/b.json: the document: "),

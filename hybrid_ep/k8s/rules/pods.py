@@ -83,7 +83,7 @@ def _annotation_json(manifest: Manifest) -> Found:
                 try:
                     listed = json.loads(value)
                 except ValueError as error:
-                    yield Finding(path, f"is no JSON: {error}; allowed: a list of networks as JSON")
+                    yield Finding(path, f"is not JSON: {error}; allowed: a list of networks as JSON")
                     continue
                 if not isinstance(listed, list):
                     yield Finding(path, "is a single network; allowed: a list of networks, also of one, as JSON")
