@@ -94,11 +94,11 @@ without a driver. So a node can be recorded once and held to another profile, or
 ## Active checks
 
 `hybrid-ep doctor --active` loads the GPUs and measures them, after the other checks. Run it on idle nodes. It takes
-minutes; `--burn-seconds` sets the burn alone.
+minutes; `--burn-seconds` sets the time of the burn.
 
 - A bandwidth is compared with the profile (`active.*`). Without a figure there, it is compared with the median of the
-  run. So one slow GPU or link shows either way.
-- The burn compares the bits of every result. Other bits are silent data corruption.
+  run. So one slow GPU or link is found in both cases.
+- The burn compares the bits of every result. A difference is silent data corruption.
 - perftest measures GPUDirect RDMA with GPU memory. Where perftest is missing or has no CUDA, the transport `verbs` of
   this package does. The NIC registers GPU memory by dma-buf or nvidia-peermem, and the bytes that arrived are
   compared. If no GPU memory can be registered, the check is `unknown` and says why. Host memory is never measured in
@@ -109,8 +109,8 @@ minutes; `--burn-seconds` sets the burn alone.
 ## Clocks of several nodes
 
 `hybrid-ep doctor --asked-at "$(date +%s.%N)" --json` passes the caller's clock. The collector adds `received_s` to the
-report's `facts`. The two times enclose the node's clock, so `compare.clock` judges a measured offset. Without them it
-judges the bounds that each node gives of its own clock.
+report's `facts`. The node's time lies between the two, so `compare.clock` judges a measured offset. Without them it
+judges the error bounds that each node reports of its own clock.
 
 ## What the doctor does not do
 
@@ -132,8 +132,8 @@ Each check has what passes, what to do if it fails, and where its facts are read
 imported, else through the package's module `_verbs`. Without both, two facts are unknown: the active MTU of InfiniBand
 ports, and the NICs' dma-buf support. `hybrid-ep topology --json` says which reader answered.
 
-**Xids** are judged by NVIDIA's catalogue, `hybrid_ep/doctor/xids.yaml`. An event no longer counts after the driver
-reports that no recovery is needed (Xid 154, "None"), or after the driver is loaded again. NVLink 5's Xids 144 to 150
+**Xids** are judged by NVIDIA's catalogue, `hybrid_ep/doctor/xids.yaml`. An event counts until the driver reports
+that no recovery is needed (Xid 154, "None"), or until the driver is loaded again. NVLink 5's Xids 144 to 150
 count if their message says Fatal.
 
 **Error counters** (`gpu.errors`, `nvlink.errors`, `nic.errors`, `host.aer`) are read twice, a second apart. The profile
@@ -142,7 +142,7 @@ names the counters that may rise:
 | key | for | limit |
 |---|---|---|
 | `error_rise_per_s` | counters that rise on sound links | a second |
-| `error_rise_per_h` | events that happen now and then | an hour; within less than an hour, as many as in one |
+| `error_rise_per_h` | rare events | an hour; in a shorter time, as many as in one hour |
 
 A counter that the profile does not name must not rise at all. With `--state` the same limits hold for the rise since
 the last run.
@@ -157,8 +157,8 @@ _PROFILES = """# The doctor's profiles
 
 <!-- Written by `python -m hybrid_ep.doctor.document profiles`; a test compares. Change the profiles, not this page. -->
 
-A profile says what is expected of a platform. The model of most GPUs proposes one, `--profile` chooses another, and the
-report names it.
+A profile says what is expected of a platform. The doctor proposes one by the model of the GPUs, `--profile` chooses
+another, and the report names it.
 
 - A board of another model than the profile's is a fault (`gpu.model`).
 - GPUs that fit no other profile are judged by `gpu-server`: what any GPU must do. So are GPUs on PCI that NVML does not
