@@ -51,7 +51,7 @@ def _load(outcomes: list[Outcome]) -> Picture:
         most = max(range(len(shares)), key=shares.__getitem__)
         axis.bar(range(len(shares)), shares, 0.82, color=[VERMILION if r == most else BLUE for r in range(len(shares))])
         axis.axhline(1, color=GREY, linewidth=1.5, linestyle="--")
-        axis.set_title(f"{item.policy}: the fullest rank has {shares[most]:.2f} × the mean")
+        axis.set_title(f"{item.policy}: the most loaded rank has {shares[most]:.2f} × the mean")
         axis.set_ylabel("× mean")
     axes[-1, 0].set_xlabel("rank")
     return Picture("load", to_png(figure), "Load of each rank over the mean, under each policy")

@@ -4,9 +4,9 @@ The placement changes step by step. Each step is the one with the largest gain f
 There are two kinds of steps:
 
     replace   a slot whose expert has other replicas takes another expert     1 load
-    swap      a slot of the fullest rank and one of another rank are exchanged   2 loads
+    swap      the most loaded rank and another exchange a slot each           2 loads
 
-A step is taken if the fullest rank gets a smaller load, or if it gets the same and the loads of the other ranks come
+A step is taken if the largest load of a rank becomes smaller, or if it stays and the loads of the other ranks come
 closer together.
 """
 
@@ -24,7 +24,7 @@ from hybrid_ep.core.checks import require, require_instance, require_int
 
 __all__ = ["NextPlacement", "next_placement"]
 
-_SPREAD_WEIGHT = 1e-3  # what the spread of the other ranks counts beside the fullest
+_SPREAD_WEIGHT = 1e-3  # what the spread of the other ranks counts beside the largest load
 _LEAST_GAIN = 1e-6  # of the mean load
 
 
@@ -113,8 +113,9 @@ class _Layer:
         return bad
 
     def _best_replace(self, count: Floats, load: Floats, fullest: int, now: float) -> _Step | None:
-        """The best replacement of a replica whose expert has others: on the fullest rank by a replica of any expert, on
-        another rank by one of an expert of the fullest rank.
+        """The best replacement of a replica whose expert has others.
+
+        On the most loaded rank any expert may replace it, on another rank an expert of the most loaded rank.
         """
         rank, slot = np.nonzero(count[self.slots] > 1)
         wanted = np.unique(self.slots[fullest])

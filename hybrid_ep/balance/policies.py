@@ -19,7 +19,7 @@ from hybrid_ep.core.checks import require, require_int
 
 __all__ = ["COLUMNS", "Outcome", "Question", "judge_policies", "table_rows"]
 
-COLUMNS = ("policy", "balancedness, mean", "worst layer", "fullest rank / mean, worst", "moves of a layer and window")
+COLUMNS = ("policy", "balancedness, mean", "worst layer", "largest load / mean, worst", "moves of a layer and window")
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _global(loads: Floats, num_replicas: int, num_gpus: int) -> Ints:
 
 
 def _global_with(divisor: float, loads: Floats, num_replicas: int, num_gpus: int) -> tuple[Ints, Floats]:
-    """A placement, and the load of the fullest GPU of each row."""
+    """A placement, and the load of the most loaded GPU of each row."""
     phy2log, per_replica = _replicate(loads, num_replicas, divisor)
     members = _refine(per_replica, _pack(per_replica, num_gpus)).reshape(len(loads), num_replicas)
     load = np.take_along_axis(per_replica, members, 1).reshape(len(loads), num_gpus, -1).sum(2)

@@ -84,7 +84,7 @@ class _Layer(MoELayer):
         else:
             loads = counts.sum(0).view(num_ranks, -1).sum(1)
         most = int(loads.max())
-        self.fullest = most * num_ranks / max(1, int(loads.sum()))  # copies of the fullest rank over the mean
+        self.fullest = most * num_ranks / max(1, int(loads.sum()))  # copies of the most loaded rank over the mean
         super().__init__(
             buffer,
             hidden=workload.hidden,

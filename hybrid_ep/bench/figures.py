@@ -74,10 +74,10 @@ def draw(report: BenchReport) -> Picture:
 
 
 def _draw_balance(report: BenchReport) -> Picture:
-    """Over the skew of the router, or its routing: the time of the layer, and how full the fullest rank is."""
+    """Over the skew of the router, or its routing: the time of the layer, and how full the most loaded rank is."""
     panels: tuple[tuple[str, Callable[[Outcome], float]], ...] = (
         ("time of the layer, ms", lambda outcome: _operation(outcome, "layer").median_us / 1e3),
-        ("copies of the fullest rank over the mean", lambda outcome: outcome.fullest or 0.0),
+        ("copies of the most loaded rank over the mean", lambda outcome: outcome.fullest or 0.0),
     )
     with theme():
         figure, axes = new_figure(1, 2, size=(12, 5.6), title=_title(report, report.results), grid="y")
@@ -98,7 +98,7 @@ def _draw_balance(report: BenchReport) -> Picture:
                 _set_scale(axis, "skew of the router", logarithmic=False)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.5)
         png = to_png(figure)
-    return Picture("balance", png, "Time of a layer and its fullest rank over the skew of the router")
+    return Picture("balance", png, "Time of a layer and its most loaded rank over the skew of the router")
 
 
 def _shown(result: BenchResult) -> list[Outcome]:

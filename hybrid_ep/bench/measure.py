@@ -29,7 +29,7 @@ class RankMeasurement:
         problems: what is wrong, in words; then nothing was timed.
         times: operation → time of each run.
         rows: call → rows that cross to this rank.
-        fullest: in mode ``balance``, copies of the fullest rank over the mean.
+        fullest: in mode ``balance``, copies of the most loaded rank over the mean.
         num_ranks_per_domain: where rows cross between domains and are counted; None elsewhere.
     """
 

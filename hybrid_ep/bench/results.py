@@ -77,7 +77,7 @@ class Outcome:
         engine: what moved its tokens.
         problems: what is wrong, in words; then `operations` is empty.
         operations: what was timed.
-        fullest: in mode ``balance``, copies of the fullest rank over the mean.
+        fullest: in mode ``balance``, copies of the most loaded rank over the mean.
         num_ranks_per_domain: of the domains that `Operation.fabric_gbps` is between; None without it.
     """
 

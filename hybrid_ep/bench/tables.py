@@ -129,10 +129,10 @@ def _notes(report: BenchReport) -> list[str]:
 
 
 def _fullest(report: BenchReport) -> list[str]:
-    """In mode balance, how full the fullest rank is."""
+    """In mode balance, the load of the most loaded rank."""
     return [
-        f"{', '.join((*_labels(report, i), outcome.candidate.title))}: the fullest rank has {outcome.fullest:.2f} × "
-        "the mean copies."
+        f"{', '.join((*_labels(report, i), outcome.candidate.title))}: the most loaded rank has "
+        f"{outcome.fullest:.2f} × the mean copies."
         for i, result in enumerate(report.results)
         for outcome in result.outcomes
         if outcome.fullest is not None

@@ -48,7 +48,7 @@ class SkewResult:
 
     @property
     def fullest(self) -> float:
-        """Copies of the fullest rank over the mean."""
+        """Copies of the most loaded rank over the mean."""
         return max(self.copies) * len(self.copies) / sum(self.copies)
 
     @property

@@ -133,7 +133,7 @@ def find_stops(points: list[SweepPoint]) -> list[Stop]:
             if slowest == "messages":
                 note("messages", n, f"the proxy's thread cannot post {prediction.traffic.messages} chunks in time")
             if slowest == "credits":
-                note("credits", n, "a ring holds less than a round trip of chunk and credit to the fullest peer")
+                note("credits", n, "a ring holds less than a round trip of chunk and credit to the most loaded peer")
         if dispatch.traffic.to_peer < record.per_chunk * record.num_bytes and not dispatch.serial:
             note("chunks", n, f"a peer gets less than a chunk of {record.per_chunk} records: more messages a byte")
         share = dispatch.fixed.get("domains agree", 0.0) / dispatch.total_us

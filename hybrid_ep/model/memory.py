@@ -12,7 +12,7 @@ __all__ = ["memory_of"]
 
 
 def memory_of(question: Question, rows: Rows) -> dict[str, int]:
-    """Returns bytes of the fullest rank by part.
+    """Returns bytes of the most loaded rank by part.
 
     Args:
         question: the grid and the workload.

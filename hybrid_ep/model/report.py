@@ -29,7 +29,7 @@ class ModelReport:
         question: what was asked.
         remote_domains: other domains that a token goes to, mean over the ranks.
         predictions: of dispatch and combine.
-        memory: bytes of the fullest rank by part.
+        memory: bytes of the most loaded rank by part.
         excesses: sizes beyond a limit.
         sweep: the same workload on 1, 2, 4, … domains.
         stops: what becomes worse along the sweep.
@@ -171,7 +171,7 @@ def _times(report: ModelReport) -> Table:
 
 
 def _traffic(report: ModelReport) -> Table:
-    table = Table("bytes of a rank: mean, fullest")
+    table = Table("bytes of a rank: mean, most loaded")
     for prediction in report.predictions:
         table.add_column(prediction.call, justify="right")
     traffics = [prediction.traffic for prediction in report.predictions]
@@ -190,7 +190,7 @@ def _traffic(report: ModelReport) -> Table:
 
 
 def _memory(report: ModelReport) -> Table:
-    table = Table("memory of the fullest rank")
+    table = Table("memory of the most loaded rank")
     table.add_column("bytes", justify="right")
     for name, num_bytes in report.memory.items():
         table.add_row(name, format_bytes(num_bytes))

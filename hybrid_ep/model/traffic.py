@@ -82,7 +82,7 @@ class Rows:
 
 
 class Hop(NamedTuple):
-    """Bytes of one hop in one direction: at the mean rank, and at the fullest."""
+    """Bytes of one hop in one direction: at the mean rank, and at the most loaded."""
 
     mean: float
     most: float
@@ -101,17 +101,17 @@ class CallTraffic:
 
     Attributes:
         hops: bytes by name of `HOPS`.
-        own: bytes that the fullest rank writes for itself.
-        pushed: bytes of rows that SMs push for tokens of this domain, at the fullest rank.
-        forwarded: bytes of rows that SMs forward from records, or sum for their sources, at the fullest rank.
+        own: bytes that the most loaded rank writes for itself.
+        pushed: bytes of rows that SMs push for tokens of this domain, at the most loaded rank.
+        forwarded: bytes of rows that SMs forward from records, or sum for their sources, at the most loaded rank.
         record: of the link; None in one domain.
         chunks: to the peer that gets most, without those of control.
-        messages: chunks that the fullest rank sends, those of control included.
+        messages: chunks that the most loaded rank sends, those of control included.
         credits: that it returns.
         control_bytes: that a rank sends over the network, beside records.
         in_flight: bytes to one peer that need no further credit.
         to_peer: bytes of records to the peer that gets most.
-        copied: bytes that low-latency and permuted calls write or sum in local memory, at the fullest rank.
+        copied: bytes that low-latency and permuted calls write or sum in local memory, at the most loaded rank.
     """
 
     hops: dict[str, Hop]

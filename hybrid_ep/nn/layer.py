@@ -52,7 +52,7 @@ class MoELayer(nn.Module):
             ``mesh["ep"]`` of a larger mesh where `fully_shard` shards the experts over another dimension of it.
         num_rows: > 0: at most so many copies of tokens arrive at a rank, one for each of a token's experts there. No
             shape depends on the routing then, as `torch.compile(fullgraph=True)` needs, and on the cuda engine the
-            forward pass never waits for the GPU. With S tokens on the fullest rank, S × K × (1 + ε) is enough for
+            forward pass never waits for the GPU. With S tokens on the most loaded rank, S × K × (1 + ε) is enough for
             ``"online"`` in one domain with as many spare slots as experts; S × K × ranks always is.
 
     Attributes:

@@ -58,14 +58,14 @@ def test_balance_is_right_and_timed(tmp_path: Path) -> None:
     assert none > 1.3
     assert placement < none
     assert online == 1.0 < nearly < 1.07
-    assert "skew 10, online: the fullest rank has 1.00 × the mean copies" in (tmp_path / "result.md").read_text()
+    assert "skew 10, online: the most loaded rank has 1.00 × the mean copies" in (tmp_path / "result.md").read_text()
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     hot = ["--mode", "balance", "--ranks", "4", "--routing", "hot", "--topk", "1", "--warmups", "0"]
     result = CliRunner().invoke(main, ["bench", *TINY, *hot, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "result.md").read_text()
-    assert "hot, none: the fullest rank has" in text
-    assert "uniform, online: the fullest rank has 1.0" in text
+    assert "hot, none: the most loaded rank has" in text
+    assert "uniform, online: the most loaded rank has 1.0" in text
     refused = CliRunner().invoke(main, ["bench", *TINY, "--mode", "balance", "--skew", "-1"])
     assert "skew is '-1'; allowed: integers ≥ 0, separated by commas" in refused.output
 
