@@ -57,7 +57,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
     stream order. So the current stream may overwrite them after the call, or after its event with `async_finish`.
     Calls with a hook say otherwise.
 
-    On the cuda engine results lie in memory of the buffer. If another stream uses a result, keep the result until that
+    On the cuda engine results are in memory of the buffer. If another stream uses a result, keep the result until that
     use has ended: `Tensor.record_stream` has no effect on it.
 
     Args:

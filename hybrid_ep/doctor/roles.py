@@ -47,7 +47,7 @@ class Roles:
 
 
 def wanted_nics(node: Node, profile: Profile) -> int | None:
-    """How many NICs the profile counts; a container that was given some of the GPUs is held to their share."""
+    """How many NICs the profile counts; for a container with some of the GPUs, their share."""
     want: int | None = profile["nic.count"]
     if want and sees_few(node, profile):
         return -(-want * len(node.topology.gpus) // int(profile["gpu.count"]))

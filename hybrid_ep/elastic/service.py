@@ -1,7 +1,7 @@
 """`recover` and `join`: a new group, buffer and placement over those who are there.
 
 Each step ends with a rendezvous in the store, under a generation number. A rendezvous has one outcome, which all ranks
-read. So ranks never go on in two groups, and nothing is asked of a lost rank.
+read. So ranks never go on in two groups, and no answer of a lost rank is needed.
 
     survivors ─ rendezvous ─► who is left ─┬─► group and buffer ─ rendezvous ─► load experts ─ rendezvous ─► go on
     newcomers ─ wait ─► are let in ────────┘     ▲                    │

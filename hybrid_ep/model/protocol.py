@@ -110,7 +110,7 @@ class _Stream:
     """From one peer to another. Chunks are numbered without end."""
 
     credits: list[int]  # laps that the sender knows to be read, by group
-    flags: list[int]  # number + 1 of the chunk that stands in each slot
+    flags: list[int]  # number + 1 of the chunk in each slot
     unread: list[bool]
     slots_read: list[int]
     rows_read: list[int]
@@ -277,7 +277,7 @@ class Protocol:
         while stream.flags[slot] != number + 1:
             if stream.flags[slot] > number + 1:
                 raise ProtocolError(
-                    f"rank {b} waits for chunk {number} from {a}, and {stream.flags[slot] - 1} stands there"
+                    f"rank {b} waits for chunk {number} from {a}, and chunk {stream.flags[slot] - 1} is there"
                 )
             yield stream.flag_gates[slot]
 

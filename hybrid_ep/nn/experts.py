@@ -127,7 +127,7 @@ class Experts(nn.Module):
             tokens: received; experts are the slots of this rank. Of `GroupedTokens`, no shape
                 depends on a value; in bf16, two grouped matrix products compute all.
             up: ``[slots, ffn_hidden, H]``; None = of this rank's experts.
-            down: ``[slots, H, ffn_hidden]``; likewise.
+            down: ``[slots, H, ffn_hidden]``; None as for `up`.
 
         Returns:
             ``[N, H]`` (``[P, H]``), of the dtype of the rows. Of `GroupedTokens`, rows after the last are 0, or

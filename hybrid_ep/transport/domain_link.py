@@ -266,7 +266,7 @@ def connect_link(
 def _nvshmem_proxy(
     native: Any, layout: Any, store: Store, prefix: str, grid: RankGrid, device: torch.device, timeout_s: float
 ) -> tuple[Proxy, nvshmem.Window, Any]:
-    """Returns the proxy, which has nothing to carry, the window that its rings lie in, and the kernels.
+    """Returns the proxy, which has nothing to carry, the window that holds its rings, and the kernels.
 
     Where every peer's window is mapped, the kernels of `_cuda` write them, as with loopback: None.
     """
@@ -296,7 +296,7 @@ def _make_proxy(
     map_symmetric: Callable[[int], Sequence[int]] | None,
     faults: Faults | None,
 ) -> tuple[Proxy, Any]:
-    """Returns the proxy, and the tensor that its rings lie in."""
+    """Returns the proxy, and the tensor that holds its rings."""
     on_gpu = device.type == "cuda"
     topology = probe()
     gpu_idx = gpu_idx_of(topology, device)

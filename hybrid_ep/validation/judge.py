@@ -213,7 +213,7 @@ def _unjudged(job: JobFile) -> tuple[JudgedMetric, ...]:
 def _judge_metric(job: JobFile, metric: Metric, profiles: list[Profile]) -> JudgedMetric:
     """The metric beside the lowest floor; a figure in another unit gives a source without a floor.
 
-    One NIC of several is held to the figure of the slowest, unless it has one of its own.
+    One NIC of several is compared with the figure of the slowest, unless it has one of its own.
     """
     floors: list[tuple[float, str]] = []
     whole_name = metric.name.rpartition(" ")[0]

@@ -1,7 +1,7 @@
 """Pairs of hosts in rounds: a round-robin tournament by the circle method.
 
-Hosts stand on a circle of n − 1 places, the last one in its middle. In round r the middle meets the host at place r,
-and the places r + d and r − d meet each other. Turning by one place each round lets every pair meet exactly once:
+Hosts are placed on a circle of n − 1 places, the last one in the middle. In round r the middle meets the host at place
+r, and the places r + d and r − d meet each other. Turning by one place each round lets every pair meet exactly once:
 
     round 0 of a…f        e   b                 a meets f, b meets e, c meets d
                         a   f                   next round: b meets f, c meets a, d meets e

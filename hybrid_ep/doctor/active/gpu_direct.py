@@ -34,7 +34,7 @@ class Written:
 
     Attributes:
         gbytes_per_s: 10⁹ bytes per second; of both directions together where both ends write.
-        num_wrong: chunks that lie at the receiver otherwise than they were sent.
+        num_wrong: chunks whose content at the receiver differs from what was sent.
         by: what measured.
     """
 

@@ -78,7 +78,7 @@ def _fabric_settings(build: Build) -> BuildFound:
 def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterator[tuple[str, _Setting]]:
     """What the ranks of a template find in their environment, as far as the build says it; the last one holds."""
     owner = template
-    if manifest.kind == "MPIJob":  # workers get what the launcher's mpirun hands on
+    if manifest.kind == "MPIJob":  # workers get what the launcher's mpirun passes on
         roles = {each.role: each for each in manifest.pod_templates()}
         if template.role != "Worker" or "Launcher" not in roles:
             return
@@ -149,7 +149,7 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
     named = {name: found for name, each in settings.items() if (found := _named(name, each.value))}
     of_nccl = named.get("NCCL_IB_HCA", [])
     num_gpus = sum(amount(number) for _, each in containers(template) for number in gpus(template, each).values())
-    # One NIC is what a plugin for shared NICs hands out.
+    # One NIC is what a plugin for shared NICs gives.
     num_nics = max((amount(number) for number in nics(template).values() if amount(number) > 1), default=0)
     for name, found in named.items():
         if strange := [nic for nic in found if of_nccl and nic not in of_nccl]:

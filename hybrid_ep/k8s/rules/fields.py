@@ -264,7 +264,7 @@ def _dns_policy(manifest: Manifest) -> Found:
 
 @rule("pod-annotation", Level.WARNING)
 def _pod_annotation(manifest: Manifest) -> Found:
-    """Networks and Kueue's topology stand in the annotations of the Pod template, and Kueue's queue is a label of the
+    """Networks and Kueue's topology are in the annotations of the Pod template, and Kueue's queue is a label of the
     workload: elsewhere they have no effect. Of Kueue's topologies a Pod asks for one.
     """
     for template in manifest.pod_templates():

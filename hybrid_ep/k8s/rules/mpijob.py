@@ -48,7 +48,7 @@ class _Job(NamedTuple):
 
     @property
     def is_open_mpi(self) -> bool:
-        """Otherwise mpirun is that of Intel MPI or MPICH, which reads the operator's variables and hands on its own."""
+        """Otherwise mpirun is of Intel MPI or MPICH, which reads the operator's variables and passes on its own."""
         return bool(self.spec.get("mpiImplementation", "OpenMPI") == "OpenMPI")
 
 
@@ -126,8 +126,8 @@ def _hostfile(manifest: Manifest) -> Found:
 
 @rule("mpijob-environment", Level.WARNING)
 def _environment(manifest: Manifest) -> Found:
-    """Every variable of the launcher is mpirun's own, is handed on with `-x NAME`, or is used by its command. Workers
-    set none. Ranks are started through sshd, which inherits nothing. Intel MPI and MPICH hand on all of the launcher's.
+    """Every variable of the launcher is mpirun's own, is passed on with `-x NAME`, or is used by its command. Workers
+    set none. Ranks are started through sshd, which inherits nothing. Intel MPI and MPICH pass on all of the launcher's.
     """
     if job := _Job.of(manifest):
         path, container = main(job.launcher)
@@ -281,7 +281,7 @@ def _slots(manifest: Manifest) -> Found:
 @rule("mpijob-ranks", Level.ERROR)
 def _ranks(manifest: Manifest) -> Found:
     """Open MPI's mpirun gets no more ranks than the workers have slots, in all and on each: it refuses more, unless it
-    is told to oversubscribe.
+    is set to oversubscribe.
     """
     job = _Job.of(manifest)
     if not job or not job.is_open_mpi:
@@ -303,7 +303,7 @@ def _ranks(manifest: Manifest) -> Found:
 
 @rule("mpirun-options", Level.ERROR)
 def _mpirun_options(manifest: Manifest) -> Found:
-    """Each option of Open MPI's mpirun and each value is a word of its own, and `-x` hands on one variable: mpirun
+    """Each option of Open MPI's mpirun and each value is a word of its own, and `-x` passes on one variable: mpirun
     refuses others, or takes them for its program.
     """
     job = _Job.of(manifest)

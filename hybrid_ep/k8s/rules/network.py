@@ -72,7 +72,7 @@ def _rdma_files(manifest: Manifest) -> Found:
 @rule("nic-count", Level.WARNING)
 def _nic_count(manifest: Manifest) -> Found:
     """A Pod's NICs are as many as its GPUs or a multiple or fraction of them, and each has a network. A single one is
-    what a plugin for shared NICs hands out.
+    what a plugin for shared NICs gives.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
