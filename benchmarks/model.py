@@ -63,6 +63,34 @@ PUBLISHED = (
 )
 
 
+class Paced(NamedTuple):
+    """Calls over loopback with the rate of a NIC, on four H100: docs/measured/h100.md has commit and date.
+
+    Attributes:
+        num_domains: D.
+        size: ranks of a domain.
+        gbytes_per_s: of each rank's link, HYBRID_EP_LOOPBACK_RATE.
+        dispatch_us, cached_us, combine_us: medians of whole calls.
+    """
+
+    num_domains: int
+    size: int
+    gbytes_per_s: float
+    dispatch_us: float
+    cached_us: float
+    combine_us: float
+
+
+PACED = (
+    Paced(2, 1, 25, 2480, 2451, 2404),
+    Paced(2, 1, 50, 1300, 1268, 1234),
+    Paced(4, 1, 50, 3348, 3318, 3260),
+    Paced(2, 2, 50, 1312, 1281, 1382),
+    Paced(2, 2, 100, 745, 724, 1377),
+)
+TIMER_US = 5.4  # in each of these figures
+
+
 def question(num_domains: int, size: int, num_tokens: int, *, mode: str = "normal", dtype: str = "bf16") -> Question:
     num_experts = -(-256 // (num_domains * size)) * num_domains * size
     return Question(Workload(num_tokens, 7168, 8, num_experts, dtype), num_domains, size, mode)
@@ -103,6 +131,24 @@ def print_measured(found: list[Comparison]) -> None:
             click.echo(
                 f"| {one.num_ranks} | {one.mode} {one.operation}, {one.dtype} | {one.num_tokens} | "
                 f"{one.measured_us:.1f} | {one.model_us:.1f} | {100 * one.error:+.0f} % |"
+            )
+
+
+def print_paced() -> None:
+    """A flag is stored by the kernel itself: no proxy, and the latency of NVLink."""
+    click.echo("\n| domains × ranks | GB/s | call | measured, µs | model, µs | error |\n|---|---|---|---|---|---|")
+    for run in PACED:
+        asked = question(run.num_domains, run.size, 4096)
+        link = {"nic_gbits": 8 * run.gbytes_per_s, "nic_efficiency": 1.0, "nic_latency_us": 1.0, "proxy_us": 0.1}
+        asked = replace(asked, machine=replace(asked.machine, **link))
+        dispatch, combine = predict(asked)
+        cached = predict(replace(asked, is_cached=True))[0]
+        calls = (("dispatch", dispatch), ("cached dispatch", cached), ("combine", combine))
+        for (call, of_model), us in zip(calls, (run.dispatch_us, run.cached_us, run.combine_us), strict=True):
+            measured_us = us - TIMER_US
+            click.echo(
+                f"| {run.num_domains} × {run.size} | {run.gbytes_per_s:g} | {call} | {measured_us:.0f} | "
+                f"{of_model.total_us:.0f} | {100 * (of_model.total_us / measured_us - 1):+.0f} % |"
             )
 
 
@@ -151,6 +197,7 @@ def main(simulate: bool) -> None:
     )
     for figure in PUBLISHED:
         click.echo(published_row(figure))
+    print_paced()
     if simulate:
         print_simulated()
         print_disturbed()

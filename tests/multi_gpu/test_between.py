@@ -12,7 +12,7 @@ import torch
 from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import hybrid, normal
 from tests.battery.cases import Case
-from tests.emulation.domains import check_in_domains
+from tests.emulation.domains import check_in_domains, check_rate
 from tests.multi_gpu import behaviour
 from tests.multi_gpu.beside_torch import check_beside_torch
 from tests.multi_gpu.transports import TRANSPORTS, check_by_puts, needs_nvshmem
@@ -33,6 +33,7 @@ CASES = [
     Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
     Case("2x2_hot", 4, 48, routing="hot", num_ranks_per_domain=2),
     Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
+    Case("2x2_hidden_7168", 4, 900, hidden=7168, num_experts=64, topk=8, num_ranks_per_domain=2),
     Case("4x1_groups", 4, 90, routing="groups", num_ranks_per_domain=1),
     Case("3x2_duplicates", 6, 20, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
     Case("2x4_ragged", 8, (5, 0, 17, 1, 30, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
@@ -116,6 +117,11 @@ def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: str, size: 
 
 def test_replays(run_ranks: RunRanks) -> None:
     run_ranks(2, check_in_domains, 1, "multi_gpu.behaviour.check_graph", NUM_REPLAYS)
+
+
+def test_a_link_with_the_rate_of_a_nic() -> None:
+    with VirtualCluster(2, device="cuda", variables=_variables("loopback"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
+        cluster.run(check_rate, CASES[1], 0.01, limit_s=60)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
