@@ -1,17 +1,17 @@
 // Combine between domains, in one persistent launch: push rows to the rank that has forwarded the token, sum there,
 // send the sum to the token's home rank, sum again.
 //
-//     y ─ bulk copy ─► arena of the rank that sums ─ rows_pushed ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─►
-//     out[t] part of this domain: DomainSums ─ own_sums, own_epoch ────────────────────────────────────► home: HomeSums
+//     y ─ send_runs ─► arena of the rank that sums ─► DomainSums ─ chunk ─ link ─► home: HomeSums ─► out[t]
+//     rows that this rank sums for itself ─────────► DomainSums ─ own_sums ──────► home: HomeSums ─► out[t]
 //
 // A rank that is alone in its domain has nothing to push or sum for it, and sends its rows home:
 //
-//     y ─ bulk copy ─► chunk ─ link ─► home: HomeSums ─► out[t]
+//     y ─ send_runs ─► chunk ─ link ─► home: HomeSums ─► out[t]
 //
-// Rows for all domains are pushed in turn, chunk by chunk, and the count of rows pushed is published to the rank that
-// sums. So network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet
-// never waits, so no credit waits for itself, however tokens are routed. rows.cuh defines what is summed. Legend: T
-// tokens, R ranks, D domains, G ranks of a domain.
+// Rows for all domains are pushed in turn, run by run, and the count of rows pushed is published to the rank that sums.
+// So network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet never
+// waits, so no credit waits for itself, however tokens are routed. rows.cuh defines what is summed. Legend: T tokens, R
+// ranks, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include <algorithm>
