@@ -13,7 +13,6 @@ too small, every rank reads that from the same counts. All grow their slots and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -41,9 +40,10 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
+from hybrid_ep.engine.cuda_between_faults import BetweenFaults
 from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
 from hybrid_ep.engine.cuda_compare import compare_calls
-from hybrid_ep.engine.cuda_faults import as_error, dispatch_number, rank_of
+from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
@@ -140,7 +140,8 @@ class CudaBetween(TorchEngine):
         # Dispatches are numbered among calls of every kind: after ranks have made different ones, numbers agree again.
         self._number, self._num_launches = number, 0
         self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
-        self._blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
+        blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
+        self._faults = BetweenFaults(grid, self._link, blame, self._refused)
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         self._held_capacity = 0  # what calls without a bound have needed
@@ -157,7 +158,7 @@ class CudaBetween(TorchEngine):
                 number=number,
                 board=Board.of(group).at(f"buffer {number}/low latency"),
                 open_link=self._open_link,
-                error_of=self._error_of,
+                error_of=self._faults.error_of,
                 everyone=self._everyone,
             )
             self._low_latency_kernels.lost = self.lost
@@ -595,33 +596,7 @@ class CudaBetween(TorchEngine):
         if self._low_latency_kernels is not None:
             return self._low_latency_kernels.take_fault()
         fault = self._communicator.take_fault()
-        return None if fault is None else self._error_of(fault)
-
-    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
-        """The error for a fault of a call that is not one of low latency."""
-        error = (
-            as_error(fault, self.grid, self._refused)
-            if fault.kind != _cuda.FaultKind.TRANSPORT
-            else self._transport_error(fault)
-        )
-        if not isinstance(error, TransportError) or error.peer is None:
-            return error
-        others = [rank_of(peer, self.grid) for peer in fault.missed]
-        self._blame.write_lost(error.peer, others)
-        if not isinstance(error, TimeoutError):
-            return error
-        culprit = self._blame.find(error.peer, others=others)
-        if culprit == error.peer:
-            return error
-        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
-
-    def _transport_error(self, fault: _cuda.Fault) -> TransportError:
-        where = f"{fault.kernel}: {fault.tag}"
-        try:
-            self._link.check(where)
-        except TransportError as error:
-            return error
-        return TransportError(where, self.grid.rank, rank_of(fault.peer, self.grid), "the transport has failed")
+        return None if fault is None else self._faults.error_of(fault)
 
     def _open_link(self, rings: list[Ring], grid: RankGrid, joins_all: bool) -> OpenedLink:
         """Opens a link to the peers of a grid. Collective.

@@ -22,6 +22,7 @@ from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
 )
+from hybrid_ep.engine.cuda_between_faults import transport_error
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_low_latency_region import Region
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -233,17 +234,9 @@ class LowLatencyBetween(CudaLowLatency):
 
     def _error_of_call(self, fault: _cuda.Fault) -> HybridEPError:
         if fault.kind == _cuda.FaultKind.TRANSPORT:
-            return self._transport_error(fault)
+            links = (_link_of(region) for region in self._regions)
+            return transport_error(fault, links, self._grid.rank, fault.peer)
         return super()._error_of_call(fault)
-
-    def _transport_error(self, fault: _cuda.Fault) -> TransportError:
-        where = f"{fault.kernel}: {fault.tag}"
-        try:
-            for region in self._regions:
-                _link_of(region).check(where)
-        except TransportError as error:
-            return error
-        return TransportError(where, self._grid.rank, fault.peer, "the transport has failed")
 
 
 def _chunk_bytes(plan: LowLatencyPlan, grid: RankGrid) -> tuple[int, int]:

@@ -23,6 +23,7 @@ _EXCHANGE = "kernels/dispatch_between/exchange.cuh"
 _DISPATCH = "kernels/dispatch_between/dispatch_between.cu"
 _ROWS = "kernels/combine_between/rows.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
+_SENDERS = "kernels/combine_between/senders.cuh"
 _SEND_HOME = "kernels/combine/send_runs.cuh"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
@@ -179,7 +180,7 @@ STEPS = [
     ),
     Step(
         "runs of partial rows are published in order",
-        _COMBINE,
+        _SENDERS,
         "ptx::load_acquire_gpu(arrived + num) == epoch",
         "true",
         (4, _ROUND_TRIP, Case("2x2_long", 4, 160, hidden=2048, num_experts=4, topk=4, num_ranks_per_domain=2)),
@@ -366,7 +367,7 @@ ENDS = [
     ),
     *_end("has sent some records", (_DISPATCH, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
     *_end("has agreed on a combine", (_COMBINE, "shared_status == kSent && warp < kSendWarps", _END)),
-    *_end("has sent some rows home", (_COMBINE, _FREE, f"(part.chunk > {_SOME_CHUNKS} ? {_END} : {_FREE})")),
+    *_end("has sent some rows home", (_SENDERS, _FREE, f"(part.chunk > {_SOME_CHUNKS} ? {_END} : {_FREE})")),
 ]
 
 

@@ -5,7 +5,7 @@
 //     chunks, own_sums[t] ─ the sum of each domain, domains ascending ─► fp32 ─► + bias ─► out[t]
 //
 // A single partial row is its own sum, and is copied: the sum at home turns −0 into 0, as a sum of one row would. A
-// rank that is alone in its domain sums nothing for it: PartsHome of combine_between.cu sends its rows of y, and the
+// rank that is alone in its domain sums nothing for it: PartsHome of senders.cuh sends its rows of y, and the
 // sum at home reads the partial rows of its own tokens in y.
 //
 // Legend: T tokens, K top-k, W columns of weights, R ranks, D domains, G ranks of a domain.

@@ -1,0 +1,275 @@
+// What the sending warps of a combine between domains send, and what the reporting warp does with what has arrived.
+//
+//     domain of several ranks: runs of x ─ send_runs ─► arena of the rank that sums ─ report ─► rows_pushed there
+//     rank alone in its domain: parts of x ─ send_runs ─► slot of a chunk ─ report ─► link, with the chunk's last part
+#pragma once
+
+#include "kernels/between/records.cuh"
+#include "kernels/combine/chunk_reports.cuh"
+#include "kernels/combine/send_runs.cuh"
+#include "kernels/combine_between/rows.cuh"
+
+namespace hybrid_ep {
+namespace {
+
+constexpr int kMinRunRows = 8;  // that a warp pushes at once
+
+// Runs of rows of x for one source, which go to the rank of this domain that sums for the source: what send_runs sends
+// where a domain has several ranks. Of every source comes its first run, then its second one, and so on.
+class RowsToSum {
+ public:
+  struct Run {
+    int source, number;  // among the runs of its source
+  };
+  static constexpr bool kLoadsEarly = true;
+
+  __device__ RowsToSum(const CombineBetweenParams& params, const CombineTables& tables, ReportQueue& queue)
+      : params_(params),
+        tables_(tables),
+        queue_(queue),
+        run_rows_(rows_per_run(params, tables)),
+        items_(&params.between.domain.control[params.between.domain.rank]->sent_items) {
+    const Grid& grid = params.between.grid;
+    int most_rows = 0;  // for one source
+    for (int source = threadIdx.x % 32; source < grid.num_ranks(); source += 32) {
+      if (source % grid.ranks_per_domain != me()) most_rows = max(most_rows, count_of(params, source, me()));
+    }
+    num_items_ = (__reduce_max_sync(kAllLanes, most_rows) + run_rows_ - 1) / run_rows_ * num_streams();
+  }
+
+  // Rows of a run: more than kMinRunRows only where the flags of runs would not suffice.
+  static __device__ int rows_per_run(const CombineBetweenParams& params, const CombineTables& tables) {
+    const int num_ranks = params.between.grid.num_ranks(), last = num_ranks - 1;
+    const int num_rows = tables.send_begin[last] + count_of(params, last, params.between.domain.rank);
+    int run_rows = kMinRunRows;
+    while (num_rows / run_rows + num_ranks > kMaxRanks * kMaxChunksOfSource) run_rows *= 2;
+    return run_rows;
+  }
+
+  __device__ int run_bytes() const { return run_rows_ * params_.row_bytes; }
+
+  __device__ bool next(Run& run) {
+    const Grid& grid = params_.between.grid;
+    const int size = grid.ranks_per_domain;
+    for (int item = items_.take(); item < num_items_; item = items_.take()) {
+      const int stream = item % num_streams();
+      const int g = (me() + 1 + stream % (size - 1)) % size;
+      const int domain = (grid.domain_idx() + 1 + stream / (size - 1)) % grid.num_domains;
+      run = {domain * size + g, item / num_streams()};
+      if (run.number * run_rows_ < count_of(params_, run.source, me())) return true;
+    }
+    return false;
+  }
+
+  // The arena has room for all rows.
+  __device__ bool is_ready(const Run&) const { return true; }
+  __device__ bool wait_ready(const Run&) const { return true; }
+
+  __device__ Blocks blocks(const Run& run) const { return {1, num_rows(run) * params_.row_bytes, 0}; }
+  __device__ const uint8_t* from(const Run& run) const { return params_.rows + first_row(run) * params_.row_bytes; }
+  __device__ uint8_t* to(const Run& run) const {
+    return arena(run) + params_.slot.rows + first_target(run) * params_.row_bytes;
+  }
+
+  __device__ void finish(const Run& run) const {
+    const int num_floats = num_rows(run) * params_.num_weights;
+    if (num_floats == 0) return;
+    auto* to = reinterpret_cast<float*>(arena(run) + params_.slot.weights) + first_target(run) * params_.num_weights;
+    const float* from = params_.weights + first_row(run) * params_.num_weights;
+    for (int i = threadIdx.x % 32; i < num_floats; i += 32) to[i] = from[i];
+  }
+
+  __device__ void report(const Run& run) const {
+    if (threadIdx.x % 32 == 0) push_report(queue_, run.source << 16 | run.number);
+  }
+
+ private:
+  static_assert(kMaxTokens / kMinRunRows <= 1 << 16 && kMaxExperts < 1 << 15);  // at most as many ranks as experts
+
+  __device__ int me() const { return params_.between.domain.rank; }
+  __device__ int num_streams() const {
+    return (params_.between.grid.ranks_per_domain - 1) * params_.between.grid.num_domains;
+  }
+  // Partial rows always land in the arena's first slot.
+  __device__ uint8_t* arena(const Run& run) const {
+    return params_.between.domain.arena[run.source % params_.between.grid.ranks_per_domain];
+  }
+  __device__ int64_t first_row(const Run& run) const {
+    return tables_.send_begin[run.source] + static_cast<int64_t>(run.number) * run_rows_;
+  }
+  __device__ int64_t first_target(const Run& run) const {
+    return tables_.send_base[run.source] + static_cast<int64_t>(run.number) * run_rows_;
+  }
+  // That x has.
+  __device__ int num_rows(const Run& run) const {
+    const int left = min(run_rows_, count_of(params_, run.source, me()) - run.number * run_rows_);
+    return static_cast<int>(max(int64_t{0}, min(int64_t{left}, params_.num_rows - first_row(run))));
+  }
+
+  const CombineBetweenParams& params_;
+  const CombineTables& tables_;
+  ReportQueue& queue_;
+  const int run_rows_;
+  WorkIndices<> items_;
+  int num_items_;
+};
+
+// Notes a run that has arrived, as RowsToSum has reported it, and publishes to the rank that sums how many rows have
+// arrived before the first one that has not. Runs arrive in any order. One thread.
+__device__ void publish_rows(const CombineBetweenParams& params, const CombineTables& tables, uint32_t epoch,
+                             int32_t report) {
+  constexpr uint32_t kIsTaken = 1u << 31;  // by a thread that publishes
+  const BetweenDomain& between = params.between;
+  const int source = report >> 16, number = report & 0xffff, size = between.grid.ranks_per_domain;
+  const int me = between.domain.rank, num_rows = count_of(params, source, me);
+  const int run_rows = RowsToSum::rows_per_run(params, tables);
+  // Peers leave these flags of this rank alone in such a call.
+  uint32_t* arrived = &between.domain.control[me]->chunk_epoch[0][0] + tables.send_begin[source] / run_rows + source;
+  ptx::store_release_gpu(arrived + number, epoch);
+  uint32_t* num_published = own_part<uint32_t>(between, between.layout.pushed) + source;
+  uint32_t num = kIsTaken;
+  // Who has taken the word gives it back without waiting for anybody, so this needs no deadline.
+  while ((num & kIsTaken) != 0 || atomicCAS(num_published, num, num | kIsTaken) != num) {
+    num = ptx::load_acquire_gpu(num_published);
+  }
+  ptx::fence_acq_rel_gpu();
+  const uint32_t before = num;
+  while (static_cast<int>(num) * run_rows < num_rows && ptx::load_acquire_gpu(arrived + num) == epoch) ++num;
+  if (num > before) {
+    const int end = min(static_cast<int>(num) * run_rows, num_rows);
+    uint64_t* published = between_part<uint64_t>(between, source % size, between.layout.rows_pushed) +
+                          me * between.grid.num_domains + source / size;
+    ptx::store_release_system(published, static_cast<uint64_t>(end) << 32 | epoch);
+  }
+  ptx::store_release_gpu(num_published, num);
+}
+
+// What the warps of a CTA know of what goes to each domain, in shared memory. A load from global memory, or of a
+// credit, takes as long as several pieces of a row.
+struct SentStreams {
+  RingPlace first_place[kMaxDomains];  // of the call's first chunk
+  int num_records[kMaxDomains];
+  int num_free[kSendWarps]
+              [kMaxDomains];  // the first chunks of the call, of which a sending warp knows that they are free
+
+  // Collective over the CTA; a barrier must follow.
+  __device__ void load(const CombineBetweenParams& params) {
+    for (int d = threadIdx.x; d < params.between.grid.num_domains; d += blockDim.x) {
+      first_place[d] = next_place(params.between, params.between.layout.next_sent, d);
+      num_records[d] = params.route[params.parts.num_records + d];
+      for (int warp = 0; warp < kSendWarps; ++warp) num_free[warp][d] = 0;
+    }
+  }
+};
+
+// Whether nothing stands between the rows of a chunk.
+__device__ bool are_rows_together(const CombineBetweenParams& params) {
+  return params.record.num_bytes == params.row_bytes;
+}
+
+// The parts of chunks that a rank which is alone in its domain sends home: what send_runs sends. Each row of x is the
+// only partial row of its record. The rows for a domain are consecutive, as its records are.
+template <typename Link>
+class PartsHome {
+ public:
+  using Run = Record;
+  static constexpr bool kLoadsEarly = true;
+
+  __device__ PartsHome(const CombineBetweenParams& params, const CombineTables& tables, SentStreams& streams,
+                       const Waiter& waiter, const Link& link, ReportQueue& queue)
+      : params_(params),
+        tables_(tables),
+        streams_(streams),
+        waiter_(waiter),
+        link_(link),
+        queue_(queue),
+        records_(params.between.grid, params.record, kControlChunks, streams.num_records,
+                 own_part<uint32_t>(params.between, params.between.layout.items)) {}
+
+  __device__ bool next(Record& part) { return records_.next_part(part); }
+
+  // Whether the slot is free.
+  __device__ bool is_ready(const Record& part) const {
+    if (part.chunk < num_free(part)) return true;
+    return note_free(part, threadIdx.x % 32 > 0 || stream(part).is_free(part.chunk));
+  }
+  __device__ bool wait_ready(const Record& part) const {
+    return note_free(part, threadIdx.x % 32 > 0 || stream(part).wait_free(part.chunk));
+  }
+
+  __device__ Blocks blocks(const Record& part) const {
+    if (are_rows_together(params_)) return {1, num_rows(part) * params_.row_bytes, 0};
+    return {num_rows(part), params_.row_bytes, params_.record.num_bytes};
+  }
+  __device__ const uint8_t* from(const Record& part) const {
+    return params_.rows + first_row(part) * params_.row_bytes;
+  }
+  __device__ uint8_t* to(const Record& part) const {
+    return stream(part).send_slot(part.chunk) + part.begin % params_.record.per_chunk * params_.record.num_bytes;
+  }
+
+  // Weights; and zeros for rows that x does not have.
+  __device__ void finish(const Record& part) const {
+    const int lane = threadIdx.x % 32, num_weights = params_.num_weights, num_here = num_rows(part);
+    if (num_weights == 0 && num_here == part.part_size()) return;
+    uint8_t* target = to(part);
+    for (int j = lane; j < part.part_size() * num_weights; j += 32) {
+      const int i = j / num_weights;
+      auto* weights = reinterpret_cast<float*>(target + i * params_.record.num_bytes + params_.record.weights);
+      weights[j % num_weights] = i < num_here ? params_.weights[first_row(part) * num_weights + j] : 0.0f;
+    }
+    for (int i = num_here; i < part.part_size(); ++i) {
+      auto* row = reinterpret_cast<uint4*>(target + i * params_.record.num_bytes);
+      for (int j = lane; j < params_.row_bytes / 16; j += 32) row[j] = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  __device__ void report(const Record& part) const {
+    if (threadIdx.x % 32 == 0) push_report(queue_, part.domain << 16 | part.begin);
+  }
+
+ private:
+  static_assert(kMaxTokens <= 1 << 16 && kMaxDomains < 1 << 15);
+
+  __device__ ChunkStream<Link> stream(const Record& part) const {
+    return {params_.between, waiter_, link_, part.domain, streams_.first_place[part.domain], {}};
+  }
+  __device__ int& num_free(const Record& part) const { return streams_.num_free[threadIdx.x / 32][part.domain]; }
+  __device__ int64_t first_row(const Record& part) const {
+    return tables_.send_begin[part.domain] + static_cast<int64_t>(part.begin);
+  }
+  __device__ int num_rows(const Record& part) const {
+    return static_cast<int>(max(int64_t{0}, min(int64_t{part.part_size()}, params_.num_rows - first_row(part))));
+  }
+  // Of what lane 0 has seen. Collective.
+  __device__ bool note_free(const Record& part, bool is_free) const {
+    is_free = __all_sync(kAllLanes, is_free);
+    if (is_free && threadIdx.x % 32 == 0) num_free(part) = part.chunk + stream(part).num_with_credit(part.chunk);
+    __syncwarp();
+    return is_free;
+  }
+
+  const CombineBetweenParams& params_;
+  const CombineTables& tables_;
+  SentStreams& streams_;
+  const Waiter& waiter_;
+  const Link& link_;
+  ReportQueue& queue_;
+  Records records_;
+};
+
+// Counts a part that has arrived, as PartsHome has reported it, and sends the chunk with the last one. One thread.
+template <typename Link>
+__device__ bool count_part(const CombineBetweenParams& params, const SentStreams& streams, const Waiter& waiter,
+                           const Link& link, int32_t report) {
+  const int domain = report >> 16, begin = report & 0xffff, per_chunk = params.record.per_chunk;
+  const int chunk = begin / per_chunk, first = chunk * per_chunk;
+  const int chunk_rows = min(per_chunk, streams.num_records[domain] - first);
+  const int num_rows = min(kRowsOfPart, chunk_rows - (begin - first));
+  const ChunkStream<Link> stream(params.between, waiter, link, domain, streams.first_place[domain], {});
+  return stream.write_rows_by_thread(kControlChunks + chunk, num_rows, chunk_rows,
+                                     chunk_rows * params.record.num_bytes);
+}
+
+}  // namespace
+}  // namespace hybrid_ep
