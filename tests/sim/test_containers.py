@@ -311,6 +311,7 @@ def test_daemonset_asks_for_every_check_that_it_can_answer() -> None:
         ("gpu.2.name", "NVIDIA H100 PCIe", "gpu.model"),
         ("gpu.3.mig_mode", "1", "gpu.mig"),
         ("gpu.3.compute_mode", "3", "gpu.compute_mode"),
+        ("gpu.2.bar1_bytes", "268435456", "gpu.bar1"),
     ],
 )
 def test_daemonset_finds_the_faults_of_gpus(stub: Path, tmp_path: Path, key: str, value: str, check: str) -> None:
