@@ -126,7 +126,7 @@ def check_copies(num_slots: int = 2) -> None:
 def check_copies_in_turn() -> None:
     """Calls that follow each other at once: ranks that have less to copy are ahead of the others."""
     num_ranks, sizes = dist.get_world_size(), (90000, 12)
-    mappings = [torch.full((num_ranks, 2), -1) for _ in range(8)]
+    mappings = [torch.full((num_ranks, 2), -1) for _ in range(32)]
     for call, mapping in enumerate(mappings):
         mapping[call // 2 % num_ranks] = (torch.arange(2) + call // 2 % 2 * num_ranks) % (2 * num_ranks)
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
