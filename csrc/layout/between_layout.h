@@ -74,9 +74,6 @@ struct BetweenLayout {
   // Written by ranks of the domain, at system scope.
   // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the receiver's experts
   int64_t words;
-  // uint64 [G][D] by i: how many of its rows for the peer in domain d have arrived, rows << 32 | epoch: release,
-  // acquire
-  int64_t rows_pushed;
   // Written by this rank.
   // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch. By the first CTA, polled by the others: of
   // dispatch relaxed, because the word holds all that is decided; of combine with release at system scope, and a fence
@@ -90,8 +87,7 @@ struct BetweenLayout {
   // uint32 [kMaxTokens] epoch of the combine that has last summed each chunk of this domain's rows: release, acquire at
   // GPU scope
   int64_t own_epoch;
-  int64_t items;   // uint32 [D] next work index towards each domain, 0 between kernels: relaxed at GPU scope
-  int64_t pushed;  // uint32 [D][G] chunks of partial rows published to their rank, 0 between kernels: release, acquire
+  int64_t items;  // uint32 [D] next work index towards each domain, 0 between kernels: relaxed at GPU scope
   int64_t num_bytes;
 
   static BetweenLayout of(const Grid& grid) {
@@ -102,7 +98,6 @@ struct BetweenLayout {
     layout.num_columns = static_cast<int>(num_ranks <= kMaxMatrixRanks ? num_ranks : size);
     layout.words_stride = CallHeader::kNumColumns + layout.num_columns + kMaxExperts / static_cast<int>(num_ranks);
     layout.words = offsets.append(8 * num_ranks * layout.words_stride);
-    layout.rows_pushed = offsets.append(8 * size * num_domains);
     layout.decisions = offsets.append(16);
     layout.next_sent = offsets.append(8 * num_domains);
     layout.next_read = offsets.append(8 * num_domains);
@@ -111,7 +106,6 @@ struct BetweenLayout {
     layout.slots_read = offsets.append(4 * num_domains * num_slots);
     layout.own_epoch = offsets.append(4ll * kMaxTokens);
     layout.items = offsets.append(4 * num_domains);
-    layout.pushed = offsets.append(4 * num_domains * size);
     layout.num_bytes = offsets.end();
     return layout;
   }

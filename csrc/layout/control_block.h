@@ -58,7 +58,8 @@ struct ControlBlock {
   uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch have arrived in this rank's arena
   // By i when its arena may be written by this rank's combine; [0] in even epochs and [1] in odd ones.
   uint64_t ready[2][kMaxRanks][kNumReadyWords];
-  uint32_t chunk_epoch[kMaxRanks][kMaxChunksOfSource];  // raised by i per chunk of partial rows, or of experts
+  // Raised by i per chunk of partial rows, or of experts. A combine between domains counts all flags in a row.
+  uint32_t chunk_epoch[kMaxRanks][kMaxChunksOfSource];
   // By i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none, and once a call of i has succeeded.
   uint32_t missed[kMaxRanks];
 

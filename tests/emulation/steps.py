@@ -21,7 +21,8 @@ __all__ = ["ENDS", "STEPS", "Step", "can_leave_out", "check_without", "without"]
 _STREAM = "kernels/between/chunk_stream.cuh"
 _EXCHANGE = "kernels/dispatch_between/exchange.cuh"
 _DISPATCH = "kernels/dispatch_between/dispatch_between.cu"
-_ROWS = "kernels/combine_between/rows.cuh"
+_DOMAIN_SUMS = "kernels/combine_between/domain_sums.cuh"
+_HOME_SUMS = "kernels/combine_between/home_sums.cuh"
 _COMBINE = "kernels/combine_between/combine_between.cu"
 _SENDERS = "kernels/combine_between/senders.cuh"
 _SEND_HOME = "kernels/combine/send_runs.cuh"
@@ -173,21 +174,21 @@ STEPS = [
     ),
     Step(
         "wait for partial rows",
-        _ROWS,
-        "static_cast<uint32_t>(word) == epoch_ ? static_cast<int>(word >> 32) : 0",
-        "kMaxTokens",
+        _DOMAIN_SUMS,
+        "!is_new || ptx::load_acquire_system(word) == epoch_",
+        "true",
         _FOUR,
     ),
     Step(
-        "runs of partial rows are published in order",
-        _SENDERS,
-        "ptx::load_acquire_gpu(arrived + num) == epoch",
-        "true",
+        "each run of partial rows has a flag",
+        _DOMAIN_SUMS,
+        "index_of_destination(static_cast<uint32_t>(destination)) / run_rows_",
+        "0",
         (4, _ROUND_TRIP, Case("2x2_long", 4, 160, hidden=2048, num_experts=4, topk=4, num_ranks_per_domain=2)),
     ),
     Step(
         "wait for own sums",
-        _ROWS,
+        _HOME_SUMS,
         "ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_",
         "true",
         _FOUR,

@@ -152,19 +152,6 @@ class ChunkStream {
     return read_chunk(chunk);
   }
 
-  // The same for one row, in two steps, between which the thread need not wait: what count_row returns goes to
-  // finish_count.
-  __device__ uint32_t count_row(int chunk) const {
-    ptx::fence_acq_rel_gpu();
-    return ptx::increment_relaxed_gpu(rows_read_of(chunk));
-  }
-  __device__ bool finish_count(int chunk, uint32_t counted, int num_rows) const {
-    if (counted + 1 < static_cast<uint32_t>(num_rows)) return true;
-    ptx::fence_acq_rel_gpu();
-    *rows_read_of(chunk) = 0;
-    return read_chunk(chunk);
-  }
-
   // Returns a function for Waiter::until: 0 while the link works, otherwise the failure as Waiter::lose takes it.
   __device__ auto lost() const {
     return [this]() -> uint32_t {

@@ -59,9 +59,9 @@ struct CombineBetweenParams {
   const uint8_t* bias[2];  // [T, H] bf16 or nullptr
   uint8_t* out;            // [T, H] bf16
   float* out_weights;      // [T, W] or nullptr
-  // Scratch where a domain has several ranks: each token's sum over them.
-  uint8_t* own_sums;   // [T, H] bf16
-  float* own_weights;  // [T, W] or nullptr
+  // Scratch where a domain has several ranks: sums over them.
+  uint8_t* own_sums;   // [T, H] bf16, by index among the tokens that have rows in this domain
+  float* own_weights;  // [T, W] or nullptr, by the same index
   int num_tokens, num_rows, num_topk, num_weights, row_bytes;
   uint32_t call[kNumReadyWords];  // what all ranks must have alike
   int window_bytes;               // of stores on the wire at once; 0: not limited

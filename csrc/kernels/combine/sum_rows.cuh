@@ -162,48 +162,55 @@ __device__ void store_nothing(Rows& rows, int row) {
 
 // Sums all results of a warp, through a ring of its own with a segment for each stage. Collective over the warp. What
 // is summed:
-//   next(walk)                goes on to the next result that has sources; false if there is none
+//   next(walk)                goes on to the next result that has sources; false if there is none now
 //   row(), begin(), end()     of that result, and which of its bytes; parts of a row are whole segments
 //   store(row, offset, sum)   takes the sums of a lane's vectors, from byte `offset` on and 512 bytes apart
 //   finish(row)               once all of a result is stored
 //   kCopies                   whether a result may have a single source, which needs no arithmetic. Then is_copy(row)
 //                             says so, and copy(row, offset, stage, num_bytes) moves a segment by a bulk store
+//
+// NOTE: the loop calls next(), store() and finish() in one place each. They are inlined, and next() is most of a
+// kernel.
 template <typename Rows>
 __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
   const int lane = threadIdx.x % 32;
   SegmentLoads<Rows> loads(rows, ring, segments);
-  int num_ahead = 0;
-  while (num_ahead < kSumStages && loads.fetch()) ++num_ahead;
   float sum[kSumVectorsPerLane][8] = {};
-  while (num_ahead > 0) {
-    const auto* vectors = reinterpret_cast<const uint4*>(ring.wait()) + lane;
-    const Segment segment = segments[ring.stage()];
-    if constexpr (Rows::kCopies) {
-      if (Rows::is_copy(segment.row)) {
-        rows.copy(segment.row, segment.begin, reinterpret_cast<const uint8_t*>(vectors - lane), segment.num_bytes);
-        ring.release();
-        if (!loads.fetch()) --num_ahead;
-        if (segment.ends) rows.finish(segment.row);
-        continue;
+  const auto is_copy = [](int row) {
+    if constexpr (Rows::kCopies) return Rows::is_copy(row);
+    return false;
+  };
+  Segment read{};  // the segment that the warp has added last; a sum is stored once the next load has begun
+  int num_ahead = 0;
+  while (true) {
+    while (num_ahead < kSumStages && loads.fetch()) ++num_ahead;
+    if (read.is_last) {
+      if (!is_copy(read.row)) {
+        rows.store(read.row, read.begin + lane * 16, sum);
+#pragma unroll
+        for (int v = 0; v < kSumVectorsPerLane; ++v) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum[v][i] = 0;
+        }
       }
+      if (read.ends) rows.finish(read.row);
     }
+    if (num_ahead == 0) return;
+    const uint8_t* stage = ring.wait();
+    read = segments[ring.stage()];
+    if (is_copy(read.row)) {
+      if constexpr (Rows::kCopies) rows.copy(read.row, read.begin, stage, read.num_bytes);
+    } else {
+      const auto* vectors = reinterpret_cast<const uint4*>(stage) + lane;
 #pragma unroll
-    for (int v = 0; v < kSumVectorsPerLane / 2; ++v) add_bf16(sum[v], vectors[v * 32]);
-    if (segment.num_bytes > kSumSegmentBytes / 2) {  // a row's last one may be short
+      for (int v = 0; v < kSumVectorsPerLane / 2; ++v) add_bf16(sum[v], vectors[v * 32]);
+      if (read.num_bytes > kSumSegmentBytes / 2) {  // a row's last one may be short
 #pragma unroll
-      for (int v = kSumVectorsPerLane / 2; v < kSumVectorsPerLane; ++v) add_bf16(sum[v], vectors[v * 32]);
+        for (int v = kSumVectorsPerLane / 2; v < kSumVectorsPerLane; ++v) add_bf16(sum[v], vectors[v * 32]);
+      }
     }
     ring.release();
-    if (!loads.fetch()) --num_ahead;
-    if (segment.is_last) {
-      rows.store(segment.row, segment.begin + lane * 16, sum);
-      if (segment.ends) rows.finish(segment.row);
-#pragma unroll
-      for (int v = 0; v < kSumVectorsPerLane; ++v) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[v][i] = 0;
-      }
-    }
+    --num_ahead;
   }
 }
 

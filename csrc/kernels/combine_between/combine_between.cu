@@ -8,10 +8,9 @@
 //
 //     y ─ send_runs ─► chunk ─ link ─► home: HomeSums ─► out[t]
 //
-// Rows for all domains are pushed in turn, run by run, and the count of rows pushed is published to the rank that sums.
-// So network, NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet never
-// waits, so no credit waits for itself, however tokens are routed. rows.cuh defines what is summed. Legend: T tokens, R
-// ranks, D domains, G ranks of a domain.
+// Rows for all domains are pushed in turn, run by run, and each run has a flag at the rank that sums. So network,
+// NVLink and sums overlap from the first chunk on. A warp that holds rows which are not summed yet never waits, so no
+// credit waits for itself, however tokens are routed. Legend: T tokens, R ranks, D domains, G ranks of a domain.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,7 +18,8 @@
 #include "common/check.h"
 #include "device/epilogue.cuh"
 #include "kernels/combine/ready.cuh"
-#include "kernels/combine_between/rows.cuh"
+#include "kernels/combine_between/domain_sums.cuh"
+#include "kernels/combine_between/home_sums.cuh"
 #include "kernels/combine_between/senders.cuh"
 #include "kernels/launch.h"
 
@@ -29,7 +29,7 @@ namespace {
 // Of a CTA: warps that send rows, one that reports which have arrived, and others that sum. Where a domain has several
 // ranks, kDomainWarps of these sum for each domain. A warp that has no rows left in its role goes on: from sending to
 // sums for each domain, and from these to sums at home.
-constexpr int kSumWarps = 9, kDomainWarps = 4;
+constexpr int kSumWarps = 9, kDomainWarps = 5;
 constexpr int kFirstSumWarp = kSendWarps + 1;
 constexpr int kWarps = kFirstSumWarp + kSumWarps;
 constexpr int kThreads = kWarps * 32;
@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint64_t send_barriers[kSendWarps][kMaxStages], sum_barriers[kWarps][kSumStages];
   __shared__ Segment segments[kWarps][kSumStages];
-  __shared__ SentStreams streams;
+  __shared__ int last_flags[kWarps][kMaxRanks];
+  __shared__ Streams streams;
   __shared__ int shared_status;
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CombineTables tables{send_begin, send_begin + grid.num_ranks(), send_begin + 2 * grid.num_ranks(),
                              send_begin + 3 * grid.num_ranks()};
 
-  if constexpr (kIsAlone) streams.load(params);
+  streams.load(params);
 
   // Agree with all ranks that their calls are the same.
   bool ok = true, is_same = true;
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kIsAlone) {
         ok &= count_part(params, streams, waiter, link, report);
       } else {
-        publish_rows(params, tables, epoch, report);
+        raise_run_flag(params, tables, epoch, report);
       }
     });
   }
@@ -298,11 +299,13 @@ __global__ void __launch_bounds__(kThreads, 1)
                                     : kSendWarps * kSendRingBytes + (warp - kFirstSumWarp) * kSumRingBytes);
     RowRing<0> ring(stages, sum_barriers[warp], kSumStages, kSumSegmentBytes, threadIdx.x % 32);
     if (!kIsAlone && warp < kFirstSumWarp + kDomainWarps) {
-      DomainSums<Link> rows(params, tables, waiter, link, epoch, (blockIdx.x * kWarps + warp) % grid.num_domains);
+      DomainSums<Link> rows(params, tables, streams, last_flags[warp], waiter, link, epoch,
+                            (blockIdx.x * kWarps + warp) % grid.num_domains);
       ok = sum_all(rows, ring, segments[warp]);
     }
     if (ok) {
-      HomeSums<Link, kDomainsPerLane, kIsAlone> rows(params, tables, waiter, own_waiter, link, epoch);
+      HomeSums<Link, kDomainsPerLane, kIsAlone> rows(params, tables, streams, waiter, own_waiter, link, epoch,
+                                                     gridDim.x * kWarps);
       sum_all(rows, ring, segments[warp]);
       rows.return_reads();
       ok = rows.ok();
@@ -319,9 +322,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (d == grid.domain_idx()) continue;
     advance_stream(between, d, kControlChunks + sent_chunks(params.route[params.parts.num_records + d]),
                    kControlChunks + sent_chunks(params.route[params.parts.domain_counts + d]));
-  }
-  for (int i = threadIdx.x; i < grid.num_ranks(); i += kThreads) {
-    own_part<uint32_t>(between, between.layout.pushed)[i] = 0;
   }
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), domain.rank);
   end_kernel(waiter, own, own.combine_epoch, epoch);

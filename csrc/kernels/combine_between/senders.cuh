@@ -1,18 +1,15 @@
 // What the sending warps of a combine between domains send, and what the reporting warp does with what has arrived.
 //
-//     domain of several ranks: runs of x ─ send_runs ─► arena of the rank that sums ─ report ─► rows_pushed there
+//     domain of several ranks: runs of x ─ send_runs ─► arena of the rank that sums ─ report ─► flag there
 //     rank alone in its domain: parts of x ─ send_runs ─► slot of a chunk ─ report ─► link, with the chunk's last part
 #pragma once
 
 #include "kernels/between/records.cuh"
 #include "kernels/combine/chunk_reports.cuh"
-#include "kernels/combine/send_runs.cuh"
-#include "kernels/combine_between/rows.cuh"
+#include "kernels/combine_between/tables.cuh"
 
 namespace hybrid_ep {
 namespace {
-
-constexpr int kMinRunRows = 8;  // that a warp pushes at once
 
 // Runs of rows of x for one source, which go to the rank of this domain that sums for the source: what send_runs sends
 // where a domain has several ranks. Of every source comes its first run, then its second one, and so on.
@@ -27,7 +24,7 @@ class RowsToSum {
       : params_(params),
         tables_(tables),
         queue_(queue),
-        run_rows_(rows_per_run(params, tables)),
+        run_rows_(rows_per_run(params)),
         items_(&params.between.domain.control[params.between.domain.rank]->sent_items) {
     const Grid& grid = params.between.grid;
     int most_rows = 0;  // for one source
@@ -35,15 +32,6 @@ class RowsToSum {
       if (source % grid.ranks_per_domain != me()) most_rows = max(most_rows, count_of(params, source, me()));
     }
     num_items_ = (__reduce_max_sync(kAllLanes, most_rows) + run_rows_ - 1) / run_rows_ * num_streams();
-  }
-
-  // Rows of a run: more than kMinRunRows only where the flags of runs would not suffice.
-  static __device__ int rows_per_run(const CombineBetweenParams& params, const CombineTables& tables) {
-    const int num_ranks = params.between.grid.num_ranks(), last = num_ranks - 1;
-    const int num_rows = tables.send_begin[last] + count_of(params, last, params.between.domain.rank);
-    int run_rows = kMinRunRows;
-    while (num_rows / run_rows + num_ranks > kMaxRanks * kMaxChunksOfSource) run_rows *= 2;
-    return run_rows;
   }
 
   __device__ int run_bytes() const { return run_rows_ * params_.row_bytes; }
@@ -114,53 +102,15 @@ class RowsToSum {
   int num_items_;
 };
 
-// Notes a run that has arrived, as RowsToSum has reported it, and publishes to the rank that sums how many rows have
-// arrived before the first one that has not. Runs arrive in any order. One thread.
-__device__ void publish_rows(const CombineBetweenParams& params, const CombineTables& tables, uint32_t epoch,
-                             int32_t report) {
-  constexpr uint32_t kIsTaken = 1u << 31;  // by a thread that publishes
-  const BetweenDomain& between = params.between;
-  const int source = report >> 16, number = report & 0xffff, size = between.grid.ranks_per_domain;
-  const int me = between.domain.rank, num_rows = count_of(params, source, me);
-  const int run_rows = RowsToSum::rows_per_run(params, tables);
-  // Peers leave these flags of this rank alone in such a call.
-  uint32_t* arrived = &between.domain.control[me]->chunk_epoch[0][0] + tables.send_begin[source] / run_rows + source;
-  ptx::store_release_gpu(arrived + number, epoch);
-  uint32_t* num_published = own_part<uint32_t>(between, between.layout.pushed) + source;
-  uint32_t num = kIsTaken;
-  // Who has taken the word gives it back without waiting for anybody, so this needs no deadline.
-  while ((num & kIsTaken) != 0 || atomicCAS(num_published, num, num | kIsTaken) != num) {
-    num = ptx::load_acquire_gpu(num_published);
-  }
-  ptx::fence_acq_rel_gpu();
-  const uint32_t before = num;
-  while (static_cast<int>(num) * run_rows < num_rows && ptx::load_acquire_gpu(arrived + num) == epoch) ++num;
-  if (num > before) {
-    const int end = min(static_cast<int>(num) * run_rows, num_rows);
-    uint64_t* published = between_part<uint64_t>(between, source % size, between.layout.rows_pushed) +
-                          me * between.grid.num_domains + source / size;
-    ptx::store_release_system(published, static_cast<uint64_t>(end) << 32 | epoch);
-  }
-  ptx::store_release_gpu(num_published, num);
+// Raises the flag of a run that has arrived, as RowsToSum has reported it, at the rank that sums. One thread.
+__device__ void raise_run_flag(const CombineBetweenParams& params, const CombineTables& tables, uint32_t epoch,
+                               int32_t report) {
+  const Domain& domain = params.between.domain;
+  const Grid& grid = params.between.grid;
+  const int source = report >> 16, number = report & 0xffff, size = grid.ranks_per_domain;
+  const int flag = first_flag(params, source / size, domain.rank, tables.send_base[source]) + number;
+  ptx::store_release_system(run_flags(*domain.control[source % size]) + flag, epoch);
 }
-
-// What the warps of a CTA know of what goes to each domain, in shared memory. A load from global memory, or of a
-// credit, takes as long as several pieces of a row.
-struct SentStreams {
-  RingPlace first_place[kMaxDomains];  // of the call's first chunk
-  int num_records[kMaxDomains];
-  int num_free[kSendWarps]
-              [kMaxDomains];  // the first chunks of the call, of which a sending warp knows that they are free
-
-  // Collective over the CTA; a barrier must follow.
-  __device__ void load(const CombineBetweenParams& params) {
-    for (int d = threadIdx.x; d < params.between.grid.num_domains; d += blockDim.x) {
-      first_place[d] = next_place(params.between, params.between.layout.next_sent, d);
-      num_records[d] = params.route[params.parts.num_records + d];
-      for (int warp = 0; warp < kSendWarps; ++warp) num_free[warp][d] = 0;
-    }
-  }
-};
 
 // Whether nothing stands between the rows of a chunk.
 __device__ bool are_rows_together(const CombineBetweenParams& params) {
@@ -175,7 +125,7 @@ class PartsHome {
   using Run = Record;
   static constexpr bool kLoadsEarly = true;
 
-  __device__ PartsHome(const CombineBetweenParams& params, const CombineTables& tables, SentStreams& streams,
+  __device__ PartsHome(const CombineBetweenParams& params, const CombineTables& tables, Streams& streams,
                        const Waiter& waiter, const Link& link, ReportQueue& queue)
       : params_(params),
         tables_(tables),
@@ -232,7 +182,7 @@ class PartsHome {
   static_assert(kMaxTokens <= 1 << 16 && kMaxDomains < 1 << 15);
 
   __device__ ChunkStream<Link> stream(const Record& part) const {
-    return {params_.between, waiter_, link_, part.domain, streams_.first_place[part.domain], {}};
+    return {params_.between, waiter_, link_, part.domain, streams_.first_sent[part.domain], {}};
   }
   __device__ int& num_free(const Record& part) const { return streams_.num_free[threadIdx.x / 32][part.domain]; }
   __device__ int64_t first_row(const Record& part) const {
@@ -251,7 +201,7 @@ class PartsHome {
 
   const CombineBetweenParams& params_;
   const CombineTables& tables_;
-  SentStreams& streams_;
+  Streams& streams_;
   const Waiter& waiter_;
   const Link& link_;
   ReportQueue& queue_;
@@ -260,13 +210,13 @@ class PartsHome {
 
 // Counts a part that has arrived, as PartsHome has reported it, and sends the chunk with the last one. One thread.
 template <typename Link>
-__device__ bool count_part(const CombineBetweenParams& params, const SentStreams& streams, const Waiter& waiter,
+__device__ bool count_part(const CombineBetweenParams& params, const Streams& streams, const Waiter& waiter,
                            const Link& link, int32_t report) {
   const int domain = report >> 16, begin = report & 0xffff, per_chunk = params.record.per_chunk;
   const int chunk = begin / per_chunk, first = chunk * per_chunk;
   const int chunk_rows = min(per_chunk, streams.num_records[domain] - first);
   const int num_rows = min(kRowsOfPart, chunk_rows - (begin - first));
-  const ChunkStream<Link> stream(params.between, waiter, link, domain, streams.first_place[domain], {});
+  const ChunkStream<Link> stream(params.between, waiter, link, domain, streams.first_sent[domain], {});
   return stream.write_rows_by_thread(kControlChunks + chunk, num_rows, chunk_rows,
                                      chunk_rows * params.record.num_bytes);
 }
