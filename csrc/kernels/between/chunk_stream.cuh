@@ -50,24 +50,29 @@ __device__ void advance_stream(const BetweenDomain& between, int domain, int num
   advance(between.layout.next_read, num_read);
 }
 
+// The places of the call's first chunks to and from every domain, for the warps of a CTA, in shared memory. A load from
+// global memory takes as long as several pieces of a row.
+struct FirstPlaces {
+  RingPlace sent[kMaxDomains], read[kMaxDomains];
+
+  // Collective over the CTA; a barrier must follow.
+  __device__ void load(const BetweenDomain& between) {
+    for (int d = threadIdx.x; d < between.grid.num_domains; d += blockDim.x) {
+      sent[d] = next_place(between, between.layout.next_sent, d);
+      read[d] = next_place(between, between.layout.next_read, d);
+    }
+  }
+};
+
 template <typename Link>
 class ChunkStream {
  public:
   __device__ ChunkStream(const BetweenDomain& between, const Waiter& waiter, const Link& link, int domain)
       : ChunkStream(between, waiter, link, domain, next_place(between, between.layout.next_sent, domain),
                     next_place(between, between.layout.next_read, domain)) {}
-
-  // The same where the places of the call's first chunks are known; one that is not used may be any.
   __device__ ChunkStream(const BetweenDomain& between, const Waiter& waiter, const Link& link, int domain,
-                         const RingPlace& first_sent, const RingPlace& first_read)
-      : between_(between),
-        waiter_(waiter),
-        link_(link),
-        domain_(domain),
-        peer_(kRankElsewhere + between.grid.peer_in(domain)),
-        shape_(between.link.layout.rings[kStreamRing]),
-        first_sent_(first_sent),
-        first_read_(first_read) {}
+                         const FirstPlaces& first)
+      : ChunkStream(between, waiter, link, domain, first.sent[domain], first.read[domain]) {}
 
   // Chunks are numbered within the call.
 
@@ -162,6 +167,17 @@ class ChunkStream {
   }
 
  private:
+  __device__ ChunkStream(const BetweenDomain& between, const Waiter& waiter, const Link& link, int domain,
+                         const RingPlace& first_sent, const RingPlace& first_read)
+      : between_(between),
+        waiter_(waiter),
+        link_(link),
+        domain_(domain),
+        peer_(kRankElsewhere + between.grid.peer_in(domain)),
+        shape_(between.link.layout.rings[kStreamRing]),
+        first_sent_(first_sent),
+        first_read_(first_read) {}
+
   __device__ uint32_t* rows_read_of(int chunk) const {
     return own_part<uint32_t>(between_, between_.layout.rows_read) + domain_ * static_cast<int>(shape_.num_slots) +
            slot_of(first_read_.after(chunk, shape_));

@@ -116,7 +116,7 @@ class DomainSums {
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
   __device__ int num_records(int domain) const { return streams_.num_records[domain]; }
   __device__ ChunkStream<Link> stream(int domain) const {
-    return {params_.between, waiter_, link_, domain, streams_.first_sent[domain], {}};
+    return {params_.between, waiter_, link_, domain, streams_.first};
   }
   __device__ bool is_free(int domain, int chunk) const {
     return is_own(domain) || stream(domain).is_free(kControlChunks + chunk);

@@ -116,8 +116,7 @@ class HomeSums {
   __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
   // Of the lane's q-th domain: of what comes from there.
   __device__ ChunkStream<Link> stream(int q) const {
-    const int domain = domain_of_lane(q);
-    return {params_.between, waiter_, link_, domain, {}, streams_.first_read[domain]};
+    return {params_.between, waiter_, link_, domain_of_lane(q), streams_.first};
   }
 
   __device__ int index_in(int token, int domain) const {

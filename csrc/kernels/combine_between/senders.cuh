@@ -182,7 +182,7 @@ class PartsHome {
   static_assert(kMaxTokens <= 1 << 16 && kMaxDomains < 1 << 15);
 
   __device__ ChunkStream<Link> stream(const Record& part) const {
-    return {params_.between, waiter_, link_, part.domain, streams_.first_sent[part.domain], {}};
+    return {params_.between, waiter_, link_, part.domain, streams_.first};
   }
   __device__ int& num_free(const Record& part) const { return streams_.num_free[threadIdx.x / 32][part.domain]; }
   __device__ int64_t first_row(const Record& part) const {
@@ -216,7 +216,7 @@ __device__ bool count_part(const CombineBetweenParams& params, const Streams& st
   const int chunk = begin / per_chunk, first = chunk * per_chunk;
   const int chunk_rows = min(per_chunk, streams.num_records[domain] - first);
   const int num_rows = min(kRowsOfPart, chunk_rows - (begin - first));
-  const ChunkStream<Link> stream(params.between, waiter, link, domain, streams.first_sent[domain], {});
+  const ChunkStream<Link> stream(params.between, waiter, link, domain, streams.first);
   return stream.write_rows_by_thread(kControlChunks + chunk, num_rows, chunk_rows,
                                      chunk_rows * params.record.num_bytes);
 }

@@ -18,21 +18,18 @@ struct CombineTables {
   int* held_begin;  // [D] where the records of each domain begin in what the route holds
 };
 
-// What the warps of a CTA know of the streams to and from each domain, in shared memory. A load from global memory, or
-// of a credit, takes as long as several pieces of a row.
+// What the warps of a CTA know of the streams to and from each domain, in shared memory.
 struct Streams {
-  RingPlace first_sent[kMaxDomains], first_read[kMaxDomains];  // of the call's first chunk
+  FirstPlaces first;
   int num_records[kMaxDomains];  // that go to each domain; to the own one the tokens that have rows in it
   // The first chunks of the call, of which a sending warp knows that they are free.
   int num_free[kSendWarps][kMaxDomains];
 
   // Collective over the CTA; a barrier must follow.
   __device__ void load(const CombineBetweenParams& params) {
-    const BetweenDomain& between = params.between;
-    for (int d = threadIdx.x; d < between.grid.num_domains; d += blockDim.x) {
-      const bool is_own = d == between.grid.domain_idx();
-      first_sent[d] = next_place(between, between.layout.next_sent, d);
-      first_read[d] = next_place(between, between.layout.next_read, d);
+    first.load(params.between);
+    for (int d = threadIdx.x; d < params.between.grid.num_domains; d += blockDim.x) {
+      const bool is_own = d == params.between.grid.domain_idx();
       num_records[d] = params.route[(is_own ? params.parts.domain_counts : params.parts.num_records) + d];
       for (int warp = 0; warp < kSendWarps; ++warp) num_free[warp][d] = 0;
     }

@@ -154,7 +154,7 @@ __device__ bool send_records(const DispatchBetweenParams& params, const CallBetw
   bool has_record = records.next(record);
   if (has_record) load(record, token, column);
   while (has_record) {
-    const ChunkStream<Link> stream(between, waiter, link, record.domain);
+    const ChunkStream<Link> stream(between, waiter, link, record.domain, call.first);
     if (record.is_first()) {
       if (!__all_sync(kAllLanes, lane > 0 || stream.wait_free(record.chunk))) return false;
       __syncwarp();
@@ -214,18 +214,18 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
   const uint8_t *row = nullptr, *next_row = nullptr;
   Column column, next_column;
   const auto row_of = [&](const Record& of) {
-    const ChunkStream<Link> stream(between, waiter, link, of.domain);
+    const ChunkStream<Link> stream(between, waiter, link, of.domain, call.first);
     return stream.chunk(of.chunk) + of.index % layout.per_chunk * layout.num_bytes;
   };
   const auto is_here = [&](const Record& of) {  // then the warp may load it
-    const ChunkStream<Link> stream(between, waiter, link, of.domain);
+    const ChunkStream<Link> stream(between, waiter, link, of.domain, call.first);
     const bool is_here = __ballot_sync(kAllLanes, lane == 0 && stream.is_here(of.chunk)) != 0;
     if (is_here) ptx::fence_global_for_bulk();
     return is_here;
   };
   bool has_record = records.next(record);
   while (has_record) {
-    const ChunkStream<Link> stream(between, waiter, link, record.domain);
+    const ChunkStream<Link> stream(between, waiter, link, record.domain, call.first);
     if (row == nullptr) {
       for (bool waits = !is_here(record); waits && !own_tokens.is_done();) {
         waits = !is_here(record);
@@ -394,18 +394,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Send and forward, each warp in its role. A CTA that has given up does not know where rows go.
   if (ok && shared_status == kSent) {
     RowMover mover(shared + warp * RowMover::kRingBytes, barriers[warp]);
-    const auto push_own = [&](OwnTokens& tokens) {
-      while (!tokens.is_done()) tokens.push(true);
-    };
-    if (warp < kSendWarps) {
-      ok &= send_records(params, call, waiter, link, mover);
-      OwnTokens own_tokens(params, call, base, mover);
-      push_own(own_tokens);
-    } else {
-      OwnTokens own_tokens(params, call, base, mover);
-      ok &= forward_records(params, call, base, waiter, link, mover, own_tokens);
-      push_own(own_tokens);
-    }
+    if (warp < kSendWarps) ok &= send_records(params, call, waiter, link, mover);
+    OwnTokens own_tokens(params, call, base, mover);
+    if (warp >= kSendWarps) ok &= forward_records(params, call, base, waiter, link, mover, own_tokens);
+    while (!own_tokens.is_done()) own_tokens.push(true);
     mark_free_rows(params, call);
     mover.finish();
   }

@@ -28,6 +28,7 @@ struct CallBetween {
   int held_begin[kMaxDomains];   // of these, where they begin in what the route holds
   int num_sent[kMaxDomains];     // tokens of this rank that go to each domain
   int num_control[kMaxDomains];  // chunks that this rank and its peer in each domain exchange ahead of records
+  FirstPlaces first;
   Verdict verdict;
 };
 
@@ -223,6 +224,7 @@ __device__ bool receive_headers(const DispatchBetweenParams& params, const Waite
     call.num_sent[d] = params.route[params.parts.domain_counts + d];
     call.num_control[d] = kControlChunks;
   }
+  call.first.load(between);
   __syncthreads();
   for (int source = threadIdx.x; source < grid.num_ranks(); source += blockDim.x) {
     int header[CallHeader::kNumColumns];
@@ -334,7 +336,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   const auto has_verdict = [&](int i) { return call.num_control[domain_of(i)] == kControlChunks; };
   for (int i = 1 + warp; i < grid.num_domains && ok; i += num_warps) {
     if (!has_verdict(i)) continue;
-    const ChunkStream<Link> stream(between, waiter, link, domain_of(i));
+    const ChunkStream<Link> stream(between, waiter, link, domain_of(i), call.first);
     ok = __all_sync(kAllLanes, lane > 0 || stream.wait_free(1));
     if (!ok) break;
     if (lane == 0) *reinterpret_cast<Verdict*>(stream.send_slot(1)) = own;
@@ -342,7 +344,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   }
   for (int i = 1 + warp; i < grid.num_domains && lane == 0 && ok; i += num_warps) {
     if (!has_verdict(i)) continue;
-    const ChunkStream<Link> stream(between, waiter, link, domain_of(i));
+    const ChunkStream<Link> stream(between, waiter, link, domain_of(i), call.first);
     ok = stream.wait(1);
     if (!ok) break;
     const Verdict theirs = *reinterpret_cast<const Verdict*>(stream.chunk(1));
@@ -371,7 +373,7 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
   if (threadIdx.x == 0 && ok) report(own);
   for (int i = 1 + warp; i < grid.num_domains && lane == 0 && ok; i += num_warps) {
     if (!has_verdict(i)) continue;
-    const ChunkStream<Link> stream(between, waiter, link, domain_of(i));
+    const ChunkStream<Link> stream(between, waiter, link, domain_of(i), call.first);
     report(*reinterpret_cast<const Verdict*>(stream.chunk(1)));
     ok &= stream.read_rows(1, 1, 1);
   }
