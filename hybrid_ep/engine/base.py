@@ -204,7 +204,9 @@ class Engine(abc.ABC):
         """
         routing = Routing(topk_idx, topk_weights, handle.num_experts)
         common_bound = self.common_bound_of(handle)
-        return self.dispatch(DispatchRequest(rows, routing, handle.num_recv, num_sms, expert_range, common_bound))
+        return self.dispatch(
+            DispatchRequest(rows, routing, handle.num_recv, num_sms, expert_range, common_bound, again=handle)
+        )
 
     def dispatch_permuted_again(
         self,
@@ -225,6 +227,7 @@ class Engine(abc.ABC):
             common_bound=self.common_bound_of(handle.dispatch),
             pad_multiple=handle.pad_multiple,
             num_expert_sms=num_expert_sms,
+            again=handle.dispatch,
         )
         return self.dispatch_permuted(request)
 

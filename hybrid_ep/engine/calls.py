@@ -206,6 +206,8 @@ class DispatchRequest(NamedTuple):
         pad_multiple: 0 = rows by source; otherwise by local expert, blocks padded to a multiple.
         num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
         num_slots: spare slots of a rank, equal at all ranks, where rows are of experts; otherwise None.
+        again: handle of the dispatch whose routing is sent again, that of the same dispatch at all ranks; otherwise
+            None.
     """
 
     rows: Rows
@@ -217,6 +219,7 @@ class DispatchRequest(NamedTuple):
     pad_multiple: int = 0
     num_expert_sms: int | None = None
     num_slots: int | None = None
+    again: DispatchHandle | None = None
 
     def reported_experts(self, grid: RankGrid) -> tuple[int, int]:
         """(first, end) of the global experts whose indices are reported to this rank."""

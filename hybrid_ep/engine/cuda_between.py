@@ -185,6 +185,7 @@ class CudaBetween(TorchEngine):
         topk_idx, num_experts = routing.topk_idx.contiguous(), routing.num_experts
         planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         plan, num_tokens = planned.native, planned.num_tokens
+        again = ABSENT if request.again is None else state_of(request.again, BetweenRoute).number
         num_topk = topk_idx.shape[1]
         sizes = RouteSizes(self.grid.num_domains, self.grid.num_ranks_per_domain, num_tokens, num_topk, num_experts)
         max_rows = planned.max_rows
@@ -214,7 +215,7 @@ class CudaBetween(TorchEngine):
                     address(routing.topk_weights),
                     base,
                     held_capacity,
-                    ABSENT,
+                    again,
                     lease,
                     stream,
                     reported,
@@ -303,7 +304,7 @@ class CudaBetween(TorchEngine):
             rows: aligned.
             topk_idx, topk_weights, route: addresses.
             held_capacity: of the route.
-            handle: number of the dispatch that made the route; ABSENT where this one does.
+            handle: number of the dispatch whose route or routing is used again; ABSENT where there is none.
             lease: of the slot where its rows land.
             stream: that it runs on.
             reported: counts of the local experts, written; None where nobody asks for them.

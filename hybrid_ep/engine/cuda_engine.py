@@ -386,13 +386,14 @@ class CudaEngine(Engine):
             )
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         plan, max_rows = planned.native, planned.max_rows
+        again = ABSENT if request.again is None else state_of(request.again, Route).number
         self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
             chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.is_captured)
             lease, host_counts, reported = self._launch(
-                plan, sent, routing.topk_idx.data_ptr(), address(routing.topk_weights), base, ABSENT, lease, stream
+                plan, sent, routing.topk_idx.data_ptr(), address(routing.topk_weights), base, again, lease, stream
             )
             if planned.refusal is not None:
                 raise ConfigError(planned.refusal)
@@ -441,7 +442,7 @@ class CudaEngine(Engine):
             plan: of the call.
             rows: aligned.
             topk_idx, topk_weights, route: addresses.
-            handle: number of the dispatch that made the route; ABSENT where this one does.
+            handle: number of the dispatch whose route or routing is used again; ABSENT where there is none.
             lease: of the slot where its rows land. It is given back where this raises.
             stream: that it runs on.
 

@@ -122,7 +122,7 @@ class DispatchShape(NamedTuple):
 
 def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
     """The shape of a dispatch that makes its route."""
-    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, num_slots = request
+    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, num_slots, _ = request
     return DispatchShape(
         rows.data.shape,
         rows.data.dtype,

@@ -126,6 +126,8 @@ class TorchEngine(Engine):
         }
         if request.num_slots is not None:
             same["num_slots"] = request.num_slots
+        if request.again is not None:
+            same["handle"] = state_of(request.again, _Route).number
         if request.bound is not None and request.common_bound is None and not pad_multiple:  # permuted ones may differ
             same["num_worst_tokens"] = request.bound
         if routing.max_tokens is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "check_expanded",
     "check_gradients",
     "check_masked_decode",
+    "check_other_handles",
     "check_other_most_tokens",
     "check_scales",
     "check_streams",
@@ -463,6 +464,36 @@ def check_other_most_tokens(case: Case, device: str = "cpu") -> None:
                     call(most + 5 * (rank == last), do_expand=do_expand, do_cpu_sync=do_cpu_sync)
         received, *_ = call(most)
         equal(received, received_inputs(case, rank)[1], "recv_x of the next call")
+
+
+def check_other_handles(case: Case, device: str = "cpu") -> None:
+    """One rank dispatches with weights along another handle: every rank is told, whatever the call waits for."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    inputs = on(device, case.inputs(rank))
+    with make_buffer(case) as buffer:
+
+        def along(handle: hybrid_ep.EPHandle) -> Tensor:
+            received, *_ = buffer.dispatch(
+                inputs.x, topk_weights=inputs.topk_weights, handle=handle, do_expand=handle.do_expand
+            )
+            if device == "cuda":
+                torch.cuda.synchronize()
+            buffer.raise_pending()
+            return received  # type: ignore[no-any-return]
+
+        for do_expand in (False, True):
+            for do_cpu_sync in (True, False):
+                options = {"num_experts": case.num_experts, "do_expand": do_expand, "do_cpu_sync": do_cpu_sync}
+                first = buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx, **options)[3]
+                second = buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx.flip(0), **options)[3]
+                with pytest.raises(
+                    hybrid_ep.ConfigError, match=r"^number of the handle's dispatch is .*; allowed: the same on every"
+                ):
+                    along(second if rank == last else first)
+                received = along(first)
+                if not do_expand:
+                    want = received_inputs(case, rank)[1]
+                    equal(received[: want.shape[0]], want, "recv_x of the next call")
 
 
 def check_too_many_tokens(case: Case, device: str = "cpu") -> None:

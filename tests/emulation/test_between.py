@@ -95,6 +95,12 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, size: int) -
     run_emulated(2 * size, "emulation.domains.check_in_domains", size, check)
 
 
+def test_dispatches_with_weights_along_other_handles_are_refused(run_emulated: RunEmulated) -> None:
+    run_emulated(
+        4, "emulation.domains.check_in_domains", 2, "battery.elastic.check_other_handles", Case("consumer", 4, 12)
+    )
+
+
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 1), (4, 2), (3, 1)])
 def test_a_dispatch_beside_a_combine(run_emulated: RunEmulated, num_ranks: int, size: int) -> None:
     run_emulated(num_ranks, "battery.other_calls.check_dispatch_beside_combine", size)

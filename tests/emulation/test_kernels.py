@@ -79,7 +79,15 @@ def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> No
 
 
 @pytest.mark.parametrize(
-    "check", ["check_scales", "check_gradients", "check_deferred", "check_too_many_tokens", "check_other_most_tokens"]
+    "check",
+    [
+        "check_scales",
+        "check_gradients",
+        "check_deferred",
+        "check_too_many_tokens",
+        "check_other_most_tokens",
+        "check_other_handles",
+    ],
 )
 def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))

@@ -47,6 +47,7 @@ def test_elastic_buffer(run_gpus: RunGpus, case: Case, check: Callable[..., None
         elastic.check_streams,
         elastic.check_deferred,
         elastic.check_too_many_tokens,
+        elastic.check_other_handles,
     ],
 )
 def test_calls_of_consumers(run_gpus: RunGpus, check: Callable[..., None]) -> None:

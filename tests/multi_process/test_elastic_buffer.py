@@ -34,6 +34,7 @@ def test_elastic_buffer(run_ranks: RunRanks, case: Case, check: Callable[..., No
         elastic.check_streams,
         elastic.check_too_many_tokens,
         elastic.check_other_most_tokens,
+        elastic.check_other_handles,
     ],
 )
 @pytest.mark.parametrize("num_ranks", [2, 4])
