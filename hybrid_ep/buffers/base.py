@@ -100,6 +100,7 @@ class BaseBuffer:
         self._engine: Engine | None = made
         self._comm_stream = CommStream(made.device)
         self.grid = made.grid
+        self.number = made.number  # of the buffer among those of its group, equal at all ranks
         self.lost = made.lost  # ranks that errors of calls have named, also of calls before the end
 
     @property

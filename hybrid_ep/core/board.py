@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,7 +25,8 @@ from hybrid_ep.errors import TimeoutError, TransportError
 __all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous", "rendezvous_all"]
 
 T = TypeVar("T")
-_boards: dict[str, Board] = {}  # of groups whose ranks processes number differently, by the name of the group
+# Of groups whose ranks processes number differently. A later group may have the same name.
+_boards: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _ACCESS_S = 5.0  # a store that does not answer for so long is lost
 
@@ -47,15 +49,15 @@ class Board:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Board:
         """Returns the board of a group."""
-        if group.group_name in _boards:
-            return _boards[group.group_name]
+        if group in _boards:
+            return _boards[group]
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(group)
         return cls(store, f"hybrid_ep/{group.group_name}/{min(ranks)}-{max(ranks)}/{len(ranks)}")
 
-    def assign(self, group_name: str) -> None:
+    def assign(self, group: dist.ProcessGroup) -> None:
         """Makes this the board of a group, for processes whose default groups differ."""
-        _boards[group_name] = self
+        _boards[group] = self
 
     @property
     def store(self) -> Store:

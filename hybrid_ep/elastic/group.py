@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.within import UnfinishedError, run_within
 
-__all__ = ["Lineage", "abandon", "follow", "job_of", "lineage_of", "make_group", "root_board"]
+__all__ = ["Lineage", "abandon", "board_of", "follow", "job_of", "lineage_of", "make_group", "root_board"]
 
 _LOG = logging.getLogger(__name__)
 _STRANGERS = 1 << 20  # numbers, in this process, of ranks that are not in its default group
@@ -34,15 +35,15 @@ class Lineage:
 
     Attributes:
         board: of the group and of all that followed and will follow it.
+        origin: of the generations, equal at all ranks and used by no other group of the store: digest of the attempt
+            that made this group, or for a group of the caller, number of its first buffer that recovers.
         generation: of the last attempt to make a group.
-        origin: digest of the attempt that made this group; "" for a group of the caller. Buffers of one group that
-            recover one after the other get a group each, and the generations of these are the same numbers.
         is_left_out: whether the others have gone on without this rank.
     """
 
     board: Board
+    origin: str
     generation: int = 0
-    origin: str = ""
     is_left_out: bool = False
 
     @property
@@ -51,7 +52,8 @@ class Lineage:
         return f"generation {self.origin}{self.generation}"
 
 
-_lineages: dict[str, Lineage] = {}  # by the name of the group
+# A process may destroy its groups and make others of the same names, with other processes.
+_lineages: WeakKeyDictionary[dist.ProcessGroup, Lineage] = WeakKeyDictionary()
 
 
 def root_board(store: Store, name: str) -> Board:
@@ -64,28 +66,37 @@ def root_board(store: Store, name: str) -> Board:
     return Board(PrefixStore("hybrid_ep.elastic", store), name)
 
 
-def lineage_of(group: dist.ProcessGroup) -> Lineage:
-    """Returns the lineage of a group, which begins with it unless it was made here."""
-    known = _lineages.get(group.group_name)
-    if known is None:
-        store = Board.of(group).store
-        if isinstance(store, PrefixStore):  # of the default group, which newcomers are not in
-            store = store.underlying_store
-        known = _lineages[group.group_name] = Lineage(root_board(store, job_of(group)))
-    return known
+def lineage_of(group: dist.ProcessGroup, number: int) -> Lineage:
+    """Returns the lineage of a group, which begins with it unless it was made here.
+
+    Args:
+        group: of the buffer that recovers.
+        number: of the buffer among those of the group.
+    """
+    if group not in _lineages:
+        follow(group, Lineage(board_of(group), f"{number}-"))
+    return _lineages[group]
+
+
+def board_of(group: dist.ProcessGroup) -> Board:
+    """Returns the board of the job that a group is of."""
+    known = _lineages.get(group)
+    if known is not None:
+        return known.board
+    store = Board.of(group).store
+    if isinstance(store, PrefixStore):  # of the default group, which newcomers are not in
+        store = store.underlying_store
+    return root_board(store, "world" if group is dist.group.WORLD else Board.of(group).name)
 
 
 def job_of(group: dist.ProcessGroup) -> str:
     """Returns the name by which `join` finds the job whose first buffer is on this group."""
-    known = _lineages.get(group.group_name)
-    if known is not None:
-        return known.board.name
-    return "world" if group is dist.group.WORLD else Board.of(group).name
+    return board_of(group).name
 
 
-def follow(name: str, lineage: Lineage) -> None:
-    """Says where the group that will have this name comes from."""
-    _lineages[name] = lineage
+def follow(group: dist.ProcessGroup, lineage: Lineage) -> None:
+    """Says where a group comes from."""
+    _lineages[group] = lineage
 
 
 def make_group(
@@ -145,7 +156,7 @@ def make_group(
         c10d._update_default_pg(group)
         numbers = list(range(len(members)))
     c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(numbers)}
-    board.assign(name)
+    board.assign(group)
     # The limit was for connecting; collectives of the group get torch's default.
     with contextlib.suppress(RuntimeError):
         c10d._set_pg_timeout(c10d.default_pg_timeout, group)

@@ -30,7 +30,7 @@ from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.board import Board, StoreLostError, rendezvous
 from hybrid_ep.core.checks import require, require_int, require_seconds
 from hybrid_ep.core.host import host_name
-from hybrid_ep.elastic.group import Lineage, abandon, follow, lineage_of, make_group, root_board
+from hybrid_ep.elastic.group import Lineage, abandon, board_of, follow, lineage_of, make_group, root_board
 from hybrid_ep.elastic.succession import Roster, arrange, succeed
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
@@ -144,7 +144,7 @@ def recover(
     require(load_expert is None or callable(load_expert), "load_expert", load_expert, "a function or None")
     kinds = [name for name, kind in _KINDS.items() if type(buffer) is kind]
     require(bool(kinds), "class of the buffer", type(buffer).__name__, " or ".join(_KINDS))
-    lineage = lineage_of(group)
+    lineage = lineage_of(group, buffer.number)
     if lineage.is_left_out:
         raise _left_out(rank, None)
     timeout_s = buffer.timeout_s if timeout_s is None else require_seconds("timeout_s", timeout_s)
@@ -214,7 +214,7 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
     require(callable(load_expert), "load_expert", load_expert, "a function")
     require(isinstance(job, str), "job", repr(job), "a str")
     require_seconds("timeout_s", timeout_s)
-    lineage = Lineage(root_board(store, job))
+    lineage = Lineage(root_board(store, job), "")
     rank = dist.get_rank() if dist.is_initialized() else 0
     loaded: dict[tuple[int, int], Any] = {}
     try:
@@ -252,7 +252,7 @@ def waiting(buffer: BaseBuffer) -> int:
     if buffer.group is None:
         return 0
     try:
-        return len(_newcomers(lineage_of(buffer.group).board))
+        return len(_newcomers(board_of(buffer.group)))
     except StoreLostError as error:
         raise TransportError(
             "waiting", buffer.rank, None, f"the store of the process group is lost ({error})"
@@ -455,7 +455,7 @@ class _Attempt:
         if isinstance(group, set):
             return group
         origin = hashlib.sha256(name.encode()).hexdigest()[:16] + "-"
-        follow(name, Lineage(self._lineage.board, self._lineage.generation, origin))
+        follow(group, Lineage(self._lineage.board, origin, self._lineage.generation))
         kind, options = _KINDS[self._terms["kind"]], dict(self._terms["options"])
         buffer = self._make(
             "made",

@@ -105,6 +105,7 @@ class Engine(abc.ABC):
         grid: geometry of the group.
         device: where tensors must be; None = anywhere.
         traffic: bytes sent.
+        number: of the buffer among those of its group, equal at all ranks, and of no earlier group in the same store.
         num_calls: collective calls in which this rank has taken part, low-latency ones excepted.
     """
 
@@ -113,6 +114,7 @@ class Engine(abc.ABC):
     grid: RankGrid
     device: torch.device | None
     traffic: Traffic
+    number: int
     only_masks_lost: bool = False  # whether a low-latency call masks a lost rank without raising
     is_left_out: bool = False  # whether the others have agreed to go on without this rank
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it

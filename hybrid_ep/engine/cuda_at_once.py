@@ -99,7 +99,7 @@ class BoundDispatch:
             routing = Routing(topk_idx, topk_weights, *self._of_routing)
             return engine.dispatch(DispatchRequest(Rows(data, scales), routing, *self._of_request))
         engine.num_calls += 1
-        number = dispatch_number(engine._number, engine.num_calls)
+        number = dispatch_number(engine.number, engine.num_calls)
         engine._end()
         rows, experts, weights, received_scales, rank_prefix, _, _ = made
         assert experts is not None

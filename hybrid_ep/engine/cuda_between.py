@@ -138,7 +138,7 @@ class CudaBetween(TorchEngine):
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
         # Dispatches are numbered among calls of every kind: after ranks have made different ones, numbers agree again.
-        self._number, self._num_launches = number, 0
+        self._num_launches = 0
         self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
         blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._faults = BetweenFaults(grid, self._link, blame, self._refused)
@@ -229,7 +229,7 @@ class CudaBetween(TorchEngine):
                 held_capacity = max(held_capacity, int(host_counts.max_held * _GROWTH))
                 self._held_capacity = max(self._held_capacity, held_capacity)
                 lease = self._arena.lease(stream)
-            number = dispatch_number(self._number, self._num_launches)
+            number = dispatch_number(self.number, self._num_launches)
             if bound is not None:
                 route = BetweenRoute(chunk, base, sizes, held_capacity, bound, max_rows, max_rows, (0, 0), number)
             else:

@@ -129,7 +129,7 @@ class CudaEngine(Engine):
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._routes = RouteMemory(self.device)
-        self._number = number
+        self.number = number
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         board = None if group is None else Board.of(group).at(f"buffer {number}")
@@ -397,7 +397,7 @@ class CudaEngine(Engine):
             )
             if planned.refusal is not None:
                 raise ConfigError(planned.refusal)
-            number = dispatch_number(self._number, self.num_calls)
+            number = dispatch_number(self.number, self.num_calls)
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound

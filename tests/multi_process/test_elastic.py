@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep import Buffer, HybridEPBuffer, TopologyError, TransportError
@@ -200,6 +200,52 @@ def _lose_two_with_two_buffers() -> list[tuple[int, ...]]:
 def test_two_buffers_of_a_group_recover_twice(cluster: VirtualCluster) -> None:
     cluster.start(_lose_two_with_two_buffers)
     assert cluster.collect([0, 1], limit_s=90) == [[(0, 1), (0, 1)]] * 2
+
+
+def _store_of(port: int, name: str) -> PrefixStore:
+    return PrefixStore(name, TCPStore("127.0.0.1", port, None, is_master=False))
+
+
+def _recover_in_a_new_group(port: int, name: str, rank: int, lost: tuple[int, ...]) -> tuple[int, ...]:
+    """Leaves the process group for a new one of all ranks, in which those that are not `lost` recover."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=_store_of(port, name), rank=rank, world_size=NUM_RANKS)
+    job = Job(Buffer(timeout_s=TIMEOUT_S), PLACEMENT)
+    assert step(job, 0) == ""
+    if rank not in lost:
+        job.take(recover(job.buffer, job.placement, _load_all, lost=lost))
+        assert step(job, 1) == ""
+    return job.ranks
+
+
+def _recover_in_new_groups(cluster: VirtualCluster, name: str, lost: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    for rank in range(NUM_RANKS):
+        cluster.start(_recover_in_a_new_group, cluster.port, name, rank, lost, ranks=[rank])
+    return cluster.collect(limit_s=60)
+
+
+def test_processes_that_have_recovered_make_a_group_with_a_new_one(cluster: VirtualCluster) -> None:
+    cluster.start(_lose_and_go_on)
+    with pytest.raises(RankError):
+        cluster.collect([VICTIM], limit_s=60)
+    cluster.collect([rank for rank in range(NUM_RANKS) if rank != VICTIM], limit_s=60)
+    cluster.replace(VICTIM)
+    assert _recover_in_new_groups(cluster, "second") == [(0, 1, 2, 3)] * NUM_RANKS
+
+
+def _forget_connections(port: int, name: str) -> None:
+    """Removes what torch has left in a store: gloo would take old addresses for new ones."""
+    store = _store_of(port, name)
+    for key in store.underlying_store.list_keys():
+        if "hybrid_ep" not in key:
+            store.underlying_store.delete_key(key)
+
+
+def test_a_store_serves_one_group_after_the_other(cluster: VirtualCluster) -> None:
+    assert _recover_in_new_groups(cluster, "again", lost=(3,))[0] == (0, 1, 2)
+    cluster.run(_forget_connections, cluster.port, "again", ranks=[0], limit_s=60)
+    assert _recover_in_new_groups(cluster, "again") == [(0, 1, 2, 3)] * NUM_RANKS
 
 
 def _divide() -> tuple[str, int]:
