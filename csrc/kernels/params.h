@@ -75,6 +75,7 @@ struct DispatchParams {
   int32_t* expert_row;             // [T, K] scratch, expert-major output only: row of each copy at its rank, or −1
   int32_t* num_tokens_per_expert;  // [LE], padding included
   int32_t* overflow;               // [1], or nullptr
+  bool reports_overflow;           // at every rank, as a fault
   HostCounts* host_counts;         // nullptr: the host does not wait
   uint32_t counts_epoch;
   uint64_t* pool_report;  // the word of PoolReports that this call writes; nullptr in a graph

@@ -75,6 +75,7 @@ DispatchShape DispatchShape::of(const DispatchRequest& request, int rank, int nu
   shape.pad_multiple = request.pad_multiple;
   shape.row_limit = request.bound.value_or(0);
   shape.waits_for_counts = !request.bound;
+  shape.drops_rows = request.drops_rows;
   shape.num_sms = request.num_sms.value_or(0);
   shape.call = call_of(request);
   shape.num_tokens = shape.call.refusal == FaultKind::kTooManyTokens ? 0 : request.num_tokens;

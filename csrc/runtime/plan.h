@@ -49,6 +49,7 @@ struct DispatchRequest {
   std::optional<ExpertRange> expert_range;
   int pad_multiple;
   std::optional<int> bound, common_bound, num_sms, max_tokens, num_slots;
+  bool drops_rows;
   std::optional<int> refusal;
 };
 
@@ -80,7 +81,8 @@ struct DispatchShape {
   int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have arrived
   int row_limit;     // rows of the result, where the host does not wait for counts
   bool waits_for_counts;
-  int num_sms;  // 0: the default
+  bool drops_rows;  // beyond the limit, and only the route's flag says so
+  int num_sms;      // 0: the default
   DispatchCall call;
 
   static DispatchShape of(const DispatchRequest& request, int rank, int num_ranks);

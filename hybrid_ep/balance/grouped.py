@@ -67,7 +67,6 @@ def dispatch_online(
 
     Raises:
         ConfigError: an argument does not fit at any rank.
-        OverflowError: more rows than P arrived, in a later call of the buffer.
         TimeoutError, TransportError: a rank was lost.
     """
     num_ranks, num_spare = plan.spare.shape

@@ -403,7 +403,10 @@ class ElasticCalls(LoadBalanceCalls):
                 # A token may name an expert twice, so a row can have more than min(K, LE) copies.
                 bound = most_rows * routing.topk_idx.shape[1] + (alignment - 1) * num_local
                 bound = -(-bound // alignment) * alignment
-            by_expert = engine.dispatch_permuted(DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment))
+            # No more rows can arrive than the bound.
+            by_expert = engine.dispatch_permuted(
+                DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment, drops_rows=True)
+            )
             received, recv_weights, permute = by_expert.rows, by_expert.probs, by_expert.handle
             dispatch, counts_on_host = permute.dispatch, by_expert.num_tokens_per_expert
         else:

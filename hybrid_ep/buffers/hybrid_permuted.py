@@ -80,7 +80,7 @@ class PermutedCalls(HybridArguments):
 
         Raises:
             ConfigError: an argument does not fit at any rank, or ranks differ.
-            OverflowError: more rows than `num_permuted_tokens` without `non_blocking`.
+            OverflowError: more rows than `num_permuted_tokens` at any rank, without `non_blocking`.
             TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
                 from a later call.
 
@@ -168,7 +168,13 @@ class PermutedCalls(HybridArguments):
                 f"{num_local}, as {routing.num_experts} experts on {self.group_size} ranks are",
             )
         request = DispatchRequest(
-            rows, routing, bound, self._num_sms_dispatch, pad_multiple=pad, num_expert_sms=self._num_sms_permute
+            rows,
+            routing,
+            bound,
+            self._num_sms_dispatch,
+            pad_multiple=pad,
+            num_expert_sms=self._num_sms_permute,
+            drops_rows=non_blocking,
         )
         result = engine.dispatch_permuted(request)
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
@@ -177,7 +183,8 @@ class PermutedCalls(HybridArguments):
             result.handle.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu")
-            engine.raise_on_overflow(result.handle)
+            if bound is not None:
+                engine.raise_pending()  # the copy has waited for the dispatch
         known = own(routing.topk_idx, topk_idx)
         made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
         return as_given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made

@@ -116,6 +116,7 @@ FIELDS: dict[str, Field] = {
     "most_tokens": Field("num_max_tokens_per_rank", _as_number),
     "num_worst_tokens": Field("num_worst_tokens", _as_number),
     "is_bounded": Field("whether the number of rows is given", _as_bool),
+    "drops_rows": Field("whether rows beyond that number are dropped", _as_bool),
     "arena": Field("number of the memory for rows (a CUDA graph keeps that of its capture)", _as_number),
     "common_bound": Field("rows that each rank's slots must hold", _as_number),
     "pad_multiple": Field("pad_multiple", _as_number),

@@ -49,7 +49,7 @@ from hybrid_ep.engine.calls import (
     Routing,
     Rows,
 )
-from hybrid_ep.errors import ConfigError, OverflowError, TransportError
+from hybrid_ep.errors import ConfigError, TransportError
 
 __all__ = ["Engine", "Traffic", "one_at_a_time"]
 
@@ -159,6 +159,10 @@ class Engine(abc.ABC):
 
         With a bound there is no host sync, the result has that many rows, rows beyond it are dropped and
         `handle.overflow` is set. The request's `pad_multiple` is 1 or more.
+
+        Raises:
+            OverflowError: rows were dropped at any rank, without `drops_rows` (an engine that does not sync raises it
+                later).
         """
 
     @abc.abstractmethod
@@ -230,6 +234,7 @@ class Engine(abc.ABC):
             pad_multiple=handle.pad_multiple,
             num_expert_sms=num_expert_sms,
             again=handle.dispatch,
+            drops_rows=True,  # as the dispatch that made the handle
         )
         return self.dispatch_permuted(request)
 
@@ -260,18 +265,6 @@ class Engine(abc.ABC):
     def common_bound_of(self, handle: DispatchHandle) -> int:
         """Local: the `common_bound` of another dispatch along the routes of `handle`."""
         return handle.num_recv
-
-    def raise_on_overflow(self, handle: PermuteHandle) -> None:
-        """Local: waits for the dispatch of `handle` and raises what its flag reports.
-
-        Raises:
-            OverflowError: more rows arrived than the bound.
-        """
-        if int(handle.overflow.item()):
-            arrived = int(handle.num_tokens_per_expert.sum())
-            raise OverflowError(
-                f"{arrived} rows arrived at rank {self.grid.rank}; allowed by the bound: {handle.num_permuted}"
-            )
 
     @abc.abstractmethod
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:

@@ -208,6 +208,7 @@ class DispatchRequest(NamedTuple):
         num_slots: spare slots of a rank, equal at all ranks, where rows are of experts; otherwise None.
         again: handle of the dispatch whose routing is sent again, that of the same dispatch at all ranks; otherwise
             None.
+        drops_rows: of a permuted dispatch with a bound: what `PermuteHandle.overflow` reports is no error.
     """
 
     rows: Rows
@@ -220,6 +221,7 @@ class DispatchRequest(NamedTuple):
     num_expert_sms: int | None = None
     num_slots: int | None = None
     again: DispatchHandle | None = None
+    drops_rows: bool = False
 
     def reported_experts(self, grid: RankGrid) -> tuple[int, int]:
         """(first, end) of the global experts whose indices are reported to this rank."""

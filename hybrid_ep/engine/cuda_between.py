@@ -256,6 +256,10 @@ class CudaBetween(TorchEngine):
         handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
         return Dispatched(_as_sent(rows, output), output.experts, output.weights, reported, handle)
 
+    def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
+        self._begin("dispatch_with_permute", device, {})  # kernels have made the dispatch
+        super()._require_bounds(num_rows, bound, device)
+
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         route = state_of(handle, BetweenRoute)

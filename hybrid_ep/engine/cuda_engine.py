@@ -204,7 +204,7 @@ class CudaEngine(Engine):
         assert output.counts is not None
         assert output.overflow is not None
         counts = output.counts if sent.reported is None else sent.reported
-        state = PermuteState(chunk, kept, self._communicator, request.bound is None)
+        state = PermuteState(chunk, kept, self._communicator)
         dispatch = self._handle(sent, routing, output)
         handle = PermuteHandle(dispatch, counts, sent.num_rows, request.pad_multiple, state, output.overflow)
         return Permuted(permuted, probs, counts, handle)
@@ -263,10 +263,6 @@ class CudaEngine(Engine):
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
         return state_of(handle, Route).max_recv
-
-    def raise_on_overflow(self, handle: PermuteHandle) -> None:
-        if not state_of(handle, PermuteState).waited:
-            super().raise_on_overflow(handle)
 
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         return self._torch.exchange_expert_counts(num_tokens_per_expert)

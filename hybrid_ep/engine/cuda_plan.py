@@ -77,7 +77,7 @@ class DispatchShape(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
-        num_slots: as in `DispatchRequest`.
+        num_slots, drops_rows: as in `DispatchRequest`.
         refusal: number of the refusal of this rank, which then sends nothing; None = the call is not refused.
     """
 
@@ -95,6 +95,7 @@ class DispatchShape(NamedTuple):
     num_sms: int | None
     max_tokens: int | None
     num_slots: int | None = None
+    drops_rows: bool = False
     refusal: int | None = None
 
     # As the kernels' plans take them.
@@ -122,7 +123,7 @@ class DispatchShape(NamedTuple):
 
 def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
     """The shape of a dispatch that makes its route."""
-    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, num_slots, _ = request
+    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, num_slots, _, drops_rows = request
     return DispatchShape(
         rows.data.shape,
         rows.data.dtype,
@@ -138,6 +139,7 @@ def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
         num_sms,
         routing.max_tokens,
         num_slots,
+        drops_rows,
     )
 
 

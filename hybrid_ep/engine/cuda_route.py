@@ -59,13 +59,11 @@ class PermuteState:
         address: of ``[N, K]`` int32, the row of each copy of a received row, or −1; then of ``[N]`` uint32, the combine
             that has last summed the copies.
         communicator: whose combine that was.
-        waited: whether the host waited for the counts, so that there is no overflow.
     """
 
     chunk: Chunk
     address: int
     communicator: _cuda.Communicator
-    waited: bool
 
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""

@@ -99,12 +99,12 @@ class TorchEngine(Engine):
         result = self._dispatch(request)
         if request.bound is None:
             return result
-        self._require_bounds(result.rows.data, request.bound)
+        self._require_bounds(len(result.rows.data), request.bound, result.rows.data.device)
         return _padded(result, request.bound)
 
-    def _require_bounds(self, received: Tensor, bound: int) -> None:
+    def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
         """Raises at every rank if more rows than its bound have arrived at any: the others would wait for that rank."""
-        both, ranks = torch.tensor([len(received), bound], device=received.device), list(range(self.grid.num_ranks))
+        both, ranks = torch.tensor([num_rows, bound], device=device), list(range(self.grid.num_ranks))
         for rank, (arrived, most) in enumerate(self._exchange.all_gather("rows and bounds", both, ranks).tolist()):
             if arrived > most:
                 raise OverflowError(f"{arrived} rows arrived at rank {rank}; allowed by the bound: {most}")
@@ -123,6 +123,7 @@ class TorchEngine(Engine):
             "has_topk": int(routing.has_topk),
             "has_weights": int(routing.topk_weights is not None),
             "is_bounded": int(request.bound is not None),
+            "drops_rows": int(request.drops_rows),
             "pad_multiple": pad_multiple,
         }
         if request.num_slots is not None:
@@ -211,6 +212,8 @@ class TorchEngine(Engine):
         permutation = permutation_by_expert(received.topk_idx, num_local, pad_multiple)
         needed = int(permutation.num_tokens_per_expert.sum())
         size = needed if request.bound is None else request.bound
+        if request.bound is not None and not request.drops_rows:
+            self._require_bounds(needed, size, rows.data.device)
         handle = PermuteHandle(
             dispatch=received.handle,
             num_tokens_per_expert=permutation.num_tokens_per_expert,

@@ -137,7 +137,8 @@ class MoELayer(nn.Module):
 
         Raises:
             ConfigError: dtype or hidden does not fit.
-            OverflowError: more than `num_rows` copies arrived; on the cuda engine from a later call of the buffer.
+            OverflowError: more than `num_rows` copies arrived at any rank; on the cuda engine inside a domain from a
+                later call of the buffer.
             TimeoutError, TransportError: a rank was lost.
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)

@@ -169,7 +169,8 @@ class MoEGroupedDispatch(nn.Module):
 
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.dispatch`.
-            OverflowError: more than `num_rows` rows arrived; on the cuda engine from a later call of the buffer.
+            OverflowError: more than `num_rows` rows arrived at any rank; on the cuda engine inside a domain from a
+                later call of the buffer.
         """
         _check_tokens(x, topk_idx, topk_weights)
         rows, weights, ends, handle = torch.ops.hybrid_ep.dispatch_grouped(

@@ -234,7 +234,7 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
 
 
 def check_overflow(case: Case, device: str = "cpu") -> None:
-    """A bound that is too small sets the flag (non-blocking) or raises; what fits is still right."""
+    """A bound that is too small sets the flag (non-blocking), or every rank raises; what fits is still right."""
     rank = dist.get_rank()
     copies = case.reference().permuted(rank)
     bound = max(0, len(copies) - 3)
@@ -246,9 +246,19 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
         equal(
             hidden, permuted_rows(copies[:bound], [case.inputs(r).x for r in range(case.num_ranks)]), "permuted hidden"
         )
-        if len(copies) > bound:
-            with pytest.raises(hybrid_ep.OverflowError, match=str(len(copies))):
-                buffer.dispatch_with_permute(**given)
+        # Blocking, with too few rows at one rank.
+        num_rows = [len(case.reference().permuted(r)) for r in range(case.num_ranks)]
+        full = max(range(case.num_ranks), key=num_rows.__getitem__)
+        if num_rows[full] == 0:
+            return
+        given["num_permuted_tokens"] = num_rows[rank] - (rank == full)
+        with pytest.raises(
+            hybrid_ep.OverflowError, match=rf"at rank {full}; allowed by the bound: {num_rows[full] - 1}$"
+        ):
+            buffer.dispatch_with_permute(**given)
+        given["num_permuted_tokens"] = num_rows[rank]
+        hidden, *_ = buffer.dispatch_with_permute(**given)
+        equal(hidden, permuted_rows(copies, [case.inputs(r).x for r in range(case.num_ranks)]), "after an overflow")
 
 
 def check_overflow_of_a_map(case: Case, device: str = "cpu") -> None:

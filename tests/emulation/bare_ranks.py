@@ -225,6 +225,7 @@ class Rank(End):
             num_sms=_NUM_SMS,
             max_tokens=None,
             num_slots=None,
+            drops_rows=False,
             refusal=None,
         )
         plan = native.DispatchShape(planned, rank, shape.num_ranks)

@@ -188,6 +188,11 @@ def test_hybrid(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(4, f"battery.hybrid.{check}", Case("hybrid", 4, 20, num_ranks_per_domain=2))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_grouped_rows_beyond_their_bound_are_told_to_all(run_emulated: RunEmulated, size: int) -> None:
+    run_emulated(2 * size, "emulation.domains.check_in_domains", size, "battery.grouped.check_too_few_rows")
+
+
 @pytest.mark.parametrize("check", ["check_plain", "check_wide"])
 def test_tokens_with_many_experts(run_emulated: RunEmulated, check: str) -> None:
     case = Case("wide", 4, 6, hidden=128, topk=40, num_experts=160, num_ranks_per_domain=2)

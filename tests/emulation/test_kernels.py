@@ -62,6 +62,10 @@ def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
 
 
+def test_grouped_rows_beyond_their_bound_are_told_to_all(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.grouped.check_too_few_rows")
+
+
 def test_an_overflow_along_a_map_is_told_to_all(run_emulated: RunEmulated) -> None:
     run_emulated(3, "battery.hybrid.check_overflow_of_a_map", Case("map", 3, 12, num_experts=12))
 

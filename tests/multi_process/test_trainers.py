@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hybrid_ep
 from hybrid_ep import Buffer, ConfigError
 from hybrid_ep.nn import MoECombine, MoEDispatch, MoELayer, expert_parameters
+from tests.battery import grouped
 from tests.conftest import RunRanks
 from tests.multi_process import torchtitan, trainers
 from tests.multi_process.trainers import Model
@@ -244,8 +245,6 @@ def test_a_layer_that_has_run_can_be_copied() -> None:
         assert layer.experts.up.grad is None
 
 
-def test_a_bound_that_is_too_small_is_told() -> None:
-    with Buffer(None) as buffer:
-        layer = MoELayer(buffer, hidden=16, ffn_hidden=8, num_experts=2, topk=1, num_rows=3)
-        with pytest.raises(hybrid_ep.OverflowError, match="4 rows arrived at rank 0; allowed by the bound: 3"):
-            layer(torch.ones(4, 16))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_bound_that_is_too_small_is_told(run_ranks: RunRanks, num_ranks: int) -> None:
+    run_ranks(num_ranks, grouped.check_too_few_rows)

@@ -43,6 +43,7 @@ DispatchRequest request_of(const py::object& shape) {
   request.num_sms = fields.optional("num_sms");
   request.max_tokens = fields.optional("max_tokens");
   request.num_slots = fields.optional("num_slots");
+  request.drops_rows = fields.flag("drops_rows");
   request.refusal = fields.optional("refusal");
   return request;
 }

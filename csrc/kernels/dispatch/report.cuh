@@ -74,7 +74,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   max_sent = __reduce_max_sync(kAllLanes, max_sent);
   max_recv = __reduce_max_sync(kAllLanes, max_recv);
   // Every rank reports dropped rows, because its own combine will lack them.
-  for (int r = lane; r < num_ranks && params.overflow == nullptr && status == kSent; r += 32) {
+  for (int r = lane; r < num_ranks && params.reports_overflow && status == kSent; r += 32) {
     const int needed = routes.needed[r], limit = routes.call[r][CountRow::kRowLimit];
     if (needed <= limit) continue;
     report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, r, limit,
