@@ -36,6 +36,7 @@ class ReplicaRoutes(NamedTuple):
 
     Attributes:
         first_rank: with which the mapping begins.
+        mapping: ``[ranks, B]`` int64, contiguous.
         sent: ``[n]`` int64: experts of this rank that have a replica, ascending; −1 behind them.
         columns: ``[n, R]`` int64: the ranks that get each of them, rank r in column r, or −1.
         arrived: ``[B]`` int64: which of the experts that arrive each spare slot takes; −1 where it is empty.
@@ -43,6 +44,7 @@ class ReplicaRoutes(NamedTuple):
     """
 
     first_rank: int
+    mapping: Tensor
     sent: Tensor
     columns: Tensor
     arrived: Tensor
@@ -80,7 +82,7 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
             first_rank=first_rank,
             **kernels.place_of(mapping),
         )
-        return ReplicaRoutes(first_rank, sent, columns.view(num_sent, buffer.group_size), arrived, homes)
+        return ReplicaRoutes(first_rank, mapping, sent, columns.view(num_sent, buffer.group_size), arrived, homes)
     device = mapping.device
     local = mapping - (buffer.rank - first_rank) * num_local
     wanted = (local.unsqueeze(0) == torch.arange(num_local, device=device).view(-1, 1, 1)).any(2)
@@ -95,6 +97,7 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
     nth = ((mine < mine.unsqueeze(1)) & is_first & (mine >= 0)).sum(1)
     return ReplicaRoutes(
         first_rank,
+        mapping,
         sent=torch.where(has_replica[order], order, -1),
         columns=columns,
         arrived=torch.where(mine >= 0, nth, -1),
@@ -132,7 +135,7 @@ def copy_weights(
         for cut in part.cuts:
             _take(records, cut.in_record, experts[cut.tensor], cut.in_tensor, routes.sent, cut.num_bytes)
         columns = _of_rows(routes.columns, part.num_rows)
-        rows = _send(buffer, part.as_rows(records), columns, num_slots * part.num_rows, num_sms, num_slots)
+        rows = _send(buffer, part.as_rows(records), columns, num_slots * part.num_rows, num_sms, routes.mapping)
         arrived = part.as_records(rows, num_slots)
         for cut in part.cuts:
             _take(spare[cut.tensor], cut.in_tensor, arrived, cut.in_record, routes.arrived, cut.num_bytes)
@@ -180,7 +183,7 @@ def add_gradients(
             target.copy_(_elements(spare[cut.tensor], cut))
         columns = _of_rows(routes.homes.unsqueeze(1), part.num_rows)
         bound = None if most is None else most * part.num_rows
-        rows = _send(buffer, part.as_rows(records), columns, bound, num_sms, num_slots)
+        rows = _send(buffer, part.as_rows(records), columns, bound, num_sms, routes.mapping)
         arrived = part.as_records(rows, len(sources))
         for cut in part.cuts:
             sums = _elements(homes[cut.tensor], cut)
@@ -236,7 +239,7 @@ def _send(
     columns: Sequence[Tensor],
     bound: int | None,
     num_sms: int | None,
-    num_slots: int | None = None,
+    replicas: Tensor | None = None,
 ) -> Tensor:
     """Sends ``[T, W]`` bf16 rows to ranks.
 
@@ -249,12 +252,12 @@ def _send(
             row, or −1. With one tensor it may name any ranks.
         bound: None = the host waits for the number of rows.
         num_sms: SMs to use; None = the engine's choice.
-        num_slots: spare slots of a rank, where rows are of experts.
+        replicas: the mapping, where rows are of experts.
     """
     result = None
     for i, some in enumerate(columns):
         routing = Routing(some.contiguous(), None, buffer.group_size)  # an expert stands for a rank
-        received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound, num_sms, num_slots=num_slots))
+        received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound, num_sms, replicas=replicas))
         if len(columns) == 1 or i == buffer.rank // MAX_TOPK:
             result = received.rows.data
     assert result is not None

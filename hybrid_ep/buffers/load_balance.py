@@ -83,8 +83,8 @@ class LoadBalanceCalls(BaseBuffer):
 
         Raises:
             ConfigError: an argument does not fit, a tensor is not contiguous, or, where the mapping is on a CPU, it
-                names no expert of the domain. On the cuda engine inside a domain also, from a later call, sizes or
-                mappings differ between ranks.
+                names no expert of the domain. Also if mappings of ranks differ: on the torch engine, and from a later
+                call on the cuda engine inside a domain, which compares sizes of experts, too.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         spare = _tensors("redundant_expert_weights", redundant_expert_weights)
@@ -118,7 +118,8 @@ class LoadBalanceCalls(BaseBuffer):
             An event on the current stream, behind the sums.
 
         Raises:
-            ConfigError: as `lb_prefetch_weights`, or gradients are not float32.
+            ConfigError: as `lb_prefetch_weights`, or gradients are not float32. Mappings are compared on the torch
+                engine only.
             TimeoutError, TransportError: a rank was lost.
         """
         spare = _tensors("redundant_expert_grads", redundant_expert_grads)

@@ -205,7 +205,8 @@ class DispatchRequest(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         pad_multiple: 0 = rows by source; otherwise by local expert, blocks padded to a multiple.
         num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
-        num_slots: spare slots of a rank, equal at all ranks, where rows are of experts; otherwise None.
+        replicas: where rows are of experts, ``[ranks, B]`` int64 on their device: the expert in each slot, or −1, of
+            the ranks of the group or of this domain, equal at these ranks; otherwise None.
         again: handle of the dispatch whose routing is sent again, that of the same dispatch at all ranks; otherwise
             None.
         drops_rows: of a permuted dispatch with a bound: what `PermuteHandle.overflow` reports is no error.
@@ -219,7 +220,7 @@ class DispatchRequest(NamedTuple):
     common_bound: int | None = None
     pad_multiple: int = 0
     num_expert_sms: int | None = None
-    num_slots: int | None = None
+    replicas: Tensor | None = None
     again: DispatchHandle | None = None
     drops_rows: bool = False
 

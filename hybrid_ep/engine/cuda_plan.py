@@ -77,7 +77,8 @@ class DispatchShape(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
-        num_slots, drops_rows: as in `DispatchRequest`.
+        num_slots: of a rank, where rows are of experts; otherwise None.
+        drops_rows: as in `DispatchRequest`.
         refusal: number of the refusal of this rank, which then sends nothing; None = the call is not refused.
     """
 
@@ -123,7 +124,7 @@ class DispatchShape(NamedTuple):
 
 def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
     """The shape of a dispatch that makes its route."""
-    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, num_slots, _, drops_rows = request
+    rows, routing, bound, num_sms, _, common_bound, pad_multiple, _, replicas, _, drops_rows = request
     return DispatchShape(
         rows.data.shape,
         rows.data.dtype,
@@ -138,7 +139,7 @@ def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
         common_bound,
         num_sms,
         routing.max_tokens,
-        num_slots,
+        None if replicas is None else replicas.shape[1],
         drops_rows,
     )
 

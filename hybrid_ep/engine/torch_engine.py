@@ -109,6 +109,17 @@ class TorchEngine(Engine):
             if arrived > most:
                 raise OverflowError(f"{arrived} rows arrived at rank {rank}; allowed by the bound: {most}")
 
+    def _require_same_replicas(self, replicas: Tensor) -> None:
+        """Raises at every rank where ranks differ: experts would land in slots that are of others."""
+        ranks, size = list(range(self.grid.num_ranks)), len(replicas)
+        told = self._exchange.all_gather("replicas", replicas, ranks).cpu().unflatten(0, (-1, size))
+        for group, nth, rank, slot in (told != told[:, :1]).nonzero().tolist():
+            first, (ours, theirs) = group * size, told[group, [0, nth], rank, slot].tolist()
+            raise ConfigError(
+                f"the expert in slot {slot} of rank {first + rank} is {ours} at rank {first} and {theirs} at rank "
+                f"{first + nth}; allowed: the same on every rank"
+            )
+
     def _dispatch(self, request: DispatchRequest) -> Dispatched:
         """Receives exactly what arrives; the bound is only compared. With a `pad_multiple`, rows will be permuted."""
         rows, routing, pad_multiple = request.rows, request.routing, request.pad_multiple
@@ -126,8 +137,8 @@ class TorchEngine(Engine):
             "drops_rows": int(request.drops_rows),
             "pad_multiple": pad_multiple,
         }
-        if request.num_slots is not None:
-            same["num_slots"] = request.num_slots
+        if request.replicas is not None:
+            same["num_slots"] = request.replicas.shape[1]
         if request.again is not None:
             same["handle"] = state_of(request.again, _Route).number
         if request.bound is not None and request.common_bound is None and not pad_multiple:  # permuted ones may differ
@@ -138,6 +149,8 @@ class TorchEngine(Engine):
                 same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
         call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
+        if request.replicas is not None:
+            self._require_same_replicas(request.replicas)
         num_local = routing.num_experts // grid.num_ranks
 
         # Hop 1: to every domain that needs the token.

@@ -133,6 +133,29 @@ def test_domains_with_other_numbers_of_slots_are_told_so(run_ranks: RunRanks) ->
     run_ranks(NUM_RANKS, check_other_slots)
 
 
+def _move_by_another_mapping(per_domain: int) -> None:
+    """The last rank has another mapping than its domain: every rank is told the same, and all go on."""
+    rank, last = dist.get_rank(), NUM_RANKS - 1
+    right = torch.zeros(per_domain, 2, dtype=torch.int32)
+    wrong = right.clone()
+    wrong[1, 0] = 1
+    told = (
+        f"the expert in slot 0 of rank {NUM_RANKS - per_domain + 1} is 0 at rank {NUM_RANKS - per_domain} and 1 at "
+        f"rank {last}; allowed: the same on every rank"
+    )
+    with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
+        for move in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
+            with pytest.raises(hybrid_ep.ConfigError) as refused:
+                move(torch.zeros(2, 24), torch.zeros(NUM_LOCAL, 24), wrong if rank == last else right)
+            assert str(refused.value) == told
+            move(torch.zeros(2, 24), torch.zeros(NUM_LOCAL, 24), right)
+
+
+@pytest.mark.parametrize("per_domain", [4, 2])
+def test_ranks_with_other_mappings_are_told_so(run_ranks: RunRanks, per_domain: int) -> None:
+    run_ranks(NUM_RANKS, _move_by_another_mapping, per_domain)
+
+
 def _counts() -> list[list[int]]:
     with hybrid_ep.Buffer() as buffer:
         copies = torch.arange(5).repeat_interleave(torch.arange(5) + dist.get_rank())
