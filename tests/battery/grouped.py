@@ -12,16 +12,18 @@ from hybrid_ep.nn import MoECombine, MoEGroupedDispatch
 __all__ = ["check_too_few_rows"]
 
 
-def check_too_few_rows() -> None:
+def check_too_few_rows(device: str = "cpu") -> None:
     """More rows than one rank has room for: every rank is told by the end of the round trip, and goes on."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    x, weights = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(4, 1)
+    x, weights = torch.ones(4, 16, dtype=torch.bfloat16, device=device), torch.ones(4, 1, device=device)
     with hybrid_ep.Buffer() as buffer:
         dispatch, combine = MoEGroupedDispatch(buffer, 2 * num_ranks, 4 * num_ranks - 1), MoECombine(buffer)
 
         def round_trip(expert: int) -> torch.Tensor:
-            tokens = dispatch(x, torch.full((4, 1), expert), weights)
+            tokens = dispatch(x, torch.full((4, 1), expert, device=device), weights)
             combined: torch.Tensor = combine(tokens.x, tokens.handle)
+            if device == "cuda":
+                torch.cuda.synchronize()
             buffer.raise_pending()
             return combined
 

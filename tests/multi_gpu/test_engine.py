@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_ep.testing.cluster import VirtualCluster
-from tests.battery import hybrid, normal, other_calls, refused_low_latency, refused_normal
+from tests.battery import grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.emulation.small_slots import check_with_small_slots
@@ -92,6 +92,7 @@ def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         other_calls.check_too_many_low_latency_tokens,
         other_calls.check_refused_calls_leave_nothing_to_do,
         other_calls.check_refused_combines_in_a_row,
+        grouped.check_too_few_rows,
         *refused_low_latency.CHECKS,
         *refused_normal.CHECKS,
         refused_normal.check_refused_rows_of_kernels,
