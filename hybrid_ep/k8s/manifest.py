@@ -67,7 +67,7 @@ class MissingToolError(HybridEPError):
     """A program or package that a check needs is not installed; the message says which."""
 
 
-Requests = Mapping[str, Mapping[str, int]]  # of a claim: name of a request → device class → number
+Requests = Mapping[str, Mapping[str, float]]  # of a claim: name of a request → kind of device → number
 
 
 class PodTemplate(NamedTuple):
@@ -79,6 +79,7 @@ class PodTemplate(NamedTuple):
         content: with ``metadata`` and ``spec``.
         num_pods: how many Pods are made of it; None where that depends on the cluster.
         claims: the Pod's name for a claim → what it asks for, where the build has the claim.
+        is_bare: whether the object has the spec alone, without a template around it, perhaps with other fields.
     """
 
     path: str
@@ -86,6 +87,7 @@ class PodTemplate(NamedTuple):
     content: dict[str, Any]
     num_pods: int | None = None
     claims: Mapping[str, Requests] = {}
+    is_bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,13 @@ class Manifest:
         return self.kind in _TEMPLATES
 
     def pod_templates(self) -> Iterator[PodTemplate]:
-        """The Pod templates of a kind that has some; of a kind that is not known, whatever has the shape of one."""
+        """The Pod templates of a kind that has some; of a kind that is not known, whatever has the shape of one, or of
+        a Pod's spec.
+        """
         places = [each for pattern in _TEMPLATES.get(self.kind, ()) for each in self._places(pattern)]
-        for parts, content in places if self.kind in _TEMPLATES else _find_shapes(self.content, []):
+        for parts, tree in places if self.kind in _TEMPLATES else _find_shapes(self.content, []):
+            is_bare = not self.has_pods and _has_containers(tree)
+            content = {"spec": tree} if is_bare else tree
             if _mapping(content, "spec"):
                 role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
                 claims = {
@@ -152,7 +158,14 @@ class Manifest:
                     for claim in content["spec"].get("resourceClaims") or ()
                     if (key := claim_of(claim)) in self.claims
                 }
-                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts), claims)
+                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts), claims, is_bare)
+
+    def written(self, path: str) -> str:
+        """A path below a Pod template as the object has it: of a Pod's spec without a template, without ``.spec``."""
+        for template in self.pod_templates():
+            if template.is_bare and path.startswith(f"{template.path}.spec"):
+                return template.path + path.removeprefix(f"{template.path}.spec")
+        return path
 
     def _places(self, pattern: str) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
         return _find(self.content, pattern.split(".") if pattern else [])
@@ -352,14 +365,21 @@ def _find(tree: Any, pattern: list[str]) -> Iterator[tuple[list[str | int], dict
 
 
 def _find_shapes(tree: Any, parts: list[str | int]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
-    """Every mapping with a spec whose containers have names and images."""
-    found = _mapping(tree, "spec").get("containers")
-    if isinstance(found, list) and found and all({"name", "image"} <= each.keys() for each in found if _is_map(each)):
+    """Every mapping with a Pod's spec, or that is one."""
+    if _has_containers(_mapping(tree, "spec")) or _has_containers(tree):
         yield parts, tree
         return
     below: Any = tree.items() if _is_map(tree) else enumerate(tree) if isinstance(tree, list) else ()
     for part, value in below:
         yield from _find_shapes(value, [*parts, part])
+
+
+def _has_containers(tree: Any) -> bool:
+    """Whether it has a list of containers with names and images, as a Pod's spec."""
+    found = tree.get("containers") if _is_map(tree) else None
+    if not isinstance(found, list) or not found:
+        return False
+    return all({"name", "image"} <= each.keys() for each in found if _is_map(each))
 
 
 def _is_map(value: Any) -> bool:

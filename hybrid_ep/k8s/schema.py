@@ -53,6 +53,7 @@ def check_schema(manifest: Manifest, version: str = KUBERNETES_VERSION) -> Itera
     """
 
     def problem(path: str, message: str, rule: str = "schema", level: Level = Level.ERROR) -> Problem:
+        path = manifest.written(path)
         return Problem(str(manifest.source), manifest.name, path, rule, message, level, manifest.line(path))
 
     _package()  # without it even a kind of ours is not checked: its Pods are Kubernetes'
@@ -74,6 +75,8 @@ def check_schema(manifest: Manifest, version: str = KUBERNETES_VERSION) -> Itera
             for template in found:
                 for breach in schemas.pod_template.iter_errors(template.content):
                     path, message = _described(breach)
+                    if template.is_bare and path == "$.spec" and not _has_misspelt_field(breach):
+                        continue  # beside a Pod's fields there are the kind's own
                     yield problem(f"{template.path}{path[1:]}", message)
         return
     for breach in sorted(validator.iter_errors(manifest.content), key=lambda breach: list(map(str, breach.path))):
@@ -205,6 +208,14 @@ def _described(breach: ValidationError) -> tuple[str, str]:
         allowed = [str(value) for value in schema["enum"] if value is not None]
         message = f"{breach.instance!r}; allowed: {', '.join(value or repr(value) for value in allowed)}"
     return path, message
+
+
+def _has_misspelt_field(breach: ValidationError) -> bool:
+    """Whether it is no unknown field, or one that is nearly a known one."""
+    if breach.validator != "additionalProperties" or not isinstance(breach.instance, dict):
+        return True
+    known = breach.schema.get("properties", {}) if isinstance(breach.schema, Mapping) else {}
+    return any(difflib.get_close_matches(str(name), known, 1, 0.85) for name in breach.instance if name not in known)
 
 
 def _shipped(name: str) -> Any:

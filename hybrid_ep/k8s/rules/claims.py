@@ -7,14 +7,14 @@ import re
 from hybrid_ep.k8s.claims import CLAIM_KINDS, devices_of_claim
 from hybrid_ep.k8s.manifest import Manifest, claim_of
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import containers, items, spec_of
+from hybrid_ep.k8s.rules.parts import containers, is_network, items, spec_of
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
 
 
 @rule("claims", Level.ERROR)
 def _claims(manifest: Manifest) -> Found:
-    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used. A claim of the Pod
-    names a ResourceClaim or a template, and not both.
+    """Every claim that a container uses is one of its Pod's, and every one of the Pod's is used, unless it is for
+    network interfaces, which the whole Pod has. A claim of the Pod names a ResourceClaim or a template, and not both.
     """
     for template in manifest.pod_templates():
         for i, claim in enumerate(items(spec_of(template), "resourceClaims")):
@@ -33,10 +33,14 @@ def _claims(manifest: Manifest) -> Found:
                     allowed = ", ".join(sorted(given)) or "none, as the Pod has none"
                     yield Finding(f"{path}.resources.claims[{i}]", f"{claim.get('name')!r}; allowed: {allowed}")
         for name in sorted(given - used):
+            kinds = [kind for request in template.claims.get(name, {}).values() for kind in request]
+            if kinds and all(map(is_network, kinds)):
+                continue
             message = (
                 f"no container uses the claim {name!r}, so none gets the device; allowed: in resources.claims of one"
             )
-            yield Finding(f"{template.path}.spec.resourceClaims", message)
+            level = None if kinds else Level.WARNING  # another build's claim, perhaps for network interfaces
+            yield Finding(f"{template.path}.spec.resourceClaims", message, level)
 
 
 @rule("claim-shared", Level.WARNING)

@@ -37,6 +37,10 @@ _TAKEN = {
     "UCX_TLS": (r"\^?[\w-]+(,[\w-]+)*", "names of transports, separated by commas"),
     "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
     "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
+    "NVSHMEM_REMOTE_TRANSPORT": (
+        r"(?i)none|ibrc|ibdevx|ibgda|ucx|libfabric",
+        "ibrc, ibdevx, ibgda, ucx, libfabric or none",
+    ),
     "NVSHMEM_IB_GID_INDEX": (_BYTE, "0 to 255"),
     "NVSHMEM_IB_TRAFFIC_CLASS": (_BYTE, "0 to 255"),
     "NVSHMEM_IB_SL": (_PRIORITY, "0 to 15"),
@@ -148,7 +152,7 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
     """(name, message) where NICs are named that do not fit each other, the Pod's NICs or its GPUs."""
     named = {name: found for name, each in settings.items() if (found := _named(name, each.value))}
     of_nccl = named.get("NCCL_IB_HCA", [])
-    num_gpus = sum(amount(number) for _, each in containers(template) for number in gpus(template, each).values())
+    num_gpus = sum(map(amount, gpus(template, *(each for _, each in containers(template))).values()))
     # One NIC is what a plugin for shared NICs gives.
     num_nics = max((amount(number) for number in nics(template).values() if amount(number) > 1), default=0)
     for name, found in named.items():
@@ -156,10 +160,10 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
             yield name, f"{name} has {', '.join(strange)}; allowed: NICs of NCCL_IB_HCA"
         if num_nics and len(set(found)) > num_nics:
             yield name, f"{name} names {len(set(found))} NICs; allowed: the Pod's {num_nics:g}"
-        if num_gpus and max(num_gpus, len(set(found))) % min(num_gpus, len(set(found))):
+        if num_gpus > 0 and max(num_gpus, len(set(found))) % min(num_gpus, len(set(found))):
             yield name, f"{name} names {len(set(found))} NICs; allowed: as many for each of {num_gpus:g} GPUs"
     disabled = settings.get("NCCL_IB_DISABLE")
-    rdma = [nic for nic in nics(template) if not nic.endswith("/efa")]  # EFA has a plugin of its own
+    rdma = [nic for nic in nics(template) if not re.search(r"/efa$|^efa\.", nic)]  # EFA has a plugin of its own
     if disabled and disabled.value == "1" and rdma:
         yield "NCCL_IB_DISABLE", f"NCCL_IB_DISABLE=1 with {', '.join(rdma)}; allowed with RDMA: 0, or no NICs"
     if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import amount, gpus, items, main, option, runs, spec_of, words
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
+
+TRAINING_RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")  # of TrainJobs
 
 
 @rule("job-indexed", Level.ERROR)
@@ -49,7 +52,7 @@ def _indexed(manifest: Manifest) -> Found:
 @rule("torchrun-size", Level.ERROR)
 def _torchrun_size(manifest: Manifest) -> Found:
     """Torchrun's `--nnodes` is the number of the job's Pods, and `--nproc-per-node` that of their GPUs, also where a
-    PyTorchJob or a TrainJob gives it: with more, ranks wait forever, and with fewer, GPUs have no rank.
+    PyTorchJob, a TrainJob or its runtime gives it: with more, ranks wait forever, and with fewer, GPUs have no rank.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
@@ -66,6 +69,11 @@ def _torchrun_size(manifest: Manifest) -> Found:
             yield Finding(where, f"--nnodes={nodes} with {allowed} Pods; allowed: {allowed}")
         given = manifest.spec.get("nprocPerNode") if manifest.kind == "PyTorchJob" and not ranks else None
         yield from _ranks("$.spec.nprocPerNode" if given else where, given or ranks, gpus(template, container))
+    if manifest.kind in TRAINING_RUNTIMES:
+        ranks = ((manifest.spec.get("mlPolicy") or {}).get("torch") or {}).get("numProcPerNode")
+        for template in manifest.pod_templates():
+            found = gpus(template, main(template)[1])
+            yield from _ranks("$.spec.mlPolicy.torch.numProcPerNode", ranks, found)
     if manifest.kind == "TrainJob":
         trainer = manifest.spec.get("trainer") or {}
         found = gpus(PodTemplate("", "", {}), {"resources": trainer.get("resourcesPerNode")})
@@ -82,49 +90,66 @@ def _ranks(where: str, ranks: object, found: dict[str, Any]) -> Found:
             yield Finding(where, f"{name}={ranks} with {number} × {gpu}; allowed: {number}", Level.WARNING)
 
 
-# Options by which vLLM and SGLang split a model over GPUs.
-_SPLITS = (("tensor-parallel-size", "tp-size", "tp", "-tp"), ("pipeline-parallel-size", "pp-size", "pp", "-pp"))
+# Options by which vLLM and SGLang split a model over GPUs (tensors, layers, experts) and copy it (in all, in one Pod).
+_SPLITS = (
+    ("tensor-parallel-size", "tp-size", "tp", "-tp"),
+    ("pipeline-parallel-size", "pp-size", "pp", "-pp"),
+    ("expert-parallel-size", "ep-size", "ep"),
+    ("data-parallel-size", "dp-size", "dp", "-dp"),
+    ("data-parallel-size-local", "-dpl"),
+)
+_COPIES_ELSEWHERE = r"data-parallel-(address|rank|start-rank|hybrid-lb|external-lb)"  # other Pods have some of them
 
 
 @rule("engine-size", Level.ERROR)
 def _engine_size(manifest: Manifest) -> Found:
-    """Engines (vLLM, SGLang) split a model over no more GPUs than their Pods have, in a LeaderWorkerSet those of one
-    group: with more they end, or wait forever.
+    """Engines (vLLM, SGLang) split and copy a model over no more GPUs than their Pods have, in a LeaderWorkerSet those
+    of one group: with more they end, or wait forever.
     """
     groups = list(manifest.pod_templates())
     for template in groups:
         path, container = main(template)
         if not any(runs(container, name) or name in str(container.get("image")) for name in ("vllm", "sglang")):
             continue
-        sizes = [next((found for name in names if (found := option(container, name))), "1") for names in _SPLITS]
-        has = _gpus_of_group(manifest, groups, template)
-        if not has or not all(map(str.isdigit, sizes)):
-            continue
-        split = int(sizes[0]) * int(sizes[1])
-        if split > has:
-            message = f"{sizes[0]} × {sizes[1]} GPUs of {has:g}; allowed: up to {has:g}"
-            yield Finding(f"{path}.{'args' if container.get('args') else 'command'}", message)
+        tensor, pipeline, experts, copies, local = (_size(container, names) for names in _SPLITS)
+        said = " ".join(words(container))
+        if "enable-dp-attention" in said or (manifest.kind != "LeaderWorkerSet" and re.search(_COPIES_ELSEWHERE, said)):
+            copies = 1
+        of_pod, of_group = _gpus_of_pod(template), _gpus_of_group(manifest, groups, template)
+        for number, has in ((local, of_pod if local > 1 else 0), (copies, of_group)):
+            split = max(tensor, experts) * pipeline * number
+            if has and split > has:
+                sizes = [max(tensor, experts), pipeline] + [number] * (number > 1)
+                message = f"{' × '.join(map(str, sizes))} GPUs of {has:g}; allowed: up to {has:g}"
+                yield Finding(f"{path}.{'args' if container.get('args') else 'command'}", message)
+                break
+
+
+def _size(container: dict[str, Any], names: tuple[str, ...]) -> int:
+    """The value of the first of these options that is given; 1 where none is, and 0 where it is not known."""
+    found = next((found for name in names if (found := option(container, name))), "1")
+    return int(found) if found.isdigit() else 0
+
+
+def _gpus_of_pod(template: PodTemplate) -> float:
+    return sum(map(amount, gpus(template, main(template)[1]).values()))
 
 
 def _gpus_of_group(manifest: Manifest, templates: list[PodTemplate], template: PodTemplate) -> float:
     """GPUs of the Pods that an engine runs on; 0 where that is not known."""
-
-    def of_pod(each: PodTemplate) -> float:
-        return sum(amount(number) for number in gpus(each, main(each)[1]).values())
-
     if manifest.kind == "LeaderWorkerSet":
         size = int((manifest.spec.get("leaderWorkerTemplate") or {}).get("size", 1))
-        return of_pod(templates[0]) + (size - 1) * of_pod(templates[-1])
+        return _gpus_of_pod(templates[0]) + (size - 1) * _gpus_of_pod(templates[-1])
     container = main(template)[1]
     nodes = option(container, "nnodes") or "1"
     known = nodes.isdigit() and "ray" not in " ".join(words(container))
-    return of_pod(template) * int(nodes) if known else 0
+    return _gpus_of_pod(template) * int(nodes) if known else 0
 
 
 @rule("pytorchjob", Level.ERROR)
 def _pytorchjob(manifest: Manifest) -> Found:
     """A Pod of a PyTorchJob has a container `pytorch`, which the operator wires up, and there is one master: the
-    operator refuses others.
+    operator refuses others. With an elasticPolicy there are as many workers as it allows: ranks wait for the least.
     """
     for template in manifest.pod_templates() if manifest.kind == "PyTorchJob" else ():
         names = [str(each.get("name")) for each in items(spec_of(template), "containers")]
@@ -133,12 +158,16 @@ def _pytorchjob(manifest: Manifest) -> Found:
         if template.role == "Master" and template.num_pods != 1:
             where = f"{template.path.removesuffix('.template')}.replicas"
             yield Finding(where, f"{template.num_pods} masters; allowed: 1")
+        elastic = manifest.spec.get("elasticPolicy") or {}
+        least = elastic.get("minReplicas")
+        if template.role == "Worker" and isinstance(least, int) and (template.num_pods or 0) < least:
+            yield Finding("$.spec.elasticPolicy.minReplicas", f"{least} of {template.num_pods} workers; allowed: fewer")
 
 
 @rule("gang", Level.ERROR)
 def _gang(manifest: Manifest) -> Found:
     """The gang scheduler waits for no more Pods than the job has: for an MPIJob these are its workers and the launcher,
-    for a job of Volcano those of its tasks.
+    for a job of Volcano those of its tasks, and for a task its own.
     """
     if manifest.kind in ("MPIJob", "PyTorchJob"):
         path = "$.spec.runPolicy.schedulingPolicy.minAvailable"
@@ -146,7 +175,13 @@ def _gang(manifest: Manifest) -> Found:
         pods = sum(template.num_pods or 0 for template in manifest.pod_templates())
     elif manifest.api_version.startswith("batch.volcano.sh/"):
         path, least = "$.spec.minAvailable", manifest.spec.get("minAvailable")
-        pods = sum(int(task.get("replicas", 1)) for task in items(manifest.spec, "tasks"))
+        tasks = items(manifest.spec, "tasks")
+        pods = sum(int(task.get("replicas", 1)) for task in tasks)
+        for i, task in enumerate(tasks):
+            of_task, least_of_task = int(task.get("replicas", 1)), task.get("minAvailable")
+            if isinstance(least_of_task, int) and least_of_task > of_task:
+                message = f"{least_of_task}, and the task has {of_task} Pods; allowed: up to {of_task}"
+                yield Finding(f"$.spec.tasks[{i}].minAvailable", message)
     else:
         return
     if isinstance(least, int) and least > pods:
@@ -211,34 +246,36 @@ def _pod_failure_policy(manifest: Manifest) -> Found:
 
 @rule("jobset-names", Level.ERROR)
 def _jobset_names(manifest: Manifest) -> Found:
-    """Policies, dependencies and coordinator of a JobSet name its own replicatedJobs: it would wait forever for any
-    other. Each of these has a name of its own, and the Pods' names are labels of DNS.
+    """Policies, dependencies and coordinator of a JobSet, also of a TrainJob's runtime, name its own replicatedJobs: it
+    would wait forever for any other. Each of these has a name of its own, and the Pods' names are labels of DNS.
     """
-    if manifest.kind != "JobSet":
+    if manifest.kind not in ("JobSet", *TRAINING_RUNTIMES):
         return
-    spec = manifest.spec
+    root, spec = "$.spec", manifest.spec
+    if manifest.kind in TRAINING_RUNTIMES:  # the JobSet's name is the TrainJob's
+        root, spec = "$.spec.template.spec", (spec.get("template") or {}).get("spec") or {}
     jobs = items(spec, "replicatedJobs")
     names = [str(job.get("name")) for job in jobs]
     asked = [
-        ("$.spec.successPolicy.targetReplicatedJobs", (spec.get("successPolicy") or {}).get("targetReplicatedJobs"))
+        (f"{root}.successPolicy.targetReplicatedJobs", (spec.get("successPolicy") or {}).get("targetReplicatedJobs"))
     ]
     for i, each in enumerate(items(spec.get("failurePolicy"), "rules")):
-        asked.append((f"$.spec.failurePolicy.rules[{i}].targetReplicatedJobs", each.get("targetReplicatedJobs")))
+        asked.append((f"{root}.failurePolicy.rules[{i}].targetReplicatedJobs", each.get("targetReplicatedJobs")))
     for i, job in enumerate(jobs):
         needed = [each.get("name") for each in items(job, "dependsOn")]
-        asked.append((f"$.spec.replicatedJobs[{i}].dependsOn", needed))
+        asked.append((f"{root}.replicatedJobs[{i}].dependsOn", needed))
     if spec.get("coordinator"):
-        asked.append(("$.spec.coordinator.replicatedJob", [spec["coordinator"].get("replicatedJob")]))
+        asked.append((f"{root}.coordinator.replicatedJob", [spec["coordinator"].get("replicatedJob")]))
     for i, job in enumerate(jobs):
         of_job = (job.get("template") or {}).get("spec") or {}
         last = f"{int(job.get('replicas', 1)) - 1}-{int(of_job.get('completions') or 1) - 1}"
         # The Job's controller adds a dash and five letters.
         pod = f"{manifest.metadata.get('name', '')}-{names[i]}-{last}-abcde"
         if names[i] in names[:i]:
-            yield Finding(f"$.spec.replicatedJobs[{i}].name", f"{names[i]!r} is taken; allowed: a name of its own")
-        if len(pod) > 63:
+            yield Finding(f"{root}.replicatedJobs[{i}].name", f"{names[i]!r} is taken; allowed: a name of its own")
+        if manifest.kind == "JobSet" and len(pod) > 63:
             message = f"Pods are called {pod}, of {len(pod)} characters; allowed: up to 63"
-            yield Finding(f"$.spec.replicatedJobs[{i}].name", message)
+            yield Finding(f"{root}.replicatedJobs[{i}].name", message)
     for path, given in asked:
         for name in given or []:
             if name not in names:
@@ -254,6 +291,13 @@ def _job_of(manifest: Manifest, template: PodTemplate) -> tuple[str, dict[str, A
     return path, spec
 
 
+def _tasks(manifest: Manifest) -> Iterator[tuple[dict[str, Any], PodTemplate]]:
+    """Tasks of a job of Volcano that have Pods."""
+    tasks = items(manifest.spec, "tasks")
+    for template in manifest.pod_templates():
+        yield from ((task, template) for task in tasks if task.get("template") is template.content)
+
+
 def _pods_of(manifest: Manifest, template: PodTemplate) -> list[int]:
     """How many Pods torchrun can join: those of one group where a workload has several; in a JobSet those of one job,
     or of all that run torchrun. Empty where that is not known.
@@ -262,6 +306,9 @@ def _pods_of(manifest: Manifest, template: PodTemplate) -> list[int]:
         return [int(manifest.spec["leaderWorkerTemplate"].get("size", 1))]
     if manifest.kind == "PyTorchJob":
         return [sum(each.num_pods or 0 for each in manifest.pod_templates())]
+    if manifest.api_version.startswith("batch.volcano.sh/"):
+        ranks = [task for task, each in _tasks(manifest) if runs(main(each)[1], "torchrun")]
+        return [sum(int(task.get("replicas", 1)) for task in ranks)]
     if manifest.kind == "JobSet":
         together = [each for each in manifest.pod_templates() if runs(main(each)[1], "torchrun")]
         return sorted({template.num_pods or 0, sum(each.num_pods or 0 for each in together)})

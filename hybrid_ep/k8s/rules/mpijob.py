@@ -7,7 +7,7 @@ import shlex
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import (
     amount,
@@ -20,6 +20,7 @@ from hybrid_ep.k8s.rules.parts import (
     runs,
     security,
     spec_of,
+    where_asked,
     words,
 )
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
@@ -263,18 +264,22 @@ def _launcher_gpus(manifest: Manifest) -> Found:
     if job and not job.spec.get("runLauncherAsWorker"):
         for path, container in containers(job.launcher):
             for name in gpus(job.launcher, container):
-                where = json_path(f"{path}.resources.limits", [name])
-                yield Finding(where, "GPUs that no rank uses; allowed: none")
+                yield Finding(where_asked(path, name), "GPUs that no rank uses; allowed: none")
 
 
 @rule("mpijob-slots", Level.WARNING)
 def _slots(manifest: Manifest) -> Found:
-    """A worker has as many slots as GPUs: a rank takes one GPU, and one of nccl-tests as many as `-g` says."""
+    """A worker has as many slots as GPUs: a rank takes one GPU, and one of nccl-tests as many as `-t` times `-g`."""
     if job := _Job.of(manifest):
         slots = job.spec.get("slotsPerWorker", 1)
-        of_rank = re.search(r"_perf\s(?:[^;|&]*\s)?(?:-g|--ngpus)[\s=](\d+)", " ".join(words(main(job.launcher)[1])))
+        said = " ".join(words(main(job.launcher)[1]))
+        of_rank = 1
+        for names in ("-t|--nthreads", "-g|--ngpus"):
+            given = re.search(rf"_perf\s(?:[^;|&]*\s)?(?:{names})[\s=](\d+)", said)
+            of_rank *= int(given[1]) if given else 1
         for name, number in gpus(job.worker, main(job.worker)[1]).items():
-            if amount(number) != amount(slots) * int(of_rank[1] if of_rank else 1):
+            wanted = amount(slots) * of_rank
+            if amount(number) < wanted or amount(number) > wanted:
                 yield Finding("$.spec.slotsPerWorker", f"{slots} with {number} × {name}; allowed: {number}")
 
 

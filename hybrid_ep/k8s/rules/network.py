@@ -20,9 +20,9 @@ from hybrid_ep.k8s.rules.parts import (
     main,
     nearly,
     nics,
-    nics_of,
     security,
     spec_of,
+    where_asked,
 )
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
 
@@ -34,7 +34,8 @@ def _ipc_lock(manifest: Manifest) -> Found:
     """
     for template in manifest.pod_templates():
         given = [annotation for annotation, names in _networks(template).items() if any(map(is_nic, names))]
-        having = [(*each, list(nics_of(each[1]))) for each in containers(template) if nics_of(each[1])]
+        having = [(*each, list(nics(template, each[1]))) for each in containers(template) if nics(template, each[1])]
+        given += list(nics(template)) if not having else []
         if not having and given:
             having = [(*main(template), [])]
         for path, container, found in having:
@@ -57,7 +58,7 @@ def _rdma_files(manifest: Manifest) -> Found:
             if "hostPath" in volume
         }
         for path, container in containers(template, init=True):
-            if nics_of(container) or security(template, container).get("privileged"):
+            if nics(template, container) or security(template, container).get("privileged"):
                 continue
             for i, mount in enumerate(items(container, "volumeMounts")):
                 file = of_host.get(mount.get("name"), "")
@@ -75,21 +76,21 @@ def _nic_count(manifest: Manifest) -> Found:
     what a plugin for shared NICs gives.
     """
     for template in manifest.pod_templates():
-        path, container = main(template)
-        devices = sum(amount(number) for number in gpus(template, container).values())
+        path, _ = main(template)
+        devices = sum(map(amount, gpus(template, *(each for _, each in containers(template))).values()))
         of_pod = nics(template)
         for name, number in of_pod.items():
             count = amount(number)
-            where = json_path(f"{path}.resources.limits", [name])
+            where = where_asked(path, name)
             odd = devices > 1 and count > 1 and max(devices, count) % min(devices, count)
             if odd and devices % 1 == 0:
                 message = f"{number} with {devices:g} GPUs; allowed: as many, or a multiple or fraction of that"
                 yield Finding(where, message)
-        total = sum(amount(number) for number in of_pod.values())
+        total = sum(amount(number) for name, number in of_pod.items() if "/" in name)
         networks = _networks(template).get(NETWORKS[0])
         if total > 1 and networks is not None and len(networks) != total:
             at = json_path(f"{template.path}.metadata.annotations", [NETWORKS[0]])
-            listed = ", ".join(f"{number} × {name}" for name, number in of_pod.items())
+            listed = ", ".join(f"{number} × {name}" for name, number in of_pod.items() if "/" in name)
             yield Finding(at, f"{len(networks)} networks with {listed}; allowed: {total:g}")
 
 

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, nics_of, spec_of
+from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, nics, spec_of, where_asked
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 _ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
 _INSTANCE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
-# Instance types → GPUs, and EFA interfaces where there are some. Sources: the vendors' pages of instance types.
-_INSTANCES = {
-    r"p4de?\.24xlarge": (8, 4),
-    r"p5e?\.48xlarge": (8, 32),
-    r"p5en\.48xlarge": (8, 16),
-    r"p6-b200\.48xlarge": (8, 8),
-    r"a[34]-(high|mega|ultra)gpu-8g": (8, None),
-    r"a4x-highgpu-4g": (4, None),
+# Instance types → GPUs, or None where the name says how many, and NICs of the cloud's own plugin or DRA driver.
+_INSTANCES: dict[str, tuple[int | None, int | None]] = {
+    # docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html and /ec2/latest/instancetypes/ac.html
+    r"(ml\.)?p4de?\.24xlarge": (8, 4),
+    r"(ml\.)?p5\.4xlarge": (1, 1),
+    r"(ml\.)?p5e?\.48xlarge": (8, 32),
+    r"(ml\.)?p5en\.48xlarge": (8, 16),
+    r"(ml\.)?p6-b200\.48xlarge": (8, 8),
+    r"(ml\.)?p6-b300\.48xlarge": (8, 16),
+    r"(ml\.)?p6e-gb200\.36xlarge": (4, 16),
+    # docs.cloud.google.com/compute/docs/gpus and /kubernetes-engine/docs/how-to/allocate-network-resources-dra
+    r"a2-(high|mega|ultra)gpu-(?P<gpus>\d+)g": (None, 0),
+    r"a3-(high|mega|edge)gpu-(?P<gpus>\d)g(-nolssd)?": (None, 0),
+    r"(a3-ultra|a4-high)gpu-(?P<gpus>8)g(-nolssd)?": (None, 8),
+    r"a4x-highgpu-(?P<gpus>4)g(-nolssd)?": (None, 4),
+    r"a4x-maxgpu-(?P<gpus>4)g-metal(-nolssd)?": (None, 8),
+    # learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/nd-family and nc-family
     r"Standard_ND96\w+": (8, None),
     r"Standard_ND128isr_\w*GB\d00_v6": (4, None),
-    r"BM\.GPU\d?\.(\w+\.)?8": (8, None),
+    r"Standard_NC(24ads_A100_v4|40ads_H100_v5)": (1, None),
+    r"Standard_NC(48ads_A100_v4|80adis_H100_v5)": (2, None),
+    r"Standard_NC96ads_A100_v4": (4, None),
+    # docs.oracle.com/iaas/Content/Compute/References/computeshapes.htm: the last number
+    r"(BM|VM)\.GPU[\w.-]*\.(?P<gpus>\d)": (None, None),
+    # docs.coreweave.com/platform/instances: gd-8xh100ib-i128, gd-1xgh200, b200-8x, gb300-4x
+    r"gd-(?P<gpus>\d)x\w+(-\w+)?": (None, None),
+    r"(g?b\d00|rtxp6000)-(?P<gpus>\d)x": (None, None),
 }
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_CLOUD_NIC = re.compile(r"vpc\.amazonaws\.com/efa|efa\.networking\.k8s\.aws|mrdma\.google\.com")
 
 
 @rule("architecture", Level.ERROR)
@@ -41,33 +60,51 @@ def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[
     for name, value in (spec.get("nodeSelector") or {}).items():
         if name in labels:
             yield json_path(f"{template.path}.spec.nodeSelector", [name]), str(value)
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
-    for i, term in enumerate(items(affinity.get(required), "nodeSelectorTerms")):
+    for i, term in enumerate(_terms(template)):
         for j, expression in enumerate(items(term, "matchExpressions")):
-            if expression.get("key") in labels:
-                path = f"{template.path}.spec.affinity.nodeAffinity.{required}.nodeSelectorTerms[{i}]"
+            if expression.get("key") in labels and expression.get("operator") == "In":
+                path = f"{template.path}.spec.affinity.nodeAffinity.{_REQUIRED}.nodeSelectorTerms[{i}]"
                 for value in expression.get("values") or []:
                     yield f"{path}.matchExpressions[{j}].values", str(value)
 
 
+def _terms(template: PodTemplate) -> list[dict[str, Any]]:
+    """The Pod's required node affinity: a node fits one of these."""
+    affinity = (spec_of(template).get("affinity") or {}).get("nodeAffinity") or {}
+    return items(affinity.get(_REQUIRED), "nodeSelectorTerms")
+
+
 @rule("instance-type", Level.ERROR)
 def _instance_type(manifest: Manifest) -> Found:
-    """A Pod asks for no more GPUs and EFA interfaces than the instance type has that it selects: it is never scheduled
-    otherwise.
+    """The containers of a Pod together ask for no more GPUs and NICs of the cloud (EFA, GKE's mrdma) than the instance
+    type has that it selects: it is never scheduled otherwise.
     """
     for template in manifest.pod_templates():
-        types = [value for _, value in _asked_of_nodes(template, _INSTANCE)]
-        has = [found for value in types for name, found in _INSTANCES.items() if re.fullmatch(name, value)]
+        types = _types_of(template)
+        has = [found for value in types if (found := _devices_of(value))]
         if not has or len(has) != len(types):
             continue
-        for path, container in containers(template):
-            efas = {name: number for name, number in nics_of(container).items() if name.endswith("/efa")}
-            for asked, most in (
-                (gpus(template, container), max(number for number, _ in has)),
-                (efas, max(number or 0 for _, number in has)),
-            ):
-                for name, number in asked.items():
-                    if amount(number) > most:
-                        message = f"{number} on {' or '.join(types)}; allowed: up to {most}"
-                        yield Finding(json_path(f"{path}.resources.limits", [name]), message)
+        path, all_containers = main(template)[0], [container for _, container in containers(template)]
+        of_cloud = {name: number for name, number in nics(template).items() if _CLOUD_NIC.fullmatch(name)}
+        for asked, known in ((gpus(template, *all_containers), [g for g, _ in has]), (of_cloud, [n for _, n in has])):
+            for name, number in asked.items():
+                if None not in known and amount(number) > (most := max(map(int, filter(None, known)), default=0)):
+                    message = f"{number} on {' or '.join(types)}; allowed: up to {most}"
+                    yield Finding(where_asked(path, name), message)
+
+
+def _types_of(template: PodTemplate) -> list[str]:
+    """Instance types of which a node of the Pod has one; empty where it may have any."""
+    asked = list(_asked_of_nodes(template, _INSTANCE))
+    of_selector = [value for path, value in asked if ".nodeAffinity." not in path]
+    terms = _terms(template)
+    with_type = {path.partition(".matchExpressions")[0] for path, _ in asked if ".nodeAffinity." in path}
+    return of_selector or [value for _, value in asked if len(with_type) == len(terms)]
+
+
+def _devices_of(instance: str) -> tuple[int | None, int | None] | None:
+    """GPUs and NICs of an instance type; None where the type is not known."""
+    for pattern, (num_gpus, num_nics) in _INSTANCES.items():
+        if found := re.fullmatch(pattern, instance):
+            return int(found["gpus"]) if num_gpus is None else num_gpus, num_nics
+    return None

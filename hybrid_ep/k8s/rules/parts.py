@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from hybrid_ep.k8s.manifest import Manifest, PodTemplate
+from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.schema import QUANTITY
 
-__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "environment", "gpus", "is_nic"]
-__all__ += [
-    "items",
-    "main",
-    "mounted_file",
-    "nearly",
-    "nics",
-    "nics_of",
-    "option",
-    "runs",
-    "security",
-    "spec_of",
-    "words",
-]
+__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "containers_of", "environment", "gpus"]
+__all__ += ["is_network", "is_nic", "items", "main", "mounted_file", "nearly", "nics", "option", "runs", "security"]
+__all__ += ["spec_of", "where_asked", "words"]
 
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
 _GPU_CLASS = re.compile(r"gpu|^mig\.")  # DRA's classes: gpu.nvidia.com, mig.nvidia.com, gpu.amd.com …
+# DRA's classes of NICs with RDMA: mrdma.google.com, efa.networking.k8s.aws, sriovnetwork.k8snetworkplumbingwg.io …
+_NIC_CLASS = re.compile(r"rdma|roce|sriov|^efa\.|mlnx|connectx", re.IGNORECASE)
+_NETWORK_CLASS = re.compile(r"dra\.?net|^netdev\.|^sriov\.")
 # Annotations that give a Pod networks of its own, by the plugins Multus and GKE's.
 NETWORKS = ("k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces")
 # Names under which device plugins offer NICs: rdma/ib, nvidia.com/hostdev, nvidia.com/roce_vf, vpc.amazonaws.com/efa …
@@ -67,6 +59,14 @@ def containers(template: PodTemplate, *, init: bool = False) -> Iterator[tuple[s
     for key in ("initContainers", "containers") if init else ("containers",):
         for i, container in enumerate(items(spec_of(template), key)):
             yield f"{template.path}.spec.{key}[{i}]", container
+
+
+def containers_of(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(JSON path, container) of each container and init container, and of a TrainJob's trainer."""
+    for template in manifest.pod_templates():
+        yield from containers(template, init=True)
+    if manifest.kind == "TrainJob" and isinstance(trainer := manifest.spec.get("trainer"), dict):
+        yield "$.spec.trainer", trainer
 
 
 def main(template: PodTemplate) -> tuple[str, dict[str, Any]]:
@@ -129,36 +129,71 @@ def amount(value: Any) -> float:
     return float(text.removesuffix(unit)) * _FACTORS[unit]
 
 
-def gpus(template: PodTemplate, container: dict[str, Any]) -> dict[str, Any]:
-    """GPU resources and device classes of GPUs, and how many of each."""
-    asked = amounts(container, "requests") | amounts(container, "limits")
-    found = {name: number for name, number in asked.items() if _GPU.fullmatch(name)}
-    for claim in items(container.get("resources"), "claims"):
-        for request, devices in template.claims.get(str(claim.get("name")), {}).items():
-            if str(claim.get("request") or request).partition("/")[0] == request:
-                for name, number in devices.items():
-                    if _GPU_CLASS.search(name):
-                        found[name] = found.get(name, 0) + number
-    return found
+def gpus(template: PodTemplate, *of: dict[str, Any]) -> dict[str, Any]:
+    """GPU resources and device classes of GPUs of these containers together, and how many of each."""
+
+    def is_gpu(name: str) -> bool:
+        return bool(_GPU.fullmatch(name) if "/" in name else _GPU_CLASS.search(name) and not _NIC_CLASS.search(name))
+
+    return _devices(template, of, is_gpu)
 
 
 def is_nic(name: str) -> bool:
-    """Whether a resource or a network has a name that RDMA NICs have."""
-    return bool(_NIC.search(name))
+    """Whether a resource, a device class or a network has a name that RDMA NICs have."""
+    return bool(_NIC.search(name) or _NIC_CLASS.search(name))
 
 
-def nics_of(container: dict[str, Any]) -> dict[str, Any]:
-    """Resources of a container that are NICs, and how many of each."""
-    asked = amounts(container, "requests") | amounts(container, "limits")
-    return {name: number for name, number in asked.items() if "/" in name and is_nic(name)}
+def is_network(kind: str) -> bool:
+    """Whether devices of a claim are network interfaces: the Pod has them, also where no container names the claim."""
+    return bool(_NIC_CLASS.search(kind) or _NETWORK_CLASS.search(kind))
 
 
-def nics(template: PodTemplate) -> dict[str, Any]:
-    """Resources of the Pod that are NICs, and how many of each."""
-    found: dict[str, Any] = {}
-    for _, container in containers(template):
-        found |= nics_of(container)
+def nics(template: PodTemplate, *of: dict[str, Any]) -> dict[str, Any]:
+    """Resources and device classes of NICs of these containers together, and how many of each. Without a container:
+    those of the Pod, also by claims that no container names.
+    """
+    found = _devices(
+        template,
+        of or tuple(container for _, container in containers(template)),
+        lambda name: is_nic(name) if "/" in name else bool(_NIC_CLASS.search(name)),
+    )
+    if not of:
+        alone = [{"name": name} for name in template.claims if name not in _claimed(template)]
+        found |= _devices(template, ({"resources": {"claims": alone}},), lambda name: bool(_NIC_CLASS.search(name)))
     return found
+
+
+def _claimed(template: PodTemplate) -> set[str]:
+    """The Pod's claims that a container names."""
+    claims = (items(each.get("resources"), "claims") for _, each in containers(template, init=True))
+    return {str(claim.get("name")) for each in claims for claim in each}
+
+
+def _devices(template: PodTemplate, of: Sequence[dict[str, Any]], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Resources and kinds of device of claims, and how many of each the containers have together. Containers share the
+    devices of one claim.
+    """
+    found: dict[str, Any] = {}
+    shared = set()
+    for container in of:
+        asked = amounts(container, "requests") | amounts(container, "limits")
+        mine = [(name, number) for name, number in asked.items() if "/" in name]
+        for claim in items(container.get("resources"), "claims"):
+            for request, devices in template.claims.get(str(claim.get("name")), {}).items():
+                key = (str(claim.get("name")), request)
+                if str(claim.get("request") or request).partition("/")[0] == request and key not in shared:
+                    shared.add(key)
+                    mine += devices.items()
+        for name, number in mine:
+            if is_wanted(name):
+                total = amount(found.get(name, 0)) + amount(number)
+                found[name] = (total if total % 1 else int(total)) if name in found else number
+    return found
+
+
+def where_asked(path: str, name: str) -> str:
+    """JSON path to where a container asks for devices of that name."""
+    return json_path(f"{path}.resources.limits", [name]) if "/" in name else f"{path}.resources.claims"
 
 
 def security(template: PodTemplate, container: dict[str, Any]) -> dict[str, Any]:

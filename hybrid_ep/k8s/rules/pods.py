@@ -13,6 +13,7 @@ from hybrid_ep.k8s.rules.parts import (
     amount,
     amounts,
     containers,
+    containers_of,
     gpus,
     items,
     main,
@@ -180,14 +181,13 @@ def _taken(named: list[tuple[str, dict[str, Any]]]) -> Found:
 @rule("environment-twice", Level.WARNING)
 def _environment_twice(manifest: Manifest) -> Found:
     """A container sets no variable twice: only the last one has an effect."""
-    for template in manifest.pod_templates():
-        for path, container in containers(template, init=True):
-            seen: dict[str, int] = {}
-            for i, variable in enumerate(items(container, "env")):
-                name = str(variable.get("name"))
-                if name in seen:
-                    yield Finding(f"{path}.env[{i}]", f"{name} is also in env[{seen[name]}]; allowed: once")
-                seen[name] = i
+    for path, container in containers_of(manifest):
+        seen: dict[str, int] = {}
+        for i, variable in enumerate(items(container, "env")):
+            name = str(variable.get("name"))
+            if name in seen:
+                yield Finding(f"{path}.env[{i}]", f"{name} is also in env[{seen[name]}]; allowed: once")
+            seen[name] = i
 
 
 @rule("command-words", Level.ERROR)
@@ -196,27 +196,24 @@ def _command_words(manifest: Manifest) -> Found:
     more words are lost unless the script asks for them (`$1`, `$@`). A backslash that continues a line is its last
     character.
     """
-    for template in manifest.pod_templates():
-        for path, container in containers(template, init=True):
-            command, args = (list(map(str, container.get(key) or [])) for key in ("command", "args"))
-            if command and re.search(r"\S\s+\S", command[0]):
-                message = f"{command[0]!r} is taken as the name of a program; allowed: a word each, or a shell with -c"
-                yield Finding(f"{path}.command[0]", message)
-            said = command + args
-            shell = said[:1] and re.fullmatch(r"(/\S*/)?(ba|da|z|k)?sh", said[0])
-            for key in ("command", "args") if shell else ():
-                for i, word in enumerate(map(str, container.get(key) or [])):
-                    if broken := re.search(r"[^\n]*\\[ \t]+(?=\n)", word):
-                        message = f"{broken[0].strip()[-40:]!r} has spaces behind its backslash; allowed: none"
-                        yield Finding(f"{path}.{key}[{i}]", message)
-            at = next((i for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None) if shell else None
-            if at and len(said) > at + 2 and not re.search(r"\$\{?[@*#0-9]", said[at + 1]):
-                lost = at + 2
-                where = f"command[{lost}]" if lost < len(command) else f"args[{lost - len(command)}]"
-                message = (
-                    f'{said[lost]!r} is no part of the script {said[at + 1]!r:.60}; allowed: one word, or "$@" in it'
-                )
-                yield Finding(f"{path}.{where}", message)
+    for path, container in containers_of(manifest):
+        command, args = (list(map(str, container.get(key) or [])) for key in ("command", "args"))
+        if command and re.search(r"\S\s+\S", command[0]):
+            message = f"{command[0]!r} is taken as the name of a program; allowed: a word each, or a shell with -c"
+            yield Finding(f"{path}.command[0]", message)
+        said = command + args
+        shell = said[:1] and re.fullmatch(r"(/\S*/)?(ba|da|z|k)?sh", said[0])
+        for key in ("command", "args") if shell else ():
+            for i, word in enumerate(map(str, container.get(key) or [])):
+                if broken := re.search(r"[^\n]*\\[ \t]+(?=\n)", word):
+                    message = f"{broken[0].strip()[-40:]!r} has spaces behind its backslash; allowed: none"
+                    yield Finding(f"{path}.{key}[{i}]", message)
+        at = next((i for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None) if shell else None
+        if at and len(said) > at + 2 and not re.search(r"\$\{?[@*#0-9]", said[at + 1]):
+            lost = at + 2
+            where = f"command[{lost}]" if lost < len(command) else f"args[{lost - len(command)}]"
+            message = f'{said[lost]!r} is no part of the script {said[at + 1]!r:.60}; allowed: one word, or "$@" in it'
+            yield Finding(f"{path}.{where}", message)
 
 
 @rule("port", Level.ERROR)
@@ -430,12 +427,11 @@ def _selector(manifest: Manifest) -> Found:
 @rule("image-pinned", Level.WARNING)
 def _image_pinned(manifest: Manifest) -> Found:
     """Every image has a digest or a tag other than `latest`: otherwise nodes may run different images."""
-    for template in manifest.pod_templates():
-        for path, container in containers(template, init=True):
-            image = str(container.get("image") or "")
-            tag = image.rpartition("/")[2].partition(":")[2]
-            if image and "@sha256:" not in image and tag in ("", "latest"):
-                yield Finding(f"{path}.image", f"{image!r} is not pinned; allowed: NAME:VERSION or NAME@sha256:…")
+    for path, container in containers_of(manifest):
+        image = str(container.get("image") or "")
+        tag = image.rpartition("/")[2].partition(":")[2]
+        if image and "@sha256:" not in image and tag in ("", "latest"):
+            yield Finding(f"{path}.image", f"{image!r} is not pinned; allowed: NAME:VERSION or NAME@sha256:…")
 
 
 @rule("shared-memory", Level.WARNING)

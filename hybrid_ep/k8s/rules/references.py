@@ -25,7 +25,7 @@ _OF_CONTROLLERS = ("kubernetes.io/", "kubeflow.org/", "sigs.k8s.io/", "x-k8s.io/
 def _reference(build: Build) -> BuildFound:
     """ConfigMaps, Secrets, service accounts, claims and claim templates that a Pod names are in the same build and
     namespace, or already in the cluster. A name that is nearly one of the build's is a mistake, also of a queue, a
-    flavor or topology of Kueue, an admission policy, or what is scaled.
+    flavor or topology of Kueue, a TrainJob's runtime, an admission policy, or what is scaled.
     """
     given: dict[str, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))  # kind → name → namespaces
     for manifest in build:
@@ -71,6 +71,8 @@ def _named_by(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     ]
     if manifest.kind.startswith(policy := "ValidatingAdmissionPolicy"):
         named.append(("$.spec.policyName", policy, spec.get("policyName")))
+    runtime = spec.get("runtimeRef") or {} if manifest.kind == "TrainJob" else {}
+    named.append(("$.spec.runtimeRef.name", str(runtime.get("kind", "ClusterTrainingRuntime")), runtime.get("name")))
     target = spec.get("scaleTargetRef") or {}
     named.append(("$.spec.scaleTargetRef.name", str(target.get("kind")), target.get("name")))
     for i, group in enumerate(items(spec, "resourceGroups") if manifest.kind == "ClusterQueue" else ()):
@@ -200,7 +202,7 @@ def _object_twice(build: Build) -> BuildFound:
 def _service(build: Build) -> BuildFound:
     """A Pod's subdomain and a StatefulSet's serviceName are a headless Service, and a Service's selector fits Pods of
     its build: their names cannot be resolved otherwise. So does that of a PodDisruptionBudget, which protects none
-    otherwise.
+    otherwise, and of an InferencePool, which has no endpoints otherwise.
     """
     services = {str(manifest.metadata.get("name")): manifest for manifest in build if manifest.kind == "Service"}
     pods = [(manifest, template) for manifest in build for template in manifest.pod_templates()]
@@ -222,7 +224,8 @@ def _service(build: Build) -> BuildFound:
             yield service, Finding("$.spec.selector", message)
     for budget in build if pods else ():
         wanted = (budget.spec.get("selector") or {}).get("matchLabels") or {}
-        if budget.kind == "PodDisruptionBudget" and wanted and not any(_fits(wanted, each) for _, each in pods):
+        is_known = budget.kind in ("PodDisruptionBudget", "InferencePool")
+        if is_known and wanted and not any(_fits(wanted, each) for _, each in pods):
             message = f"{wanted} fits no Pod of the build; allowed: labels that some have"
             yield budget, Finding("$.spec.selector", message, Level.WARNING)
     for service in services.values() if pods else ():
@@ -325,7 +328,7 @@ def _rank_address(build: Build) -> BuildFound:
             if host in hosts:
                 if rest.partition(".")[0] != domain:
                     yield manifest, Finding(where, f"{name}={address}; allowed: {allowed}")
-            elif host.startswith(f"{manifest.metadata.get('name')}-"):
+            elif host.startswith(f"{manifest.metadata.get('name')}-") or rest.partition(".")[0] == domain:
                 yield manifest, Finding(where, f"{name}={address}, which no Pod is called; allowed: {allowed}")
 
 

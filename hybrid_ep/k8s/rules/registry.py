@@ -62,6 +62,7 @@ def check_rules(build: Build, *, is_whole: bool = True) -> Iterator[Problem]:
     found = [(manifest, rule, finding) for rule in rules for manifest, finding in rule.check(build)]
     place = {id(manifest): index for index, manifest in enumerate(build)}
     for manifest, rule, (path, message, level) in sorted(found, key=lambda item: place[id(item[0])]):
+        path = manifest.written(path)
         where = (str(manifest.source), manifest.name, path)
         yield Problem(*where, rule.id, message, level or rule.level, manifest.line(path))
 
