@@ -39,6 +39,7 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "ecc_errors.1.0": lambda gpu: pynvml.nvmlDeviceGetTotalEccErrors(
         gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     ),
+    "sram_threshold_exceeded": lambda gpu: _sram(gpu).bThresholdExceeded,
     "row_remap_pending": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[2],
     "row_remap_failed": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[3],
     "row_remap_corrected": lambda gpu: pynvml.nvmlDeviceGetRemappedRows(gpu)[0],
@@ -53,6 +54,7 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "retired_pages_pending": pynvml.nvmlDeviceGetRetiredPagesPendingStatus,
     "compute_mode": pynvml.nvmlDeviceGetComputeMode,
     "power_limit": pynvml.nvmlDeviceGetPowerManagementLimit,
+    "power_limit_enforced": pynvml.nvmlDeviceGetEnforcedPowerLimit,
     "power_limit_default": pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
     "vbios": pynvml.nvmlDeviceGetVbiosVersion,
     "inforom": pynvml.nvmlDeviceGetInforomImageVersion,
@@ -106,6 +108,12 @@ def _fabric(gpu: Any) -> Any:
         info = pynvml.c_nvmlGpuFabricInfo_t()
         pynvml.nvmlDeviceGetGpuFabricInfo(gpu, pynvml.byref(info))
     return info
+
+
+def _sram(gpu: Any) -> Any:
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    pynvml.nvmlDeviceGetSramEccErrorStatus(gpu, pynvml.byref(status))
+    return status
 
 
 def _platform(gpu: Any) -> Any:

@@ -34,8 +34,11 @@ _SXID = re.compile(r"\bSXid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d{1,6}), Fatal")
 _NOT_STARTED = re.compile(
     r"\bNVRM: (?:The NVIDIA )?GPU ([0-9a-fA-F:]+)\.[0-7].*?(RmInitAdapter failed|fallen off the bus)"
 )
+_NEEDS_OPEN_MODULE = re.compile(r"requires use of the NVIDIA open kernel modules")
 _TOLD = re.compile(r"changed from .*? to 0x[0-9a-fA-F]+ \(([^)]*)\)")
 _DRIVER_LOADED = re.compile(r"\bNVRM: loading NVIDIA UNIX")
+
+_PROPRIETARY = "proprietary kernel modules"
 
 
 @dataclass
@@ -85,9 +88,17 @@ def read_incidents(lines: Iterable[LogLine], overrides: Mapping[int, str]) -> li
             found.clear()
         elif sxid := _SXID.search(line.message):
             _note(found, Incident(f"fatal SXid {sxid[2]}", sxid[1], "NVSwitch", ACTIONS["by_severity"]), line.seconds)
+        elif _NEEDS_OPEN_MODULE.search(line.message):
+            named = re.search(r"GPU ([0-9a-fA-F:]+)\.[0-7]", line.message)
+            device = named[1].lower()[-10:] if named else "a GPU"
+            text = "the GPU needs the open ones"
+            _note(found, Incident(_PROPRIETARY, device, text, "install the open kernel modules"), line.seconds)
         elif lost := _NOT_STARTED.search(line.message):
-            incident = Incident(lost[2], lost[1].lower()[-10:], "the driver cannot start the GPU", ACTIONS["reboot"])
-            _note(found, incident, line.seconds)
+            if not any(name == _PROPRIETARY for name, _ in found):  # then that is the cause
+                incident = Incident(
+                    lost[2], lost[1].lower()[-10:], "the driver cannot start the GPU", ACTIONS["reboot"]
+                )
+                _note(found, incident, line.seconds)
         elif xid := _XID.search(line.message):
             device, number, text = xid[1].lower()[-10:], int(xid[2]), xid[3]
             entry = catalogue().get(number, {"what": "not in the catalogue", "action": "ignore"})

@@ -267,6 +267,11 @@ nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryErrorTyp
   return get_number(count, "gpu.%d.ecc_errors.%d.%d", index_of(device), (int)type, (int)counter);
 }
 
+nvmlReturn_t nvmlDeviceGetSramEccErrorStatus(nvmlDevice_t device, nvmlEccSramErrorStatus_t* status) {
+  if (status->version != nvmlEccSramErrorStatus_v1) return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+  return get_unsigned(device, "sram_threshold_exceeded", &status->bThresholdExceeded);
+}
+
 nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned* correctable, unsigned* uncorrectable,
                                        unsigned* pending, unsigned* failed) {
   *correctable = *uncorrectable = 0;
@@ -300,6 +305,9 @@ nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t* mo
 
 nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t device, unsigned* milliwatts) {
   return get_unsigned(device, "power_limit", milliwatts);
+}
+nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned* milliwatts) {
+  return get_unsigned(device, "power_limit_enforced", milliwatts);
 }
 nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t device, unsigned* milliwatts) {
   return get_unsigned(device, "power_limit_default", milliwatts);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 
@@ -198,9 +199,10 @@ def gpu_ecc_mode(node: Node, profile: Profile) -> Finding:
 @check(
     "gpu.ecc_errors",
     title="uncorrected ECC errors since the driver was loaded",
-    source="NVML DeviceGetTotalEccErrors (uncorrected, volatile)",
-    expectation="0",
-    remedy="Drain the node and reset the GPU; if errors come back, replace it.",
+    source="NVML DeviceGetTotalEccErrors (uncorrected, volatile), DeviceGetSramEccErrorStatus (root)",
+    expectation="0, and in the GPU's life no more errors of SRAM than NVIDIA's threshold",
+    remedy="Drain the node and reset the GPU; if errors come back, replace it. A GPU beyond the threshold of SRAM "
+    "errors has a defect that a reset does not end: run the vendor's field diagnostic, and replace it.",
     wants="gpu.ecc",
 )
 def gpu_ecc_errors(node: Node, profile: Profile) -> Finding:
@@ -208,7 +210,10 @@ def gpu_ecc_errors(node: Node, profile: Profile) -> Finding:
         count = _has(node, gpu_idx, "ecc_errors.1.0")
         if count is None and not _is_optional(profile, "gpu.ecc"):
             raise Unreadable("the driver does not count them")
-        return f"{count} uncorrected errors" if count else None
+        faults = [f"{count} uncorrected errors"] if count else []
+        with contextlib.suppress(Unreadable):  # only root may ask, and older drivers have no answer
+            faults += ["SRAM errors beyond the threshold"] * bool(_has(node, gpu_idx, "sram_threshold_exceeded"))
+        return ", ".join(faults) or None
 
     return survey(node.nvml.gpus, _name, fault, "0")
 
@@ -390,9 +395,12 @@ def gpu_compute_mode(node: Node, profile: Profile) -> Finding:
 @check(
     "gpu.clocks",
     title="locked clocks and power limit",
-    source="NVML DeviceGetCurrentClocksEventReasons, DeviceGetPowerManagementLimit and DefaultLimit",
-    expectation="power limit = its default; clocks held by a setting on no GPU, or on all alike",
-    remedy="nvidia-smi -rgc and -rac release the clocks, nvidia-smi -pl sets the power limit; look for who set them.",
+    source="NVML DeviceGetCurrentClocksEventReasons, DeviceGetPowerManagementLimit and DefaultLimit, "
+    "DeviceGetEnforcedPowerLimit",
+    expectation="power limit = its default, and no lower one is enforced; clocks held by a setting on no GPU, or on "
+    "all alike",
+    remedy="nvidia-smi -rgc and -rac release the clocks, nvidia-smi -pl sets the power limit; look for who set them. A "
+    "lower limit that is enforced comes from outside the node's system: ask the BMC or the rack's power manager.",
     wants="gpu.count",
     severity=Severity.WARNING,
 )
@@ -405,6 +413,10 @@ def gpu_clocks(node: Node, profile: Profile) -> Finding:
         faults = ["clocks are held by a setting"] if gpu_idx in held and len(held) < len(reasons) else []
         if limit is not None and usual is not None and int(limit) < int(usual):
             faults.append(f"power limit {int(limit) // 1000} of {int(usual) // 1000} W")
+        enforced = _has(node, gpu_idx, "power_limit_enforced")
+        wanted = min((int(watts) for watts in (limit, usual) if watts is not None), default=0)
+        if enforced is not None and int(enforced) < wanted:
+            faults.append(f"{int(enforced) // 1000} W enforced, the limit is {wanted // 1000} W")
         return ", ".join(faults) or None
 
     return survey(node.nvml.gpus, _name, fault, "held by a setting on all GPUs" if held else "free")

@@ -247,13 +247,13 @@ def host_kernel(node: Node, profile: Profile) -> Finding:
 
 @check(
     "host.kernel_log",
-    title="faults of PCIe, NICs and host memory since the boot",
+    title="faults of PCIe, NICs, IOMMU, CPUs and host memory since the boot",
     source="kernel log, as gpu.xid",
-    expectation="no uncorrected error of PCIe or host memory; no fault of NIC firmware, power, temperature or "
-    "transceiver",
+    expectation="no uncorrected error of PCIe, CPU or host memory; no DMA that the IOMMU refused; no fault of NIC "
+    "firmware, power, temperature or transceiver",
     remedy="PCIe: reseat the device at the address, check riser and retimer firmware. NIC: update its firmware, check "
-    "cooling, transceiver and cable; replace it when it comes back. Host memory: the BMC's event log names the module; "
-    "replace it.",
+    "cooling, transceiver and cable; replace it when it comes back. IOMMU: boot with iommu=pt, and update the device's "
+    "driver. CPU and host memory: the BMC's event log names the module; replace it.",
     wants="gpu.xids",
     privilege="as gpu.xid",
     quick=False,

@@ -39,7 +39,8 @@ def mnnvl_clique(node: Node, profile: Profile) -> Finding:
     "mnnvl.imex_daemon",
     title="IMEX daemon and domain",
     source="nvidia-imex-ctl -N -j",
-    expectation="all nodes of the domain READY ({mnnvl.domain_gpus} GPUs, {gpu.count} of each node), the domain UP",
+    expectation="all nodes of the domain READY ({mnnvl.domain_gpus} GPUs, {gpu.count} of each node; in a container, "
+    "those of its job), the domain UP",
     remedy="systemctl restart nvidia-imex on every node of the domain; all need the same nodes_config.cfg.",
     wants="mnnvl.imex",
     quick=False,
@@ -55,7 +56,7 @@ def mnnvl_imex_daemon(node: Node, profile: Profile) -> Finding:
     faults = [f"{host} is {status}" for host, status in nodes.items() if status != "READY"]
     faults += [] if domain == "UP" else [f"the domain is {domain}"]
     want = profile["mnnvl.domain_gpus"], profile["gpu.count"]
-    if isinstance(want[0], int) and isinstance(want[1], int) and want[1]:
+    if isinstance(want[0], int) and isinstance(want[1], int) and want[1] and not node.container().inside:
         num_nodes = want[0] // want[1]
         faults += [f"{len(nodes)} of {num_nodes} nodes in nodes_config.cfg"] if len(nodes) < num_nodes else []
     return Finding.judge(faults, f"domain UP, {len(nodes)} nodes READY")
