@@ -15,6 +15,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -122,6 +123,20 @@ class Node:
     def topology(self) -> Topology:
         """GPUs, NICs and distances."""
         return probe(self.root, before=self.watch)
+
+    @cached_property
+    def switch_bridges(self) -> frozenset[str]:
+        """RDMA devices that lead to the NVSwitches of an HGX board with NVLink 5, for the fabric manager alone.
+
+        Their vital product data says so, which only root may read; for others the set is empty.
+        """
+        found = set()
+        for nic in self.topology.nics:
+            if nic.pci_address and any(port.link_layer == "InfiniBand" for port in nic.ports):
+                with suppress(Unreadable):
+                    if b"SW_MNG" in self.read_bytes(f"/sys/bus/pci/devices/{nic.pci_address}/vpd"):
+                        found.add(nic.name)
+        return frozenset(found)
 
     @cached_property
     def nvml(self) -> Nvml:

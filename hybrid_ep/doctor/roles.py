@@ -2,8 +2,8 @@
 
 NICs are chosen by place and kind. Of the NICs within the profile's distance of a GPU, as many as the profile counts are
 taken. The first are those with the profile's rate and link layer, or of the same model as one that has both, so that a
-broken NIC counts, too. Then come the nearest. A second port or function without a cable is not counted as a NIC. All
-other NICs are named with the reason.
+broken NIC counts, too. Then come the nearest. A second port or function without a cable is not counted as a NIC, and
+neither is a bridge to NVSwitches. All other NICs are named with the reason.
 """
 
 from __future__ import annotations
@@ -59,13 +59,16 @@ def assign_roles(node: Node, profile: Profile) -> Roles:
 
     Where no NIC is near a GPU, as in a virtual machine that hides the PCIe tree, all of them may be the GPUs'.
     """
-    named = [nic for nic in node.topology.nics if any(fnmatch(nic.name, pattern) for pattern in profile["nic.devices"])]
+    bridges = node.switch_bridges if profile["nvlink.switch"] else frozenset()
+    nics = [nic for nic in node.topology.nics if nic.name not in bridges]
+    named = [nic for nic in nics if any(fnmatch(nic.name, pattern) for pattern in profile["nic.devices"])]
     most = profile["affinity.max_distance"]
     columns = zip(node.topology.nics, *node.topology.nic_distances, strict=True)
     nearest = {nic.name: min(distances, default=Distance.SYS) for nic, *distances in columns}
     near = [nic for nic in named if most and nearest[nic.name] <= Distance[most]]
     candidates = near or named
-    others = {nic.name: "near no GPU" for nic in named if nic not in candidates}
+    others = dict.fromkeys(sorted(bridges), "for the fabric manager")
+    others |= {nic.name: "near no GPU" for nic in named if nic not in candidates}
     want = wanted_nics(node, profile)
     if want is None or len(candidates) <= want:
         return Roles(tuple(candidates), others)

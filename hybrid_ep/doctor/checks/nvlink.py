@@ -204,7 +204,8 @@ def nvlink_remote(node: Node, profile: Profile) -> Finding:
     title="fabric manager",
     source="systemd's cgroup of nvidia-fabricmanager.service (v2 or v1); /proc/*/comm; DeviceGetGpuFabricInfoV",
     expectation="running: as a service, in another container (GPU operator), or on the host of this virtual machine",
-    remedy="systemctl enable --now nvidia-fabricmanager (its version must be the driver's).",
+    remedy="systemctl enable --now nvidia-fabricmanager (its version must be the driver's). HGX B200 and B300 also "
+    "need the package nvlsm and the kernel module ib_umad.",
     wants="nvlink.fabric_manager",
 )
 def nvlink_fabric_manager(node: Node, profile: Profile) -> Finding:
