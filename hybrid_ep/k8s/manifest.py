@@ -365,8 +365,13 @@ def _find(tree: Any, pattern: list[str]) -> Iterator[tuple[list[str | int], dict
 
 
 def _find_shapes(tree: Any, parts: list[str | int]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
-    """Every mapping with a Pod's spec, or that is one."""
-    if _has_containers(_mapping(tree, "spec")) or _has_containers(tree):
+    """Every mapping with a Pod's spec, or that is one.
+
+    The object itself is none: containers in its spec are added to Pods that an operator makes (Prometheus). Containers
+    of a set of Argo are no Pod's alone.
+    """
+    may_be = parts not in ([], ["spec"]) and "containerSet" not in parts
+    if may_be and (_has_containers(_mapping(tree, "spec")) or _has_containers(tree)):
         yield parts, tree
         return
     below: Any = tree.items() if _is_map(tree) else enumerate(tree) if isinstance(tree, list) else ()
@@ -375,11 +380,12 @@ def _find_shapes(tree: Any, parts: list[str | int]) -> Iterator[tuple[list[str |
 
 
 def _has_containers(tree: Any) -> bool:
-    """Whether it has a list of containers with names and images, as a Pod's spec."""
+    """Whether it has a list of containers with names and images, as a Pod's spec; a policy's have wildcards."""
     found = tree.get("containers") if _is_map(tree) else None
     if not isinstance(found, list) or not found:
         return False
-    return all({"name", "image"} <= each.keys() for each in found if _is_map(each))
+    named = [f"{each['name']} {each['image']}" for each in found if _is_map(each) and {"name", "image"} <= each.keys()]
+    return len(named) == sum(map(_is_map, found)) and not any("*" in each for each in named)
 
 
 def _is_map(value: Any) -> bool:
