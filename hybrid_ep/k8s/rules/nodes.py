@@ -14,8 +14,10 @@ from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 _ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
 _INSTANCE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 # Instance types → GPUs, or None where the name says how many, and NICs of the cloud's own plugin or DRA driver.
+# The vendor's page that has the numbers stands first, and behind "opened" what was read for them.
 _INSTANCES: dict[str, tuple[int | None, int | None]] = {
-    # docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html and /ec2/latest/instancetypes/ac.html
+    # docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html; opened: an extract of it for P5, P5e and P6,
+    # and a list of p5en's NICs in public code; P4 and p5.4xlarge not re-checked
     r"(ml\.)?p4de?\.24xlarge": (8, 4),
     r"(ml\.)?p5\.4xlarge": (1, 1),
     r"(ml\.)?p5e?\.48xlarge": (8, 32),
@@ -23,21 +25,23 @@ _INSTANCES: dict[str, tuple[int | None, int | None]] = {
     r"(ml\.)?p6-b200\.48xlarge": (8, 8),
     r"(ml\.)?p6-b300\.48xlarge": (8, 16),
     r"(ml\.)?p6e-gb200\.36xlarge": (4, 16),
-    # docs.cloud.google.com/compute/docs/gpus and /kubernetes-engine/docs/how-to/allocate-network-resources-dra
+    # docs.cloud.google.com/compute/docs/gpus; opened: a copy of it, and for A4X and A4X Max public claims for GKE
     r"a2-(high|mega|ultra)gpu-(?P<gpus>\d+)g": (None, 0),
     r"a3-(high|mega|edge)gpu-(?P<gpus>\d)g(-nolssd)?": (None, 0),
     r"(a3-ultra|a4-high)gpu-(?P<gpus>8)g(-nolssd)?": (None, 8),
     r"a4x-highgpu-(?P<gpus>4)g(-nolssd)?": (None, 4),
     r"a4x-maxgpu-(?P<gpus>4)g-metal(-nolssd)?": (None, 8),
-    # learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/nd-family and nc-family
+    # learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated; opened: the pages' sources for GB200 and GB300,
+    # and Hugging Face's list of Azure's hardware for the others
     r"Standard_ND96\w+": (8, None),
     r"Standard_ND128isr_\w*GB\d00_v6": (4, None),
     r"Standard_NC(24ads_A100_v4|40ads_H100_v5)": (1, None),
     r"Standard_NC(48ads_A100_v4|80adis_H100_v5)": (2, None),
     r"Standard_NC96ads_A100_v4": (4, None),
-    # docs.oracle.com/iaas/Content/Compute/References/computeshapes.htm: the last number
+    # docs.oracle.com/iaas/Content/Compute/References/computeshapes.htm: the last number; opened: names in public code
     r"(BM|VM)\.GPU[\w.-]*\.(?P<gpus>\d)": (None, None),
-    # docs.coreweave.com/platform/instances: gd-8xh100ib-i128, gd-1xgh200, b200-8x, gb300-4x
+    # docs.coreweave.com/platform/instances: gd-8xh100ib-i128, gd-1xgh200, b200-8x, gb300-4x; opened: the page of GB200,
+    # and the table of Kubernetes' cluster autoscaler
     r"gd-(?P<gpus>\d)x\w+(-\w+)?": (None, None),
     r"(g?b\d00|rtxp6000)-(?P<gpus>\d)x": (None, None),
 }
