@@ -281,6 +281,29 @@ def layout(
     device: int,
     stream: int,
 ) -> None: ...
+def weights_to_probs(
+    *,
+    topk_idx: int,
+    weights: int,
+    probs: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    adds_columns: bool,
+    device: int,
+    stream: int,
+) -> None: ...
+def probs_to_weights(
+    *,
+    topk_idx: int,
+    weights: int,
+    probs: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    device: int,
+    stream: int,
+) -> None: ...
 def map_topk(
     *,
     topk_idx: int,

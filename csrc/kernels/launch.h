@@ -29,6 +29,9 @@ void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes
 void launch_combine(const CombineParams& params, int num_expert_sms, cudaStream_t stream);
 void launch_duplicate(const DuplicateParams& params, int num_sms, cudaStream_t stream);
 void launch_layout(const LayoutParams& params, cudaStream_t stream);
+// K is 1 … 32.
+void launch_weights_to_probs(const ProbsParams& params, cudaStream_t stream);
+void launch_probs_to_weights(const ProbsParams& params, cudaStream_t stream);
 
 template <typename Params>
 void allow_shared_memory(void (*kernel)(Params), int num_bytes = kDynamicSharedBytes) {

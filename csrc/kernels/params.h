@@ -142,4 +142,13 @@ struct LayoutParams {
   int num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain;
 };
 
+// Weights in the columns of a top-k, and probabilities of all experts, which name the same values.
+struct ProbsParams {
+  const int64_t* topk_idx;  // [T, K]; what is no expert has no value
+  float* weights;           // [T, K], 0 where no expert is named
+  float* probs;             // [T, E], 0 where an expert is not named
+  int num_tokens, num_topk, num_experts;
+  bool adds_columns;  // the probability is the sum of the columns that name an expert; otherwise they have equal values
+};
+
 }  // namespace hybrid_ep

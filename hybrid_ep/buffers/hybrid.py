@@ -22,6 +22,7 @@ from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
 from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor
 from hybrid_ep.core.layout import (
+    columns_of_experts,
     experts_of_columns,
     indices_to_map,
     weights_to_probs,
@@ -318,7 +319,7 @@ class HybridEPBuffer(PermutedCalls):
         if handle.is_map:
             combined = combine_with_probs(engine, request, torch.where(received, probs, 0.0), experts, dispatch)
             return combined.data, combined.weights
-        weights = torch.where(received >= 0, probs.gather(1, received.clamp_min(0)), 0.0)
+        weights = columns_of_experts(received, probs)
         combined = engine.combine(request._replace(weights=weights), dispatch)
         assert combined.weights is not None
         # Columns of the same expert have the same value.

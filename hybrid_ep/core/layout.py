@@ -17,6 +17,7 @@ from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, req
 __all__ = [
     "Layout",
     "Permutation",
+    "columns_of_experts",
     "compute_layout",
     "compute_layout_on_device",
     "experts_of_columns",
@@ -158,6 +159,8 @@ def indices_to_map(
 
 def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
     """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
+    if _has_kernels(topk_idx):
+        return _probs_by_kernel(topk_idx, topk_weights, num_experts, adds_columns=True)
     same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
     # In float64, so that the order of the terms, which devices choose, does not show.
     totals = torch.where(same, topk_weights.unsqueeze(1), 0.0).sum(2, dtype=torch.float64).float()
@@ -165,10 +168,49 @@ def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -
 
 
 def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
-    """``[T, K]`` indices and values → ``[T, E]``, 0 where an expert is not named; its columns have equal values."""
+    """``[T, K]`` indices and float32 values → ``[T, E]``, 0 where an expert is not named.
+
+    The columns of an expert have equal values.
+    """
+    if _has_kernels(topk_idx):
+        return _probs_by_kernel(topk_idx, values, num_experts, adds_columns=False)
     columns = torch.where(topk_idx < 0, num_experts, topk_idx)
     experts = values.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, values)
     return experts[:, :num_experts].contiguous()
+
+
+def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
+    """``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, 0 where no expert is named."""
+    if not _has_kernels(topk_idx):
+        return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
+    topk_idx, probs = topk_idx.contiguous(), probs.contiguous()
+    weights = torch.empty(topk_idx.shape, dtype=probs.dtype, device=probs.device)
+    kernels.native.probs_to_weights(**_arguments(topk_idx, weights, probs))
+    return weights
+
+
+def _has_kernels(topk_idx: Tensor) -> bool:
+    return 1 <= topk_idx.shape[1] <= MAX_TOPK and kernels.run_on(topk_idx)
+
+
+def _probs_by_kernel(topk_idx: Tensor, weights: Tensor, num_experts: int, *, adds_columns: bool) -> Tensor:
+    topk_idx, weights = topk_idx.contiguous(), weights.contiguous()
+    probs = torch.empty(topk_idx.shape[0], num_experts, dtype=weights.dtype, device=weights.device)
+    kernels.native.weights_to_probs(**_arguments(topk_idx, weights, probs), adds_columns=adds_columns)
+    return probs
+
+
+def _arguments(topk_idx: Tensor, weights: Tensor, probs: Tensor) -> dict[str, int]:
+    num_tokens, num_topk = topk_idx.shape
+    return {
+        "topk_idx": topk_idx.data_ptr(),
+        "weights": weights.data_ptr(),
+        "probs": probs.data_ptr(),
+        "num_tokens": num_tokens,
+        "num_topk": num_topk,
+        "num_experts": probs.shape[1],
+        **kernels.place_of(topk_idx),
+    }
 
 
 def probs_in_columns(topk_idx: Tensor, probs: Tensor) -> Tensor:

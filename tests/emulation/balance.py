@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,9 +16,9 @@ from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.online import map_online, plan_online
 from hybrid_ep.buffers import expert_moves
 from hybrid_ep.buffers.expert_moves import route_replicas
-from hybrid_ep.core import kernels
 from hybrid_ep.nn import MoELayer
 from tests.battery.normal import equal
+from tests.emulation.engine import local_kernels
 
 __all__ = ["check_layer", "check_map_online", "check_map_topk", "check_plan", "check_routes", "check_take"]
 
@@ -160,15 +158,6 @@ def check_map_topk(count: int) -> None:
         equal(wrong_slots, torch.tensor([[-2, replicas + num_experts]]), f"seed {seed}: what is no slot")
 
 
-@contextlib.contextmanager
-def _local_kernels() -> Iterator[None]:
-    """CPU tensors take the kernels of single tensors, and not their torch form."""
-    with mock.patch.multiple(
-        kernels, native=hybrid_ep._cuda, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0}
-    ):
-        yield
-
-
 def check_routes(count: int, device: str = "cpu") -> None:
     """Random mappings: holes, an expert in several slots and on its own rank, no slots, several domains."""
     for seed in range(count):
@@ -184,7 +173,7 @@ def check_routes(count: int, device: str = "cpu") -> None:
         mapping[torch.rand(mapping.shape, generator=generator) < draw.choice([0.0, 0.5, 1.0])] = -1
         buffer: Any = SimpleNamespace(rank=rank, group_size=num_ranks)
         want = route_replicas(buffer, mapping, num_local, first_rank)
-        with contextlib.nullcontext() if device == "cuda" else _local_kernels():
+        with contextlib.nullcontext() if device == "cuda" else local_kernels():
             got = route_replicas(buffer, mapping.to(device), num_local, first_rank)
         for name in ("sent", "columns", "arrived", "homes"):
             about = f"seed {seed}, rank {rank} of {num_domains} × {per_domain}, {num_local} experts: {name}"
@@ -203,7 +192,7 @@ def check_take(count: int, device: str = "cpu") -> None:
         want = torch.full((num_items, at_target + num_bytes + 16), 7, dtype=torch.uint8)
         taken = want.to(device, copy=True)
         expert_moves._take(want, at_target, source, at_source, index, num_bytes)
-        with contextlib.nullcontext() if device == "cuda" else _local_kernels():
+        with contextlib.nullcontext() if device == "cuda" else local_kernels():
             expert_moves._take(taken, at_target, source.to(device), at_source, index.to(device), num_bytes)
         got = taken.cpu()
         equal(got, want, f"seed {seed}")
@@ -216,7 +205,7 @@ def check_layer() -> None:
     """A layer with the online plan gives the same bits with the kernels as without, forwards and backwards."""
     results = []
     with hybrid_ep.Buffer() as buffer, hybrid_ep.Buffer() as mover:
-        for where in (contextlib.nullcontext(), _local_kernels()):
+        for where in (contextlib.nullcontext(), local_kernels()):
             with where:
                 layer = MoELayer(
                     buffer, hidden=64, ffn_hidden=48, num_experts=8, topk=2, balance="online", weight_buffer=mover

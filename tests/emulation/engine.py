@@ -8,18 +8,21 @@ import mmap
 import os
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import hybrid_ep
+from hybrid_ep.core import kernels
 from hybrid_ep.transport import TransportState, choice, nvshmem
 
-__all__ = ["install", "run"]
+__all__ = ["install", "local_kernels", "run"]
 
 _CPU = torch.device("cpu")
 _installed: list[str] = []
@@ -71,6 +74,13 @@ def install(module_path: str) -> None:
         module.is_capturing = lambda _: False
     cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
+
+
+def local_kernels() -> AbstractContextManager[object]:
+    """Inside, tensors of the CPU take the kernels that need no other rank, and not their torch form."""
+    return mock.patch.multiple(
+        kernels, native=hybrid_ep._cuda, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0}
+    )
 
 
 def _beside(module_path: str) -> str:

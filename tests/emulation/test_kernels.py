@@ -352,6 +352,10 @@ def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 
 
+def test_probs(run_emulated: RunEmulated) -> None:
+    run_emulated(1, "emulation.layout.check_probs", 64)
+
+
 def test_balance(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.balance.check_plan", 40)
     run_emulated(1, "emulation.balance.check_map_topk", 20)

@@ -13,6 +13,7 @@ from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.emulation.layout import check_probs
 from tests.emulation.small_slots import check_with_small_slots
 from tests.multi_gpu import behaviour, capacity, late_errors, random_routings, refusals, subgroups
 from tests.rank_pool import RankPool
@@ -67,6 +68,10 @@ def test_numbers_of_sms(run_gpus: RunGpus) -> None:
 
 def _permuted_fp8(case: Case) -> None:
     hybrid.check_permuted(case, "cuda", fp8=True)
+
+
+def test_probs() -> None:
+    check_probs(64, "cuda")
 
 
 def test_tokens_with_many_experts(run_gpus: RunGpus) -> None:
