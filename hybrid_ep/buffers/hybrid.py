@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffers.base import check_rows, check_weights
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, as_given, check_made_with, own
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
@@ -307,15 +306,12 @@ class HybridEPBuffer(PermutedCalls):
         require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
         assert handle is not None
         dispatch, received = handle.dispatch, handle.received
-        num_recv = len(received)
         self._check_geometry(dispatch.grid)
-        check_rows("hidden", hidden, None, device=engine.device)
-        require(hidden.shape[0] == num_recv, "rows of hidden", hidden.shape[0], f"{num_recv}, as received")
+        experts = first, end = self._experts_of_domain(dispatch.num_experts)
+        self._check_combined(hidden, probs, (received.shape[0], end - first))
         request = CombineRequest(hidden.contiguous(), num_sms=self._num_sms_combine)
         if probs is None:
             return engine.combine(request, dispatch).data, None
-        experts = first, end = self._experts_of_domain(dispatch.num_experts)
-        check_weights("probs", probs, (num_recv, end - first), hidden.device)
         if handle.is_map:
             combined = combine_with_probs(engine, request, torch.where(received, probs, 0.0), experts, dispatch)
             return combined.data, combined.weights

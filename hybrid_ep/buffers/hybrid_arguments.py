@@ -146,6 +146,24 @@ class HybridArguments(BaseBuffer):
         sent = handle.num_tokens // num_parts
         require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
 
+    def _check_combined(self, hidden: Tensor, probs: Tensor | None, shape: tuple[int, ...]) -> None:
+        """Checks the arguments of a combine; skipped if arguments with the same traits have passed before.
+
+        Args:
+            hidden: the rows.
+            probs: of the rows.
+            shape: of `probs`; the first size is the number of rows.
+        """
+        given = "combined", traits(hidden, probs), shape
+        if given in self._passed:
+            return
+        check_rows("hidden", hidden, None, device=self.engine.device)
+        require(hidden.shape[0] == shape[0], "rows of hidden", hidden.shape[0], f"{shape[0]}, as received")
+        if probs is not None:
+            check_weights("probs", probs, shape, hidden.device)
+        if hidden.is_cuda:
+            self._passed.add(given)
+
     def _weights_along(
         self,
         known_idx: Tensor,

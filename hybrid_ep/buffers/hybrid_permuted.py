@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.base import check_rows, check_weights
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, HybridArguments, as_given, check_made_with, own
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
@@ -222,23 +221,18 @@ class PermutedCalls(HybridArguments):
         assert handle is not None
         permute = handle.permute
         self._check_geometry(permute.dispatch.grid)
-        check_rows("hidden", hidden, None, device=engine.device)
-        num_permuted = permute.num_permuted
-        require(hidden.shape[0] == num_permuted, "rows of hidden", hidden.shape[0], f"{num_permuted}, as received")
-        if pad_multiple:
-            made_with = permute.pad_multiple
-            require(pad_multiple == made_with, "pad_multiple", pad_multiple, f"{made_with}, as dispatched")
-        if probs is not None:
-            check_weights("probs", probs, (num_permuted,), hidden.device)
+        self._check_combined(hidden, probs, (permute.num_permuted,))
+        if pad_multiple and pad_multiple != permute.pad_multiple:
+            require(False, "pad_multiple", pad_multiple, f"{permute.pad_multiple}, as dispatched")
         request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
         combined = engine.combine_permuted(request, permute)
-        data, num_parts = combined.data, handle.num_parts
-        if num_parts > 1:
-            data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
-        if combined.weights is None:
-            return data, None
-        dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
-        return data, _sum_of_parts(dense, num_parts)
+        data, num_parts, dense = combined.data, handle.num_parts, None
+        if combined.weights is not None:
+            dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
+        if num_parts == 1:
+            return data, dense
+        data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
+        return data, None if dense is None else _sum_of_parts(dense, num_parts)
 
 
 def _in_parts(rows: Rows, num_parts: int) -> Rows:

@@ -17,6 +17,7 @@ from hybrid_ep import (
     HybridEPBuffer,
     TopologyError,
 )
+from hybrid_ep.core import kernels
 from hybrid_ep.core.quantize import cast_to_fp8, cast_to_nvfp4
 
 T, H, K, E = 6, 256, 2, 8
@@ -352,6 +353,28 @@ def test_arguments_that_have_passed_are_checked_for_another_handle(
         buffer.dispatch(X.float(), handle)
     with pytest.raises(ConfigError, match="rows of x is 6; allowed: 4, as with this handle"):
         buffer.dispatch(X, other)
+
+
+def test_rows_that_have_passed_are_checked_for_another_handle(
+    hybrid: HybridEPBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing = {"topk_idx": TOPK, "topk_weights": WEIGHTS, "num_of_experts": E}
+    _, probs, _, handle = hybrid.dispatch(X, **routing)
+    other = hybrid.dispatch(X[:4], topk_idx=TOPK[:4], num_of_experts=E)[3]
+    rows, expert_probs, _, _, permuted = hybrid.dispatch_with_permute(hidden=X, **routing)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(kernels, "run_on", lambda _: False)
+    for _ in range(2):
+        hybrid.combine(X, probs, handle)
+        hybrid.combine_with_unpermute(hidden=rows, probs=expert_probs, handle=permuted)
+    assert len(hybrid._passed) == 2
+    with pytest.raises(ConfigError, match="rows of hidden is 6; allowed: 4, as received"):
+        hybrid.combine(X, probs, other)
+    with pytest.raises(ConfigError, match=r"hidden.dtype is torch.float32"):
+        hybrid.combine_with_unpermute(hidden=rows.float(), probs=expert_probs, handle=permuted)
+    assert probs is not None
+    with pytest.raises(ConfigError, match=r"probs.shape is \[5, "):
+        hybrid.combine(X, probs[:5], handle)
 
 
 HYBRID: dict[str, tuple[dict[str, Any], str]] = {
