@@ -352,6 +352,10 @@ def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
 
 
+def test_host_work(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.host_work.check_host_work")
+
+
 def test_probs(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_probs", 64)
 
