@@ -207,7 +207,7 @@ class LowLatencyCalls(LowLatencyArguments):
                 finish = _then_add(finish, counts, stats)
             hook = None
             if return_recv_hook:
-                hook = self._hook(finish)
+                hook = _ReceiveHook(self, finish)
             else:
                 self._receive(engine, finish)
         tensors = (x, topk_idx, x_global_scale, *rows, handle.memory, stats, waits)
@@ -349,7 +349,7 @@ class LowLatencyCalls(LowLatencyArguments):
             finish = engine.low_latency_combine(request, handle)
             hook = None
             if return_recv_hook:
-                hook = self._hook(finish)
+                hook = _ReceiveHook(self, finish)
             else:
                 self._receive(engine, finish)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
@@ -457,22 +457,6 @@ class LowLatencyCalls(LowLatencyArguments):
     def raise_pending(self) -> None:
         self._finish(super().raise_pending)
 
-    def _hook(self, finish: Hook) -> Hook:
-        """The hook that receives."""
-        num_calls, num_cleanings = 0, self._num_cleanings
-
-        @plain_tensors
-        def hook() -> None:
-            nonlocal num_calls
-            num_calls += 1
-            # Otherwise it would wait for what no rank sends, or take the place of a later call.
-            require(num_calls == 1, "calls of one receive hook", num_calls, "1")
-            since = self._num_cleanings - num_cleanings
-            require(since == 0, "calls of clean_low_latency_buffer since a hook's call", since, "0")
-            self._receive(self.engine, finish)
-
-        return hook
-
     def _receive(self, engine: Engine, finish: Hook) -> None:
         """Receives. If lost ranks are only masked, completes the call without them."""
         if not engine.only_masks_lost:
@@ -514,6 +498,33 @@ class LowLatencyCalls(LowLatencyArguments):
     def _require_shrink(self) -> None:
         self._low_latency_engine()
         require(self.enable_shrink, "enable_shrink", self.enable_shrink, "True for rank masks")
+
+
+class _ReceiveHook:
+    """The hook that receives. A class, so that `plain_tensors` decorates it once and not in each call.
+
+    Args:
+        calls: of the buffer whose call has sent.
+        finish: receives.
+    """
+
+    __slots__ = ("_calls", "_finish", "_num_calls", "_num_cleanings")
+
+    def __init__(self, calls: LowLatencyCalls, finish: Hook) -> None:
+        self._calls, self._finish = calls, finish
+        self._num_calls, self._num_cleanings = 0, calls._num_cleanings
+
+    @plain_tensors
+    def __call__(self) -> None:
+        calls = self._calls
+        self._num_calls += 1
+        # Otherwise it would wait for what no rank sends, or take the place of a later call.
+        if self._num_calls > 1:
+            require(False, "calls of one receive hook", self._num_calls, "1")
+        since = calls._num_cleanings - self._num_cleanings
+        if since > 0:
+            require(False, "calls of clean_low_latency_buffer since a hook's call", since, "0")
+        calls._receive(calls.engine, self._finish)
 
 
 def _then_add(finish: Hook, counts: Tensor, stats: Tensor) -> Hook:
