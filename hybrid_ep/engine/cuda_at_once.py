@@ -71,7 +71,8 @@ def dispatch_at_once(
 class BoundDispatch:
     """Dispatches of one shape with a bound, whose rows land by source; see `Engine.repeat_of`.
 
-    What follows from the shape is found out once. A call of more than one step is left to `CudaEngine.dispatch`.
+    What follows from the shape is found out once. A call of more than one step is left to
+    `CudaEngine.dispatch_in_steps`.
 
     Args:
         engine: of the calls.
@@ -97,7 +98,7 @@ class BoundDispatch:
             made = dispatch_at_once(engine, planned, bound, tensors, *piece, ABSENT, stream)
         if piece is None or made is None:
             routing = Routing(topk_idx, topk_weights, *self._of_routing)
-            return engine.dispatch(DispatchRequest(Rows(data, scales), routing, *self._of_request))
+            return engine.dispatch_in_steps(DispatchRequest(Rows(data, scales), routing, *self._of_request))
         engine.num_calls += 1
         number = dispatch_number(engine.number, engine.num_calls)
         engine._end()

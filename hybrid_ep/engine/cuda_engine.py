@@ -153,6 +153,13 @@ class CudaEngine(Engine):
         return self._control.local.nbytes + self._arena.num_bytes + self._low_latency.num_bytes
 
     def dispatch(self, request: DispatchRequest) -> Dispatched:
+        at_once = self.repeat_of(request)
+        if at_once is None:
+            return self.dispatch_in_steps(request)
+        return at_once(*request.rows, request.routing.topk_idx, request.routing.topk_weights)
+
+    def dispatch_in_steps(self, request: DispatchRequest) -> Dispatched:
+        """The same of any kind: takes a slot, launches, waits for the counts without a bound, makes the tensors."""
         sent = self._send(request)
         with sent.lease:
             output = self._results(sent)
@@ -163,8 +170,10 @@ class CudaEngine(Engine):
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
+        if request.bound is None:
+            return None
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
-        if request.bound is None or planned.refusal is not None:
+        if planned.refusal is not None:
             return None
         return BoundDispatch(self, request, planned)
 

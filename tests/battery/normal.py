@@ -175,13 +175,16 @@ def check_bound(case: Case, device: str = "cpu") -> None:
 
 
 def check_repeated(case: Case, device: str = "cpu") -> None:
-    """`Engine.repeat_of` gives what `Engine.dispatch` does, for other values, and with more results than slots."""
+    """Dispatches that are one call of C++ give what steps do, for other values, and with more results than slots."""
+    from hybrid_ep.engine.cuda_engine import CudaEngine
+
     rank = dist.get_rank()
     inputs = on(device, case.inputs(rank))
     bound = max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
     routing = Routing(inputs.topk_idx, inputs.topk_weights, case.num_experts)
     with make_buffer(case) as buffer:
         engine = buffer.engine
+        assert isinstance(engine, CudaEngine)
         for rows in (Rows(inputs.x), Rows(*cast_to_fp8(inputs.x))):
             repeat = engine.repeat_of(DispatchRequest(rows, routing, bound))
             assert repeat is not None
@@ -192,7 +195,7 @@ def check_repeated(case: Case, device: str = "cpu") -> None:
                 if turn == 4:  # where copies of 16 bytes cannot begin
                     data = torch.cat([data.flatten()[:1], data.flatten()])[1:].view(data.shape)
                 data = data.view(rows.data.dtype)
-                want = engine.dispatch(
+                want = engine.dispatch_in_steps(
                     DispatchRequest(Rows(data, rows.scales), Routing(topk_idx, weights, case.num_experts), bound)
                 )
                 want_y = engine.combine(CombineRequest(want.rows.data.bfloat16()), want.handle).data

@@ -38,10 +38,12 @@ class _Work(NamedTuple):
 _WORK = {
     "low-latency dispatch": _Work(2, [], 45),
     "low-latency combine": _Work(1, [], 45),
+    "low-latency dispatch with a hook": _Work(2, [], 55),
+    "low-latency combine with a hook": _Work(1, [], 55),
     "dispatch with a bound": _Work(0, [], 35),
     "cached dispatch": _Work(0, [], 45),
     "combine": _Work(1, [], 40),
-    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 60),
+    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 50),
     "hybrid combine": _Work(4, [], 45),
 }
 
@@ -84,6 +86,12 @@ def _work_of(call: Callable[[], object]) -> _Work:
     return _Work(len(operators.names) - len(others), others, _num_functions(call))
 
 
+def _receive(sent: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Calls the hook, the last entry of what a low-latency call returns; returns that."""
+    sent[-1]()
+    return sent
+
+
 def check_host_work() -> None:
     """Repeated calls that do not wait allocate their results, and start one kernel."""
     num_ranks = dist.get_world_size()
@@ -107,6 +115,12 @@ def check_host_work() -> None:
             "low-latency dispatch": lambda: buffer.low_latency_dispatch(x, topk_idx, _NUM_TOKENS, num_experts),
             "low-latency combine": lambda: buffer.low_latency_combine(
                 y, topk_idx, weights, last["low-latency dispatch"][2]
+            ),
+            "low-latency dispatch with a hook": lambda: _receive(
+                buffer.low_latency_dispatch(x, topk_idx, _NUM_TOKENS, num_experts, return_recv_hook=True)
+            ),
+            "low-latency combine with a hook": lambda: _receive(
+                buffer.low_latency_combine(y, topk_idx, weights, last["low-latency dispatch"][2], return_recv_hook=True)
             ),
             "dispatch with a bound": lambda: buffer.dispatch(x, **layout, **routing, num_worst_tokens=most_rows),
             "cached dispatch": lambda: buffer.dispatch(x, last["dispatch with a bound"][4]),
