@@ -34,13 +34,13 @@ own arguments do not fit raises its own error.
 | cuda engine, where the host waits for counts | this call |
 | cuda engine, where no host waits: a bound, a handle, a combine, a hook | the next call, or `raise_pending` |
 
-The cuda engine tells this in words that ranks exchange in every call. So a right call costs nothing more.
+The cuda engine reports the error in words that ranks exchange in every call anyway. So a correct call takes no longer.
 
 Other ranks are not told of these mistakes:
 
 | mistake of one rank | the other ranks |
 |---|---|
-| in a local call, as `get_dispatch_layout` | see nothing, and do not wait |
+| in a local call, such as `get_dispatch_layout` | see nothing, and do not wait |
 | in a call while a CUDA graph is captured | raise `TimeoutError` in replays, after `timeout_s` |
 | a closed buffer, or one of a forked child | raise `TransportError`, or `TimeoutError` after `timeout_s` |
 | a call while another thread is in a call | raise `TimeoutError` after `timeout_s` |
