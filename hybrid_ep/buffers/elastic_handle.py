@@ -28,7 +28,7 @@ _INDEX_WORDS = 4  # of a row that carries an index: 16 bytes, the least that eve
 
 
 class EPHandle:
-    """Of a dispatch, for `combine` and for a cached `dispatch`.
+    """The handle of a dispatch, for `combine` and for a cached `dispatch`.
 
     There is one received row for each token and rank; with `do_expand`, one for each token and local expert.
 

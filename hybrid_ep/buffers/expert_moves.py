@@ -31,15 +31,16 @@ _MAX_ROWS = 32768  # of one dispatch: 256 MiB. The cuda engine takes twice as ma
 
 
 class ReplicaRoutes(NamedTuple):
-    """Where replicas' weights, or their gradients, come from and go to as rows. One mapping of experts to spare slots
-    gives the routes of all tensors, forwards and backwards.
+    """The ranks between which experts travel, as tensors for a dispatch.
+
+    A mapping of experts to spare slots gives the routes of all tensors: of weights to the replicas, of gradients back.
 
     Attributes:
-        first_rank: with which the mapping begins.
+        first_rank: rank of the mapping's first row.
         mapping: ``[ranks, B]`` int64, contiguous.
-        sent: ``[n]`` int64: experts of this rank that have a replica, ascending; −1 behind them.
+        sent: ``[n]`` int64: experts of this rank that have a replica, ascending; then −1.
         columns: ``[n, R]`` int64: the ranks that get each of them, rank r in column r, or −1.
-        arrived: ``[B]`` int64: which of the experts that arrive each spare slot takes; −1 where it is empty.
+        arrived: ``[B]`` int64: index, among the experts that arrive, of the one in each spare slot; −1 if it is empty.
         homes: ``[B]`` int64: the home rank of the expert in each spare slot, or −1.
     """
 
@@ -265,13 +266,13 @@ def _send(
 
 
 class _Cut(NamedTuple):
-    """What of each item of a tensor is in a part of the records, in bytes.
+    """A range of bytes that is in each item of a tensor, and in a part of each record.
 
     Attributes:
         tensor: index of the tensor.
-        in_tensor: where it begins in an item.
-        in_record: where it begins in the part.
-        num_bytes: how much it is.
+        in_tensor: offset of the range in an item.
+        in_record: offset of the range in the part of a record.
+        num_bytes: length of the range.
     """
 
     tensor: int
@@ -284,9 +285,9 @@ class _Part(NamedTuple):
     """The part of the records that goes into one dispatch.
 
     Attributes:
-        num_rows: of each record.
-        row_bytes: of each row.
-        cuts: what it has of the tensors.
+        num_rows: rows of each record.
+        row_bytes: bytes of a row.
+        cuts: ranges of the tensors that the part holds.
     """
 
     num_rows: int
@@ -308,7 +309,7 @@ class _Part(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """Of one dispatch."""
+    """The most rows of a dispatch, and bytes of a row."""
 
     num_rows: int
     row_bytes: int
@@ -339,7 +340,7 @@ def _parts(sizes: tuple[int, ...], num_records: int, limits: _Limits) -> tuple[_
 
 
 def _cuts(begins: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[_Cut]:
-    """What the bytes from `first` to `end` of a record have of each tensor."""
+    """The ranges of the tensors that the bytes from `first` to `end` of a record hold."""
     for i, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
         at, upto = max(first, begin), min(end, begin + size)
         if at < upto:

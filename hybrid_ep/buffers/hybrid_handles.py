@@ -41,7 +41,7 @@ class _Handle(Sequence[Any]):
 
 
 class HybridHandle(_Handle):
-    """Of `dispatch`, for `combine` and for a cached `dispatch`; 7 entries, in the order of the attributes.
+    """The handle of `dispatch`, for `combine` and a cached `dispatch`; 7 entries, in the order of the attributes.
 
     Attributes:
         routing: this rank's: ``[T, K]`` int64, or ``[T, E]`` bool where a map of more than 32 columns was given.
@@ -91,7 +91,7 @@ class HybridHandle(_Handle):
 
 
 class PermutedHandle(_Handle):
-    """Of `dispatch_with_permute`, for `combine_with_unpermute` and for a cached one; 11 entries, in this order.
+    """The handle of `dispatch_with_permute`, for `combine_with_unpermute` and a cached dispatch; 11 entries.
 
     Attributes:
         topk_idx: ``[T, K]`` int64; this rank's routing. ``[T×S, K]`` where tokens have more than 32 experts: such a

@@ -176,19 +176,19 @@ def rendezvous(
 def rendezvous_all(
     board: Board, what: str, rank: int, num_ranks: int, text: str, *, timeout_s: float, where: str, missed: str
 ) -> tuple[list[str], int]:
-    """Meets all ranks of a group, so that one that does not come is named; a collective would wait for it without end.
+    """Waits for all ranks of a group, up to a deadline. The error names the ranks that have not come.
 
     Args:
-        board: of the group.
-        what: they meet for, of the same name at all ranks.
-        rank, num_ranks: of the group.
-        text: of this rank.
+        board: notes of the group.
+        what: name of the purpose, equal at all ranks.
+        rank, num_ranks: this rank, and the ranks of the group.
+        text: text that this rank gives to the others.
         timeout_s: how long to wait.
         where: the step that the errors name.
-        missed: what a rank that has not come has left undone.
+        missed: words of the errors for what a missing rank has not done.
 
     Returns:
-        The texts by rank, and the meeting's number: the ranks' first for `what` that none of them has given up.
+        The texts by rank, and the number of the meeting. Meetings for `what` are counted, failed ones too.
 
     Raises:
         TimeoutError: a rank has not come.

@@ -129,7 +129,7 @@ FIELDS: dict[str, Field] = {
     "numel": Field("elements of the tensor", _as_number),
     "expert_sizes": Field("checksum of the sizes of experts and spare slots", _as_number),
     "replica_mapping": Field("checksum of redundancy_mapping", _as_number),
-    # Not compared: of a rank with too many tokens, number << 32 | most; number of a refusal.
+    # Not compared. A rank with too many tokens has (their number << 32 | the most allowed) in the first of these.
     "too_many_tokens": Field("tokens of a rank", _as_number),
     "refusal": Field("number of a refusal", _as_number),
 }

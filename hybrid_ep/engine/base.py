@@ -283,10 +283,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def refuse(self, call: str, error: ConfigError) -> None:
-        """Takes part in a call whose arguments do not fit at this rank: the other ranks raise that, too.
+        """Takes part in a call whose arguments do not fit at this rank, so that every rank raises the error.
 
-        It takes the place of the call at this rank, and sends no rows. Returns where no other rank waits for this one,
-        and while a CUDA graph is captured, which can tell nobody.
+        It replaces the call at this rank, and sends no rows. It returns, and raises nothing, if no other rank waits for
+        this one, and while a CUDA graph is captured: a capture cannot reach other ranks.
 
         Args:
             call: one of `agreement.CALLS`.
@@ -298,7 +298,9 @@ class Engine(abc.ABC):
         """
 
     def allow_masks(self, *, only_masks_lost: bool) -> None:
-        """Local, before the first call, and the same at all ranks: callers may mask ranks, and go on without lost ones.
+        """Allows callers to mask ranks, and to go on without lost ones. Local.
+
+        Call it before the first call, with the same value at all ranks.
 
         Args:
             only_masks_lost: see the attribute.

@@ -149,7 +149,7 @@ class Blame:
             if int(peers[0]) not in known and verb == "lost":
                 return [int(peer) for peer in peers]
             if int(peers[0]) not in known and verb == "waits" and note != first:
-                return [int(peers[0])]  # behind it is the number of the note
+                return [int(peers[0])]  # the second field is the number of the note
             if time.monotonic() >= deadline:
                 return []
             time.sleep(self.grace_s / _BEATS / 2)

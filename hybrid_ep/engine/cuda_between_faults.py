@@ -17,13 +17,13 @@ __all__ = ["BetweenFaults", "transport_error"]
 
 
 def transport_error(fault: _cuda.Fault, links: Iterable[DomainLink], rank: int, peer: int) -> TransportError:
-    """Returns what the first of the links that has failed says.
+    """Returns the error of the first link that has failed.
 
     Args:
-        fault: of kind TRANSPORT.
-        links: of the call.
+        fault: a fault of kind TRANSPORT.
+        links: links of the call.
         rank: this rank.
-        peer: that the fault names; the error names it if no link of this rank has failed.
+        peer: rank that the fault names. The error names it if no link of this rank has failed.
     """
     where = f"{fault.kernel}: {fault.tag}"
     try:
@@ -35,13 +35,13 @@ def transport_error(fault: _cuda.Fault, links: Iterable[DomainLink], rank: int, 
 
 
 class BetweenFaults:
-    """The faults of dispatches and combines between domains, but for low latency.
+    """Errors for the faults of dispatches and combines between domains. Low-latency calls have their own.
 
     Args:
-        grid: of all ranks.
-        link: of the calls.
-        blame: through which ranks find the lost one.
-        refusals: of the buffer.
+        grid: geometry of all ranks.
+        link: link of the calls.
+        blame: notes through which ranks find the lost one.
+        refusals: refusals of the buffer.
     """
 
     def __init__(self, grid: RankGrid, link: DomainLink, blame: Blame, refusals: Refusals) -> None:

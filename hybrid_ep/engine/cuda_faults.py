@@ -12,8 +12,8 @@ from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutE
 
 __all__ = ["as_error", "dispatch_number", "low_latency_counter", "rank_of"]
 
-_NUMBER_BITS = 24  # of a dispatch, below the number of its buffer
-_CALL_BITS, _COUNTER_BITS = 32, 25  # of a low-latency dispatch, likewise
+_NUMBER_BITS = 24  # number of a dispatch; the buffer is in the bits above
+_CALL_BITS, _COUNTER_BITS = 32, 25  # of a low-latency dispatch: its number, then its counter
 
 
 def dispatch_number(buffer: int, number: int) -> int:
@@ -22,12 +22,12 @@ def dispatch_number(buffer: int, number: int) -> int:
 
 
 def low_latency_counter(buffer: int, region: int, period: tuple[int, int]) -> int:
-    """Returns a word that names what counts low-latency dispatches: each part modulo what its bits hold.
+    """Returns a word that identifies the counter of low-latency dispatches. Each part is modulo what its bits hold.
 
     Args:
-        buffer: its number.
-        region: number of the region. The calls of each are counted from 1.
-        period: of `Losses`. The numbers of calls begin again there.
+        buffer: number of the buffer.
+        region: number of the region; the calls of each region are counted from 1.
+        period: `Losses.period`; each period begins the count again.
     """
     num_cleanings, barrier = period
     return (buffer & 0x7F) << _COUNTER_BITS | (region & 0x1F) << 20 | (num_cleanings & 0xFF) << 12 | barrier & 0xFFF

@@ -68,15 +68,15 @@ class CudaLowLatency(LowLatencyFaults):
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
 
     Attributes:
-        lately_masked: ranks that calls leave out, and those that were left out since the ranks last met.
+        lately_masked: ranks that have been masked at any time since the last barrier.
         refusal: the error of every further call and hook; None: they are allowed.
 
     Args:
-        roll_call: of the ranks of the domain.
-        grid, device, communicator, losses, board, error_of, timeout_s: as of `LowLatencyFaults`.
-        order: of the engine's launches.
-        number: of the buffer on its group.
-        everyone: of the ranks of all domains; None: there is one domain.
+        roll_call: rendezvous of the domain's ranks.
+        grid, device, communicator, losses, board, error_of, timeout_s: as in `LowLatencyFaults`.
+        order: orders the engine's launches.
+        number: number of the buffer on its group.
+        everyone: rendezvous of the ranks of all domains; None: there is one domain.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class CudaLowLatency(LowLatencyFaults):
         self.refusal: HybridEPError | None = None
         self.lately_masked: set[int] = set()
         self._has_stale_masks = False
-        # Ranks that were masked when the host last asked, and did not wait for the answer: the round of the question,
-        # or 0. A round begins whenever ranks are unmasked. The device has its number, for replays of graphs.
+        # The device's answer to the last `masks`: for each masked rank the round in which it was asked, otherwise 0. A
+        # round begins whenever ranks are unmasked. The device holds its number, for replays of graphs.
         self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._round, self._unmasked_in = 1, [1] * grid.num_ranks
         self._round_there = torch.ones(1, dtype=torch.int32, device=device)
@@ -244,7 +244,7 @@ class CudaLowLatency(LowLatencyFaults):
         self._look_for_loss()
         is_combine = call == "low_latency_combine"
         buffers = self._combines if is_combine else self._dispatches
-        # The other ranks cannot make the call either without a free buffer, or before the first dispatch of all ranks.
+        # Without a free buffer, or before the first dispatch, no other rank can make this call. So none waits.
         is_too_early = not self._regions and (is_combine or self.masked)
         if self._grid.num_ranks == 1 or buffers.are_in_flight or is_too_early:
             return
@@ -434,7 +434,7 @@ class CudaLowLatency(LowLatencyFaults):
 
     @property
     def num_bytes(self) -> int:
-        """Of the regions that are held."""
+        """Bytes of all regions that are held."""
         return sum(region.memory.local.nbytes for region in self._regions)
 
     def _begin(self) -> int:
@@ -482,7 +482,7 @@ class CudaLowLatency(LowLatencyFaults):
             )
 
     def _capacity_for(self, plan: LowLatencyPlan) -> _cuda.LowLatencyCapacity:
-        """Of a region that is made for a plan: it also covers the calls before."""
+        """Returns the capacity of a region for a plan. It also covers the sizes of all earlier calls."""
         capacity = plan.native.capacity
         return capacity.united_with(self._regions[-1].capacity) if self._regions else capacity
 

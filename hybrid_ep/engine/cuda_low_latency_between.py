@@ -41,7 +41,7 @@ _SESSION_BITS = 31  # of the number of a barrier, or of cleanings
 
 
 class OpenedLink(NamedTuple):
-    """A link, and what its memory lives as long as."""
+    """A link, and the object that keeps its memory alive."""
 
     link: DomainLink
     keep: Any
@@ -72,14 +72,11 @@ class LowLatencyBetween(CudaLowLatency):
     """The low-latency calls over one region and one link, which are made by the first call and grow.
 
     Args:
-        roll_call: of the ranks of this domain.
-        grid: of all ranks.
-        device, communicator, order: as of `CudaLowLatency`; the communicator is that of the domain.
-        losses, number: as of `CudaLowLatency`.
-        board: of these calls.
-        open_link: opens a link with rings over a grid, whose domains are the groups that a peer stands for; and
-            whether these are single ranks, and the link goes on without a lost one. Collective over all ranks.
-        error_of, everyone: as of `CudaLowLatency`.
+        roll_call: rendezvous of the domain's ranks.
+        grid: geometry of all ranks.
+        device, communicator, order, losses, number, board, error_of, everyone: as in `CudaLowLatency`.
+        open_link: opens a link. It takes the rings, the grid whose domains are the groups that a peer forwards to, and
+            whether a group is a single rank: then the link goes on without a lost rank. Collective over all ranks.
     """
 
     # Receiving kernels of a domain wait for each other for two seconds longer (csrc/runtime/low_latency_between.cpp),
@@ -117,7 +114,7 @@ class LowLatencyBetween(CudaLowLatency):
         )
         self._open_link = open_link
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
-        self._asked: LowLatencyPlan | None = None  # that a region is made for
+        self._asked: LowLatencyPlan | None = None  # what the next region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
         """Whether the kernels take calls of this size; the same at every rank."""
@@ -144,7 +141,7 @@ class LowLatencyBetween(CudaLowLatency):
 
     @functools.cached_property
     def _link_grid(self) -> RankGrid:
-        """All ranks, and as domains the groups that a peer stands for."""
+        """All ranks. Its domains are the groups that a peer forwards to."""
         size = 1 if self.takes_masks else self._grid.num_ranks_per_domain
         return RankGrid(self._grid.rank, self._grid.num_ranks, size)
 

@@ -1,4 +1,4 @@
-"""Low-latency calls of the cuda engine without rows, by which ranks compare calls, or learn that one is refused."""
+"""Low-latency calls of the cuda engine without rows: ranks compare their calls, or learn that a rank refuses one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def launch_without_tokens(
     counter: int = 0,
     global_scale: int = 0,
 ) -> None:
-    """Launches a dispatch that sends only what its plan publishes.
+    """Launches a dispatch without tokens: it publishes the fields of its plan.
 
     Args:
-        region: of the call.
-        plan: for no tokens.
-        buffer_idx: of the dispatch.
-        device: of the region.
-        stream: the current one.
-        counter: as `low_latency_counter` makes it.
-        global_scale: address of that of NVFP4 rows.
+        region: memory of the call.
+        plan: made for 0 tokens.
+        buffer_idx: buffer that the dispatch uses.
+        device: this rank's GPU.
+        stream: the current stream.
+        counter: result of `low_latency_counter`.
+        global_scale: address of the global scale of NVFP4 rows; 0 for other formats.
     """
     results = torch.empty(plan.num_ints_between, dtype=torch.int32, device=device)
     region.dispatch_tokens(plan, buffer_idx, 0, 0, 0, global_scale, counter, 0, 0, 0, results.data_ptr(), stream)
@@ -38,7 +38,7 @@ def launch_without_tokens(
 def launch_refused_combine(
     region: _cuda.LowLatencyRegion, plan: _cuda.LowLatencyPlan, buffer_idx: int, device: torch.device, stream: int
 ) -> None:
-    """Launches a combine along the handle of a dispatch that never was; arguments as above, the plan a refused one."""
+    """Launches a combine without rows, for which no dispatch was made. Arguments as above; `plan` has the refusal."""
     results = torch.zeros(plan.num_ints_between, dtype=torch.int32, device=device)
     idx, value = plan.refusal_of_combine
     results[idx] = value

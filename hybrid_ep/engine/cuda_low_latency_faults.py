@@ -40,11 +40,11 @@ class LowLatencyFaults(abc.ABC):
         grid: geometry of the ranks.
         device: this rank's GPU.
         communicator: holds the fault record and the timeout.
-        losses: on which lost ranks the ranks agree.
-        board: of these calls; None without a group.
-        error_of: the error for a fault of a call that is not one of low latency.
-        timeout_s: of a receiving kernel. A send waits half as long; the rank to name is then searched for until a peer
-            that waits since the same time has given up, too. None: it is not.
+        losses: the log through which ranks agree on lost ranks.
+        board: notes of these calls; None without a group.
+        error_of: returns the error for a fault of any other call.
+        timeout_s: deadline of a receiving kernel. A send gives up after half of it. The survivor then also waits for
+            the other half, so that a peer which has waited for as long can write its note. None: it does not.
     """
 
     _grace_s = 1.0  # by how much later than this rank another one may give up a call
@@ -62,14 +62,14 @@ class LowLatencyFaults(abc.ABC):
         self._grid, self._device, self._communicator, self._losses = grid, device, communicator, losses
         self._index: int = device.index
         self._board, self._other_error_of, self._timeout_s = board, error_of, timeout_s
-        self._numbering = grid  # by which faults of these calls number ranks
+        self._numbering = grid  # faults of these calls number ranks by this grid
         self._refusals = Refusals(None if board is None else board.at("refusals"), grid.rank)
         self.masked: set[int] = set()
         self.lost: set[int] = set()
         self.takes_masks = self.only_masks_lost = False
-        self._overflow: OverflowError | None = None  # of a dispatch at this rank, to be raised
-        self._fault: _cuda.Fault | None = None  # taken and not raised yet
-        self._held: HybridEPError | None = None  # of a fault that has been taken; the next error to raise
+        self._overflow: OverflowError | None = None  # a dispatch at this rank has dropped rows; to be raised
+        self._fault: _cuda.Fault | None = None  # taken from the record, not raised yet
+        self._held: HybridEPError | None = None  # the error of a fault that was taken; raised next
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
 

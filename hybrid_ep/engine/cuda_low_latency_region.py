@@ -46,7 +46,7 @@ class Region:
 
 
 class RegionsInUse:
-    """Which region each rank has used in a call in which ranks have lost each other, told through the store.
+    """Notes in the store: the region in which a rank has waited in vain for another one.
 
     A CUDA graph keeps the region of its capture. Ranks that use different regions wait for each other in vain.
 
@@ -59,7 +59,7 @@ class RegionsInUse:
         self._board, self._rank = board, rank
 
     def tell(self, regions: Sequence[Region], peer: int) -> int | None:
-        """Writes and returns the number of the region in which this rank has lost a peer; None: there is one region."""
+        """Writes and returns the number of the region in which this rank has lost a peer; None if all use one."""
         if self._board is None or len(regions) < 2:
             return None
         number = next((region.number for region in regions if region.awaits(peer)), None)
@@ -69,7 +69,7 @@ class RegionsInUse:
         return number
 
     def of(self, peer: int) -> int | None:
-        """The number that a peer has written; None: it has not."""
+        """Returns the number that a peer has written; None: it has written none."""
         note = None
         if self._board is not None:
             with contextlib.suppress(StoreLostError):

@@ -174,9 +174,9 @@ class DispatchPlan(Generic[_Native]):
         native: what the kernels take.
         refusal: what is wrong with this rank's arguments, or None. The call is launched in any case, so that all ranks
             raise the same error.
-        num_tokens: that are sent; none of a call with too many.
-        max_rows: that a slot must hold at any rank; 0 where the host waits for the counts.
-        slot_bytes: of a slot that holds them.
+        num_tokens: tokens that this rank sends; 0 if it has more than is allowed.
+        max_rows: the most rows that a slot must hold at any rank; 0 where the host waits for the counts.
+        slot_bytes: size of a slot for `max_rows`.
     """
 
     native: _Native

@@ -33,7 +33,7 @@ from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 __all__ = ["Exchange"]
 
 _LOG = logging.getLogger(__name__)
-_MIN_WAIT_S = 1e-3  # gloo takes whole milliseconds, and none of them as no limit
+_MIN_WAIT_S = 1e-3  # gloo counts whole milliseconds, and takes 0 as no limit
 _NUM_STEPS = 16  # of a call, at most; step 0 is the header, which has the same tag in every call
 _MAX_TAG = 1 << 30
 _MAX_MASK_BITS = 62

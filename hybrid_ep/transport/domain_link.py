@@ -147,18 +147,18 @@ def open_link(
 
     Args:
         group: the process group.
-        grid: the ranks' domains; two and more.
-        rings: up to 4.
-        device: of the kernels that use the link.
-        timeout_s: how long to wait for ranks here; half of it later, until a silent peer is lost.
+        grid: the domains; at least two.
+        rings: up to 4 rings for each peer.
+        device: GPU whose kernels use the link, or the CPU.
+        timeout_s: how long to wait for ranks here. In calls, a silent peer counts as lost after half of it.
         native: the module whose kernels use the link: ``_cuda``, or ``_C`` without kernels.
         asked: ``auto`` or a transport; None = ``HYBRID_EP_TRANSPORT``.
-        map_symmetric: allocates so many bytes at every rank and returns where those of `grid.peers` are in this
-            process: then kernels write their peers' windows themselves over loopback. On GPUs it is needed.
-        num_near: domains of `grid` in a row that the link does not join to each other, as ranks of one NVLink domain
-            where each rank is a domain; 1: it joins all.
-        keeps_other_peers: a lost peer is no failure of the link, and what goes to that peer is dropped.
-        faults: what the network does wrong, for tests; only where a proxy carries the chunks.
+        map_symmetric: allocates a number of bytes at every rank, and returns the addresses in this process of the
+            memory of `grid.peers`. Loopback on GPUs needs it: kernels write the peers' windows themselves.
+        num_near: consecutive domains of `grid` that the link does not join to each other, because NVLink does: the
+            ranks of a domain, if each rank of `grid` is a domain. 1: the link joins all.
+        keeps_other_peers: the link goes on when a peer is lost, and drops what is sent to that peer.
+        faults: faults of the network, for tests; only where a proxy carries the chunks.
 
     Raises:
         ConfigError: the transport that was asked for cannot be used at some rank, or the grids of ranks differ.
@@ -227,9 +227,9 @@ def connect_link(
     """Connects this rank to its peers by a transport that all ranks have chosen. Collective; does not import torch.
 
     Args:
-        choice: equal at all ranks.
-        store: through which ranks exchange their addresses; reached by all of them.
-        prefix: names this link there; used once.
+        choice: the transport, equal at all ranks.
+        store: a store that all ranks reach, for their addresses.
+        prefix: name of this link in the store; used once.
         grid, rings, device, timeout_s, native, map_symmetric, num_near, keeps_other_peers, faults: as in `open_link`.
 
     Raises:
@@ -266,9 +266,9 @@ def connect_link(
 def _nvshmem_proxy(
     native: Any, layout: Any, store: Store, prefix: str, grid: RankGrid, device: torch.device, timeout_s: float
 ) -> tuple[Proxy, nvshmem.Window, Any]:
-    """Returns the proxy, which has nothing to carry, the window that holds its rings, and the kernels.
+    """Returns the proxy, which carries nothing, the window that holds its rings, and the kernels for NVSHMEM.
 
-    Where every peer's window is mapped, the kernels of `_cuda` write them, as with loopback: None.
+    The kernels are None if every peer's window is mapped: the kernels of `_cuda` write them, as with loopback.
     """
     topology, device_idx = probe(), device.index or 0
     num_bytes = layout.window_bytes + 8 * layout.num_words

@@ -59,7 +59,7 @@ py::tuple peer_chunk_bytes(const LowLatencyPlan& plan, int group_size) {
 
 void add_between_domains(py::module_& module) {
   module.attr("low_latency_between_bytes") = sizeof(LowLatencyBetweenControl);
-  // Of the session, and of the first epoch behind it.
+  // Offset of the session; the first epoch of the session follows it.
   module.attr("low_latency_session_offset") = offsetof(LowLatencyBetweenControl, session);
   module.attr("low_latency_max_chunk_bytes") = kMaxPeerChunkBytes;
   py::class_<LowLatencyBetweenRegion, LowLatencyRegion>(module, "LowLatencyBetweenRegion")
@@ -131,8 +131,8 @@ void add_low_latency(py::module_& module) {
       .def_property_readonly("num_ints_between",
                              [](const LowLatencyPlan& plan) { return OwnTables::of(plan).num_ints; })
       .def_static("refused", &LowLatencyPlan::refused, py::kw_only(), py::arg("num_ranks"), py::arg("number"))
-      // Of a refused plan: which int32 of the results makes a combine publish the refusal, and its value. The send adds
-      // kTooManyRowsBit, which makes kRefusedBits.
+      // A combine that this rank refuses: the index of an int32 in the results, and the value to write there, so that
+      // the send publishes the refusal. The send adds kTooManyRowsBit to it, which makes kRefusedBits.
       .def_property_readonly("refusal_of_combine",
                              [](const LowLatencyPlan& plan) {
                                const uint32_t value = kNoSignalBit | plan.call.refusal();

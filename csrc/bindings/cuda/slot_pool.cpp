@@ -31,10 +31,11 @@ class SlotTensors {
   SlotPool& pool() { return *pool_; }
   const SlotPool& pool() const { return *pool_; }
 
-  // Tensors over what a dispatch wrote, None for what its plan does not have: first rows, experts, weights and scales
-  // in its slot, of num_rows rows, which take over the taker's hold (expert-major only rows: the others belong to what
-  // arrived, not to its copies); then rank prefix, counts with padding and overflow flag of the route that it made, at
-  // `route` in `memory`, which they keep alive (counts and flag expert-major only).
+  // The results of a dispatch as tensors, in the order of DispatchOutput in arena.py; None for what the call has not.
+  // - In the slot, with num_rows rows: rows, experts, weights, scales. They hold the slot in place of the taker. An
+  //   expert-major call has only the rows here: the other parts are by received row, not by copy.
+  // - In the route, which is at `route` in `memory`: rank prefix; of an expert-major call also counts with padding and
+  //   the overflow flag. They keep `memory` alive. A call along a known route has none of them.
   py::tuple tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const py::object& memory,
                     uintptr_t route) {
     py::object rank_prefix = py::none(), counts = py::none(), overflow = py::none();

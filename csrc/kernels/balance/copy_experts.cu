@@ -34,18 +34,18 @@ constexpr int kRingBytes = kPushWarps * kPushRingBytes + kCopyWarps * kCopyRingB
 static_assert(kPushWarps <= kMaxReportQueues);
 static_assert(kMaxReplicas <= 1 << 15);  // an entry is an int16_t
 
-// Entries of the mapping that name an expert, counted through the mapping.
+// A list of entries of the mapping: their indices in the mapping, and the experts that they name.
 struct Entries {
   int count;
   int16_t numbers[kMaxReplicas];
   int32_t experts[kMaxReplicas];
 };
 
-// What the mapping asks of this rank.
+// The work of this rank, as the mapping says it.
 struct Replicas {
   uint32_t checksum;  // of the mapping
-  Entries pushed;     // of other ranks, whose expert is here; of the next ranks first
-  Entries copied;     // of this rank
+  Entries pushed;     // slots of other ranks for experts of this rank; those of the next ranks first
+  Entries copied;     // slots of this rank
 };
 constexpr int kBarrierBytes = (kPushWarps * kPushStages + kCopyWarps * kCopyStages) * sizeof(uint64_t);
 static_assert(kRingBytes + sizeof(Replicas) + kBarrierBytes + 1024 <= kMaxSharedBytes);  // and what finish_cta declares

@@ -40,11 +40,12 @@ struct ShipRowsParams : AcrossDomainsParams {
   const int32_t* num_too_many;     // [1]
   const LowLatencyNumber* number;  // [1] of the handle's dispatch
   bool use_logfmt;
-  // The tables without what goes to other domains, for the kernel that sends inside the own one: written, or nullptr.
-  int32_t* own_row_of;        // [R, M, K], −1 for them
-  int32_t* own_num_received;  // [R], 0 for them
-  bool ships;                 // or writes the tables only
-  bool follows_own;           // whether that kernel has run; its flag tells what it has found
+  // Copies of the tables without rows of other domains, for the kernel that sends inside the own one: written, or
+  // nullptr.
+  int32_t* own_row_of;        // [R, M, K], −1 for rows of other domains
+  int32_t* own_num_received;  // [R], 0 for ranks of other domains
+  bool ships;                 // false: only writes the copies
+  bool follows_own;           // whether the kernel of the own domain has run; the chunk passes its flag on
 };
 
 struct ForwardRowsParams : AcrossDomainsParams {
