@@ -10,6 +10,7 @@ from typing import Any
 from hybrid_ep._version import __version__
 from hybrid_ep.doctor.model import Finding, Report, Result, Severity, Status
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.report.names import shorten_names
 
 __all__ = ["COMPARISONS", "Comparison", "compare"]
 
@@ -57,11 +58,6 @@ def compare(reports: Sequence[Report]) -> Report:
     return Report(__version__, f"{len(reports)} nodes", profiles, "the nodes' reports", 0.0, tuple(results))
 
 
-def _hosts(hosts: list[str]) -> str:
-    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return ", ".join(hosts[:4]) + more
-
-
 def _one_value(reports: Sequence[Report], read: Callable[[Report], Any]) -> Finding:
     """Passes when every node gives the same value; a node that gives none makes it unknown."""
     values: _Values = defaultdict(list)
@@ -70,9 +66,11 @@ def _one_value(reports: Sequence[Report], read: Callable[[Report], Any]) -> Find
         value = read(report)
         (silent if value in (None, []) else values[str(value)]).append(report.host)
     if len(values) > 1:
-        return Finding(Status.FAIL, "; ".join(f"{value}: {_hosts(hosts)}" for value, hosts in sorted(values.items())))
+        return Finding(
+            Status.FAIL, "; ".join(f"{value}: {shorten_names(hosts)}" for value, hosts in sorted(values.items()))
+        )
     if silent:
-        return Finding(Status.UNKNOWN, f"not known on {_hosts(silent)}")
+        return Finding(Status.UNKNOWN, f"not known on {shorten_names(silent)}")
     return Finding(Status.PASS, next(iter(values)))
 
 
@@ -99,12 +97,12 @@ def _packages(reports: Sequence[Report]) -> Finding:
             if packages is not None:
                 values[packages.get(name, "missing")].append(report.host)
         if len(values) > 1:
-            versions = (f"{version} on {_hosts(hosts)}" for version, hosts in sorted(values.items()))
+            versions = (f"{version} on {shorten_names(hosts)}" for version, hosts in sorted(values.items()))
             faults.append(f"{name}: {', '.join(versions)}")
     if faults:
         return Finding(Status.FAIL, "; ".join(faults))
     if unknown:
-        return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}")
+        return Finding(Status.UNKNOWN, f"not known on {shorten_names(unknown)}")
     return Finding(Status.PASS, f"{len(names)} packages agree")
 
 
@@ -138,11 +136,11 @@ def _clique(reports: Sequence[Report]) -> Finding:
         cliques[uuid][clique] = [report.host for report, _ in members]
     faults = [
         f"cluster {uuid}: "
-        + ", ".join(f"clique {clique} on {_hosts(hosts)}" for clique, hosts in sorted(found.items()))
+        + ", ".join(f"clique {clique} on {shorten_names(hosts)}" for clique, hosts in sorted(found.items()))
         for uuid, found in cliques.items()
         if len(found) > 1
     ]
-    faults += [f"in no domain: {_hosts(outside)}"] if outside else []
+    faults += [f"in no domain: {shorten_names(outside)}"] if outside else []
     return Finding.judge(faults, f"{len(domains)} domains, one clique each")
 
 
@@ -198,11 +196,15 @@ def _boots(reports: Sequence[Report]) -> Finding:
     for report in reports:
         if boot_id := report.facts.get("boot_id"):
             hosts[str(boot_id)].append(report.host)
-    twice = [_hosts(names) for names in hosts.values() if len(names) > 1]
+    twice = [shorten_names(names) for names in hosts.values() if len(names) > 1]
     if twice:
         return Finding(Status.FAIL, "; ".join(f"one node under several names: {names}" for names in twice))
     unknown = [report.host for report in reports if not report.facts.get("boot_id")]
-    return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}") if unknown else Finding(Status.PASS, "all differ")
+    return (
+        Finding(Status.UNKNOWN, f"not known on {shorten_names(unknown)}")
+        if unknown
+        else Finding(Status.PASS, "all differ")
+    )
 
 
 def _guids(reports: Sequence[Report]) -> Finding:
@@ -211,10 +213,10 @@ def _guids(reports: Sequence[Report]) -> Finding:
     for report in reports:
         for nic, guid in (report.facts.get("nic_guids") or {}).items():
             owners[str(guid)].append(f"{report.host} {nic}")
-    twice = [f"{guid}: {_hosts(names)}" for guid, names in sorted(owners.items()) if len(names) > 1]
+    twice = [f"{guid}: {shorten_names(names)}" for guid, names in sorted(owners.items()) if len(names) > 1]
     unknown = [report.host for report in reports if report.facts.get("nic_guids") is None]
     if unknown and not twice:
-        return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}")
+        return Finding(Status.UNKNOWN, f"not known on {shorten_names(unknown)}")
     return Finding.judge(twice, f"{len(owners)} GUIDs, all differ")
 
 
@@ -233,10 +235,14 @@ def _trees(reports: Sequence[Report]) -> Finding:
             if any("→" not in line for line in (*lines, *missing)):  # distances follow from where the devices are
                 lines, missing = ([line for line in part if "→" not in line] for part in (lines, missing))
             detail = [f"has {line}" for line in lines[:2]] + [f"lacks {line}" for line in missing[:2]]
-            faults.append(f"{_hosts(trees[tree])} {', '.join(detail)}")
+            faults.append(f"{shorten_names(trees[tree])} {', '.join(detail)}")
         return Finding(Status.FAIL, "; ".join(faults))
     unknown = [report.host for report in reports if not report.facts.get("tree")]
-    return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}") if unknown else Finding(Status.PASS, "one tree")
+    return (
+        Finding(Status.UNKNOWN, f"not known on {shorten_names(unknown)}")
+        if unknown
+        else Finding(Status.PASS, "one tree")
+    )
 
 
 def _clock(reports: Sequence[Report]) -> Finding:
@@ -259,10 +265,10 @@ def _clock(reports: Sequence[Report]) -> Finding:
         seen = ""
     loose = [host for host, clock in clocks.items() if clock and not clock["synchronized"]]
     if loose:
-        return Finding(Status.FAIL, f"not synchronised: {_hosts(loose)}{f'; {seen}' if seen else ''}")
+        return Finding(Status.FAIL, f"not synchronised: {shorten_names(loose)}{f'; {seen}' if seen else ''}")
     unknown = [host for host, clock in clocks.items() if not clock]
     if unknown:
-        return Finding(Status.UNKNOWN, f"not known on {_hosts(unknown)}")
+        return Finding(Status.UNKNOWN, f"not known on {shorten_names(unknown)}")
     errors = sorted((clock["max_error_us"], host) for host, clock in clocks.items() if clock)
     skew_ms = (errors[-1][0] + errors[-2][0]) / 1000
     bound = f"at most {skew_ms:.1f} ms, between {errors[-1][1]} and {errors[-2][1]}, by their own bounds"

@@ -18,6 +18,7 @@ from typing import Any
 from hybrid_ep._version import __version__
 from hybrid_ep.doctor.model import Report, Result, Severity, Status
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.report.names import shorten_names
 from hybrid_ep.validation.causes import OTHER, cause_of
 from hybrid_ep.validation.culprits import GROUP, blame
 from hybrid_ep.validation.judge import Job, Profiles, judge, judge_by_run
@@ -112,7 +113,7 @@ class Cluster:
         if not unfit:
             return text
         if len(unfit) > 3:
-            return f"{text}; {len(unfit)} are not: " + ", ".join(node.name for node in unfit[:8]) + _more(unfit, 8)
+            return f"{text}; {len(unfit)} are not: " + shorten_names([node.name for node in unfit], 8)
         return "; ".join([text, *(f"{node.name} is not: {_advice(node.problems[0])}" for node in unfit)])
 
     @property
@@ -161,7 +162,7 @@ class Cluster:
         }
 
 
-def load_cluster(folder: Path, profiles: Profiles | None = None) -> Cluster:
+def load_cluster(folder: Path) -> Cluster:
     """Reads and judges a results folder.
 
     Raises:
@@ -169,7 +170,7 @@ def load_cluster(folder: Path, profiles: Profiles | None = None) -> Cluster:
     """
     inventory = read_inventory(folder)
     platform_of = {host.name: host.platform for host in inventory.hosts}
-    profiles = profiles or Profiles()
+    profiles = Profiles()
     jobs = tuple(_job(folder, name, platform_of, profiles) for name in stems(folder, "jobs"))
     jobs = judge_by_run(jobs, platform_of, profiles)
     blamed = blame(jobs, pair_tables(jobs))
@@ -235,7 +236,7 @@ def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Re
     known = {host.name for host in inventory.hosts}
     strangers = [name for name in stems(folder, "nodes") if name not in known]
     if strangers:
-        seen = "in nodes/, but not in the inventory: " + ", ".join(strangers[:8]) + _more(strangers, 8)
+        seen = "in nodes/, but not in the inventory: " + shorten_names(strangers, 8)
         remedy = "Give every validation a results folder of its own, or add these hosts to the inventory."
         results.append(_of_folder("results.inventory", Status.UNKNOWN, seen, "hosts of the inventory only", remedy))
     found = compared.results if compared else ()
@@ -263,10 +264,6 @@ def _job(folder: Path, name: str, platform_of: Mapping[str, str], profiles: Prof
 
 def _advice(result: Result) -> str:
     return f"{result.id}: {result.remedy.rstrip('.')}"
-
-
-def _more(items: list[Any], shown: int) -> str:
-    return f" and {len(items) - shown} more" if len(items) > shown else ""
 
 
 def _node_json(node: Node) -> dict[str, Any]:

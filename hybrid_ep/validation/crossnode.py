@@ -15,6 +15,7 @@ from pathlib import Path
 from hybrid_ep.doctor import Report
 from hybrid_ep.doctor.compare import compare
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.report.names import shorten_names
 from hybrid_ep.validation.record import CLIQUES, write_job
 from hybrid_ep.validation.results import JobFile, read_inventory, read_node
 
@@ -63,12 +64,14 @@ def _judge(
     silent = [host for host in hosts if host not in cliques]
     faults = []
     if len(found) > 1:
-        parts = (f"cluster {uuid} clique {clique} on {_names(on)}" for (uuid, clique), on in sorted(found.items()))
+        parts = (
+            f"cluster {uuid} clique {clique} on {shorten_names(on)}" for (uuid, clique), on in sorted(found.items())
+        )
         faults.append(f"one domain in the inventory, {len(found)} in the fabric: {', '.join(parts)}")
-    faults += [f"in no multi-node domain: {_names(outside)}"] if outside else []
+    faults += [f"in no multi-node domain: {shorten_names(outside)}"] if outside else []
     others = sorted({other for clique in found for other in reached[clique]} - {domain})
     faults += [f"its clique also holds nodes that the inventory puts into {', '.join(others)}"] if others else []
-    unknown = f"no report of {_names(silent)}" if silent else ""
+    unknown = f"no report of {shorten_names(silent)}" if silent else ""
     status = "fail" if faults else "unknown" if unknown else "pass"
     reason = "; ".join([*faults, *([unknown] if unknown else [])])
     return JobFile(f"domain-{domain}{CLIQUES}", "group", tuple(hosts), status, reason, (), "")
@@ -91,8 +94,3 @@ def _reports(folder: Path) -> Iterator[tuple[str, Report]]:
             continue
         if isinstance(found, Report):
             yield host.name, found
-
-
-def _names(hosts: list[str]) -> str:
-    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return ", ".join(hosts[:4]) + more

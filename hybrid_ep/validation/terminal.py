@@ -7,11 +7,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_ep.doctor.render import STYLES
+from hybrid_ep.report.names import shorten_names
 from hybrid_ep.validation.cluster import MOST_TABLES, Cluster
 
 __all__ = ["render"]
 
 _MOST = 12  # rows of a table
+_MOST_NAMES = 6  # hosts in a cell
 
 
 def render(cluster: Cluster) -> RenderableType:
@@ -48,7 +50,7 @@ def _to_dos(cluster: Cluster) -> list[RenderableType]:
     table = _table("what to do", "check", "", "nodes", "seen", "remedy")
     for to_do in to_dos[:_MOST]:
         result = to_do.result
-        hosts = shorten_names(to_do.hosts) or "between nodes"
+        hosts = shorten_names(to_do.hosts, _MOST_NAMES) or "between nodes"
         row = [Text(hosts), Text(to_do.seen), Text(result.remedy)]
         table.add_row(Text(result.id), _status(result.shown_as), *row)
     return [table, *_rest(_MOST, len(to_dos), "checks")]
@@ -61,7 +63,7 @@ def _jobs(cluster: Cluster) -> list[RenderableType]:
         return []
     table = _table("test jobs", "job", "", "hosts", "reason", "remedy")
     for job in wrong[:_MOST]:
-        row = [Text(shorten_names(job.hosts)), Text(job.reason), Text(job.remedy)]
+        row = [Text(shorten_names(job.hosts, _MOST_NAMES)), Text(job.reason), Text(job.remedy)]
         table.add_row(Text(job.name), _status(job.status), *row)
     return [table, *_rest(_MOST, len(wrong), "jobs")]
 
@@ -76,9 +78,3 @@ def _pairs(cluster: Cluster) -> list[RenderableType]:
             table.add_row(Text(" – ".join(figure.job.hosts)), f"{figure.value:.4g}", pairs.share(figure.value), least)
         tables.append(table)
     return tables
-
-
-def shorten_names(names: tuple[str, ...], most: int = 6) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
