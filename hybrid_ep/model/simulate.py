@@ -143,9 +143,7 @@ def times_of(question: Question) -> Times:
     )
 
 
-def simulate_tail(
-    question: Question, num_runs: int, seed: int, *, straggler: float = 1.0, ring: Ring | None = None
-) -> list[Tail]:
+def simulate_tail(question: Question, num_runs: int, seed: int, *, straggler: float = 1.0) -> list[Tail]:
     """Simulates a dispatch and a combine of a question's grid.
 
     Args:
@@ -153,7 +151,6 @@ def simulate_tail(
         num_runs: each with a seed of its own.
         seed: of the first.
         straggler: how many times slower one rank's port and warps are.
-        ring: None = the engine's.
 
     Raises:
         ConfigError: there is no network between domains, or calls are not normal; a straggler is below 1.
@@ -161,7 +158,7 @@ def simulate_tail(
     require(straggler >= 1, "straggler", straggler, "≥ 1")
     require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")
     require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
-    rows, ring, times = expected_rows(question), ring or ring_of(question), times_of(question)
+    rows, ring, times = expected_rows(question), ring_of(question), times_of(question)
     slowdown = np.ones(question.num_domains)
     slowdown[0] = straggler
     found: tuple[list[float], list[float]] = ([], [])

@@ -166,9 +166,9 @@ def weights_by_expert(case: Case, copies: list[Copy | None]) -> Tensor:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def dispatch_expanded(buffer: Any, case: Case, inputs: Inputs, alignment: int, syncs: bool, x: Any = None) -> Any:
+def dispatch_expanded(buffer: Any, case: Case, inputs: Inputs, alignment: int, syncs: bool) -> Any:
     return buffer.dispatch(
-        inputs.x if x is None else x,
+        inputs.x,
         topk_idx=inputs.topk_idx,
         topk_weights=inputs.topk_weights,
         num_experts=case.num_experts,

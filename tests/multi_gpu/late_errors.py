@@ -13,9 +13,9 @@ from tests.multi_gpu.random_routings import Tokens, dispatch
 __all__ = ["check_error_of_a_replay", "check_error_of_the_last_call", "check_overflow"]
 
 
-def _draw_hot(seed: int) -> Tokens:
+def _draw_hot() -> Tokens:
     """Every token goes to the last rank, and half of them to the first one too."""
-    sent = draw(seed)
+    sent = draw(0)
     for topk_idx in sent.topk_idx:
         topk_idx.fill_(-1)
         topk_idx[:, 0] = sent.num_experts - 1
@@ -26,7 +26,7 @@ def _draw_hot(seed: int) -> Tokens:
 def check_overflow() -> None:
     """A bound that is too small at one rank is raised by the next call of every rank, and the buffer goes on."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    sent = _draw_hot(0)
+    sent = _draw_hot()
     bound = 96 * num_ranks - 3
     with make_buffer() as buffer:
         result = dispatch(buffer, sent, rank, num_worst_tokens=bound)
@@ -68,7 +68,7 @@ def check_error_of_a_replay() -> None:
         graph.replay()
         torch.cuda.synchronize()
         buffer.raise_pending()
-        static.topk_idx[rank].copy_(_draw_hot(0).topk_idx[rank])
+        static.topk_idx[rank].copy_(_draw_hot().topk_idx[rank])
         graph.replay()
         torch.cuda.synchronize()
         with pytest.raises(hybrid_ep.OverflowError, match=f"at rank {num_ranks - 1}"):

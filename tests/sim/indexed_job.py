@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.k8s.manifest import Manifest, load
-from tests.sim.hosts import Cluster, Host
+from tests.sim.hosts import Cluster
 from tests.sim.pods import NAMESPACE, Kubelet, Pod, checkout_image
 
 _POLL_S = 0.1
 
 
-def run_indexed_job(
-    manifests: list[Manifest], cluster: Cluster, prepare: Callable[[Host], None] = lambda host: None
-) -> list[Pod]:
+def run_indexed_job(manifests: list[Manifest], cluster: Cluster) -> list[Pod]:
     """Runs the one Job among the manifests until its Pods have succeeded, one has failed, or its deadline has come.
 
     Returns:
@@ -33,7 +30,7 @@ def run_indexed_job(
     if len(jobs) != 1 or jobs[0]["spec"].get("completionMode") != "Indexed" or jobs[0]["spec"].get("backoffLimit"):
         raise ConfigError(f"there are {len(jobs)} Jobs; allowed here: 1, Indexed, with backoffLimit 0")
     name, spec = jobs[0]["metadata"]["name"], jobs[0]["spec"]
-    kubelet = Kubelet(cluster, manifests, spec["template"]["spec"]["subdomain"], prepare)
+    kubelet = Kubelet(cluster, manifests, spec["template"]["spec"]["subdomain"])
     names = [f"{name}-{i}" for i in range(spec["completions"])]
     for pod_name in names:
         kubelet.reserve_name(pod_name)
@@ -51,9 +48,7 @@ def run_indexed_job(
     return pods
 
 
-def start_group(
-    manifests: list[Manifest], cluster: Cluster, prepare: Callable[[Host], None] = lambda host: None
-) -> list[Pod]:
+def start_group(manifests: list[Manifest], cluster: Cluster) -> list[Pod]:
     """Starts the Pods of one replica of the one LeaderWorkerSet among the manifests, the leader first.
 
     Raises:
@@ -63,7 +58,7 @@ def start_group(
     if len(sets) != 1 or sets[0]["spec"].get("startupPolicy") != "LeaderCreated":
         raise ConfigError(f"there are {len(sets)} LeaderWorkerSets; allowed here: 1, with startupPolicy LeaderCreated")
     name, template = sets[0]["metadata"]["name"], sets[0]["spec"]["leaderWorkerTemplate"]
-    kubelet = Kubelet(cluster, manifests, name, prepare)
+    kubelet = Kubelet(cluster, manifests, name)
     # As the controller names them: the leader by its replica, its workers by their place in the group.
     names = [f"{name}-0", *(f"{name}-0-{i}" for i in range(1, template["size"]))]
     for pod_name in names:

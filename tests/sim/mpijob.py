@@ -25,6 +25,7 @@ from tests.sim.hosts import Cluster, Host
 from tests.sim.pods import NAMESPACE, Kubelet, Pod, checkout_image
 
 _POLL_S = 0.1
+_RETRY_DELAY_S = 0.2  # between two attempts of the launcher; a cluster takes 10 s and doubles it
 
 
 @dataclass
@@ -58,7 +59,6 @@ class MPIJobRun:
         manifests: the built overlay: one MPIJob and the ConfigMaps that it mounts.
         cluster: where its Pods become hosts.
         ready_limit_s: how long workers may take to get ready.
-        retry_delay_s: between two attempts of the launcher; a cluster takes 10 s and doubles it.
         prepare: is called with each Pod's host before anything runs there; tests break it in there.
 
     Raises:
@@ -71,7 +71,6 @@ class MPIJobRun:
         cluster: Cluster,
         *,
         ready_limit_s: float = 20.0,
-        retry_delay_s: float = 0.2,
         prepare: Callable[[Host], None] = lambda host: None,
     ) -> None:
         jobs = [manifest.content for manifest in manifests if manifest.kind == "MPIJob"]
@@ -85,7 +84,6 @@ class MPIJobRun:
             if replica.get("restartPolicy", "Never") != "Never":
                 raise ConfigError(f"restartPolicy is {replica['restartPolicy']!r}; allowed here: 'Never'")
         self._ready_limit_s = ready_limit_s
-        self._retry_delay_s = retry_delay_s
         self._kubelet = Kubelet(cluster, manifests, self._job, prepare)
         self._names = [f"{self._job}-worker-{i}" for i in range(self._worker.get("replicas", 1))]
         for name in self._names:
@@ -129,7 +127,7 @@ class MPIJobRun:
         begun = time.monotonic()  # the deadline is the launcher's own, over all attempts
         for attempt in range(self._policy.get("backoffLimit", 6) + 1):
             if attempt:
-                time.sleep(self._retry_delay_s)
+                time.sleep(_RETRY_DELAY_S)
             pod = self._kubelet.start(
                 f"{self._job}-launcher",
                 self._launcher["template"],
