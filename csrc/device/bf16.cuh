@@ -42,4 +42,14 @@ __device__ __forceinline__ void add_bf16(float (&sum)[8], const uint4& vector) {
   }
 }
 
+// Adds a weighted row to eight sums. Product and sum round separately, as every engine does.
+__device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& row, float weight) {
+  const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(bf16_low(words[i]), weight));
+    sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(bf16_high(words[i]), weight));
+  }
+}
+
 }  // namespace hybrid_ep

@@ -46,6 +46,11 @@ __device__ inline uint32_t next_epoch(const LowLatencyProgress& progress) {
   return next_epoch(ptx::load_relaxed_gpu(&progress.epoch));
 }
 
+// Adds the time since `started` to the statistics of a rank. Both halves of a call may do so at once.
+__device__ inline void add_to_wait_stats(int64_t* wait_stats, int rank, uint64_t started) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(wait_stats + rank), (ptx::clock_ns() - started) / 1000);
+}
+
 // Publishes to every rank how many calls of each buffer this rank has read. The first CTA that sends does it, with its
 // first threads. Earlier kernels have ended by then, so they need no fence.
 __device__ inline void announce_free_buffers(const LowLatencyDomain& domain, int num_threads = kMaxAnnouncements) {

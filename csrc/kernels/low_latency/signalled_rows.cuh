@@ -1,16 +1,11 @@
-// The order in which a sending warp takes packed rows that experts still write. Legend: combine.cu.
+// The send of a low-latency combine while experts still write their rows: warps take the packed rows in the order in
+// which experts write them, and wait for signals. Legend: combine.cu.
 #pragma once
 
-#include "device/low_latency.cuh"
-#include "device/row_ring.cuh"
-#include "kernels/low_latency/low_latency.h"
+#include "kernels/low_latency/return_rows.cuh"
 
 namespace hybrid_ep {
 namespace {
-
-constexpr int kReturnStoresInFlight = 2;
-
-using SegmentRing = RowRing<kReturnStoresInFlight>;
 
 // A segment of a packed row that is being loaded, and its destination.
 struct Piece {
@@ -87,7 +82,7 @@ class SignalledRows {
  private:
   __device__ int num_local() const { return params_.shape.num_experts / params_.domain.num_ranks; }
   __device__ int capacity() const { return params_.shape.max_tokens * params_.domain.num_ranks; }
-  __device__ int num_segments() const { return (2 * params_.shape.hidden + kSegmentBytes - 1) / kSegmentBytes; }
+  __device__ int num_segments() const { return segments_of(params_.shape); }
 
   // Items are numbered across all experts, so that warps share them evenly.
   __device__ void enter_next_expert() {
@@ -104,6 +99,73 @@ class SignalledRows {
   int step_, next_, expert_;
   int num_items_ = 0, num_raised_ = 0;  // of this expert: segments, and rows that are known to be written
 };
+
+template <bool kLogFmt>
+__device__ __forceinline__ void return_signalled_rows(const ReturnSignalledRowsParams& params, const CtaOfRole& cta,
+                                                      uint8_t* stages) {
+  __shared__ uint64_t barriers[kReturnWarps * kReturnStages];
+  __shared__ bool present[kMaxRanks];
+  __shared__ uint32_t epoch;
+  __shared__ Piece pieces[kReturnWarps][kReturnStages];
+  const LowLatencyDomain& domain = params.domain;
+  const Waiter waiter = waiter_of_send(domain, KernelName::kLowLatencyCombine);
+  LowLatencyChannel& channel = channel_of(domain, domain.rank);
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  SegmentRing ring(stages + warp * kReturnStages * kSegmentBytes, barriers + warp * kReturnStages, kReturnStages,
+                   kSegmentBytes, lane);
+  const int peer = kReturnWarps * 32 - 1 - tid;
+  if (peer < domain.num_ranks) {
+    const uint32_t this_epoch = next_epoch(channel.send);
+    present[peer] = wait_until_free(domain, waiter, this_epoch, peer);
+    if (peer == 0) epoch = this_epoch;
+  }
+  if (cta.idx == 0) announce_free_buffers(domain, kAnnouncingThreads<kReturnWarps>);
+  __syncthreads();
+  if (warp == kReturnWarps - 1) send_weights(params, cta, present, epoch);  // other ranks may sum
+
+  // Loads run ahead as far as signals have been raised. Loaded rows are sent before the warp waits for a signal.
+  SignalledRows rows(params, cta.idx * kReturnWarps + warp, cta.count * kReturnWarps);
+  int num_fetched = 0, num_sent = 0;
+  while (rows.has_next() || num_sent < num_fetched) {
+    while (rows.has_next() && num_fetched - num_sent < ring.num_ahead()) {
+      const bool waits = num_fetched == num_sent;
+      if (rows.is_raised(waiter, waits)) {
+        const Piece piece = rows.fetch(ring, present);
+        if (lane == 0) pieces[warp][num_fetched % kReturnStages] = piece;
+        ++num_fetched;
+      } else if (waits) {
+        if (lane == 0) atomicCAS(&channel.no_signal, 0u, kNoSignalBit | static_cast<uint32_t>(rows.signal_idx()));
+        rows.give_up();
+      } else {
+        break;
+      }
+    }
+    if (num_sent == num_fetched) break;
+    uint8_t* segment = ring.wait();
+    const Piece& piece = pieces[warp][num_sent % kReturnStages];
+    if constexpr (kLogFmt) {
+      __syncwarp();
+      if (piece.target != nullptr) {
+        const LogRow row{piece.target - piece.begin, params.shape.hidden};
+        send_as_logfmt(segment, row, piece.begin, piece.num_bytes);
+      }
+    } else if (lane == 0) {
+      if (piece.target != nullptr) ptx::bulk_store(piece.target, segment, piece.num_bytes);
+    }
+    ring.release();
+    ++num_sent;
+  }
+  if (lane == 0) ptx::bulk_wait_written<0>();
+  const bool has_lost = peer < domain.num_ranks && !present[peer];
+  const auto value = [&] {
+    const uint32_t no_signal = channel.no_signal;
+    channel.no_signal = 0;
+    if (no_signal != 0) return no_signal;
+    const uint32_t num_too_many = *params.num_too_many;
+    return num_too_many != 0 ? kTooManyRowsBit | num_too_many : kNoSums | (kLogFmt ? kLogFmtBit : 0);
+  };
+  finish_send(domain, present, epoch, value, *params.number, has_lost, cta.count);
+}
 
 }  // namespace
 }  // namespace hybrid_ep
