@@ -11,7 +11,8 @@ from typing import Any
 
 from hybrid_ep import Buffer, EventOverlap, HybridEPBuffer, HybridEPError
 from hybrid_ep.nn import MoELayer
-from tests.multi_process.test_bad_input import HYBRID, NORMAL, TOPK, WEIGHTS, E, H, T, X, layout_of
+from tests.multi_process.small_calls import TOPK, WEIGHTS, E, H, T, X, layout_of
+from tests.multi_process.test_bad_input import HYBRID, NORMAL
 from tests.multi_process.test_disagreement import PAIRS, disagree
 from tests.rank_pool import RankPool
 
@@ -36,7 +37,7 @@ own arguments do not fit raises its own error.
 
 The cuda engine reports the error in words that ranks exchange in every call anyway. So a correct call takes no longer.
 
-Other ranks are not told of these mistakes:
+Other ranks do not learn of these mistakes:
 
 | mistake of one rank | the other ranks |
 |---|---|
