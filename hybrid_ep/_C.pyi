@@ -129,7 +129,7 @@ def active_verbs_devices(port: int = 1) -> list[str]:
     """Raises ConnectionError where libibverbs is not there."""
 
 def verbs_retries(timeout_s: float) -> tuple[int, int]:
-    """Of a queue pair: 4.096 µs × 2^first until a retry, and how many. Only where `has_verbs` is true."""
+    """Retries of a queue pair: one after 4.096 µs × 2^first, and their number. Only where `has_verbs` is true."""
 
 def loopback_proxy(
     *,

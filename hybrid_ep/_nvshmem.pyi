@@ -5,7 +5,7 @@ link_kernels: object
 """A capsule for `_cuda.BetweenCommunicator` and `_cuda.LowLatencyBetweenRegion`."""
 
 def unique_id() -> bytes:
-    """Of one rank, for all others to join its world."""
+    """An id of a new world, which one rank makes and all others join."""
 
 def join(*, rank: int, num_ranks: int, unique_id: bytes, device: int) -> None:
     """Joins the world, or finds the one that this process has joined. Collective, without a deadline."""

@@ -116,7 +116,7 @@ class _Layer(MoELayer):
         return self._map_placed(), self._batch.topk_weights
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        """What of the layer is the policy's, to be timed alone. Collective."""
+        """The parts of the layer that the policy adds, to be timed alone. Collective."""
         if self._mapper is not None:
             return {"map_topk": self._map_placed}
         if self._balance_is_off:

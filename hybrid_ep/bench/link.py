@@ -75,7 +75,7 @@ class LinkReport:
         return all(figures.num_wrong == 0 for figures in self.ranks)
 
     def gbytes_per_s(self, figures: LinkFigures) -> float:
-        """Of one rank, in each direction."""
+        """Bandwidth of one rank, in each direction."""
         return self.chunk_bytes * self.num_chunks * figures.num_peers / figures.seconds / 1e9
 
     def to_json(self) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def _operation(
 
 
 def _fabric_gbps(crossing_bytes: list[int], p50_us: list[float]) -> list[float]:
-    """Of each rank; empty where nothing crosses."""
+    """Bandwidth between domains of each rank; empty where nothing crosses."""
     if not any(crossing_bytes):
         return []
     return [num_bytes / us / 1e3 for num_bytes, us in zip(crossing_bytes, p50_us, strict=True)]

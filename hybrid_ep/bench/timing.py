@@ -33,7 +33,7 @@ _CALLS_IN_A_ROW = 2
 
 @dataclass
 class Times:
-    """Of one operation on this rank.
+    """Times of one operation on this rank.
 
     Attributes:
         microseconds: of each run, on the device that does the work.

@@ -65,7 +65,7 @@ class Rows:
 
     @property
     def kept(self) -> _Array:
-        """Of these, the rows that stay on the rank."""
+        """Rows that a rank pushes to itself; a part of `within`."""
         return self.num_tokens * self.num_domains * self.at_rank
 
     @property

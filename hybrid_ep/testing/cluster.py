@@ -162,7 +162,7 @@ class VirtualCluster:
 
     @property
     def port(self) -> int:
-        """Of the ranks' store, on this machine."""
+        """Port of the ranks' store, on this machine."""
         port: int = self._store.port
         return port
 

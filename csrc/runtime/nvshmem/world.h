@@ -18,7 +18,7 @@ class NvshmemError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Of one rank, for all others to join its world.
+// An id of a new world, which one rank makes and all others join.
 std::string nvshmem_unique_id();
 
 // Joins the world, or finds the one that this process has joined. Collective over all its ranks, without a deadline.

@@ -217,7 +217,7 @@ class End:
             raise TransportError(_WHERE, self._idx, 1 - self._idx, f"{nic}: {detail}")
 
     def _count_wrong(self) -> int:
-        """Of the receive slots. Every chunk of a slot is the same, so it does not matter which was the last."""
+        """Counts receive slots with wrong bytes. All chunks of a slot are the same, so any of them may be the last."""
         slots, size = range(NUM_SLOTS), self._chunk_bytes
         read = (self._memory.read((NUM_SLOTS + slot) * size, size) for slot in slots)
         return sum(seen != self._content(1 - self._idx, slot) for slot, seen in zip(slots, read, strict=True))
