@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,11 @@ from hybrid_ep.k8s.command import k8s
 from hybrid_ep.k8s.manifest import find_sources, load
 from hybrid_ep.k8s.rules import RULES
 from tests.prerequisites import require_programs
+from tests.unit.k8s_overlays import K8S, OVERLAYS, Tree, built, launcher, worker
 
-K8S = Path(__file__).resolve().parents[2] / "k8s"
-OVERLAYS = (
-    *("cpu", "single-node", "infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "gb200-mnnvl"),
-    *("cpu-torchrun", "single-node-torchrun", "oke-roce", "jobset-kueue", "lws-serving", "node-doctor"),
-)
 PAGE = (K8S.parent / "docs" / "kubernetes.md").read_text()
 PAGE_OF_RULES = (K8S.parent / "docs" / "kubernetes_check.md").read_text()
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-Tree = Any
-
-
-@cache
-def built(overlay: str) -> list[Tree]:
-    require_programs("kubectl")
-    return [manifest.content for manifest in load(K8S / "overlays" / overlay)]
-
-
-def worker(job: Tree) -> Tree:
-    return job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
-
-
-def launcher(job: Tree) -> Tree:
-    return job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
 
 
 def pod(job: Tree) -> Tree:

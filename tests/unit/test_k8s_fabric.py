@@ -20,7 +20,7 @@ from hybrid_ep.doctor.profile import load_profile
 from hybrid_ep.env import VARIABLES
 from hybrid_ep.k8s.check import check
 from hybrid_ep.k8s.problem import Level
-from tests.unit.test_k8s_check import K8S, OVERLAYS, built, launcher, worker
+from tests.unit.k8s_overlays import K8S, OVERLAYS, built, launcher, worker
 
 WITH_NICS = ("infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "oke-roce")
 OWN = (*WITH_NICS, "gb200-mnnvl")

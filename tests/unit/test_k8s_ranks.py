@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_ep.k8s.check import check
 from hybrid_ep.k8s.problem import Level
-from tests.unit.test_k8s_fields import Example, examine
+from tests.unit.k8s_example import Example, examine
 
 W = Level.WARNING
 C = "$.spec.containers[0]"

@@ -20,7 +20,8 @@ from hybrid_ep.k8s.problem import Level, Problem
 from hybrid_ep.k8s.rules import RULES
 from hybrid_ep.k8s.rules.parts import amount
 from hybrid_ep.k8s.schema import kubernetes_versions
-from tests.unit.test_k8s_check import BREAKS, OVERLAYS, built
+from tests.unit.k8s_overlays import OVERLAYS, built
+from tests.unit.test_k8s_check import BREAKS
 from tests.unit.test_k8s_fields import EXAMPLES
 from tests.unit.test_k8s_ranks import EXAMPLES as OF_RANKS
 from tests.unit.test_k8s_sites import OF_SITES
